@@ -1,0 +1,83 @@
+"""Builds what is generated: the engine's cffi module and the gRPC code. Called by setuptools (see pyproject.toml)."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = "smb._engine"
+# The order is the order of the layers; see smb.h.
+SOURCES = ("kernels", "frame", "layout", "segment", "gate", "connection", "server", "link", "client", "transfer")
+# -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
+# become vector selects; it changes no result. No -march: users run what we build on other machines (see kernels.c).
+# -Werror is for us (make test compiles with it), not for users with a compiler that we have not seen.
+COMPILE_ARGS = (
+    "-std=c11 -O3 -g1 -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden "
+    "-Wall -Wextra -D_GNU_SOURCE -pthread"
+).split()
+
+
+def declarations() -> str:
+    """Return the part of smb.h that Python sees."""
+    text = (ROOT / "csrc" / "smb.h").read_text()
+    match = re.search(r"/\* cffi: begin \*/(.*)/\* cffi: end \*/", text, re.S)
+    assert match, "csrc/smb.h has lost its cffi marks"
+    return match.group(1)
+
+
+def make_grpc_code() -> None:
+    """Write smb/proto/control_pb2.py, its stub and control_pb2_grpc.py beside control.proto."""
+    import grpc_tools
+    from grpc_tools import protoc
+
+    include = Path(grpc_tools.__file__).parent / "_proto"
+    arguments = [
+        "protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", f"--grpc_python_out={ROOT}",
+        str(ROOT / "smb" / "proto" / "control.proto"),
+    ]  # fmt: skip
+    if protoc.main(arguments) != 0:
+        raise SystemExit("protoc could not compile smb/proto/control.proto")
+
+
+class BuildPythonCode(build_py):
+    """build_py that first makes the gRPC code."""
+
+    def finalize_options(self) -> None:
+        """Generate before setuptools looks which modules there are."""
+        make_grpc_code()
+        super().finalize_options()
+
+
+class BuildEngine(build_ext):
+    """build_ext that makes the one extension: cffi's wrapper and the engine's sources in a single shared object."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Write cffi's wrapper into the build folder, then compile it with the engine's sources."""
+        from cffi import FFI
+
+        ffi = FFI()
+        ffi.cdef(declarations())
+        ffi.set_source(MODULE, '#include "smb.h"')
+        wrapper = Path(self.build_temp) / "smb_engine_wrapper.c"
+        wrapper.parent.mkdir(parents=True, exist_ok=True)
+        ffi.emit_c_code(str(wrapper))
+        extra = os.environ.get("SMB_CFLAGS", "").split()  # for the sanitizer builds
+        ext.sources = [*(f"csrc/{name}.c" for name in SOURCES), str(wrapper)]
+        ext.depends = [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h")]
+        ext.include_dirs = ["csrc"]
+        ext.define_macros = [("Py_LIMITED_API", "0x030A0000")]
+        # cffi's own code has unused parameters and functions.
+        ext.extra_compile_args = [*COMPILE_ARGS, "-Wno-unused-parameter", "-Wno-unused-function", *extra]
+        ext.extra_link_args = ["-pthread", *extra]
+        super().build_extension(ext)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(declarations())

@@ -1,0 +1,361 @@
+/* One peer of the daemon: a state machine that never blocks. Its loop calls connection_turn when the socket has something,
+ * has room again, or when a parked request is to be tried once more. One request is in hand at a time; the peer may send many
+ * more meanwhile: they wait in the socket. Answers leave in the order of the requests. */
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "server.h"
+
+enum step { STEP_ON, STEP_WAIT, STEP_CLOSE };
+
+struct connection *connection_create(struct loop *loop, int fd, int transport)
+{
+    struct connection *connection = calloc(1, sizeof *connection);
+    if (!connection)
+        return NULL;
+    if (transport == SMB_TRANSPORT_TCP) {
+        int on = 1; /* an answer must not wait for the next one; failure costs time, not correctness */
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    }
+    connection->loop = loop;
+    connection->fd = fd;
+    connection->transport = transport;
+    connection->opened_ns = smb_now_ns();
+    connection->pass_fd = -1;
+    server_count(&loop->server->opened[transport], 1);
+    server_count(&loop->server->now[transport], 1);
+    return connection;
+}
+
+void connection_destroy(struct connection *connection)
+{
+    gate_done(&connection->request);
+    if (connection->pass_segment)
+        smb_segment_release(connection->pass_segment);
+    atomic_fetch_sub_explicit(&connection->loop->server->now[connection->transport], 1, memory_order_relaxed);
+    close(connection->fd);
+    free(connection->staging);
+    free(connection->tail);
+    free(connection);
+}
+
+static enum step refuse(struct connection *connection, int why)
+{
+    server_count(&connection->loop->server->errors[why], 1);
+    return STEP_CLOSE;
+}
+
+/* ---- sending ------------------------------------------------------------------------------------------------------ */
+
+static bool all_sent(const struct connection *connection)
+{
+    return connection->out_start == connection->out_end && connection->tail_start == connection->tail_end;
+}
+
+/* Sends replies, then `data`, as far as the socket takes them; *sent says how much of data went. */
+static enum step send_with(struct connection *connection, const void *data, uint32_t bytes, uint32_t *sent)
+{
+    uint32_t replies = connection->out_end - connection->out_start;
+    struct iovec parts[2] = {{connection->out + connection->out_start, replies}, {(void *)data, bytes}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = bytes ? 2 : 1};
+    union {
+        struct cmsghdr header;
+        uint8_t bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    if (connection->pass_fd >= 0) {
+        memset(&control, 0, sizeof control);
+        message.msg_control = control.bytes;
+        message.msg_controllen = sizeof control.bytes;
+        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(header), &connection->pass_fd, sizeof(int));
+    }
+    *sent = 0;
+    ssize_t done = sendmsg(connection->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (done < 0)
+        return errno == EAGAIN || errno == EINTR ? STEP_ON : STEP_CLOSE; /* the peer is gone: no error of ours */
+    if (connection->pass_fd >= 0) {
+        smb_segment_release(connection->pass_segment);
+        connection->pass_segment = NULL;
+        connection->pass_fd = -1;
+    }
+    if ((uint64_t)done >= replies) {
+        *sent = (uint32_t)done - replies;
+        connection->out_start = connection->out_end = 0;
+        connection->replies_held = 0;
+    } else {
+        connection->out_start += (uint32_t)done;
+    }
+    return STEP_ON;
+}
+
+static enum step flush(struct connection *connection)
+{
+    if (all_sent(connection))
+        return STEP_ON;
+    uint32_t sent;
+    enum step step = send_with(connection, connection->tail + connection->tail_start,
+                               connection->tail_end - connection->tail_start, &sent);
+    connection->tail_start += sent;
+    if (connection->tail_start == connection->tail_end)
+        connection->tail_start = connection->tail_end = 0;
+    return step;
+}
+
+/* Before it waits for anything a connection sends what it has; if the socket is full it waits for room instead: a peer that
+ * does not read is not served further. */
+static enum step wait_for(struct connection *connection, enum connection_wait wait)
+{
+    if (flush(connection) == STEP_CLOSE)
+        return STEP_CLOSE;
+    connection->wait = all_sent(connection) ? wait : WAIT_OUTPUT;
+    return STEP_WAIT;
+}
+
+static void put_reply(struct connection *connection, const struct smb_frame *reply)
+{
+    smb_frame_encode(reply, connection->out + connection->out_end);
+    connection->out_end += SMB_FRAME_BYTES;
+}
+
+static uint8_t *chunk_memory(uint8_t **memory)
+{
+    if (!*memory)
+        *memory = aligned_alloc(4096, SMB_CHUNK_BYTES_MAX);
+    return *memory;
+}
+
+/* ---- receiving ---------------------------------------------------------------------------------------------------- */
+
+/* *have: bytes read. STEP_WAIT: nothing there now. */
+static enum step receive(struct connection *connection, struct iovec *parts, int count, size_t *have)
+{
+    ssize_t done = readv(connection->fd, parts, count);
+    if (done > 0) {
+        *have = (size_t)done;
+        return STEP_ON;
+    }
+    if (done < 0 && (errno == EAGAIN || errno == EINTR))
+        return wait_for(connection, WAIT_INPUT);
+    return STEP_CLOSE;
+}
+
+static enum step greet(struct connection *connection, const struct smb_frame *frame)
+{
+    if (frame->opcode != SMB_HELLO || connection->greeted)
+        return refuse(connection, SMB_PROTOCOL);
+    connection->greeted = true;
+    connection->loop->not_greeted--;
+    connection->session = frame->session;
+    struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+    reply.segment = connection->loop->server->instance;
+    put_reply(connection, &reply);
+    server_count(&connection->loop->server->operations[connection->transport][SMB_HELLO], 1);
+    return STEP_ON;
+}
+
+/* A peer of another version learns so before it is closed; what it sent is not understood, so nothing of it is repeated. */
+static enum step refuse_version(struct connection *connection)
+{
+    struct smb_frame reply = {.opcode = SMB_HELLO, .flags = SMB_FLAG_REPLY, .status = SMB_VERSION};
+    if (connection->out_end + SMB_FRAME_BYTES <= OUT_BYTES) {
+        put_reply(connection, &reply);
+        flush(connection);
+    }
+    return refuse(connection, SMB_VERSION);
+}
+
+static enum step next_request(struct connection *connection)
+{
+    if (connection->in_end - connection->in_start < SMB_FRAME_BYTES) {
+        uint32_t left = connection->in_end - connection->in_start;
+        memmove(connection->in, connection->in + connection->in_start, left);
+        connection->in_start = 0;
+        connection->in_end = left;
+        struct iovec part = {connection->in + left, IN_BYTES - left};
+        size_t have;
+        enum step step = receive(connection, &part, 1, &have);
+        if (step == STEP_ON)
+            connection->in_end += (uint32_t)have;
+        return step;
+    }
+    struct smb_frame frame;
+    int status = smb_frame_parse(connection->in + connection->in_start, &frame);
+    if (status == SMB_VERSION)
+        return refuse_version(connection);
+    if (status != SMB_OK || frame.flags & SMB_FLAG_REPLY)
+        return refuse(connection, SMB_PROTOCOL);
+    if (connection->greeted && frame.session != connection->session)
+        return refuse(connection, SMB_PROTOCOL);
+    connection->in_start += SMB_FRAME_BYTES;
+    if (!connection->greeted || frame.opcode == SMB_HELLO)
+        return greet(connection, &frame);
+
+    if (frame.payload > 0 && !chunk_memory(&connection->staging))
+        return refuse(connection, SMB_OUT_OF_MEMORY);
+    connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
+    connection->have_request = true;
+    connection->payload_have = 0;
+    return STEP_ON;
+}
+
+static enum step receive_payload(struct connection *connection)
+{
+    uint32_t missing = connection->request.frame.payload - connection->payload_have;
+    uint8_t *to = connection->staging + connection->payload_have;
+    uint32_t here = connection->in_end - connection->in_start;
+    if (here > 0) {
+        uint32_t take = here < missing ? here : missing;
+        memcpy(to, connection->in + connection->in_start, take);
+        connection->in_start += take;
+        connection->payload_have += take;
+        return STEP_ON;
+    }
+    /* The rest of the payload to its place, and the headers behind it in the same call. */
+    struct iovec parts[2] = {{to, missing}, {connection->in, IN_BYTES}};
+    size_t have;
+    enum step step = receive(connection, parts, 2, &have);
+    if (step != STEP_ON)
+        return step;
+    uint32_t ours = have < missing ? (uint32_t)have : missing;
+    connection->payload_have += ours;
+    connection->in_start = 0;
+    connection->in_end = (uint32_t)have - ours;
+    return STEP_ON;
+}
+
+/* ---- executing ---------------------------------------------------------------------------------------------------- */
+
+static void finish_request(struct connection *connection)
+{
+    const struct smb_frame *frame = &connection->request.frame;
+    struct smb_server *server = connection->loop->server;
+    server_count(&server->operations[connection->transport][frame->opcode], 1);
+    server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
+    connection->replies_held += frame->length >= BULK_BYTES;
+    gate_done(&connection->request);
+    connection->have_request = false;
+}
+
+static enum step answer_failure(struct connection *connection, int status)
+{
+    server_count(&connection->loop->server->errors[status], 1);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
+    put_reply(connection, &reply);
+    finish_request(connection);
+    return STEP_ON;
+}
+
+/* A read is sent straight from the segment, under the chunk's lock: the socket copies it once, at one instant. What it does
+ * not take at once is set aside before the lock is released, so that a slow peer never holds it. */
+static enum step answer_read(struct connection *connection)
+{
+    const struct gate_request *request = &connection->request;
+    uint32_t length = request->frame.length;
+    if (!chunk_memory(&connection->tail))
+        return refuse(connection, SMB_OUT_OF_MEMORY);
+    if (smb_segment_deleted(request->segment))
+        return answer_failure(connection, SMB_NOT_FOUND);
+    int status = smb_segment_lock(request->segment, request->frame.offset, SMB_TRY);
+    if (status == SMB_BUSY)
+        return wait_for(connection, WAIT_PARKED);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+    reply.length = reply.payload = length;
+    put_reply(connection, &reply);
+    const uint8_t *place = (const uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
+    uint32_t sent;
+    enum step step = send_with(connection, place, length, &sent);
+    memcpy(connection->tail, place + sent, length - sent);
+    smb_segment_unlock(request->segment, request->frame.offset);
+    connection->tail_start = 0;
+    connection->tail_end = length - sent;
+    finish_request(connection);
+    return step;
+}
+
+static enum step answer_attach(struct connection *connection)
+{
+    if (connection->transport != SMB_TRANSPORT_UNIX)
+        return answer_failure(connection, SMB_DENIED);
+    if (smb_segment_deleted(connection->request.segment))
+        return answer_failure(connection, SMB_NOT_FOUND);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
+    put_reply(connection, &reply);
+    connection->pass_segment = smb_segment_retain(connection->request.segment);
+    connection->pass_fd = smb_segment_fd(connection->pass_segment);
+    finish_request(connection);
+    return flush(connection);
+}
+
+static enum step answer_change(struct connection *connection)
+{
+    struct gate_request *request = &connection->request;
+    const struct smb_frame *frame = &request->frame;
+    bool fetch = frame->flags & SMB_FLAG_FETCH;
+    if ((fetch || frame->opcode == SMB_ACCUMULATE_FROM) && !chunk_memory(&connection->tail))
+        return refuse(connection, SMB_OUT_OF_MEMORY);
+    uint64_t result = 0;
+    int status = gate_execute(connection->loop->server, request, connection->staging, connection->tail,
+                              fetch ? connection->tail : NULL, &result);
+    if (status == SMB_BUSY)
+        return wait_for(connection, WAIT_PARKED);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+    reply.argument = result;
+    if (fetch) {
+        reply.length = reply.payload = frame->length;
+        connection->tail_end = frame->length;
+    }
+    put_reply(connection, &reply);
+    finish_request(connection);
+    return STEP_ON;
+}
+
+static enum step execute(struct connection *connection)
+{
+    if (connection->admitted != SMB_OK)
+        return answer_failure(connection, connection->admitted);
+    switch (connection->request.frame.opcode) {
+    case SMB_READ: return answer_read(connection);
+    case SMB_ATTACH: return answer_attach(connection);
+    default: return answer_change(connection);
+    }
+}
+
+bool connection_turn(struct connection *connection)
+{
+    enum step step = STEP_ON;
+    for (int frames = 0; step == STEP_ON;) {
+        /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
+        bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 ||
+                          connection->replies_held >= REPLIES_HELD_MAX || connection->out_end > OUT_BYTES - SMB_FRAME_BYTES;
+        if (must_flush) {
+            step = flush(connection);
+            if (step == STEP_ON && !all_sent(connection)) {
+                connection->wait = WAIT_OUTPUT;
+                step = STEP_WAIT;
+            }
+        } else if (!connection->have_request) {
+            if (frames++ == FRAMES_PER_TURN)
+                step = wait_for(connection, WAIT_TURN);
+            else
+                step = next_request(connection);
+        } else if (connection->payload_have < connection->request.frame.payload) {
+            step = receive_payload(connection);
+        } else {
+            step = execute(connection);
+        }
+    }
+    return step == STEP_WAIT;
+}

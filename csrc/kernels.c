@@ -1,0 +1,256 @@
+/* Element-wise kernels, one body compiled for several instruction sets, the best one chosen when the library loads.
+ *
+ * Invariant: the same bits on every path, and the bits that numpy gives (ml_dtypes for bfloat16); only the sign and payload
+ * of a NaN may differ. Hence no fused multiply-add (-ffp-contract=off) and no reassociation. */
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+/* (a < b or a is NaN) ? a : b, as numpy's minimum: NaN wins, and of two equal zeros the second. */
+#define FLOAT_MIN(b, a) ((b) < (a) || (b) != (b) ? (b) : (a))
+#define FLOAT_MAX(b, a) ((b) > (a) || (b) != (b) ? (b) : (a))
+/* numpy's float16 loops compare with <=: of two equal zeros the first. */
+#define HALF_MIN(b, a) ((b) <= (a) || (b) != (b) ? (b) : (a))
+#define HALF_MAX(b, a) ((b) >= (a) || (b) != (b) ? (b) : (a))
+#define INT32_MIN_OF(b, a) ((int32_t)(b) < (int32_t)(a) ? (b) : (a))
+#define INT32_MAX_OF(b, a) ((int32_t)(b) > (int32_t)(a) ? (b) : (a))
+#define INT64_MIN_OF(b, a) ((int64_t)(b) < (int64_t)(a) ? (b) : (a))
+#define INT64_MAX_OF(b, a) ((int64_t)(b) > (int64_t)(a) ? (b) : (a))
+#define UNSIGNED_MIN_OF(b, a) ((b) < (a) ? (b) : (a))
+#define UNSIGNED_MAX_OF(b, a) ((b) > (a) ? (b) : (a))
+
+static inline uint32_t float_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float bfloat16_to_float(uint16_t half)
+{
+    return float_from_bits((uint32_t)half << 16);
+}
+
+/* Round to nearest, ties to even; NaN stays NaN (adding the rounding term could carry it into infinity). */
+static inline uint16_t float_to_bfloat16(float value)
+{
+    uint32_t bits = float_bits(value);
+    uint16_t rounded = (uint16_t)((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
+    uint16_t quiet = (uint16_t)((bits >> 16) | 0x40U);
+    return (bits & 0x7FFFFFFFU) > 0x7F800000U ? quiet : rounded;
+}
+
+static inline float float16_to_float(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000U) << 16;
+    uint32_t magnitude = half & 0x7FFFU;
+    if (magnitude >= 0x7C00U) /* infinity, NaN */
+        return float_from_bits(sign | 0x7F800000U | (magnitude & 0x3FFU) << 13 | (magnitude > 0x7C00U ? 0x400000U : 0U));
+    if (magnitude < 0x400U) /* zero, subnormal: magnitude * 2^-24, exact */
+        return float_from_bits(sign | float_bits((float)magnitude * 0x1p-24F));
+    return float_from_bits(sign | ((magnitude << 13) + 0x38000000U));
+}
+
+/* Round to nearest, ties to even, of a float. */
+static inline uint16_t float_to_float16(float value)
+{
+    uint32_t bits = float_bits(value);
+    uint16_t sign = (uint16_t)((bits >> 16) & 0x8000U);
+    uint32_t magnitude = bits & 0x7FFFFFFFU;
+    if (magnitude > 0x7F800000U)
+        return (uint16_t)(sign | 0x7E00U | (magnitude >> 13 & 0x3FFU));
+    if (magnitude >= 0x477FF000U) /* 65520 and above round to infinity */
+        return (uint16_t)(sign | 0x7C00U);
+    if (magnitude < 0x38800000U) { /* below the smallest normal: adding 0.5 aligns the mantissa, the adder rounds */
+        float aligned = float_from_bits(magnitude) + 0.5F;
+        return (uint16_t)(sign | (float_bits(aligned) - 0x3F000000U));
+    }
+    return (uint16_t)(sign | ((magnitude - 0x38000000U + 0xFFFU + ((magnitude >> 13) & 1U)) >> 13));
+}
+
+/* Through float rounded to odd, so that the value is rounded once and not twice. */
+static uint16_t double_to_float16(double value)
+{
+    float narrow = (float)value;
+    if (isfinite(narrow) && (double)narrow != value) {
+        uint32_t bits = float_bits(narrow);
+        if (fabs((double)narrow) > fabs(value))
+            bits -= 1;
+        narrow = float_from_bits(bits | 1U);
+    }
+    return float_to_float16(narrow);
+}
+
+/* GCC and clang say "this target from here on" in different words. */
+#if defined(__clang__)
+#define EACH_PRAGMA "clang loop vectorize(assume_safety)"
+#define TARGET_BEGIN(names) PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
+#define TARGET_END PRAGMA(clang attribute pop)
+#else
+#define EACH_PRAGMA "GCC ivdep"
+#define TARGET_BEGIN(names) PRAGMA(GCC push_options) PRAGMA(GCC target(names))
+#define TARGET_END PRAGMA(GCC pop_options)
+#endif
+#define PRAGMA(text) _Pragma(#text)
+
+#define ISA(name) name##_generic
+#include "kernels_body.inc"
+#undef ISA
+
+#if defined(__x86_64__)
+#define HAVE_F16C
+TARGET_BEGIN("avx2,f16c")
+#define ISA(name) name##_avx2
+#include "kernels_body.inc"
+#undef ISA
+TARGET_END
+
+#if defined(__clang__)
+TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")
+#else
+TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")
+#endif
+#define ISA(name) name##_avx512
+#include "kernels_body.inc"
+#undef ISA
+TARGET_END
+#undef HAVE_F16C
+#endif
+
+typedef void (*apply_function)(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+
+static struct isa {
+    const char *name;
+    apply_function apply;
+} isas[3] = {{"generic", apply_generic}};
+static int isa_count = 1;
+static _Atomic int isa_current; /* relaxed: any of them gives the same bits */
+
+__attribute__((constructor)) static void choose_isa(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+        isas[isa_count++] = (struct isa){"avx2", apply_avx2};
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+            isas[isa_count++] = (struct isa){"avx512", apply_avx512};
+    }
+#endif
+    isa_current = isa_count - 1;
+}
+
+int smb_isa_count(void)
+{
+    return isa_count;
+}
+
+const char *smb_isa_name(int isa)
+{
+    return isa >= 0 && isa < isa_count ? isas[isa].name : NULL;
+}
+
+int smb_isa_current(void)
+{
+    return isa_current;
+}
+
+int smb_isa_select(int isa)
+{
+    if (isa < 0 || isa >= isa_count)
+        return SMB_INVALID;
+    isa_current = isa;
+    return SMB_OK;
+}
+
+uint32_t smb_dtype_bytes(int dtype)
+{
+    switch (dtype) {
+    case SMB_UINT8: return 1;
+    case SMB_FLOAT16:
+    case SMB_BFLOAT16: return 2;
+    case SMB_FLOAT32:
+    case SMB_INT32: return 4;
+    case SMB_FLOAT64:
+    case SMB_INT64: return 8;
+    default: return 0;
+    }
+}
+
+int smb_op_accepts(int dtype, int op, double scale)
+{
+    if (op < SMB_SUM || op > SMB_ELASTIC || !smb_dtype_bytes(dtype))
+        return 0;
+    double low, high; /* scale in [low, high) */
+    switch (dtype) {
+    case SMB_UINT8: low = 0, high = 0x1p8; break;
+    case SMB_INT32: low = -0x1p31, high = 0x1p31; break;
+    case SMB_INT64: low = -0x1p63, high = 0x1p63; break;
+    default: return 1;
+    }
+    return scale >= low && scale < high && scale == trunc(scale);
+}
+
+int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count, double scale)
+{
+    if (!smb_op_accepts(dtype, op, scale))
+        return SMB_INVALID;
+    if (op == SMB_REPLACE && scale == 1.0)
+        memmove(target, source, count * smb_dtype_bytes(dtype));
+    else
+        isas[isa_current].apply(dtype, op, target, source, count, scale);
+    return SMB_OK;
+}
+
+/* ---- copies larger than the caches -------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+TARGET_BEGIN("avx")
+static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t bytes)
+{
+    uint64_t head = (64 - (uintptr_t)to % 64) % 64;
+    if (bytes < head + 64) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    memcpy(to, from, head);
+    to += head, from += head, bytes -= head;
+    for (; bytes >= 128; to += 128, from += 128, bytes -= 128) {
+        _mm_prefetch((const char *)from + 1024, _MM_HINT_NTA); /* a prefetch past the end is no access */
+        _mm_prefetch((const char *)from + 1088, _MM_HINT_NTA);
+        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)from + 1);
+        __m256i c = _mm256_loadu_si256((const __m256i *)from + 2), d = _mm256_loadu_si256((const __m256i *)from + 3);
+        _mm256_stream_si256((__m256i *)to, a);
+        _mm256_stream_si256((__m256i *)to + 1, b);
+        _mm256_stream_si256((__m256i *)to + 2, c);
+        _mm256_stream_si256((__m256i *)to + 3, d);
+    }
+    memcpy(to, from, bytes);
+    _mm_sfence(); /* seen by others before the unlock that follows */
+}
+TARGET_END
+#endif
+
+void kernel_copy_around_cache(void *to, const void *from, uint64_t bytes)
+{
+#if defined(__x86_64__)
+    if (isa_current > 0) { /* avx2 or better */
+        copy_around_cache_avx(to, from, bytes);
+        return;
+    }
+#endif
+    memcpy(to, from, bytes);
+}

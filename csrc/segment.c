@@ -1,0 +1,534 @@
+#include "segment.h"
+
+#include "kernels.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { PAGE = 4096, CHUNK_STATE_BYTES = 64, FORMAT_VERSION = 1, READ_ATTEMPTS = 8, LOCK_SPINS = 2000 };
+static const uint64_t MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
+
+/* Locks of another C library, or of another word size, lie differently in memory: such a process must not share them. */
+#if defined(__GLIBC__)
+#define LIBC_ID 1U
+#else
+#define LIBC_ID 2U
+#endif
+static const uint32_t LOCK_ABI = LIBC_ID << 16 | (uint32_t)sizeof(pthread_mutex_t);
+
+struct header {
+    uint64_t magic;
+    uint32_t format_version;
+    uint32_t lock_abi;
+    uint64_t id;
+    uint32_t epoch;
+    uint32_t dtype;
+    uint64_t data_bytes;
+    uint64_t file_bytes;
+    uint64_t chunks_offset;
+    uint64_t data_offset;
+    uint32_t chunk_bytes;
+    _Atomic uint32_t deleted;         /* release by the daemon; acquire by everyone before each operation */
+    _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
+    _Atomic uint64_t operations[16];  /* by local clients, per opcode */
+    _Atomic uint64_t bytes[16];
+};
+_Static_assert(sizeof(struct header) <= PAGE, "the header is one page");
+_Static_assert((int)SMB_OPCODE_COUNT <= 16, "counters have a place for every opcode");
+
+struct chunk_state {
+    pthread_mutex_t lock;
+    _Atomic uint32_t sequence; /* odd while the chunk changes */
+    uint32_t reserved;
+    uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
+};
+_Static_assert(sizeof(struct chunk_state) == CHUNK_STATE_BYTES, "one cache line per chunk");
+
+struct smb_segment {
+    _Atomic uint32_t references;
+    int fd;
+    struct header *header; /* shared; the copies below are what is relied on */
+    struct chunk_state *chunks;
+    uint8_t *data;
+    uint64_t id;
+    uint64_t data_bytes;
+    uint64_t data_offset;
+    uint64_t file_bytes;
+    uint32_t epoch;
+    uint32_t dtype;
+    uint32_t chunk_bytes;
+};
+
+static uint64_t round_up_to_page(uint64_t bytes)
+{
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+static uint64_t chunk_count(uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    return data_bytes / chunk_bytes + (data_bytes % chunk_bytes != 0);
+}
+
+static uint64_t data_offset_for(uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    return PAGE + round_up_to_page(chunk_count(data_bytes, chunk_bytes) * CHUNK_STATE_BYTES);
+}
+
+uint64_t smb_segment_file_bytes(uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    if (data_bytes == 0 || data_bytes > (uint64_t)1 << 56 || chunk_bytes < SMB_CHUNK_BYTES_MIN ||
+        chunk_bytes > SMB_CHUNK_BYTES_MAX || chunk_bytes % SMB_CHUNK_BYTES_MIN != 0)
+        return 0;
+    return data_offset_for(data_bytes, chunk_bytes) + round_up_to_page(data_bytes);
+}
+
+/* ---- life --------------------------------------------------------------------------------------------------------- */
+
+/* Takes fd over on success. `trusted` is a private, checked copy of the header. */
+static int map_file(int fd, const struct header *trusted, struct smb_segment **segment)
+{
+    struct smb_segment *made = calloc(1, sizeof *made);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    /* Populated now: a first touch on the hot path would cost a fault per page. */
+    void *base = mmap(NULL, trusted->file_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+    if (base == MAP_FAILED) {
+        free(made);
+        return errno == ENOMEM ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
+    }
+    made->references = 1;
+    made->fd = fd;
+    made->header = base;
+    made->chunks = (struct chunk_state *)((uint8_t *)base + trusted->chunks_offset);
+    made->data = (uint8_t *)base + trusted->data_offset;
+    made->id = trusted->id;
+    made->data_bytes = trusted->data_bytes;
+    made->data_offset = trusted->data_offset;
+    made->file_bytes = trusted->file_bytes;
+    made->epoch = trusted->epoch;
+    made->dtype = trusted->dtype;
+    made->chunk_bytes = trusted->chunk_bytes;
+    *segment = made;
+    return SMB_OK;
+}
+
+static bool header_is_sound(const struct header *header, uint64_t real_bytes)
+{
+    uint64_t file_bytes = smb_segment_file_bytes(header->data_bytes, header->chunk_bytes);
+    return file_bytes != 0 && header->file_bytes == file_bytes && real_bytes == file_bytes &&
+           header->chunks_offset == PAGE && header->id != 0 &&
+           header->data_offset == data_offset_for(header->data_bytes, header->chunk_bytes) &&
+           smb_dtype_bytes((int)header->dtype) != 0;
+}
+
+static int initialise_locks(struct smb_segment *segment)
+{
+    pthread_mutexattr_t attributes;
+    if (pthread_mutexattr_init(&attributes) != 0)
+        return SMB_SYSTEM;
+    bool failed = pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED) != 0 ||
+                  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST) != 0;
+    uint64_t chunks = chunk_count(segment->data_bytes, segment->chunk_bytes);
+    for (uint64_t i = 0; i < chunks && !failed; i++)
+        failed = pthread_mutex_init(&segment->chunks[i].lock, &attributes) != 0;
+    pthread_mutexattr_destroy(&attributes);
+    return failed ? SMB_SYSTEM : SMB_OK;
+}
+
+/* All pages now: a tmpfs that is full must fail here, not as SIGBUS at some later store. */
+static int allocate_file(int fd, uint64_t bytes)
+{
+    int failure;
+    do
+        failure = posix_fallocate(fd, 0, (off_t)bytes);
+    while (failure == EINTR);
+    if (failure == 0)
+        return SMB_OK;
+    errno = failure;
+    return failure == ENOSPC || failure == EFBIG || failure == ENOMEM ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
+}
+
+int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes,
+                       struct smb_segment **segment)
+{
+    uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
+    if (file_bytes == 0 || id == 0 || smb_dtype_bytes(dtype) == 0)
+        return SMB_INVALID;
+    /* Made under another name, so that a file under its own name is always complete. */
+    char new_path[4096];
+    if ((size_t)snprintf(new_path, sizeof new_path, "%s.new", path) >= sizeof new_path)
+        return SMB_INVALID;
+    int fd = open(new_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return errno == EEXIST ? SMB_EXISTS : errno == ENOSPC ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
+    struct header header = {
+        .magic = MAGIC,
+        .format_version = FORMAT_VERSION,
+        .lock_abi = LOCK_ABI,
+        .id = id,
+        .epoch = epoch,
+        .dtype = (uint32_t)dtype,
+        .data_bytes = data_bytes,
+        .file_bytes = file_bytes,
+        .chunks_offset = PAGE,
+        .data_offset = data_offset_for(data_bytes, chunk_bytes),
+        .chunk_bytes = chunk_bytes,
+    };
+    struct smb_segment *made = NULL;
+    int status = allocate_file(fd, file_bytes);
+    if (status == SMB_OK)
+        status = map_file(fd, &header, &made);
+    if (status == SMB_OK)
+        status = initialise_locks(made);
+    if (status == SMB_OK) {
+        memcpy(made->header, &header, sizeof header);
+        if (renameat2(AT_FDCWD, new_path, AT_FDCWD, path, RENAME_NOREPLACE) != 0)
+            status = errno == EEXIST ? SMB_EXISTS : SMB_SYSTEM;
+    }
+    if (status != SMB_OK) {
+        int saved = errno;
+        unlink(new_path);
+        if (made)
+            smb_segment_release(made);
+        else
+            close(fd);
+        errno = saved;
+        return status;
+    }
+    *segment = made;
+    return SMB_OK;
+}
+
+/* Takes fd over, also on failure. */
+static int open_owned(int fd, struct smb_segment **segment)
+{
+    struct header header;
+    struct stat file;
+    int status = SMB_OK;
+    if (fstat(fd, &file) != 0)
+        status = SMB_SYSTEM;
+    else if (!S_ISREG(file.st_mode) || pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header ||
+             header.magic != MAGIC)
+        status = SMB_INVALID;
+    else if (header.format_version != FORMAT_VERSION || header.lock_abi != LOCK_ABI)
+        status = SMB_VERSION;
+    else if (!header_is_sound(&header, (uint64_t)file.st_size))
+        status = SMB_INVALID;
+    else
+        status = map_file(fd, &header, segment);
+    if (status != SMB_OK) {
+        int saved = errno;
+        close(fd);
+        errno = saved;
+    }
+    return status;
+}
+
+int smb_segment_open(const char *path, struct smb_segment **segment)
+{
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0)
+        return errno == ENOENT ? SMB_NOT_FOUND : SMB_SYSTEM;
+    return open_owned(fd, segment);
+}
+
+int smb_segment_open_fd(int fd, struct smb_segment **segment)
+{
+    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    return own < 0 ? SMB_SYSTEM : open_owned(own, segment);
+}
+
+struct smb_segment *smb_segment_retain(struct smb_segment *segment)
+{
+    atomic_fetch_add_explicit(&segment->references, 1, memory_order_relaxed);
+    return segment;
+}
+
+void smb_segment_release(struct smb_segment *segment)
+{
+    /* acq_rel: the last one sees everything the others did before it unmaps. */
+    if (atomic_fetch_sub_explicit(&segment->references, 1, memory_order_acq_rel) != 1)
+        return;
+    munmap(segment->header, segment->file_bytes);
+    close(segment->fd);
+    free(segment);
+}
+
+void smb_segment_mark_deleted(struct smb_segment *segment)
+{
+    atomic_store_explicit(&segment->header->deleted, 1, memory_order_release);
+}
+
+bool smb_segment_deleted(const struct smb_segment *segment)
+{
+    return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;
+}
+
+uint64_t smb_segment_id(const struct smb_segment *segment)
+{
+    return segment->id;
+}
+
+uint32_t smb_segment_epoch(const struct smb_segment *segment)
+{
+    return segment->epoch;
+}
+
+int smb_segment_dtype(const struct smb_segment *segment)
+{
+    return (int)segment->dtype;
+}
+
+void smb_segment_info(const struct smb_segment *segment, struct smb_segment_info *info)
+{
+    *info = (struct smb_segment_info){
+        .id = segment->id,
+        .epoch = segment->epoch,
+        .dtype = segment->dtype,
+        .chunk_bytes = segment->chunk_bytes,
+        .data_bytes = segment->data_bytes,
+        .file_bytes = segment->file_bytes,
+        .deleted = smb_segment_deleted(segment),
+        .recovered_locks = atomic_load_explicit(&segment->header->recovered_locks, memory_order_relaxed),
+    };
+}
+
+void *smb_segment_data(struct smb_segment *segment)
+{
+    return segment->data;
+}
+
+int smb_segment_fd(const struct smb_segment *segment)
+{
+    return segment->fd;
+}
+
+uint64_t smb_segment_data_offset(const struct smb_segment *segment)
+{
+    return segment->data_offset;
+}
+
+void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes)
+{
+    atomic_fetch_add_explicit(&segment->header->operations[opcode], 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&segment->header->bytes[opcode], bytes, memory_order_relaxed);
+}
+
+void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes)
+{
+    for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
+        operations[i] = atomic_load_explicit(&segment->header->operations[i], memory_order_relaxed);
+        bytes[i] = atomic_load_explicit(&segment->header->bytes[i], memory_order_relaxed);
+    }
+}
+
+/* ---- locks -------------------------------------------------------------------------------------------------------- */
+
+bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes)
+{
+    return bytes > 0 && bytes <= segment->data_bytes && offset <= segment->data_bytes - bytes &&
+           offset / segment->chunk_bytes == (offset + bytes - 1) / segment->chunk_bytes;
+}
+
+static struct chunk_state *chunk_at(const struct smb_segment *segment, uint64_t offset)
+{
+    return &segment->chunks[offset / segment->chunk_bytes];
+}
+
+static inline void pause_cpu(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+{
+    struct chunk_state *chunk = chunk_at(segment, offset);
+    /* Held for microseconds as a rule: a short spin is cheaper than sleeping and being woken. */
+    int failure = pthread_mutex_trylock(&chunk->lock);
+    for (int i = 0; failure == EBUSY && i < LOCK_SPINS; i++) {
+        pause_cpu();
+        if (i % 16 == 15)
+            failure = pthread_mutex_trylock(&chunk->lock);
+    }
+    if (failure == EBUSY) {
+        if (deadline_ns == SMB_TRY)
+            return SMB_BUSY;
+        struct timespec deadline = {.tv_sec = (time_t)(deadline_ns / 1000000000U),
+                                    .tv_nsec = (long)(deadline_ns % 1000000000U)};
+        failure = pthread_mutex_clocklock(&chunk->lock, CLOCK_MONOTONIC, &deadline);
+        if (failure == ETIMEDOUT)
+            return SMB_TIMEOUT;
+    }
+    if (failure == EOWNERDEAD) {
+        uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+        if (sequence % 2 == 1)
+            atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
+        atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
+        failure = pthread_mutex_consistent(&chunk->lock);
+    }
+    if (failure != 0) {
+        errno = failure;
+        return SMB_SYSTEM;
+    }
+    return SMB_OK;
+}
+
+void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
+{
+    pthread_mutex_unlock(&chunk_at(segment, offset)->lock);
+}
+
+void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
+{
+    struct chunk_state *chunk = chunk_at(segment, offset);
+    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_relaxed);
+    /* The odd count is seen before any changed byte; pairs with the acquire fence in read_unlocked. */
+    atomic_thread_fence(memory_order_release);
+}
+
+void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
+{
+    struct chunk_state *chunk = chunk_at(segment, offset);
+    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    /* Pairs with the acquire load at the start of read_unlocked. */
+    atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
+}
+
+/* ---- operations --------------------------------------------------------------------------------------------------- */
+
+static void copy(const struct smb_change *change, void *to, const void *from)
+{
+    if (change->streaming)
+        kernel_copy_around_cache(to, from, change->bytes);
+    else
+        memcpy(to, from, change->bytes);
+}
+
+/* The copy of an unlocked reader races with writers by design: what it got is thrown away if the count moved. ThreadSanitizer
+ * can't know that, so under it the copy is a loop that it does not look into. */
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize_thread, noinline)) static void racing_copy(const struct smb_change *change, const void *from)
+{
+    for (uint64_t i = 0; i < change->bytes; i++)
+        ((volatile uint8_t *)change->sink)[i] = ((const volatile uint8_t *)from)[i];
+}
+#else
+static void racing_copy(const struct smb_change *change, const void *from)
+{
+    copy(change, change->sink, from);
+}
+#endif
+
+static bool read_unlocked(struct smb_segment *segment, const struct smb_change *change)
+{
+    struct chunk_state *chunk = chunk_at(segment, change->offset);
+    for (int attempt = 0; attempt < READ_ATTEMPTS; attempt++) {
+        uint32_t before = atomic_load_explicit(&chunk->sequence, memory_order_acquire);
+        if (before % 2 == 0) {
+            racing_copy(change, segment->data + change->offset);
+            atomic_thread_fence(memory_order_acquire);
+            if (atomic_load_explicit(&chunk->sequence, memory_order_relaxed) == before)
+                return true;
+        }
+        pause_cpu();
+    }
+    return false;
+}
+
+static void fill(uint8_t *target, uint64_t bytes, uint32_t element, uint64_t bits)
+{
+    switch (element) {
+    case 1: memset(target, (int)(uint8_t)bits, bytes); break;
+    case 2:
+        for (uint64_t i = 0; i < bytes / 2; i++)
+            ((uint16_t *)target)[i] = (uint16_t)bits;
+        break;
+    case 4:
+        for (uint64_t i = 0; i < bytes / 4; i++)
+            ((uint32_t *)target)[i] = (uint32_t)bits;
+        break;
+    default:
+        for (uint64_t i = 0; i < bytes / 8; i++)
+            ((uint64_t *)target)[i] = bits;
+    }
+}
+
+static void change_locked(struct smb_segment *segment, struct smb_change *change)
+{
+    uint8_t *target = segment->data + change->offset;
+    uint32_t element = smb_dtype_bytes((int)segment->dtype);
+    switch (change->opcode) {
+    case SMB_WRITE: copy(change, target, change->source); break;
+    case SMB_ACCUMULATE:
+    case SMB_ACCUMULATE_FROM:
+        smb_kernel_apply((int)segment->dtype, change->op, target, change->source, change->bytes / element, change->scale);
+        if (change->sink)
+            memcpy(change->sink, target, change->bytes);
+        break;
+    case SMB_FILL: fill(target, change->bytes, element, change->argument); break;
+    case SMB_FETCH_ADD: {
+        uint64_t *word = (uint64_t *)target;
+        change->result = *word;
+        *word += change->argument;
+        break;
+    }
+    case SMB_COMPARE_SWAP: {
+        uint64_t *word = (uint64_t *)target;
+        change->result = *word;
+        if (*word == change->expected)
+            *word = change->argument;
+        break;
+    }
+    }
+}
+
+static bool change_fits(const struct smb_segment *segment, const struct smb_change *change)
+{
+    uint32_t element = smb_dtype_bytes((int)segment->dtype);
+    if (!smb_segment_holds(segment, change->offset, change->bytes) || change->offset % element != 0 ||
+        change->bytes % element != 0)
+        return false;
+    switch (change->opcode) {
+    case SMB_READ:
+    case SMB_WRITE:
+    case SMB_FILL: return true;
+    case SMB_ACCUMULATE:
+    case SMB_ACCUMULATE_FROM: return smb_op_accepts((int)segment->dtype, change->op, change->scale);
+    case SMB_FETCH_ADD:
+    case SMB_COMPARE_SWAP: return change->bytes == 8 && segment->dtype == SMB_INT64;
+    default: return false;
+    }
+}
+
+int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
+{
+    if (!change_fits(segment, change))
+        return SMB_INVALID;
+    if (smb_segment_deleted(segment))
+        return SMB_NOT_FOUND;
+    if (change->opcode == SMB_READ && read_unlocked(segment, change))
+        return SMB_OK;
+    int status = smb_segment_lock(segment, change->offset, deadline_ns);
+    if (status != SMB_OK)
+        return status;
+    if (change->opcode == SMB_READ) {
+        copy(change, change->sink, segment->data + change->offset);
+    } else {
+        smb_segment_change_begin(segment, change->offset);
+        change_locked(segment, change);
+        smb_segment_change_end(segment, change->offset);
+    }
+    smb_segment_unlock(segment, change->offset);
+    return SMB_OK;
+}

@@ -1,0 +1,75 @@
+/* segment.h: a shared mapping with chunk locks. The only code that touches shared memory, in the daemon and in clients.
+ *
+ * The file (tmpfs):
+ *   [0, 4096)             header: who it is; written once, except the words marked _Atomic
+ *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock and sequence count
+ *   [data_offset, ..)     the bytes, page aligned
+ * Regions are found through offsets in the header, so that later formats can add more of them (completion records, journal).
+ *
+ * Locking. Whoever changes bytes of a chunk holds its lock and makes the sequence count odd meanwhile. At most one chunk lock
+ * is held by a thread at any time, so there is no order to keep. Readers take none: they copy, and copy again if the count was
+ * odd or moved; a reader that keeps losing takes the lock. A lock whose holder died is found by the next one to lock
+ * (EOWNERDEAD): the chunk then holds, element by element, the old or the new value of the change that was under way, and the
+ * count is made even again.
+ *
+ * Trust. Bounds come from a private copy of the header, checked against the file's size when it is mapped; nothing that
+ * another process writes later can make us leave the mapping. A process that may map a segment can write anything into it,
+ * locks included: mapping is given to processes of the daemon's own user only.
+ */
+#ifndef SMB_SEGMENT_H
+#define SMB_SEGMENT_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <time.h>
+
+#include "smb.h"
+
+/* One change or read of a range within one chunk. */
+struct smb_change {
+    int opcode;            /* SMB_READ .. SMB_COMPARE_SWAP */
+    int op;
+    double scale;
+    uint64_t offset;
+    uint64_t bytes;
+    const void *source;    /* WRITE, ACCUMULATE; ACCUMULATE_FROM: a copy of the other segment's bytes */
+    void *sink;            /* READ; ACCUMULATE: the new values, if not NULL */
+    uint64_t argument;     /* FILL: element bits; FETCH_ADD: what to add; COMPARE_SWAP: the new value */
+    uint64_t expected;     /* COMPARE_SWAP */
+    bool streaming;        /* part of a call too large for the caches: copy around them */
+    uint64_t result;       /* out: FETCH_ADD, COMPARE_SWAP: the old value */
+};
+
+/* Monotonic nanoseconds. */
+static inline uint64_t smb_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
+}
+
+enum { SMB_TRY = 0 }; /* as deadline_ns: do not wait */
+
+/* Does it, as a whole, under the chunk's lock (a read: as it stood at one instant). Waits for the lock until deadline_ns
+ * (monotonic): SMB_TIMEOUT then; with SMB_TRY it spins for some microseconds and returns SMB_BUSY, nothing done.
+ * SMB_INVALID where the range is not inside one chunk of the segment; SMB_NOT_FOUND once it is deleted. */
+int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns);
+
+/* The lock by itself, for the daemon's way of sending straight from the segment. SMB_OK: held. */
+int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns);
+void smb_segment_unlock(struct smb_segment *segment, uint64_t offset);
+/* Around a change made under the lock by the caller itself (receiving straight into the segment). */
+void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset);
+void smb_segment_change_end(struct smb_segment *segment, uint64_t offset);
+
+struct smb_segment *smb_segment_retain(struct smb_segment *segment);
+/* Counts an operation of a local client where the daemon can read it. */
+void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes);
+/* Whether [offset, offset + bytes) lies in the segment and within one of its chunks. */
+bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes);
+bool smb_segment_deleted(const struct smb_segment *segment);
+uint64_t smb_segment_id(const struct smb_segment *segment);
+uint32_t smb_segment_epoch(const struct smb_segment *segment);
+int smb_segment_dtype(const struct smb_segment *segment);
+
+#endif

@@ -1,0 +1,250 @@
+/* smb.h: the one public header of the engine, and all of it that Python sees.
+ *
+ * Layers, each calling only those above it in this list:
+ *   kernels   element-wise arithmetic, no state
+ *   frame     bytes <-> checked frame, no I/O (wire.h)
+ *   layout    where a range of a buffer lives, no I/O
+ *   segment   a shared mapping with chunk locks: the only place where shared memory is touched
+ *   gate      one checked frame -> one segment operation: the single door of the daemon
+ *   connection, server   one peer; listeners, event loops, registry
+ *   link      one connection to a server, frames in flight
+ *   client    calls over links; the calling thread does the I/O
+ *   transfer  one call on a buffer -> pieces on links and on local segments
+ *
+ * Conventions. Functions return enum smb_status as int (0 is success) unless said otherwise; out-parameters come last and
+ * are written only on success. Every function may be called without Python's lock. Sizes and offsets are bytes unless the
+ * name says `count` (elements) or `chunk` (chunks). Nothing here calls back into Python.
+ *
+ * The part between the two marks is read by cffi as it stands: plain declarations only, no preprocessor.
+ */
+#ifndef SMB_H
+#define SMB_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* cffi: begin */
+
+/* Grouped by what is broken: nothing (0), the request (1..15), the link (16..31), this process or host (32..). */
+enum smb_status {
+    SMB_OK = 0,
+    SMB_NOT_FOUND = 1,       /* no such segment here (deleted, or never was); nothing applied */
+    SMB_INVALID = 2,         /* the request contradicts the segment: bounds, dtype, op, alignment; nothing applied */
+    SMB_STALE_EPOCH = 3,     /* the layout is older or newer than the segment; nothing applied; open the buffer again */
+    SMB_DENIED = 4,          /* no right; nothing applied */
+    SMB_OUT_OF_MEMORY = 5,   /* capacity or tmpfs exhausted; nothing left behind */
+    SMB_EXISTS = 6,          /* that segment is there already */
+    SMB_TIMEOUT = 7,         /* not done in time; outcome of what was sent unknown */
+    SMB_BUSY = 8,            /* chunk lock held by another; only from the try functions, never on the wire */
+    SMB_DISCONNECTED = 16,   /* the link was down before anything of this call was sent: not applied */
+    SMB_LINK_LOST = 17,      /* the link broke with frames in flight: outcome unknown */
+    SMB_PROTOCOL = 18,       /* the peer sent a frame that is none; the link is closed */
+    SMB_VERSION = 19,        /* the peer speaks another version of the protocol */
+    SMB_SYSTEM = 32          /* a system call failed: errno tells */
+};
+
+/* Element types. The numbers travel in frames and lie in segment headers: never reused. */
+enum smb_dtype {
+    SMB_FLOAT16 = 1,
+    SMB_FLOAT32 = 2,
+    SMB_FLOAT64 = 3,
+    SMB_BFLOAT16 = 4,
+    SMB_INT32 = 5,
+    SMB_INT64 = 6,
+    SMB_UINT8 = 7
+};
+
+/* Element-wise operations of accumulate; b = buffer, a = array, s = scale, each step rounded to the dtype (as numpy does):
+ *   sum b + s*a   min minimum(b, s*a)   max maximum(b, s*a)   prod b * (s*a)   replace s*a   elastic b + s*(a - b)
+ * Integers wrap modulo 2^bits; their scale is an integer. minimum and maximum propagate NaN. */
+enum smb_op { SMB_SUM = 1, SMB_MIN = 2, SMB_MAX = 3, SMB_PROD = 4, SMB_REPLACE = 5, SMB_ELASTIC = 6 };
+
+/* What a frame asks. Retired numbers are never reused. */
+enum smb_opcode {
+    SMB_HELLO = 1,
+    SMB_ATTACH = 2,          /* Unix socket only: the reply carries the segment's file descriptor */
+    SMB_READ = 3,
+    SMB_WRITE = 4,
+    SMB_ACCUMULATE = 5,
+    SMB_FILL = 6,
+    SMB_ACCUMULATE_FROM = 7, /* source is another segment of the same server */
+    SMB_FETCH_ADD = 8,
+    SMB_COMPARE_SWAP = 9
+};
+enum { SMB_OPCODE_COUNT = 10, SMB_STATUS_COUNT = 33 };
+
+/* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames over the local socket. */
+enum smb_transport { SMB_TRANSPORT_SHM = 0, SMB_TRANSPORT_TCP = 1, SMB_TRANSPORT_UNIX = 2 };
+enum { SMB_TRANSPORT_COUNT = 3 };
+
+/* Limits, in one place. */
+enum {
+    SMB_CHUNK_BYTES_MIN = 4096,        /* a page: mappings and stripes are made of pages */
+    SMB_CHUNK_BYTES_MAX = 1048576,     /* bounds a connection's staging memory */
+    SMB_CHUNK_BYTES_DEFAULT = 262144,  /* measured: stays in L2, 3 times as fast as 4 MiB pieces */
+    SMB_SEGMENTS_PER_BUFFER_MAX = 1024
+};
+
+const char *smb_status_name(int status);
+const char *smb_version(void);
+
+/* ---- kernels ------------------------------------------------------------------------------------------------------ */
+
+/* Bytes per element, 0 for a number that is no dtype. */
+uint32_t smb_dtype_bytes(int dtype);
+/* 1 where op is defined for dtype with this scale (integers: scale integral and in the dtype's range), else 0. */
+int smb_op_accepts(int dtype, int op, double scale);
+/* target[i] = op(target[i], source[i]) for count elements. Pointers need no alignment beyond the element's. The two ranges
+ * may be the same but must not overlap otherwise. */
+int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+/* Instruction sets compiled in and usable here, best last. The best is chosen when the library loads. */
+int smb_isa_count(void);
+const char *smb_isa_name(int isa);
+int smb_isa_current(void);
+/* For tests: use another one from now on, in the whole process. */
+int smb_isa_select(int isa);
+
+/* ---- layout ------------------------------------------------------------------------------------------------------- */
+
+/* A buffer of `bytes` is cut into stripes of `stripe_bytes`; stripe i lives on segment i modulo segment_count. Inside a
+ * segment its stripes follow each other without gaps. stripe_bytes is a multiple of chunk_bytes. */
+struct smb_layout { uint64_t bytes; uint64_t stripe_bytes; uint32_t chunk_bytes; uint32_t segment_count; };
+struct smb_piece { uint32_t segment; uint64_t segment_offset; uint64_t buffer_offset; uint64_t bytes; };
+
+int smb_layout_check(const struct smb_layout *layout);
+/* Bytes of the buffer that live on one segment. */
+uint64_t smb_layout_segment_bytes(const struct smb_layout *layout, uint32_t segment);
+/* The piece that starts at buffer_offset: as long as it is contiguous in the segment, at most bytes_max. */
+int smb_layout_piece(const struct smb_layout *layout, uint64_t buffer_offset, uint64_t bytes_max, struct smb_piece *piece);
+
+/* ---- segment ------------------------------------------------------------------------------------------------------ */
+
+struct smb_segment;
+struct smb_segment_info {
+    uint64_t id; uint32_t epoch; uint32_t dtype; uint32_t chunk_bytes; uint64_t data_bytes; uint64_t file_bytes;
+    uint32_t deleted; uint64_t recovered_locks;
+};
+
+/* File size of a segment that holds data_bytes, header and chunk table included; 0 on overflow or bad arguments. This is
+ * what counts against a server's capacity. */
+uint64_t smb_segment_file_bytes(uint64_t data_bytes, uint32_t chunk_bytes);
+/* Creates the file (all pages allocated, zeroed), maps it. SMB_EXISTS, SMB_OUT_OF_MEMORY, SMB_INVALID, SMB_SYSTEM. */
+int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes,
+                       struct smb_segment **segment);
+/* Maps an existing file; every field of its header is checked against the file's real size before it is used. */
+int smb_segment_open(const char *path, struct smb_segment **segment);
+/* The same from a descriptor, which is duplicated. SMB_VERSION where another build's locks make sharing impossible. */
+int smb_segment_open_fd(int fd, struct smb_segment **segment);
+/* Drops one reference; the last one unmaps. */
+void smb_segment_release(struct smb_segment *segment);
+void smb_segment_info(const struct smb_segment *segment, struct smb_segment_info *info);
+void *smb_segment_data(struct smb_segment *segment);
+/* The descriptor, owned by the segment; and where in the file the data starts (page aligned). */
+int smb_segment_fd(const struct smb_segment *segment);
+uint64_t smb_segment_data_offset(const struct smb_segment *segment);
+/* Marks it deleted: every later operation, from any process that maps it, gets SMB_NOT_FOUND. */
+void smb_segment_mark_deleted(struct smb_segment *segment);
+/* Counters of operations done by local clients on their own mapping: ops[opcode], bytes[opcode]. */
+void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes);
+
+/* ---- server ------------------------------------------------------------------------------------------------------- */
+
+struct smb_server;
+struct smb_server_counters {
+    uint64_t operations[3][10];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
+    uint64_t bytes[3][10];
+    uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
+    uint64_t connections_opened[3];
+    uint64_t connections_now[3];
+    uint64_t parked_now;          /* requests that wait for a chunk lock */
+    uint64_t parked_total;
+    uint64_t recovered_locks;     /* chunk locks found held by a dead process */
+    uint64_t segments;
+    uint64_t segment_bytes;       /* file bytes, as counted against the capacity */
+};
+
+/* `instance` identifies this run of the daemon in HELLO replies; loops >= 1 event-loop threads are started. */
+int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, struct smb_server **server);
+/* Listens; port 0 picks a free one, written to *bound_port. Address is numeric IPv4 or IPv6. */
+int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port, uint16_t *bound_port);
+/* Only peers of the same uid, and root, are let in. The file is unlinked by smb_server_destroy. */
+int smb_server_listen_unix(struct smb_server *server, const char *path);
+/* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is left then. */
+int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch, int dtype,
+                              uint64_t data_bytes, uint32_t chunk_bytes);
+/* Serves a file left by an earlier run. */
+int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info);
+/* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
+int smb_server_delete_segment(struct smb_server *server, uint64_t id);
+void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters);
+/* Stops the loops, closes every connection, unmaps (files stay, for the next run). */
+void smb_server_destroy(struct smb_server *server);
+
+/* ---- client ------------------------------------------------------------------------------------------------------- */
+
+struct smb_client;
+struct smb_link;
+
+int smb_client_create(uint64_t session, struct smb_client **client);
+/* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A link is one lane. */
+int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane,
+                           uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
+int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
+                            struct smb_link **link, uint64_t *instance);
+/* Asks a Unix link for a segment's descriptor and maps it. */
+int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
+                    struct smb_segment **segment);
+/* 1 while usable. A link that broke stays broken: make another. */
+int smb_link_alive(struct smb_link *link);
+void smb_link_close(struct smb_link *link);
+/* Wakes and fails every call in progress; links are closed. No call may start afterwards. */
+void smb_client_destroy(struct smb_client *client);
+
+/* ---- transfer ----------------------------------------------------------------------------------------------------- */
+
+struct smb_buffer;
+
+int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype, struct smb_buffer **buffer);
+/* Where segment `index` is reached: over a link, or through a local mapping (a reference is taken). Set before the first
+ * call; after a reconnect make another smb_buffer, and destroy this one when no call uses it any more. */
+int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id, uint32_t epoch,
+                        struct smb_link *link);
+int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);
+void smb_buffer_destroy(struct smb_buffer *buffer);
+
+/* One call. Range in bytes of the buffer, both multiples of the element size.
+ *   READ            sink
+ *   WRITE           source
+ *   ACCUMULATE      source, op, scale; sink too where the new values are wanted
+ *   FILL            argument: the element's bits in its low bytes
+ *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers
+ *   FETCH_ADD       8 bytes; argument: what to add; outcome.result: the old value
+ *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value */
+struct smb_request {
+    int opcode; int op; double scale;
+    uint64_t offset; uint64_t bytes;
+    const void *source; void *sink;
+    uint64_t argument; uint64_t expected;
+    struct smb_buffer *other;
+    uint32_t timeout_ms;
+};
+struct smb_outcome {
+    int status;                /* SMB_OK, or the first failure */
+    uint32_t segment;          /* index of the segment where it happened */
+    uint64_t result;           /* FETCH_ADD, COMPARE_SWAP */
+    uint64_t bytes_applied;    /* acknowledged or done locally */
+    int sent;                  /* 1 if any frame of this call may have reached a server or a local segment was changed */
+};
+
+/* Blocks until every piece is answered, failed, or timeout_ms passed. All servers of the range work at once: frames are
+ * sent to all of them before the first answer is awaited, local pieces are done in between. Returns outcome->status. */
+int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome);
+
+/* A contiguous view of a buffer all of whose segments are local: stripes mapped side by side. bytes = the layout's,
+ * rounded up to pages. SMB_INVALID where a segment is not local. */
+int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes);
+void smb_buffer_unmap(void *address, uint64_t bytes);
+
+/* cffi: end */
+
+#endif

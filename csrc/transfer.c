@@ -1,0 +1,312 @@
+/* One call on a buffer: checked once, cut into pieces, local pieces done here, the others put on their links. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "client.h"
+
+enum {
+    STREAMS_ON_STACK = 8,
+    STREAMING_BYTES = 4 << 20 /* a call of this size and more would only empty the caches for others */
+};
+
+struct place {
+    uint64_t segment_id;
+    uint32_t epoch;
+    struct smb_link *link;       /* one of the two is set */
+    struct smb_segment *segment;
+};
+
+/* Complete before the first call and never changed afterwards, so that calls of many threads need no lock to read it. */
+struct smb_buffer {
+    struct smb_client *client;
+    struct smb_layout layout;
+    int dtype;
+    struct place places[];
+};
+
+int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype, struct smb_buffer **buffer)
+{
+    if (smb_layout_check(layout) != SMB_OK || smb_dtype_bytes(dtype) == 0 || layout->bytes % smb_dtype_bytes(dtype) != 0)
+        return SMB_INVALID;
+    struct smb_buffer *made = calloc(1, sizeof *made + layout->segment_count * sizeof made->places[0]);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    made->client = client;
+    made->layout = *layout;
+    made->dtype = dtype;
+    *buffer = made;
+    return SMB_OK;
+}
+
+static bool is_set(const struct place *place)
+{
+    return place->link || place->segment;
+}
+
+int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id, uint32_t epoch, struct smb_link *link)
+{
+    if (index >= buffer->layout.segment_count || link->client != buffer->client || is_set(&buffer->places[index]))
+        return SMB_INVALID;
+    link_retain(link);
+    buffer->places[index] = (struct place){.segment_id = segment_id, .epoch = epoch, .link = link};
+    return SMB_OK;
+}
+
+int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment)
+{
+    struct smb_segment_info info;
+    smb_segment_info(segment, &info);
+    if (index >= buffer->layout.segment_count || is_set(&buffer->places[index]) || info.dtype != (uint32_t)buffer->dtype ||
+        info.chunk_bytes != buffer->layout.chunk_bytes ||
+        info.data_bytes != smb_layout_segment_bytes(&buffer->layout, index))
+        return SMB_INVALID;
+    smb_segment_retain(segment);
+    buffer->places[index] = (struct place){.segment_id = info.id, .epoch = info.epoch, .segment = segment};
+    return SMB_OK;
+}
+
+void smb_buffer_destroy(struct smb_buffer *buffer)
+{
+    for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
+        if (buffer->places[i].link)
+            link_release(buffer->places[i].link);
+        if (buffer->places[i].segment)
+            smb_segment_release(buffer->places[i].segment);
+    }
+    free(buffer);
+}
+
+/* ---- local pieces ------------------------------------------------------------------------------------------------- */
+
+/* The local part of a call, one piece per step, so that the links can be looked after in between. */
+struct local_work {
+    struct smb_buffer *buffer;
+    const struct smb_request *request;
+    struct smb_outcome *outcome;
+    uint64_t deadline_ns;
+    uint32_t index;              /* of the segment */
+    bool walking;
+    struct smb_cursor cursor;
+    uint64_t bytes_here;         /* done on this segment */
+    uint8_t *scratch;            /* ACCUMULATE_FROM: one chunk */
+};
+
+static void local_failed(struct local_work *work, int status)
+{
+    if (work->outcome->status == SMB_OK) {
+        work->outcome->status = status;
+        work->outcome->segment = work->index;
+    }
+}
+
+static int local_piece(struct local_work *work, const struct smb_piece *piece)
+{
+    const struct smb_request *request = work->request;
+    struct place *place = &work->buffer->places[work->index];
+    uint64_t within = piece->buffer_offset - request->offset;
+    struct smb_change change = {
+        .opcode = request->opcode,
+        .op = request->op,
+        .scale = request->scale,
+        .offset = piece->segment_offset,
+        .bytes = piece->bytes,
+        .source = request->source ? (const uint8_t *)request->source + within : NULL,
+        .sink = request->sink ? (uint8_t *)request->sink + within : NULL,
+        .argument = request->argument,
+        .expected = request->expected,
+        .streaming = request->bytes >= STREAMING_BYTES,
+    };
+    if (request->opcode == SMB_ACCUMULATE_FROM) {
+        struct smb_change read = {.opcode = SMB_READ, .offset = piece->segment_offset, .bytes = piece->bytes,
+                                  .sink = work->scratch};
+        int status = smb_segment_apply(request->other->places[work->index].segment, &read, work->deadline_ns);
+        if (status != SMB_OK)
+            return status;
+        change.source = work->scratch;
+    }
+    int status = smb_segment_apply(place->segment, &change, work->deadline_ns);
+    if (status == SMB_OK) {
+        work->outcome->sent |= request->opcode != SMB_READ;
+        work->outcome->bytes_applied += piece->bytes;
+        work->outcome->result = change.result;
+        work->bytes_here += piece->bytes;
+    }
+    return status;
+}
+
+/* false: nothing left. */
+static bool local_step(void *argument)
+{
+    struct local_work *work = argument;
+    struct smb_buffer *buffer = work->buffer;
+    for (; work->index < buffer->layout.segment_count; work->index++, work->walking = false) {
+        struct place *place = &buffer->places[work->index];
+        if (!place->segment)
+            continue;
+        if (!work->walking) {
+            work->cursor = smb_cursor_make(&buffer->layout, work->index, work->request->offset, work->request->bytes);
+            work->walking = true;
+            work->bytes_here = 0;
+        }
+        struct smb_piece piece;
+        if (smb_cursor_next(&work->cursor, &piece)) {
+            int status = local_piece(work, &piece);
+            if (status == SMB_OK)
+                return true;
+            local_failed(work, status);
+            work->cursor.position = work->cursor.end; /* the other segments still do their part */
+        }
+        if (work->bytes_here > 0)
+            smb_segment_count(place->segment, work->request->opcode, work->bytes_here);
+    }
+    return false;
+}
+
+/* ---- the call ----------------------------------------------------------------------------------------------------- */
+
+static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
+{
+    return a->bytes == b->bytes && a->stripe_bytes == b->stripe_bytes && a->chunk_bytes == b->chunk_bytes &&
+           a->segment_count == b->segment_count;
+}
+
+static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_request *request)
+{
+    uint32_t element = smb_dtype_bytes(buffer->dtype);
+    if (request->bytes == 0 || request->bytes > buffer->layout.bytes ||
+        request->offset > buffer->layout.bytes - request->bytes || request->offset % element != 0 ||
+        request->bytes % element != 0)
+        return false;
+    switch (request->opcode) {
+    case SMB_READ: return request->sink != NULL;
+    case SMB_WRITE: return request->source != NULL && request->sink == NULL;
+    case SMB_ACCUMULATE: return request->source != NULL && smb_op_accepts(buffer->dtype, request->op, request->scale);
+    case SMB_FILL: return request->sink == NULL;
+    case SMB_ACCUMULATE_FROM:
+        return request->sink == NULL && request->other != NULL && request->other->dtype == buffer->dtype &&
+               same_layout(&request->other->layout, &buffer->layout) &&
+               smb_op_accepts(buffer->dtype, request->op, request->scale);
+    case SMB_FETCH_ADD:
+    case SMB_COMPARE_SWAP: return request->bytes == 8 && buffer->dtype == SMB_INT64 && request->sink == NULL;
+    default: return false;
+    }
+}
+
+/* Writes a stream for every linked segment that has a part in the range; returns how many. *local: some segment is mapped. */
+static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request *request, struct call *call,
+                             struct stream *streams, bool *local)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
+        struct place *place = &buffer->places[i];
+        struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset, request->bytes);
+        if (cursor.position >= cursor.end)
+            continue;
+        if (place->segment) {
+            *local = true;
+            continue;
+        }
+        struct stream *stream = &streams[count++];
+        *stream = (struct stream){.call = call, .link = place->link, .request = request, .cursor = cursor,
+                                  .segment_index = i, .segment_id = place->segment_id, .epoch = place->epoch,
+                                  .dtype = (uint8_t)buffer->dtype};
+        if (request->opcode == SMB_ACCUMULATE_FROM)
+            stream->source_id = request->other->places[i].segment_id;
+        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+    }
+    return count;
+}
+
+/* Every segment of the range is reachable, and for ACCUMULATE_FROM in the same way in both buffers. */
+static bool places_are_set(const struct smb_buffer *buffer, const struct smb_request *request, uint32_t *missing)
+{
+    for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
+        const struct place *place = &buffer->places[i];
+        const struct place *other = request->other ? &request->other->places[i] : place;
+        if (!is_set(place) || (!place->segment) != (!other->segment)) {
+            *missing = i;
+            return false;
+        }
+    }
+    return true;
+}
+
+int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
+{
+    *outcome = (struct smb_outcome){0};
+    if (!request_is_sound(buffer, request) || !places_are_set(buffer, request, &outcome->segment))
+        return outcome->status = SMB_INVALID;
+    struct stream on_stack[STREAMS_ON_STACK];
+    struct stream *streams = on_stack;
+    struct call call = {.outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
+    struct local_work work = {.buffer = buffer, .request = request, .outcome = outcome, .deadline_ns = call.deadline_ns};
+    if (buffer->layout.segment_count > STREAMS_ON_STACK)
+        streams = malloc(buffer->layout.segment_count * sizeof *streams);
+    if (request->opcode == SMB_ACCUMULATE_FROM)
+        work.scratch = aligned_alloc(4096, buffer->layout.chunk_bytes);
+    if (!streams || (request->opcode == SMB_ACCUMULATE_FROM && !work.scratch)) {
+        if (streams != on_stack)
+            free(streams);
+        free(work.scratch);
+        return outcome->status = SMB_OUT_OF_MEMORY;
+    }
+    bool local = false;
+    call.streams = streams;
+    call.stream_count = call.streams_left = make_streams(buffer, request, &call, streams, &local);
+    if (call.stream_count > 0) {
+        client_run(buffer->client, &call, local ? local_step : NULL, &work);
+    } else {
+        while (local_step(&work)) {
+        }
+    }
+    if (streams != on_stack)
+        free(streams);
+    free(work.scratch);
+    return outcome->status;
+}
+
+/* ---- a contiguous view -------------------------------------------------------------------------------------------- */
+
+static int map_stripe(struct smb_segment *segment, uint8_t *at, const struct smb_piece *piece)
+{
+    off_t offset = (off_t)(smb_segment_data_offset(segment) + piece->segment_offset);
+    void *mapped = mmap(at, piece->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, smb_segment_fd(segment), offset);
+    return mapped == MAP_FAILED ? SMB_SYSTEM : SMB_OK;
+}
+
+int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
+{
+    const struct smb_layout *layout = &buffer->layout;
+    for (uint32_t i = 0; i < layout->segment_count; i++)
+        if (!buffer->places[i].segment)
+            return SMB_INVALID;
+    uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN * SMB_CHUNK_BYTES_MIN;
+    /* The address range first, in one piece; then the stripes over it. */
+    uint8_t *base = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+        return SMB_SYSTEM;
+    int status = SMB_OK;
+    for (uint64_t at = 0; at < layout->bytes && status == SMB_OK;) {
+        struct smb_piece piece;
+        status = smb_layout_piece(layout, at, layout->bytes, &piece);
+        if (status == SMB_OK)
+            status = map_stripe(buffer->places[piece.segment].segment, base + at, &piece);
+        at += piece.bytes;
+    }
+    if (status != SMB_OK) {
+        int saved = errno;
+        munmap(base, whole);
+        errno = saved;
+        return status;
+    }
+    *address = base;
+    *bytes = whole;
+    return SMB_OK;
+}
+
+void smb_buffer_unmap(void *address, uint64_t bytes)
+{
+    munmap(address, bytes);
+}

@@ -1,0 +1,96 @@
+/* wire.h: the frame. One format on TCP, on the local Unix socket and (as SEND payload) on verbs; docs/protocol.md is its page.
+ *
+ * A frame is this header, little-endian, then `payload` bytes. Requests of one link carry growing sequence numbers; a reply
+ * repeats opcode, lane, session and sequence, and may overtake others. A data frame never leaves one chunk: a chunk is the
+ * unit of atomicity, of locking and of staging memory, so that every limit follows from SMB_CHUNK_BYTES_MAX.
+ *
+ *   offset size field      why it is there
+ *        0    2 magic      tells a stranger (HTTP, TLS, a port scanner) at its first bytes
+ *        2    1 version    of this layout; another one is refused before anything else is believed
+ *        3    1 opcode
+ *        4    1 dtype      of the range; must be the segment's, so that a stale client can't add floats to integers
+ *        5    1 op         of accumulate
+ *        6    2 flags
+ *        8    2 status     of a reply; 0 in a request
+ *       10    2 lane       of the session: each lane has its own sequence, so that several links may be used side by side
+ *       12    4 epoch      of the layout that the client computed the range with
+ *       16    8 session    who: with lane and sequence it names a mutation for ever (the key of exactly-once)
+ *       24    8 sequence
+ *       32    8 segment
+ *       40    8 offset     bytes into the segment's data
+ *       48    4 length     bytes of the range
+ *       52    4 payload    bytes that follow the header; a function of the other fields, and checked against them
+ *       56    8 argument   scale (float64 bits), operand, fill pattern; in replies the old value, features or instance
+ */
+#ifndef SMB_WIRE_H
+#define SMB_WIRE_H
+
+#include "smb.h"
+
+enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
+
+enum smb_frame_flag {
+    SMB_FLAG_REPLY = 1 << 0,
+    SMB_FLAG_FETCH = 1 << 1, /* accumulate: send the new values back */
+    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH
+};
+
+/* Payload of ACCUMULATE_FROM: where to read. */
+enum { SMB_FROM_BYTES = 16 };
+
+struct smb_frame {
+    uint8_t opcode;
+    uint8_t dtype;
+    uint8_t op;
+    uint16_t flags;
+    uint16_t status;
+    uint16_t lane;
+    uint32_t epoch;
+    uint64_t session;
+    uint64_t sequence;
+    uint64_t segment;
+    uint64_t offset;
+    uint32_t length;
+    uint32_t payload;
+    uint64_t argument;
+};
+
+void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);
+
+/* The one parser. SMB_OK: every field is in its range and payload is what opcode, flags, status and length demand; what only
+ * the segment can tell (bounds, dtype, epoch) is the gate's to check. SMB_VERSION: a frame of another version. SMB_PROTOCOL:
+ * no frame at all. Nothing of *frame may be used unless SMB_OK. */
+int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *frame);
+
+/* The reply to a request: same names, no range. */
+struct smb_frame smb_frame_reply(const struct smb_frame *request, int status);
+
+static inline void smb_store64(uint8_t *bytes, uint64_t value)
+{
+    for (int i = 0; i < 8; i++)
+        bytes[i] = (uint8_t)(value >> (8 * i));
+}
+
+static inline uint64_t smb_load64(const uint8_t *bytes)
+{
+    uint64_t value = 0;
+    for (int i = 0; i < 8; i++)
+        value |= (uint64_t)bytes[i] << (8 * i);
+    return value;
+}
+
+static inline uint64_t smb_bits_of(double value)
+{
+    uint64_t bits;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline double smb_double_of(uint64_t bits)
+{
+    double value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#endif

@@ -1,0 +1,53 @@
+"""What can go wrong, as the user sees it. Every message says what was asked, of whom, and what to do next."""
+
+from __future__ import annotations
+
+import builtins
+
+
+class Error(Exception):
+    """Base of everything that smb raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message itself (KeyError would show its repr)."""
+        return str(self.args[0]) if self.args else ""
+
+
+class NotFoundError(Error, KeyError):
+    """No buffer of that name. You asked for one that was never created, or that somebody deleted."""
+
+
+class AlreadyExistsError(Error):
+    """The name is taken. Choose another, delete it, or pass exist_ok=True."""
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """The memory servers have too little free capacity; the message says what is free and where. Nothing was created."""
+
+
+class PermissionDeniedError(Error):
+    """Your credentials do not reach that far."""
+
+
+class UnavailableError(Error, ConnectionError):
+    """A daemon could not be reached, or was lost on the way; the message says which, and what became of the call."""
+
+
+class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 - the contract's name
+    """Not done in time. The message says what is known of the outcome."""
+
+
+class InvalidArgumentError(Error, ValueError):
+    """You passed something that cannot be meant: a shape, dtype, range, op or option. Nothing was done."""
+
+
+class LockLostError(Error):
+    """The lock's lease ran out while you held it; somebody else may hold it now."""
+
+
+class BrokenBarrierError(Error):
+    """Somebody died or timed out at the barrier, so nobody passes."""
+
+
+class TransportError(Error):
+    """The way to the memory does not allow this, e.g. a zero-copy view of memory on another host."""

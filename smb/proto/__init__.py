@@ -1,0 +1,1 @@
+"""The control plane definition and, once built, its generated code."""
