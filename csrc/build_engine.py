@@ -18,10 +18,19 @@ SOURCES = ("kernels", "frame", "layout", "segment", "gate", "connection", "serve
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
 # become vector selects; it changes no result. No -march: users run what we build on other machines (see kernels.c).
 # -Werror is for us (make test compiles with it), not for users with a compiler that we have not seen.
-COMPILE_ARGS = (
-    "-std=c11 -O3 -g1 -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden "
-    "-Wall -Wextra -D_GNU_SOURCE -pthread"
-).split()
+COMPILE_ARGS = [
+    "-std=c11",
+    "-O3",
+    "-g1",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-D_GNU_SOURCE",
+    "-pthread",
+]
 
 
 def declarations() -> str:

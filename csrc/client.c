@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -27,7 +28,6 @@ int smb_client_create(uint64_t session, struct smb_client **client)
         return SMB_SYSTEM;
     }
     pthread_mutex_init(&made->mutex, NULL);
-    pthread_cond_init(&made->idle, NULL);
     *client = made;
     return SMB_OK;
 }
@@ -39,16 +39,15 @@ static void wake_driver(struct smb_client *client)
         return; /* its counter is not 0: the driver wakes anyway */
 }
 
+void smb_client_close(struct smb_client *client)
+{
+    atomic_store(&client->closing, true); /* read by the driver in every round */
+    wake_driver(client);
+}
+
 void smb_client_destroy(struct smb_client *client)
 {
-    pthread_mutex_lock(&client->mutex);
-    atomic_store(&client->closing, true);
-    wake_driver(client);
-    while (client->calls_inside > 0)
-        pthread_cond_wait(&client->idle, &client->mutex);
-    pthread_mutex_unlock(&client->mutex);
     pthread_mutex_destroy(&client->mutex);
-    pthread_cond_destroy(&client->idle);
     close(client->wake_fd);
     free(client);
 }
@@ -216,6 +215,8 @@ static void drive(struct smb_client *client, struct call *own, bool (*work)(void
         } else if (!own_done && now_ns - last_move_ns > SPIN_NS) {
             sleep_driver(client, now_ns, deadline_ns);
             last_move_ns = smb_now_ns();
+        } else {
+            sched_yield(); /* the peer may have been put on this very core */
         }
     }
     take_out_finished(client);
@@ -242,7 +243,6 @@ static void make_wake(struct call *call)
 void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument)
 {
     pthread_mutex_lock(&client->mutex);
-    client->calls_inside++;
     call->next = client->arrivals;
     client->arrivals = call;
     while (!call->done) {
@@ -270,8 +270,6 @@ void client_run(struct smb_client *client, struct call *call, bool (*work)(void 
             call->waits = false;
         }
     }
-    if (--client->calls_inside == 0 && atomic_load(&client->closing))
-        pthread_cond_signal(&client->idle);
     pthread_mutex_unlock(&client->mutex);
     if (call->has_wake)
         pthread_cond_destroy(&call->wake);

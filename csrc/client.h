@@ -95,8 +95,6 @@ struct smb_client {
     bool driving;
     bool sleeping;                 /* the driver is in poll: wake it */
     _Atomic bool closing;
-    uint32_t calls_inside;
-    pthread_cond_t idle;           /* calls_inside became 0 */
     struct call *arrivals;
     int wake_fd;
     /* the driver's */

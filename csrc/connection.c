@@ -6,6 +6,7 @@
 #include <netinet/tcp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -126,6 +127,17 @@ static void put_reply(struct connection *connection, const struct smb_frame *rep
     connection->out_end += SMB_FRAME_BYTES;
 }
 
+static void finish_request(struct connection *connection)
+{
+    const struct smb_frame *frame = &connection->request.frame;
+    struct smb_server *server = connection->loop->server;
+    server_count(&server->operations[connection->transport][frame->opcode], 1);
+    server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
+    connection->replies_held += frame->length >= BULK_BYTES;
+    gate_done(&connection->request);
+    connection->have_request = false;
+}
+
 static uint8_t *chunk_memory(uint8_t **memory)
 {
     if (!*memory)
@@ -207,8 +219,58 @@ static enum step next_request(struct connection *connection)
     return STEP_ON;
 }
 
+/* A chunk to be written that has arrived whole goes from the socket straight to its place, under the chunk's lock: the copy
+ * can't stall, since every byte is here. One that is still on its way is staged, so that no lock waits for a network. */
+static enum step receive_in_place(struct connection *connection, bool *done)
+{
+    const struct gate_request *request = &connection->request;
+    uint32_t length = request->frame.length, here = connection->in_end - connection->in_start;
+    int queued = 0;
+    *done = false;
+    if (ioctl(connection->fd, FIONREAD, &queued) != 0 || (uint64_t)here + (uint64_t)queued < length ||
+        smb_segment_deleted(request->segment) ||
+        smb_segment_lock(request->segment, request->frame.offset, SMB_TRY) != SMB_OK)
+        return STEP_ON;
+    uint8_t *place = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
+    smb_segment_change_begin(request->segment, request->frame.offset);
+    uint32_t have = here < length ? here : length;
+    memcpy(place, connection->in + connection->in_start, have);
+    connection->in_start += have;
+    enum step step = STEP_ON;
+    while (have < length && step == STEP_ON) {
+        struct iovec parts[2] = {{place + have, length - have}, {connection->in, IN_BYTES}};
+        ssize_t got = readv(connection->fd, parts, 2);
+        if (got <= 0) {
+            step = STEP_CLOSE; /* the bytes were there: the connection is broken */
+            break;
+        }
+        uint32_t ours = got < (ssize_t)(length - have) ? (uint32_t)got : length - have;
+        have += ours;
+        connection->in_start = 0;
+        connection->in_end = (uint32_t)got - ours;
+    }
+    smb_segment_change_end(request->segment, request->frame.offset);
+    smb_segment_unlock(request->segment, request->frame.offset);
+    if (step == STEP_ON) {
+        *done = true;
+        connection->payload_have = length;
+        struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+        put_reply(connection, &reply);
+        finish_request(connection);
+    }
+    return step;
+}
+
 static enum step receive_payload(struct connection *connection)
 {
+    const struct smb_frame *frame = &connection->request.frame;
+    if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
+        frame->length >= BULK_BYTES) {
+        bool done;
+        enum step step = receive_in_place(connection, &done);
+        if (done || step != STEP_ON)
+            return step;
+    }
     uint32_t missing = connection->request.frame.payload - connection->payload_have;
     uint8_t *to = connection->staging + connection->payload_have;
     uint32_t here = connection->in_end - connection->in_start;
@@ -233,17 +295,6 @@ static enum step receive_payload(struct connection *connection)
 }
 
 /* ---- executing ---------------------------------------------------------------------------------------------------- */
-
-static void finish_request(struct connection *connection)
-{
-    const struct smb_frame *frame = &connection->request.frame;
-    struct smb_server *server = connection->loop->server;
-    server_count(&server->operations[connection->transport][frame->opcode], 1);
-    server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
-    connection->replies_held += frame->length >= BULK_BYTES;
-    gate_done(&connection->request);
-    connection->have_request = false;
-}
 
 static enum step answer_failure(struct connection *connection, int status)
 {

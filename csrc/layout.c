@@ -5,7 +5,8 @@ int smb_layout_check(const struct smb_layout *layout)
     bool sound = layout->bytes > 0 && layout->bytes <= (uint64_t)1 << 56 && /* keeps every sum below inside 64 bits */
                  layout->chunk_bytes >= SMB_CHUNK_BYTES_MIN && layout->chunk_bytes <= SMB_CHUNK_BYTES_MAX &&
                  layout->chunk_bytes % SMB_CHUNK_BYTES_MIN == 0 && layout->stripe_bytes >= layout->chunk_bytes &&
-                 layout->stripe_bytes <= (uint64_t)1 << 56 && layout->stripe_bytes % layout->chunk_bytes == 0 &&
+                 layout->stripe_bytes <= (uint64_t)1 << 52 && /* and a stripe on every segment */
+                 layout->stripe_bytes % layout->chunk_bytes == 0 &&
                  layout->segment_count > 0 && layout->segment_count <= SMB_SEGMENTS_PER_BUFFER_MAX;
     return sound ? SMB_OK : SMB_INVALID;
 }

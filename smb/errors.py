@@ -22,7 +22,8 @@ class AlreadyExistsError(Error):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """The memory servers have too little free capacity; the message says what is free and where. Nothing was created."""
+    """The memory servers have too little free capacity; the message says what is free and where. Nothing was
+    created."""
 
 
 class PermissionDeniedError(Error):

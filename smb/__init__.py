@@ -1,0 +1,48 @@
+"""Soft Memory Box: named arrays in the memory of several servers, read, written and added to by many processes at once.
+
+>>> import smb
+>>> with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:
+...     weights = client.create("weights", (1000, 1000), "float32")
+...     weights.accumulate(gradient, scale=-0.1)
+...     latest = weights.read()
+"""
+
+from smb.buffer import Buffer, BufferInfo
+from smb.client import Client, ServerInfo, connect
+from smb.cluster import LocalCluster
+from smb.errors import (
+    AlreadyExistsError,
+    BrokenBarrierError,
+    Error,
+    InvalidArgumentError,
+    LockLostError,
+    NotFoundError,
+    OutOfMemoryError,
+    PermissionDeniedError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    TransportError,
+    UnavailableError,
+)
+from smb.layout import Layout
+
+__all__ = [
+    "AlreadyExistsError",
+    "BrokenBarrierError",
+    "Buffer",
+    "BufferInfo",
+    "Client",
+    "Error",
+    "InvalidArgumentError",
+    "Layout",
+    "LocalCluster",
+    "LockLostError",
+    "NotFoundError",
+    "OutOfMemoryError",
+    "PermissionDeniedError",
+    "ServerInfo",
+    "TimeoutError",
+    "TransportError",
+    "UnavailableError",
+    "connect",
+]
+__version__ = "0.1.0"

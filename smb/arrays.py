@@ -1,0 +1,182 @@
+"""Other people's arrays as plain memory: an address and a number of elements, without a hidden copy.
+
+numpy arrays are taken as they are; torch tensors, JAX arrays and others through DLPack; the rest through the buffer
+protocol or __array_interface__, as numpy does. Lists and numbers become arrays of the buffer's dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from smb.dtypes import DTYPES, Dtype
+from smb.errors import InvalidArgumentError
+
+_CPU_DEVICES = (1, 3)  # kDLCPU, and kDLCUDAHost: pinned memory of the host
+_DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of somebody else: `count` elements at `address`, alive as long as `owner` is. `shape` is the array's."""
+
+    address: int
+    count: int
+    shape: tuple[int, ...]
+    owner: object
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    """DLPack's DLTensor, the first member of its DLManagedTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def readable(array: Any, dtype: Dtype) -> Memory:
+    """Return the memory of an array to read from. One that is not contiguous is copied first.
+
+    Raises InvalidArgumentError for another dtype, for memory of a GPU, for what is no array at all.
+    """
+    if type(array) is np.ndarray:
+        return _of_numpy(_contiguous(_same_dtype(array, dtype)))
+    if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
+        return _of_dlpack(array, dtype, copy=True)
+    return _of_numpy(_contiguous(_same_dtype(_as_numpy(array, dtype), dtype)))
+
+
+def writable(out: Any, dtype: Dtype, count: int) -> Memory:
+    """Return the memory of an array to write `count` elements to. Nothing is copied.
+
+    Raises InvalidArgumentError for another dtype or number of elements, for one that is read-only or not contiguous.
+    """
+    if hasattr(out, "__dlpack__") and not isinstance(out, np.ndarray):
+        if not hasattr(out, "data_ptr"):  # torch's; JAX arrays are immutable
+            raise InvalidArgumentError(f"out= is a {type(out).__name__}, which can't be written to; pass a numpy array")
+        memory = _of_dlpack(out, dtype, copy=False)
+    else:
+        array = out if isinstance(out, np.ndarray) else _view_of(out)
+        _same_dtype(array, dtype)
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError("out= is not contiguous in memory; pass a contiguous array")
+        if not array.flags.writeable:
+            raise InvalidArgumentError("out= is read-only; pass a writable array")
+        memory = _of_numpy(array)
+    if memory.count != count:
+        raise InvalidArgumentError(
+            f"out= has {memory.count} elements, but {count} are to be read; pass an array of {count}"
+        )
+    return memory
+
+
+def _of_numpy(array: np.ndarray[Any, Any]) -> Memory:
+    return Memory(array.__array_interface__["data"][0], array.size, array.shape, array)
+
+
+def _contiguous(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _same_dtype(array: np.ndarray[Any, Any], dtype: Dtype) -> np.ndarray[Any, Any]:
+    if array.dtype != dtype.numpy:
+        raise _wrong_dtype(str(array.dtype), dtype)
+    return array
+
+
+def _wrong_dtype(given: str, dtype: Dtype) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the array is {given} but the buffer is {dtype.name}; convert it first, e.g. with array.astype({dtype.name!r})"
+    )
+
+
+def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
+    if hasattr(array, "__array_interface__") or hasattr(array, "__array__"):
+        return np.asarray(array)
+    try:
+        return _view_of(array)
+    except InvalidArgumentError:
+        pass
+    try:
+        plain = np.asarray(array)
+        converted = plain.astype(dtype.numpy)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(f"a {type(array).__name__} is no array of {dtype.name}: {error}") from error
+    # A list of numbers is meant as numbers of the buffer's type, as far as these can hold them.
+    if plain.dtype.kind not in "biuf" or (dtype.numpy.kind in "iu" and not np.array_equal(plain, converted)):
+        raise InvalidArgumentError(f"{array!r} can't be written as {dtype.name}")
+    return converted
+
+
+def _view_of(array: Any) -> np.ndarray[Any, Any]:
+    """Return a numpy view of what has the buffer protocol or __array_interface__."""
+    if hasattr(array, "__array_interface__"):
+        return np.asarray(array)
+    try:
+        return np.asarray(memoryview(array))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"a {type(array).__name__} has no memory to use; pass a numpy array, a CPU tensor or a buffer"
+        ) from error
+
+
+def _of_dlpack(array: Any, dtype: Dtype, *, copy: bool) -> Memory:
+    device = array.__dlpack_device__()
+    if int(device[0]) not in _CPU_DEVICES:
+        raise InvalidArgumentError(
+            f"the {type(array).__name__} lies on a device, not in this host's memory; move it first, e.g. with .cpu()"
+        )
+    if getattr(array, "requires_grad", False):
+        array = array.detach()  # torch exports no tensor that records gradients; this shares its memory
+    try:
+        capsule = array.__dlpack__()
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise InvalidArgumentError(f"the {type(array).__name__} can't be used through DLPack: {error}") from error
+    address = _capsule_pointer(capsule, b"dltensor")
+    tensor = _DLTensor.from_address(cast(int, address))
+    bits = tensor.dtype.bits
+    name = f"{_DLPACK_KINDS.get(tensor.dtype.code, 'unknown')}{bits}"
+    if name != dtype.name or tensor.dtype.lanes != 1:
+        raise _wrong_dtype(name if name in DTYPES else str(getattr(array, "dtype", name)), dtype)
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    if not _strides_are_dense(tensor, shape):
+        if not copy:
+            raise InvalidArgumentError("out= is not contiguous in memory; pass a contiguous tensor")
+        if not hasattr(array, "contiguous"):
+            raise InvalidArgumentError(f"the {type(array).__name__} is not contiguous in memory; copy it first")
+        return _of_dlpack(array.contiguous(), dtype, copy=False)
+    count = int(np.prod(shape, dtype=np.int64))
+    return Memory((tensor.data or 0) + tensor.byte_offset, count, shape, (capsule, array))
+
+
+def _strides_are_dense(tensor: _DLTensor, shape: tuple[int, ...]) -> bool:
+    if not tensor.strides or 0 in shape:
+        return True
+    expected = 1
+    for i in reversed(range(tensor.ndim)):
+        if shape[i] != 1 and tensor.strides[i] != expected:
+            return False
+        expected *= shape[i]
+    return True

@@ -1,0 +1,466 @@
+"""A buffer: one named array over the memory of several servers, read and changed by any number of processes at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+
+from smb import arrays, engine
+from smb.dtypes import DTYPES, OPS, Dtype
+from smb.engine import BufferHandle, EngineError, Opcode, Outcome, Status
+from smb.errors import (
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    TransportError,
+    UnavailableError,
+)
+from smb.layout import Layout, SegmentPlace
+from smb.proto import control_pb2 as pb
+from smb.transport.base import Deadline, Way
+from smb.transport.choose import describe
+
+if TYPE_CHECKING:
+    from smb.client import Client
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Result = TypeVar("Result")
+
+_RETRY_FIRST_S = 0.02
+_RETRY_MAX_S = 0.5
+# Doing these twice leaves what doing them once leaves; the others may have counted already.
+_REPEATABLE = frozenset({Opcode.READ, Opcode.WRITE, Opcode.FILL})
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    """What the coordinator knows of a buffer. `created` is seconds since 1970, `nbytes` bytes."""
+
+    name: str
+    id: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    nbytes: int
+    layout: Layout
+    created: float
+
+    @classmethod
+    def of(cls, buffer: pb.Buffer) -> BufferInfo:
+        """Return it from the coordinator's message."""
+        dtype = DTYPES[buffer.dtype]
+        places = tuple(
+            SegmentPlace(s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id)
+            for s in buffer.layout.segments
+        )
+        layout = Layout(
+            buffer.layout.epoch,
+            buffer.nbytes,
+            dtype.itemsize,
+            buffer.layout.stripe_bytes,
+            buffer.layout.chunk_bytes,
+            places,
+        )
+        return cls(buffer.name, buffer.id, tuple(buffer.shape), dtype.numpy, buffer.nbytes, layout, buffer.created_at)
+
+
+class Buffer:
+    """A named array of `shape` and `dtype` in the memory servers. Made by Client.create and Client.open.
+
+    Offsets and counts are in elements of the flattened array. Every call blocks until all servers involved have
+    answered, at most the client's timeout; the servers work at the same time, and the GIL is released. Calls may come
+    from any thread.
+
+    A call is atomic chunk by chunk (a chunk is `layout.chunk_bytes`, 256 KiB unless the stripe is smaller): an
+    accumulate and a write of a chunk happen whole, and a read never sees half of one. Calls that overlap in time are
+    otherwise unordered.
+
+    Every call may raise UnavailableError (a server was lost; the message says whether the call was applied),
+    TimeoutError (outcome unknown), NotFoundError (the buffer was deleted) and InvalidArgumentError (nothing was done).
+    """
+
+    def __init__(self, client: Client, info: BufferInfo) -> None:
+        self._client = client
+        self._info = info
+        self._dtype: Dtype = DTYPES[info.dtype.name]
+        self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
+        self._handle: BufferHandle | None = None
+        self._ways: tuple[Way, ...] = ()
+        self._ask_first = False  # the coordinator, before ways are looked for again: a server may have moved
+
+    # ---- what it is
+
+    @property
+    def name(self) -> str:
+        """Its name, unique in the cluster."""
+        return self._info.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape; () for a single element."""
+        return self._info.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type (bfloat16 is ml_dtypes')."""
+        return self._info.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._info.nbytes // self._dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._info.nbytes
+
+    @property
+    def layout(self) -> Layout:
+        """Which bytes live where."""
+        return self._info.layout
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports in use, each once, sorted: ("shm",), ("tcp",) or ("shm", "tcp")."""
+        self._ensure(Deadline(self._client.timeout))
+        return tuple(sorted({way.transport for way in self._ways}))
+
+    def __repr__(self) -> str:
+        servers = len({place.server for place in self.layout.segments})
+        return (
+            f"<smb.Buffer {self.name!r} {self._dtype.name}{list(self.shape)} on {servers} server{'s'[: servers > 1]}>"
+        )
+
+    # ---- reading and writing
+
+    def read(self, offset: int = 0, count: int | None = None, *, out: Any = None) -> Array:
+        """Return `count` elements from element `offset`, or all.
+
+        The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` (a
+        contiguous, writable array or CPU tensor of the buffer's dtype and of `count` elements) the bytes go straight
+        there and `out` is returned.
+        """
+        whole = offset == 0 and count is None
+        if count is None:
+            count = self.size - offset
+        self._check_range(offset, count, "read")
+        result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
+        memory = arrays.writable(result, self._dtype, count)
+        self._call(Opcode.READ, offset, count, sink=memory.address)
+        return cast(Array, result)
+
+    def write(self, array: Any, offset: int = 0) -> None:
+        """Replace the elements from `offset` on by the array's (any shape, flattened).
+
+        Where two writes overlap, the last one wins, element by element.
+        """
+        memory = arrays.readable(array, self._dtype)
+        self._check_range(offset, memory.count, "write")
+        self._call(Opcode.WRITE, offset, memory.count, source=memory.address)
+
+    def fill(self, value: float) -> None:
+        """Set every element to `value` (converted to the buffer's dtype)."""
+        try:
+            with np.errstate(over="ignore"):
+                element = np.asarray(value).astype(self.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgumentError(f"{self._asked('fill')}: {value!r} is no {self._dtype.name}: {error}") from error
+        if element.ndim != 0 or (self.dtype.kind in "iu" and element != value):
+            raise InvalidArgumentError(f"{self._asked('fill')}: {value!r} is no {self._dtype.name}")
+        bits = int.from_bytes(element.tobytes(), "little")
+        self._call(Opcode.FILL, 0, self.size, argument=bits)
+
+    def view(self) -> Array:
+        """Return the buffer's own memory as one array of its shape: no copy, same host only.
+
+        What is read and written through it is neither atomic nor ordered against other processes. The stripes of
+        several servers are mapped side by side, so the view is contiguous; it stays valid until it is garbage
+        collected, even after the buffer was deleted. Raises TransportError where a segment is not on this host, or not
+        reached over shm.
+        """
+        handle = self._ensure(Deadline(self._client.timeout))
+        for place, way in zip(self.layout.segments, self._ways, strict=True):
+            if way.segment is None:
+                raise TransportError(
+                    f"{self._asked('view')}: its part on server {place.server} is reached over {way.transport} "
+                    f"({way.why}), and a view needs shared memory; use read()"
+                )
+        try:
+            address, nbytes = handle.map()
+        except EngineError as error:
+            raise TransportError(f"{self._asked('view')}: the memory can't be mapped: {error}; use read()") from error
+        return _array_at(address, nbytes, self.shape, self.dtype)
+
+    # ---- changing in place
+
+    def accumulate(
+        self, array: Any, offset: int = 0, *, op: str = "sum", scale: float = 1.0, fetch: bool = False
+    ) -> Array | None:
+        """Combine the elements from `offset` on with the array's, where the memory is. Atomic per chunk.
+
+        With b the buffer's element, a the array's and s = scale, each step rounded to the dtype as numpy does:
+        "sum" b + s*a; "min" minimum(b, s*a); "max" maximum(b, s*a); "prod" b * (s*a); "replace" s*a; "elastic"
+        b + s*(a - b) (the master's half of elastic averaging, Zhang et al. 2015). Integers wrap around, and their
+        scale is an integer.
+
+        With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
+        contribution and may contain later ones of others. Otherwise None is returned.
+        """
+        number = self._op(op, scale, "accumulate")
+        memory = arrays.readable(array, self._dtype)
+        self._check_range(offset, memory.count, "accumulate")
+        result = np.empty(memory.shape, self.dtype) if fetch else None
+        self._call(
+            Opcode.ACCUMULATE,
+            offset,
+            memory.count,
+            source=memory.address,
+            sink=result.__array_interface__["data"][0] if result is not None else 0,
+            op=number,
+            scale=scale,
+        )
+        return result
+
+    def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0) -> None:
+        """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
+
+        `other` has the same placement: create one of the two with like= the other.
+        """
+        number = self._op(op, scale, "accumulate_from")
+        asked = self._asked("accumulate_from")
+        if not isinstance(other, Buffer) or other._client is not self._client:
+            raise InvalidArgumentError(f"{asked}: the other must be a buffer opened by the same client, not {other!r}")
+        if not _same_placement(self.layout, other.layout) or self.dtype != other.dtype:
+            raise InvalidArgumentError(
+                f"{asked}: {other!r} does not lie on the same servers in the same way; make it with like={self.name!r}"
+            )
+        self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, other=other)
+
+    def fetch_add(self, index: int, value: int) -> int:
+        """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
+        self._check_integer("fetch_add", index, value)
+        return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
+
+    def compare_swap(self, index: int, expected: int, new: int) -> int:
+        """Set element `index` of an int64 buffer to `new` if it is `expected`; return what it was before. Atomic.
+
+        It was done if and only if the result equals `expected`.
+        """
+        self._check_integer("compare_swap", index, expected, new)
+        return _signed(self._call(Opcode.COMPARE_SWAP, index, 1, argument=new & _MASK, expected=expected & _MASK))
+
+    # ---- asynchronously
+
+    def read_async(self, offset: int = 0, count: int | None = None, *, out: Any = None) -> Future[Array]:
+        """As read, at once: a future of the result (awaitable through asyncio.wrap_future).
+
+        Calls that are in flight at the same time are unordered. Leave `out` alone until the future is done.
+        """
+        return self._client.submit(lambda: self.read(offset, count, out=out))
+
+    def write_async(self, array: Any, offset: int = 0) -> Future[None]:
+        """As write, at once. Don't change the array until the future is done."""
+        return self._client.submit(lambda: self.write(array, offset))
+
+    def accumulate_async(
+        self, array: Any, offset: int = 0, *, op: str = "sum", scale: float = 1.0, fetch: bool = False
+    ) -> Future[Array | None]:
+        """As accumulate, at once. Don't change the array until the future is done."""
+        return self._client.submit(lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch))
+
+    # ---- inside
+
+    def _asked(self, call: str) -> str:
+        return f"{call} of buffer {self.name!r}"
+
+    def _check_range(self, offset: int, count: int, call: str) -> None:
+        if not 0 <= offset <= self.size or not 0 < count <= self.size - offset:
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: {count} elements from element {offset} are not inside its {self.size} elements"
+            )
+
+    def _check_integer(self, call: str, index: int, *values: int) -> None:
+        if self._dtype.name != "int64":
+            raise InvalidArgumentError(f"{self._asked(call)}: it is {self._dtype.name}; counters need an int64 buffer")
+        self._check_range(index, 1, call)
+        for value in values:
+            if not -(2**63) <= value < 2**63:
+                raise InvalidArgumentError(f"{self._asked(call)}: {value} does not fit 64 bits")
+
+    def _op(self, op: str, scale: float, call: str) -> int:
+        if op not in OPS:
+            raise InvalidArgumentError(f"{self._asked(call)}: there is no op {op!r}; there are {', '.join(OPS)}")
+        try:
+            accepted = engine.op_accepts(self._dtype.number, OPS[op], scale)
+        except (TypeError, OverflowError) as error:
+            raise InvalidArgumentError(f"{self._asked(call)}: scale={scale!r} is no number") from error
+        if not accepted:
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: scale={scale} is no {self._dtype.name}; integer buffers take integer scales"
+            )
+        return OPS[op]
+
+    def _call(
+        self,
+        opcode: Opcode,
+        offset: int,
+        count: int,
+        *,
+        source: int = 0,
+        sink: int = 0,
+        op: int = 0,
+        scale: float = 1.0,
+        argument: int = 0,
+        expected: int = 0,
+        other: Buffer | None = None,
+    ) -> int:
+        """Do one call on the engine, over new links where the old ones broke and nothing can have been counted
+        twice."""
+        deadline = Deadline(self._client.timeout)
+        itemsize = self._dtype.itemsize
+        pause = _RETRY_FIRST_S
+        while True:
+            self._client.check_open()
+            handle = self._handle or self._ensure(deadline)
+            result = handle.transfer(
+                opcode,
+                offset * itemsize,
+                count * itemsize,
+                deadline.left_ms(),
+                source=source,
+                sink=sink,
+                op=op,
+                scale=scale,
+                argument=argument,
+                expected=expected,
+                other=(other._handle or other._ensure(deadline)) if other is not None else None,
+            )
+            if isinstance(result, int):
+                return result
+            again = not result.sent or opcode in _REPEATABLE
+            broken = result.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH)
+            if not broken or not again or deadline.left() == 0.0:
+                raise self._error(opcode, result)
+            for buffer in (self, other):
+                if buffer is not None:
+                    buffer._forget(buffer._handle if buffer is not self else handle)
+            time.sleep(min(pause, deadline.left()))
+            pause = min(2 * pause, _RETRY_MAX_S)
+
+    def _forget(self, handle: BufferHandle | None) -> None:
+        """Look for new ways at the next call, unless another thread has done so already."""
+        with self._lock:
+            if self._handle is handle:
+                self._handle = None
+                self._ask_first = True
+
+    def _ensure(self, deadline: Deadline) -> BufferHandle:
+        """Return a handle all of whose segments are reachable, waiting for servers that come back."""
+        with self._lock:
+            pause = _RETRY_FIRST_S
+            while self._handle is None:
+                self._client.check_open()
+                try:
+                    self._attach(deadline)
+                except UnavailableError:
+                    if deadline.left() <= pause:
+                        raise
+                    time.sleep(pause)
+                    pause = min(2 * pause, _RETRY_MAX_S)
+            return self._handle
+
+    def _attach(self, deadline: Deadline) -> None:
+        """Find a way to every segment."""
+        if self._ask_first:
+            self._refresh(deadline)
+        layout = self._info.layout
+        try:
+            ways = tuple(self._client.reach(place, layout.epoch, deadline) for place in layout.segments)
+        except UnavailableError:
+            self._ask_first = True
+            raise
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"buffer {self.name!r} is gone: {error}; it was deleted, perhaps made anew: open it"
+            ) from error
+        handle = BufferHandle(
+            self._client.engine,
+            self._info.nbytes,
+            layout.stripe_bytes,
+            layout.chunk_bytes,
+            len(ways),
+            self._dtype.number,
+        )
+        for index, (place, way) in enumerate(zip(layout.segments, ways, strict=True)):
+            way.apply(handle, index, place, layout.epoch)
+        self._ways, self._handle = ways, handle
+        _log.info('buffer "%s": %s', self.name, describe(list(zip(layout.segments, ways, strict=True))))
+
+    def _refresh(self, deadline: Deadline) -> None:
+        try:
+            info = BufferInfo.of(self._client.coordinator.open_buffer(self.name, 0.0, min(1.0, deadline.left())))
+        except (UnavailableError, TimeoutError):
+            return  # the coordinator is away: the servers may still be where they were
+        except NotFoundError as error:
+            raise NotFoundError(f"buffer {self.name!r} was deleted") from error
+        if info.id != self._info.id:
+            raise NotFoundError(f"buffer {self.name!r} was deleted and made anew; open it again")
+        self._info = info
+
+    def _error(self, opcode: Opcode, outcome: Outcome) -> Error:
+        place = self.layout.segments[outcome.segment]
+        asked = f"{opcode.name.lower()} of buffer {self.name!r}"
+        where = f"memory server {place.server} at {place.address}"
+        applied = (
+            "nothing was applied" if not outcome.sent else
+            "reading can be repeated" if opcode is Opcode.READ else
+            f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied"
+        )  # fmt: skip
+        if outcome.status is Status.TIMEOUT:
+            return TimeoutError(f"{asked}: no answer from {where} within {self._client.timeout:g} s; {applied}")
+        if outcome.status is Status.NOT_FOUND:
+            return NotFoundError(f"{asked}: {where} has it no more: buffer {self.name!r} was deleted; {applied}")
+        if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
+            return UnavailableError(f"{asked}: the connection to {where} was lost; {applied}")
+        if outcome.status is Status.INVALID:
+            return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
+        return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
+
+
+_MASK = 2**64 - 1
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _same_placement(a: Layout, b: Layout) -> bool:
+    return (a.nbytes, a.stripe_bytes, a.chunk_bytes, [place.server for place in a.segments]) == (
+        b.nbytes,
+        b.stripe_bytes,
+        b.chunk_bytes,
+        [place.server for place in b.segments],
+    )
+
+
+class _MappedMemory:
+    """Owns a mapping; numpy arrays on it keep it alive."""
+
+    def __init__(self, address: int, nbytes: int, length: int) -> None:
+        weakref.finalize(self, engine.unmap, address, nbytes)
+        self.__array_interface__ = {"version": 3, "shape": (length,), "typestr": "|u1", "data": (address, False)}
+
+
+def _array_at(address: int, mapped: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return np.asarray(_MappedMemory(address, mapped, length)).view(dtype).reshape(shape)

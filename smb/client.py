@@ -1,0 +1,305 @@
+"""A process's membership in a cluster: its session, its links, the buffers it opens."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import operator
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from smb.buffer import Buffer, BufferInfo
+from smb.config import COORDINATOR_VARIABLE, TRANSPORT_VARIABLE, parse_address, parse_bytes
+from smb.control import Coordinator
+from smb.dtypes import dtype_of
+from smb.engine import EngineClient
+from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.layout import SegmentPlace
+from smb.proto import control_pb2 as pb
+from smb.transport.base import Deadline, Way
+from smb.transport.choose import check_choice, choose, make_transports
+
+Result = TypeVar("Result")
+
+_RENEWALS_PER_LEASE = 3
+_ASYNC_CALLS_MAX = 8  # threads for *_async, started as they are needed; further calls wait their turn
+_CLOSE_S = 1.0
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
+
+    `used` counts whole segment files, a little more than their data. `alive`: its lease runs.
+    """
+
+    name: str
+    address: str
+    alive: bool
+    capacity: int
+    used: int
+    segments: int
+    last_seen: float
+    metrics: str
+
+    @property
+    def free(self) -> int:
+        """Bytes left."""
+        return max(0, self.capacity - self.used)
+
+
+def connect(address: str | None = None, *, transport: str = "auto", timeout: float = 10.0) -> Client:
+    """Join a cluster and return the client: use it as a context manager, or close() it.
+
+    `address` is the coordinator's "host:port"; default $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
+    segment's server runs on this host, else TCP), "shm" or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
+    bounds each later call and this one. Raises UnavailableError where no coordinator answers, InvalidArgumentError.
+    """
+    address = address or os.environ.get(COORDINATOR_VARIABLE)
+    if not address:
+        raise InvalidArgumentError(
+            f"connect: which cluster? pass the coordinator's address, or set {COORDINATOR_VARIABLE}=HOST:PORT"
+        )
+    parse_address(address)
+    if not timeout > 0:
+        raise InvalidArgumentError(f"connect: timeout={timeout} is no time in seconds")
+    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout)
+
+
+class Client:
+    """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
+
+    def __init__(self, address: str, transport: str, timeout: float) -> None:
+        self.timeout = timeout
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self.coordinator = Coordinator(address)
+        try:
+            session_id, lease = self.coordinator.open_session(self._name, timeout)
+        except BaseException:
+            self.coordinator.close()
+            raise
+        self._session_id = session_id
+        self.engine = EngineClient(session_id)
+        self._transports = make_transports(transport, self.engine)
+        self._stop = threading.Event()
+        self._renewal = threading.Thread(
+            target=_renew,
+            args=(weakref.ref(self), self._stop, self.coordinator, session_id, self._name, lease),
+            name="smb-session",
+            daemon=True,
+        )
+        self._renewal.start()
+
+    # ---- buffers
+
+    def create(
+        self,
+        name: str,
+        shape: int | Sequence[int] | None = None,
+        dtype: Any = None,
+        *,
+        servers: int | Sequence[str] | None = None,
+        stripe: int | str | None = None,
+        replicas: int = 1,
+        versions: int = 1,
+        like: Buffer | str | None = None,
+        exist_ok: bool = False,
+    ) -> Buffer:
+        """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
+
+        `shape` is a tuple of positive extents (or one number; () for a single element), `dtype` one of float16, float32
+        (default), float64, bfloat16, int32, int64, uint8. `servers` says on how many servers (default: as many as
+        pay), or on which, by name. `stripe` is how many bytes ("256KiB") lie on one server before the next has its
+        turn, a multiple of 4096; default 1 MiB. like= another buffer takes shape, dtype, servers and stripe from it,
+        so that servers can combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead.
+
+        Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
+        InvalidArgumentError; nothing is left behind then.
+        """
+        for option, value in (("replicas", replicas), ("versions", versions)):
+            if value != 1:
+                raise InvalidArgumentError(f"create {name!r}: {option}={value} is not there yet; only {option}=1 is")
+        if shape is None and like is None:
+            raise InvalidArgumentError(f"create {name!r}: of which shape? pass one, or like= another buffer")
+        model = (like if isinstance(like, Buffer) else self.open(like)) if like is not None else None
+        extents = _extents(name, shape) if shape is not None else model.shape if model is not None else ()
+        element = dtype_of(dtype if dtype is not None else model.dtype if model is not None else "float32")
+        if model is not None and (extents != model.shape or element.numpy != model.dtype):
+            raise InvalidArgumentError(
+                f"create {name!r}: {element.name}{list(extents)} is not like {model!r}: leave shape and dtype out"
+            )
+        request = pb.CreateBufferRequest(
+            name=name,
+            shape=extents,
+            dtype=element.name,
+            stripe_bytes=parse_bytes(stripe) if stripe is not None else 0,
+            replicas=replicas,
+            versions=versions,
+            like=model.name if model is not None else "",
+            exist_ok=exist_ok,
+        )
+        if stripe is not None and request.stripe_bytes == 0:
+            raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")
+        if isinstance(servers, int):
+            if not 0 < servers < 2**32:
+                raise InvalidArgumentError(f"create {name!r}: servers={servers} is no number of servers")
+            request.server_count = servers
+        elif servers is not None:
+            names = [servers] if isinstance(servers, str) else list(servers)
+            if not names:
+                raise InvalidArgumentError(f"create {name!r}: servers=[] leaves nowhere to put it")
+            request.server_names.extend(names)
+        self.check_open()
+        return Buffer(self, BufferInfo.of(self.coordinator.create_buffer(request, self.timeout)))
+
+    def open(self, name: str, *, timeout: float = 0.0) -> Buffer:
+        """Return the buffer of that name; with timeout > 0 (seconds) wait until somebody creates it.
+
+        Raises NotFoundError.
+        """
+        self.check_open()
+        if not 0 <= timeout <= 2**31 / 1000:
+            raise InvalidArgumentError(f"open {name!r}: timeout={timeout} is no time in seconds")
+        return Buffer(self, BufferInfo.of(self.coordinator.open_buffer(name, timeout, self.timeout)))
+
+    def list(self) -> builtins.list[BufferInfo]:
+        """Return all buffers of the cluster, sorted by name."""
+        self.check_open()
+        infos = [BufferInfo.of(buffer) for buffer in self.coordinator.list_buffers(self.timeout)]
+        return sorted(infos, key=lambda info: info.name)
+
+    def delete(self, name: str, *, missing_ok: bool = False) -> None:
+        """Delete a buffer: its name is free at once, its memory too, and whoever still uses it gets NotFoundError.
+
+        Raises NotFoundError unless missing_ok.
+        """
+        self.check_open()
+        self.coordinator.delete_buffer(name, missing_ok, self.timeout)
+
+    def servers(self) -> builtins.list[ServerInfo]:
+        """Return all memory servers the coordinator knows, dead ones too, sorted by name."""
+        self.check_open()
+        infos = [
+            ServerInfo(
+                name=server.name,
+                address=server.data_address,
+                alive=server.alive,
+                capacity=server.capacity_bytes,
+                used=server.used_bytes,
+                segments=server.segment_count,
+                last_seen=server.last_seen_at,
+                metrics=server.metrics_address,
+            )
+            for server in self.coordinator.list_servers(self.timeout)
+        ]
+        return sorted(infos, key=lambda info: info.name)
+
+    # ---- life
+
+    def close(self) -> None:
+        """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            executor = self._executor
+        if self._pid != os.getpid():
+            return  # a child of fork has no part in its parent's session
+        self._stop.set()
+        self.engine.close()
+        if executor is not None:
+            executor.shutdown(cancel_futures=True)
+        for transport in self._transports:
+            transport.close()
+        self._renewal.join()
+        try:
+            self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
+        except Error as error:
+            _log.debug("the session ends with its lease: %s", error)
+        self.coordinator.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<smb.Client of {self.coordinator.address}{', closed' if self._closed else ''}>"
+
+    # ---- for Buffer
+
+    def check_open(self) -> None:
+        """Raise UnavailableError where the client was closed, Error in a child of fork."""
+        if self._closed:
+            raise UnavailableError("the client is closed; call smb.connect again")
+        if self._pid != _current_pid:
+            raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
+
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+        """Return the way to a segment."""
+        return choose(self._transports, place, epoch, deadline)
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Run a call on a thread of the client's."""
+        with self._lock:
+            self.check_open()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(_ASYNC_CALLS_MAX, "smb-async")
+            return self._executor.submit(call)
+
+
+# os.getpid() is a system call, and small operations ask for it every time.
+_current_pid = os.getpid()
+
+
+def _after_fork() -> None:
+    global _current_pid
+    _current_pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        extents = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"create {name!r}: {shape!r} is no shape") from error
+    if any(not 0 < extent < 2**56 for extent in extents):
+        raise InvalidArgumentError(f"create {name!r}: shape {extents} has an extent that is not positive, or absurd")
+    return extents
+
+
+def _renew(
+    client: weakref.ref[Client],
+    stop: threading.Event,
+    coordinator: Coordinator,
+    session_id: int,
+    client_name: str,
+    lease: float,
+) -> None:
+    """Renew the session until the client is closed or forgotten. A coordinator that is away disturbs nothing else."""
+    while not stop.wait(lease / _RENEWALS_PER_LEASE):
+        if client() is None:
+            coordinator.close()
+            return
+        try:
+            lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
+        except Error as error:
+            _log.debug("the session was not renewed: %s", error)

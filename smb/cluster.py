@@ -1,0 +1,202 @@
+"""A cluster of real daemons on this machine, for tests, demos and first steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from smb.config import parse_bytes
+from smb.errors import Error, InvalidArgumentError, UnavailableError
+
+_START_S = 30.0  # a Python process that imports gRPC, on a loaded machine
+_STOP_S = 10.0
+_POLL_S = 0.01
+_MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
+_PREFIX = "smb-cluster"
+# Daemons of a cluster end with the process that owns it, however that ends; see smb/daemon.py.
+OWNER_VARIABLE = "SMB_OWNER_PID"
+
+
+class Daemon:
+    """A daemon process that can be killed and started again as the same."""
+
+    def __init__(self, module: str, name: str, options: Mapping[str, str], directory: Path) -> None:
+        self.name = name
+        self.address = ""
+        self.metrics = ""
+        self.log = directory / f"{name}.log"
+        self._module = module
+        self._options = dict(options)
+        self._ready = directory / f"{name}.ready"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process's id; of the last one, where it is not running. Raises Error before the first start."""
+        if self._process is None:
+            raise Error(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def spawn(self) -> None:
+        """Start the process, on its old address if it had one."""
+        if self.running:
+            raise Error(f"{self.name} runs already (pid {self.pid})")
+        self._ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", *self._module.split(), "--ready-file", str(self._ready)]
+        for option, value in self._options.items():
+            command += [f"--{option.replace('_', '-')}", value]
+        environment = os.environ | {OWNER_VARIABLE: str(os.getpid())}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def wait_ready(self, deadline: float) -> None:
+        """Wait until it serves. Raises UnavailableError with the end of its log if it ends or the deadline passes."""
+        while not self._ready.exists():
+            if not self.running:
+                raise UnavailableError(f"{self.name} ended as it started: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"{self.name} does not serve after {_START_S:g} s: {self._last_words()}")
+            time.sleep(_POLL_S)
+        ready = json.loads(self._ready.read_text())
+        self.address, self.metrics = ready["address"], ready["metrics"]
+        self._options |= {"listen": self.address, "metrics": self.metrics}
+
+    def start(self) -> None:
+        """Start it again and wait until it serves, under the same name and address, with the memory it left."""
+        self.spawn()
+        self.wait_ready(time.monotonic() + _START_S)
+
+    def kill(self) -> None:
+        """End it with SIGKILL: no clean-up, like a crash."""
+        self._end(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """End it with SIGTERM and wait; with SIGKILL if that takes too long."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        self._process.send_signal(how)
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return " | ".join(lines[-5:]) or "it said nothing"
+
+
+class LocalCluster:
+    """One coordinator and `servers` memory servers as real processes on loopback; a context manager.
+
+    `capacity` is each server's, in bytes or as text. Other options go to the memory servers: loops=2 becomes --loops
+    2. `listen` is the coordinator's address. The daemons end with the block, or with this process, and leave nothing.
+    Raises UnavailableError, with what the daemon said, where one does not start.
+    """
+
+    def __init__(
+        self,
+        servers: int = 2,
+        capacity: int | str = "256MiB",
+        *,
+        listen: str = "127.0.0.1:0",
+        **daemon_options: object,
+    ) -> None:
+        if servers < 1:
+            raise InvalidArgumentError(f"LocalCluster: servers={servers}; it needs at least one")
+        self._count = servers
+        self._capacity = parse_bytes(capacity)
+        self._listen = listen
+        self._daemon_options = {option: str(value) for option, value in daemon_options.items()}
+        self._directories: list[Path] = []
+        self.coordinator: Daemon
+        self.servers: list[Daemon] = []
+
+    @property
+    def address(self) -> str:
+        """The coordinator's "host:port", for smb.connect."""
+        return self.coordinator.address
+
+    def start(self) -> LocalCluster:
+        """Start the daemons; blocks until all of them serve. `with` does it for you."""
+        _sweep()
+        private = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
+        self._directories.append(private)
+        memory = self._daemon_options.get("memory_dir")
+        if memory is None:
+            memory_directory = _MEMORY_ROOT / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
+            memory_directory.mkdir(mode=0o700)
+            self._directories.append(memory_directory)
+            memory = str(memory_directory)
+        try:
+            deadline = time.monotonic() + _START_S
+            options = {"listen": self._listen, "state": str(private / "state"), "metrics": "127.0.0.1:0"}
+            self.coordinator = Daemon("smb.cli.main coordinator", "coordinator", options, private)
+            self.coordinator.spawn()
+            self.coordinator.wait_ready(deadline)
+            for index in range(self._count):
+                name = f"server-{index}"
+                options = {
+                    "coordinator": self.address,
+                    "listen": "127.0.0.1:0",
+                    "metrics": "127.0.0.1:0",
+                    "capacity": str(self._capacity),
+                    "name": name,
+                    **self._daemon_options,
+                    "memory_dir": memory,
+                }
+                self.servers.append(Daemon("memserver", name, options, private))
+                self.servers[-1].spawn()
+            for server in self.servers:
+                server.wait_ready(deadline)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End all daemons and remove what they left. Doing it twice does nothing."""
+        for daemon in [*self.servers, *([self.coordinator] if hasattr(self, "coordinator") else [])]:
+            with contextlib.suppress(ProcessLookupError):
+                daemon.terminate()
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._directories.clear()
+
+    def __enter__(self) -> LocalCluster:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _sweep() -> None:
+    """Remove the directories of clusters whose process was killed and could not do it itself."""
+    for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
+        for directory in root.glob(f"{_PREFIX}-*-*"):
+            owner = directory.name.split("-")[2]
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,112 @@
+"""The client's side of the control plane: one coordinator, gRPC status codes turned into smb errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from smb import errors
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import CoordinatorStub
+
+# As control.proto's head says.
+_CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
+    grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OutOfMemoryError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
+    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.TimeoutError,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
+}
+# No proxy between daemons, and quick reconnection: a restarted coordinator is found within a second.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 256 << 20),
+)
+# Metadata with every error that the coordinator itself answers: without it, "unavailable" means that nobody answered.
+ANSWERED = "smb-answered"
+
+
+class Coordinator:
+    """A coordinator at "host:port". Every method blocks up to its timeout (seconds) and raises smb errors."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Close the channel; calls in progress fail."""
+        self._channel.close()
+
+    def open_session(self, client_name: str, timeout: float) -> tuple[int, float]:
+        """Return (session id, lease in seconds)."""
+        reply: pb.OpenSessionReply = self._call(
+            self._stub.OpenSession, pb.OpenSessionRequest(client_name=client_name), timeout
+        )
+        return reply.session_id, reply.lease_ms / 1000
+
+    def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
+        """Return the lease in seconds."""
+        request = pb.RenewSessionRequest(session_id=session_id, client_name=client_name)
+        reply: pb.RenewSessionReply = self._call(self._stub.RenewSession, request, timeout)
+        return reply.lease_ms / 1000
+
+    def close_session(self, session_id: int, timeout: float) -> None:
+        """End it at once instead of letting its lease run out."""
+        self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), timeout)
+
+    def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:
+        """See control.proto."""
+        buffer: pb.Buffer = self._call(self._stub.CreateBuffer, request, timeout)
+        return buffer
+
+    def open_buffer(self, name: str, wait: float, timeout: float) -> pb.Buffer:
+        """Wait up to `wait` seconds for the name to appear."""
+        request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000))
+        buffer: pb.Buffer = self._call(self._stub.OpenBuffer, request, wait + timeout)
+        return buffer
+
+    def list_buffers(self, timeout: float) -> list[pb.Buffer]:
+        """Return all of them, by name."""
+        reply: pb.ListBuffersReply = self._call(self._stub.ListBuffers, pb.ListBuffersRequest(), timeout)
+        return list(reply.buffers)
+
+    def delete_buffer(self, name: str, missing_ok: bool, timeout: float) -> None:
+        """See control.proto."""
+        request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok)
+        self._call(self._stub.DeleteBuffer, request, timeout)
+
+    def list_servers(self, timeout: float) -> list[pb.Server]:
+        """Return all that ever registered, dead ones too."""
+        reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
+        return list(reply.servers)
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
+        try:
+            return method(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise self._error(error, timeout) from error
+        except ValueError as error:  # grpc's answer to a call on a closed channel
+            raise errors.UnavailableError("the client is closed; call smb.connect again") from error
+
+    def _error(self, error: Any, timeout: float) -> errors.Error:
+        code, details = error.code(), error.details() or ""
+        ours = any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
+        if code is grpc.StatusCode.UNAVAILABLE and not ours:
+            return errors.UnavailableError(
+                f"no coordinator answers at {self.address} ({details}); check that it runs (smb coordinator, or smb up)"
+            )
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and not ours:
+            return errors.TimeoutError(
+                f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"
+            )
+        if code in _CLASSES:
+            return _CLASSES[code](details)
+        return errors.Error(f"the coordinator at {self.address} failed with {code.name}: {details}")

@@ -1,0 +1,171 @@
+"""What both daemons share: their log, the ready file, the check of a listening address, and the pages for metrics and
+health.
+
+Threads: the pages are served by threads of their own. What they call (`health`, collectors of the registry) must be
+safe there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from smb.config import format_address, parse_address
+from smb.errors import Error, InvalidArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle holds a thread this long
+
+# Without so_reuseport=0 two daemons would share one port, each getting half of the calls.
+GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 256 << 20),
+)
+
+_log = logging.getLogger("daemon")
+
+
+class _OneLine(logging.Formatter):
+    """Keeps what others may have put into a message (a client's name) from looking like a line of ours."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        text = super().formatMessage(record)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def start_log(level: str) -> None:
+    """Send the log to stderr, one line an entry: time level name: message. Raises InvalidArgumentError for no level."""
+    number = logging.getLevelName(level.upper())
+    if not isinstance(number, int):
+        raise InvalidArgumentError(f'"{level}" is no log level: use debug, info, warning or error')
+    out = logging.StreamHandler()
+    out.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=number, handlers=[out], force=True)
+    # Its traceback for every client that goes away before its answer is no news; our own faults are logged where they
+    # happen.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+
+
+def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> None:
+    """Tell whoever waits for it that we serve: a JSON object with address, metrics, name and pid, there whole or not at
+    all.
+
+    Raises UnavailableError where it cannot be written.
+    """
+    text = json.dumps({"address": address, "metrics": metrics, "name": name, "pid": os.getpid()})
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text + "\n")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UnavailableError(f"cannot write the ready file {path}: {error.strerror}") from None
+
+
+def check_listen(address: str) -> tuple[str, int]:
+    """Return (host, port) of an address that can be listened on now; port 0 stays 0.
+
+    gRPC's own failure to listen is a page of text without the reason. Raises UnavailableError with the reason,
+    InvalidArgumentError for what is no address.
+    """
+    host, port = parse_address(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen()
+    except OSError as error:
+        raise _cannot_listen(address, error) from None
+    return host, port
+
+
+def _cannot_listen(address: str, error: OSError) -> Error:
+    return UnavailableError(f"cannot listen on {address}: {error.strerror or error}; choose another address or port 0")
+
+
+class Pages:
+    """GET /metrics (Prometheus) and GET /healthz (JSON; 503 where `health` says so), on threads of their own."""
+
+    def __init__(self, address: str, registry: CollectorRegistry, health: Callable[[], Mapping[str, Any]]) -> None:
+        """Listen and serve at once; port 0 picks a free one. `health` returns what /healthz shows; its "ok" decides 200
+        or 503.
+
+        Raises UnavailableError where the address cannot be had.
+        """
+        host, port = parse_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._server = _PageServer(family, host, port)
+        except OSError as error:
+            raise _cannot_listen(address, error) from None
+        self._server.set_app(_application(make_wsgi_app(registry), health))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="pages", daemon=True)
+        self._thread.start()
+        self.address = format_address(host, self._server.server_port)
+
+    def close(self) -> None:
+        """Stop serving. Blocks until the listening thread is gone, at most half a second."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _PageRequest(WSGIRequestHandler):
+    timeout = PAGE_CLIENT_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
+        """Scrapes come every few seconds: not worth a line each."""
+
+
+class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, family: socket.AddressFamily, host: str, port: int) -> None:
+        self.address_family = family
+        super().__init__((host, port), _PageRequest)
+
+    def server_bind(self) -> None:
+        """Bind without the base's look-up of our own name, which waits for a DNS server that may not be there."""
+        socketserver.TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """A scraper that goes away in the middle is no event."""
+        _log.debug("page request of %s failed", client_address, exc_info=True)
+
+
+def _application(metrics: WSGIApplication, health: Callable[[], Mapping[str, Any]]) -> WSGIApplication:
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "/")
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        if path == "/healthz":
+            shown = health()
+            status = "200 OK" if shown["ok"] else "503 Service Unavailable"
+            return _answer(start_response, status, "application/json", json.dumps(shown) + "\n")
+        return _answer(start_response, "404 Not Found", "text/plain", "There is /metrics and /healthz.\n")
+
+    return application
+
+
+def _answer(start_response: StartResponse, status: str, kind: str, text: str) -> Iterable[bytes]:
+    body = text.encode()
+    start_response(status, [("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body)))])
+    return [body]

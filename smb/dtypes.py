@@ -1,0 +1,54 @@
+"""The element types: their names (numpy's), their numbers in the engine, their numpy dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from smb.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """One element type. `number` travels in frames (see csrc/smb.h); `itemsize` is in bytes."""
+
+    name: str
+    number: int
+    numpy: np.dtype[Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.numpy.itemsize
+
+
+DTYPES: dict[str, Dtype] = {
+    name: Dtype(name, number, np.dtype(numpy))
+    for name, number, numpy in (
+        ("float16", 1, np.float16),
+        ("float32", 2, np.float32),
+        ("float64", 3, np.float64),
+        ("bfloat16", 4, ml_dtypes.bfloat16),
+        ("int32", 5, np.int32),
+        ("int64", 6, np.int64),
+        ("uint8", 7, np.uint8),
+    )
+}
+OPS: dict[str, int] = {"sum": 1, "min": 2, "max": 3, "prod": 4, "replace": 5, "elastic": 6}
+
+
+def dtype_of(dtype: object) -> Dtype:
+    """Return the element type of a name, a numpy dtype or type, or a torch dtype. Raises InvalidArgumentError."""
+    text = str(dtype)
+    name = text.removeprefix("torch.")
+    if name not in DTYPES:
+        try:
+            name = np.dtype(dtype).name  # type: ignore[call-overload]
+        except (TypeError, ValueError):
+            name = text
+    if name not in DTYPES:
+        raise InvalidArgumentError(f"there is no dtype {text!r} here; there are {', '.join(DTYPES)}")
+    return DTYPES[name]

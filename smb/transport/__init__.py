@@ -1,0 +1,1 @@
+"""How bytes reach a segment: one file a transport, `choose` decides for each segment."""

@@ -1,0 +1,63 @@
+"""The contract of a transport."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from smb.engine import BufferHandle, Link, Segment
+from smb.errors import TransportError
+from smb.layout import SegmentPlace
+
+
+class Deadline:
+    """A point in time; seconds. What blocks takes what is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds left, 0 when it has passed."""
+        return max(0.0, self._end - time.monotonic())
+
+    def left_ms(self) -> int:
+        """Milliseconds left, at least 1, as the engine takes them."""
+        return min(max(1, round(self.left() * 1000)), 2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How one segment is reached. `why` is for the log line; one of link and segment is set."""
+
+    transport: str
+    why: str
+    link: Link | None = None
+    segment: Segment | None = None
+
+    def apply(self, handle: BufferHandle, index: int, place: SegmentPlace, epoch: int) -> None:
+        """Tell the engine."""
+        if self.segment is not None:
+            handle.set_local(index, self.segment)
+        elif self.link is not None:
+            handle.set_link(index, place.id, epoch, self.link)
+
+
+class NoWayError(TransportError):
+    """This transport does not lead to that segment; another one may."""
+
+
+class Transport(Protocol):
+    """One way to reach segments. Methods may be called from any thread and block up to the deadline."""
+
+    name: str
+
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+        """Return the way to a segment.
+
+        Raises NoWayError where this transport does not lead there, UnavailableError where it does but the server does
+        not answer, NotFoundError where the server answers but has no such segment.
+        """
+
+    def close(self) -> None:
+        """Close what is open."""

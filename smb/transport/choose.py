@@ -1,0 +1,61 @@
+"""Which transport for which segment: the first that leads there, and why the ones before it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smb.engine import EngineClient
+from smb.errors import InvalidArgumentError, TransportError
+from smb.layout import SegmentPlace
+from smb.transport.base import Deadline, NoWayError, Transport, Way
+from smb.transport.shm import SharedMemory
+from smb.transport.tcp import Tcp
+
+CHOICES = ("auto", "shm", "tcp")
+
+
+def check_choice(transport: str) -> str:
+    """Return a transport option that exists. Raises InvalidArgumentError."""
+    if transport == "verbs":
+        raise InvalidArgumentError("transport 'verbs' is not there yet; there are auto, shm and tcp")
+    if transport not in CHOICES:
+        raise InvalidArgumentError(f"there is no transport {transport!r}; there are auto, shm and tcp")
+    return transport
+
+
+def make_transports(choice: str, client: EngineClient) -> tuple[Transport, ...]:
+    """Return the transports to be tried, in this order."""
+    if choice == "shm":
+        return (SharedMemory(client),)
+    if choice == "tcp":
+        return (Tcp(client),)
+    return (SharedMemory(client), Tcp(client))
+
+
+def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+    """Return the way to a segment. Raises TransportError if none of the transports leads there, and what reach
+    raises."""
+    refusals: list[str] = []
+    for transport in transports:
+        try:
+            way = transport.reach(place, epoch, deadline)
+        except NoWayError as error:
+            refusals.append(str(error))
+            continue
+        if refusals:
+            way = Way(way.transport, f"{way.why} ({'; '.join(refusals)})", way.link, way.segment)
+        return way
+    names = " or ".join(transport.name for transport in transports)
+    raise TransportError(
+        f"server {place.server} can't be reached over {names}: {'; '.join(refusals)}; transport='auto' takes what works"
+    )
+
+
+def describe(ways: Sequence[tuple[SegmentPlace, Way]]) -> str:
+    """Return "shm to a, b (same host); tcp to c (10.0.0.2:7071 ...)": what was chosen and why, each server once."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for place, way in ways:
+        servers = groups.setdefault((way.transport, way.why), [])
+        if place.server not in servers:
+            servers.append(place.server)
+    return "; ".join(f"{transport} to {', '.join(servers)}: {why}" for (transport, why), servers in groups.items())

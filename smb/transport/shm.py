@@ -1,0 +1,66 @@
+"""Shared memory: the server's Unix socket hands out the segment's file descriptor, the segment is mapped.
+
+Whether a server is on this host is not guessed from names: its socket is there, answers, and says the instance id that
+the coordinator knows. A mapping stays good when the server dies; operations on it need no server.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+
+from smb.engine import EngineClient, EngineError, Link, Segment, Status
+from smb.errors import NotFoundError
+from smb.layout import SegmentPlace
+from smb.transport.base import Deadline, NoWayError, Way
+
+
+class SharedMemory:
+    """Transport `shm`."""
+
+    name = "shm"
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._lock = (
+            threading.Lock()
+        )  # held while a socket is asked: attaching is rare, and one link takes one at a time
+        self._links: dict[int, Link] = {}  # by the server's instance
+        self._mapped: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
+
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+        """See Transport."""
+        with self._lock:
+            segment = self._mapped.get(place.id)
+            if segment is None:
+                link = self._link(place, deadline)
+                try:
+                    segment = link.attach(place.id, epoch, deadline.left_ms())
+                except EngineError as error:
+                    if error.status in (Status.NOT_FOUND, Status.STALE_EPOCH):
+                        raise NotFoundError(f"server {place.server} has no such segment: {error}") from error
+                    self._links.pop(place.instance_id, None)
+                    raise NoWayError(f"{place.unix_path} did not hand out the segment: {error}") from error
+                self._mapped[place.id] = segment
+        return Way(self.name, "same host", segment=segment)
+
+    def close(self) -> None:
+        """See Transport."""
+        with self._lock:
+            self._links.clear()
+
+    def _link(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        link = self._links.get(place.instance_id)
+        if link is not None and link.alive():
+            return link
+        if not place.unix_path or not Path(place.unix_path).exists():
+            raise NoWayError(f"no socket at {place.unix_path or 'any path'} on this host")
+        try:
+            link, instance_id = self._client.connect_unix(place.unix_path, deadline.left_ms())
+        except EngineError as error:
+            raise NoWayError(f"the socket at {place.unix_path} does not let us in: {error}") from error
+        if instance_id != place.instance_id:
+            raise NoWayError(f"the socket at {place.unix_path} is another server's")
+        self._links[place.instance_id] = link
+        return link
