@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from smb.config import parse_bytes
+from smb.config import OWNER_VARIABLE, parse_bytes
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 _START_S = 30.0  # a Python process that imports gRPC, on a loaded machine
@@ -24,8 +24,6 @@ _STOP_S = 10.0
 _POLL_S = 0.01
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
-# Daemons of a cluster end with the process that owns it, however that ends; see smb/daemon.py.
-OWNER_VARIABLE = "SMB_OWNER_PID"
 
 
 class Daemon:

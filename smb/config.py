@@ -8,6 +8,8 @@ from smb.errors import InvalidArgumentError
 
 COORDINATOR_VARIABLE = "SMB_COORDINATOR"
 TRANSPORT_VARIABLE = "SMB_TRANSPORT"
+# Set by LocalCluster for its daemons: they end with that process, however it ends.
+OWNER_VARIABLE = "SMB_OWNER_PID"
 
 _UNITS = {
     "": 1, "B": 1,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
+import signal
 import socket
 import socketserver
 import threading
@@ -20,7 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from smb.config import format_address, parse_address
+from smb.config import OWNER_VARIABLE, format_address, parse_address
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -57,6 +59,31 @@ def start_log(level: str) -> None:
     # Its traceback for every client that goes away before its answer is no news; our own faults are logged where they
     # happen.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+
+
+def end_with_owner() -> None:
+    """Where SMB_OWNER_PID names a process (a LocalCluster's), send ourselves SIGTERM when that one has ended.
+
+    Call it with SIGTERM blocked or handled: the thread that watches inherits that.
+    """
+    owner = os.environ.get(OWNER_VARIABLE, "")
+    if not owner.isdigit():
+        return
+    try:
+        watched = os.pidfd_open(int(owner))
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    except OSError as error:
+        _log.warning("the end of process %s can't be watched: %s", owner, error.strerror)
+        return
+
+    def watch() -> None:
+        select.select([watched], [], [])  # a process's descriptor becomes readable when it ends
+        _log.info("process %s, which started us, has ended", owner)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="owner", daemon=True).start()
 
 
 def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> None:

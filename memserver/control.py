@@ -1,0 +1,101 @@
+"""The gRPC service for the coordinator: make and drop segments. Runs in a few threads of gRPC's pool."""
+
+# gRPC calls methods by the names of the .proto.
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import grpc
+
+from memserver.engine import SegmentForm
+from memserver.segments import Segments
+from smb.config import format_address
+from smb.daemon import GRPC_SERVER_OPTIONS
+from smb.dtypes import DTYPES
+from smb.errors import (
+    AlreadyExistsError,
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfMemoryError,
+    UnavailableError,
+)
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
+
+THREADS = 4  # creations of large segments must not keep drops waiting
+STOP_GRACE_S = 5.0  # a segment that is being made is finished
+
+_log = logging.getLogger("memserver")
+_CODES: dict[type[Error], grpc.StatusCode] = {
+    InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    NotFoundError: grpc.StatusCode.NOT_FOUND,
+    OutOfMemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+Reply = TypeVar("Reply")
+
+
+class ControlService(MemoryServerServicer):
+    """control.proto's MemoryServer; its comments there are the reference."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+
+    def CreateSegment(self, request: pb.CreateSegmentRequest, context: grpc.ServicerContext) -> pb.CreateSegmentReply:
+        """See control.proto."""
+
+        def create() -> pb.CreateSegmentReply:
+            dtype = DTYPES.get(request.dtype)
+            if dtype is None or request.id == 0 or request.epoch == 0:
+                raise InvalidArgumentError(f"segment {request.id:016x}, epoch {request.epoch}, dtype {request.dtype!r}")
+            self._segments.create(
+                SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes)
+            )
+            return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes())
+
+        return _answer(context, create)
+
+    def DeleteSegment(self, request: pb.DeleteSegmentRequest, context: grpc.ServicerContext) -> pb.DeleteSegmentReply:
+        """See control.proto."""
+
+        def drop() -> pb.DeleteSegmentReply:
+            self._segments.drop(request.id)
+            return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
+
+        return _answer(context, drop)
+
+
+class ControlServer:
+    """Serves the ControlService. `close` it."""
+
+    def __init__(self, host: str, segments: Segments) -> None:
+        """Listen on a free port of the host and serve. Raises UnavailableError."""
+        self._server = grpc.server(ThreadPoolExecutor(THREADS, "control"), options=GRPC_SERVER_OPTIONS)
+        add_MemoryServerServicer_to_server(ControlService(segments), self._server)  # type: ignore[no-untyped-call]
+        try:
+            self.port = self._server.add_insecure_port(format_address(host, 0))
+        except RuntimeError:
+            raise UnavailableError(f"cannot listen on {host} for the coordinator") from None
+        self._server.start()
+
+    def close(self) -> None:
+        """Take no more calls, finish those under way. Blocks for at most STOP_GRACE_S."""
+        self._server.stop(STOP_GRACE_S).wait()
+
+
+def _answer(context: grpc.ServicerContext, act: Callable[[], Reply]) -> Reply:
+    if not context.is_active():
+        # It waited in the queue until its deadline passed; the coordinator has given it up.
+        context.abort(grpc.StatusCode.CANCELLED, "too late")
+    try:
+        return act()
+    except Error as error:
+        _log.warning("refused: %s", error)
+        context.abort(_CODES.get(type(error), grpc.StatusCode.UNAVAILABLE), str(error))
+    raise AssertionError("abort returns to nobody")

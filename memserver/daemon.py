@@ -1,0 +1,194 @@
+"""The memory server's life: take the name, find what an earlier run left, serve, register, and all of it back again.
+
+Threads: the main one waits for signals, which are blocked everywhere else; the engine's loops serve data; gRPC's pool
+makes and drops segments; one thread keeps the registration; the pages have theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from memserver.control import ControlServer
+from memserver.engine import LOOPS_MAX, Engine
+from memserver.metrics import EngineMetrics
+from memserver.place import Place
+from memserver.recovery import recover
+from memserver.registration import Identity, Registration
+from memserver.segments import Segments
+from smb.config import format_address, format_bytes, parse_address
+from smb.daemon import Pages, end_with_owner, write_ready_file
+from smb.errors import Error, InvalidArgumentError, UnavailableError
+
+_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - asked for by the user
+
+_log = logging.getLogger("memserver")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `smb-memserver` was told."""
+
+    coordinator: str
+    listen: str
+    capacity_bytes: int
+    memory_dir: Path
+    metrics: str
+    name: str
+    loops: int
+    advertise: str = ""
+    ready_file: Path | None = None
+
+
+def default_name() -> str:
+    """Return the host's name, as far as it can name a server."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "server"
+
+
+def run(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks; main thread only. Raises smb.errors.Error where it cannot start."""
+    _check(options)
+    # Before any thread starts: all inherit the mask, so a signal waits until it is asked for below.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        with ExitStack() as leaving:
+            failures: list[Error] = []
+            _start(options, leaving, failures)
+            signal.sigwait(_STOP_SIGNALS)
+            if failures:
+                raise failures[0]
+            _log.info("stopping")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
+    """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
+    end_with_owner()
+    host, port = parse_address(options.listen)
+    place = Place(options.memory_dir.resolve(), options.name)
+    leaving.callback(place.close)
+    place.check_capacity(options.capacity_bytes)
+    instance_id = secrets.randbits(64) or 1
+    engine = Engine(instance_id, options.loops, options.capacity_bytes)
+    leaving.callback(engine.close)
+    segments = Segments(engine, place, options.capacity_bytes)
+    recover(engine, place, segments, options.capacity_bytes)
+
+    numeric = _numeric(host)
+    data_port = engine.listen_tcp(numeric, port)
+    engine.listen_unix(place.socket_path)
+    control = ControlServer(numeric, segments)
+    leaving.callback(control.close)
+    reachable = options.advertise or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
+    address = format_address(reachable, data_port)
+
+    registry = CollectorRegistry()
+    health = _Health(options, address, segments)
+    registry.register(EngineMetrics(engine.counters, options.capacity_bytes, health.connected))
+    pages = Pages(options.metrics, registry, health.show)
+    leaving.callback(pages.close)
+    identity = Identity(
+        name=options.name,
+        instance_id=instance_id,
+        data_address=address,
+        control_address=format_address(reachable, control.port),
+        unix_path=str(place.socket_path),
+        metrics_address=pages.address,
+        capacity_bytes=options.capacity_bytes,
+    )
+    _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
+
+    def decided(failure: Error | None) -> None:
+        try:
+            if failure is not None:
+                raise failure
+            if options.ready_file is not None:
+                write_ready_file(options.ready_file, address=address, metrics=pages.address, name=options.name)
+        except Error as error:  # we are in the registration's thread; the main one waits for a signal
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if options.ready_file is not None:
+        leaving.callback(options.ready_file.unlink, missing_ok=True)
+    health.registration = Registration(options.coordinator, identity, segments, decided)
+    leaving.callback(health.registration.close)
+
+
+class _Health:
+    """What /healthz says. Serving without the coordinator is healthy: data goes on."""
+
+    def __init__(self, options: Options, address: str, segments: Segments) -> None:
+        self._options = options
+        self._address = address
+        self._segments = segments
+        self.registration: Registration | None = None
+
+    def connected(self) -> bool:
+        """Whether the coordinator answered the last time."""
+        return self.registration is not None and self.registration.connected()
+
+    def show(self) -> Mapping[str, Any]:
+        """Return the object."""
+        return {
+            "ok": True,
+            "role": "memory server",
+            "name": self._options.name,
+            "address": self._address,
+            "pid": os.getpid(),
+            "coordinator": self._options.coordinator,
+            "coordinator_connected": self.connected(),
+            "segments": len(self._segments.ids()),
+            "used_bytes": self._segments.used_bytes(),
+            "capacity_bytes": self._options.capacity_bytes,
+        }
+
+
+def _check(options: Options) -> None:
+    if not _NAME.fullmatch(options.name):
+        raise InvalidArgumentError(f'--name "{options.name}": use 1 to 64 characters of A-Z a-z 0-9 . _ -')
+    if options.capacity_bytes <= 0:
+        raise InvalidArgumentError("--capacity must be more than 0")
+    if not 1 <= options.loops <= LOOPS_MAX:
+        raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
+    if not options.memory_dir.is_dir():
+        raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
+    if parse_address(options.coordinator)[1] == 0:
+        raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")
+
+
+def _numeric(host: str) -> str:
+    """Return the host as a numeric address; the engine resolves no names."""
+    try:
+        return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UnavailableError(f"--listen {host}: {error.strerror or error}") from None
+
+
+def _address_towards(coordinator: str) -> str:
+    """Return our address on the way to the coordinator. Sends nothing: connecting a datagram socket only picks the
+    route.
+    """
+    host, port = parse_address(coordinator)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot tell by which address clients reach us ({error.strerror or error}); give it with --advertise"
+        ) from None

@@ -1,0 +1,158 @@
+"""The server part of the C engine (csrc/smb.h), typed. The only file of the daemon that touches the library.
+
+Every call releases Python's lock, and may be made from any thread until `close`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from smb._engine import ffi, lib
+from smb.errors import (
+    AlreadyExistsError,
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfMemoryError,
+    UnavailableError,
+)
+
+LOOPS_MAX = 64  # a loop is a thread; more than cores do not help
+
+KINDS: dict[int, str] = {
+    lib.SMB_HELLO: "hello",
+    lib.SMB_ATTACH: "attach",
+    lib.SMB_READ: "read",
+    lib.SMB_WRITE: "write",
+    lib.SMB_ACCUMULATE: "accumulate",
+    lib.SMB_FILL: "fill",
+    lib.SMB_ACCUMULATE_FROM: "accumulate_from",
+    lib.SMB_FETCH_ADD: "fetch_add",
+    lib.SMB_COMPARE_SWAP: "compare_swap",
+}
+TRANSPORTS: dict[int, str] = {
+    lib.SMB_TRANSPORT_SHM: "shm",
+    lib.SMB_TRANSPORT_TCP: "tcp",
+    lib.SMB_TRANSPORT_UNIX: "unix",
+}
+_ERRORS: dict[int, type[Error]] = {
+    lib.SMB_NOT_FOUND: NotFoundError,
+    lib.SMB_INVALID: InvalidArgumentError,
+    lib.SMB_OUT_OF_MEMORY: OutOfMemoryError,
+    lib.SMB_EXISTS: AlreadyExistsError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentForm:
+    """What a segment is made as. Sizes are bytes; dtype is the engine's number."""
+
+    id: int
+    epoch: int
+    dtype: int
+    nbytes: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The engine's counters. Operations and bytes by (transport, kind), errors by name of status."""
+
+    operations: dict[tuple[str, str], int]
+    transferred_bytes: dict[tuple[str, str], int]
+    errors: dict[str, int]
+    connections_opened: dict[str, int]
+    connections: dict[str, int]
+    parked: int
+    parked_total: int
+    recovered_locks: int
+    segments: int
+    segment_bytes: int
+
+
+class Engine:
+    """The engine's server: listeners, loops and segments. `close` it."""
+
+    def __init__(self, instance_id: int, loops: int, capacity_bytes: int) -> None:
+        """Start the loops; nothing listens yet. Raises UnavailableError where threads cannot be had."""
+        made = ffi.new("struct smb_server **")
+        _check(lib.smb_server_create(instance_id, loops, capacity_bytes, made), "start the engine")
+        self._server = made[0]
+
+    def listen_tcp(self, address: str, port: int) -> int:
+        """Listen on a numeric address; return the port, a free one for 0. Raises UnavailableError."""
+        bound = ffi.new("uint16_t *")
+        what = f"listen on {address} port {port}"
+        _check(lib.smb_server_listen_tcp(self._server, address.encode(), port, bound), what)
+        return int(bound[0])
+
+    def listen_unix(self, path: Path) -> None:
+        """Listen on a Unix socket, for processes of this user. Raises UnavailableError."""
+        _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
+
+    def create_segment(self, path: Path, form: SegmentForm) -> None:
+        """Make the file and serve it. Blocks while its pages are zeroed.
+
+        Raises OutOfMemoryError (capacity or file system), InvalidArgumentError, AlreadyExistsError, UnavailableError;
+        nothing is left behind then.
+        """
+        status = lib.smb_server_create_segment(
+            self._server, os.fsencode(path), form.id, form.epoch, form.dtype, form.nbytes, form.chunk_bytes
+        )
+        _check(status, f"make a segment of {form.nbytes} bytes at {path}")
+
+    def adopt_segment(self, path: Path) -> SegmentForm:
+        """Serve a file of an earlier run. Raises NotFoundError for one that was deleted already, else as
+        `create_segment`.
+        """
+        info = ffi.new("struct smb_segment_info *")
+        _check(lib.smb_server_adopt_segment(self._server, os.fsencode(path), info), f"take over {path}")
+        return SegmentForm(info.id, info.epoch, info.dtype, info.data_bytes, info.chunk_bytes)
+
+    def delete_segment(self, segment_id: int) -> None:
+        """Stop serving it and unlink its file; users of its mapping get errors from now on. Raises NotFoundError."""
+        _check(lib.smb_server_delete_segment(self._server, segment_id), f"delete segment {segment_id:016x}")
+
+    def counters(self) -> Counters:
+        """Read the counters."""
+        raw = ffi.new("struct smb_server_counters *")
+        lib.smb_server_counters(self._server, raw)
+        cells = [(t, transport, k, kind) for t, transport in TRANSPORTS.items() for k, kind in KINDS.items()]
+        errors = {}
+        for status in range(1, lib.SMB_STATUS_COUNT):
+            name = _status_name(status)
+            if name:
+                errors[name] = int(raw.errors[status])
+        return Counters(
+            operations={(transport, kind): int(raw.operations[t][k]) for t, transport, k, kind in cells},
+            transferred_bytes={(transport, kind): int(raw.bytes[t][k]) for t, transport, k, kind in cells},
+            errors=errors,
+            connections_opened={name: int(raw.connections_opened[t]) for t, name in TRANSPORTS.items()},
+            connections={name: int(raw.connections_now[t]) for t, name in TRANSPORTS.items()},
+            parked=int(raw.parked_now),
+            parked_total=int(raw.parked_total),
+            recovered_locks=int(raw.recovered_locks),
+            segments=int(raw.segments),
+            segment_bytes=int(raw.segment_bytes),
+        )
+
+    def close(self) -> None:
+        """Stop the loops, close every connection, unmap; files stay for the next run. The object is of no use then."""
+        lib.smb_server_destroy(self._server)
+        self._server = ffi.NULL
+
+
+def _check(status: int, what: str) -> None:
+    if status == lib.SMB_OK:
+        return
+    if status == lib.SMB_SYSTEM:
+        raise UnavailableError(f"cannot {what}: {os.strerror(ffi.errno)}")
+    raise _ERRORS.get(status, UnavailableError)(f"cannot {what}: {_status_name(status) or status}")
+
+
+def _status_name(status: int) -> str:
+    """Return the engine's word for the status, empty for a number that is none."""
+    name = lib.smb_status_name(status)
+    return ffi.string(name).decode() if name else ""

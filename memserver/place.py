@@ -1,0 +1,106 @@
+"""Where a daemon keeps its files: names, the lock on a name, and what the file system must be like."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+from pathlib import Path
+
+from smb.config import format_bytes
+from smb.errors import AlreadyExistsError, InvalidArgumentError, UnavailableError
+
+SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, the last of them 0
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+
+_log = logging.getLogger("memserver")
+
+
+class Place:
+    """The files of one server name in one directory, ours as long as we hold the lock file. `close` it."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        """Take the name. Raises AlreadyExistsError where another daemon has it, UnavailableError where nothing can be
+        written.
+        """
+        self.directory = directory
+        self.name = name
+        self.socket_path = directory / f"smb.{name}.sock"
+        if len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"the Unix socket's path {self.socket_path} is longer than the system's {SOCKET_PATH_BYTES_MAX} bytes; "
+                f"use a shorter --memory-dir or --name"
+            )
+        self._segment = re.compile(rf"smb\.{re.escape(name)}\.([0-9a-f]{{16}})\.segment(\.new)?")
+        self._lock_path = directory / f"smb.{name}.lock"
+        self._lock_fd = self._lock()
+
+    def segment_path(self, segment_id: int) -> Path:
+        """Return where the segment's file lies."""
+        return self.directory / f"smb.{self.name}.{segment_id:016x}.segment"
+
+    def segment_files(self) -> tuple[list[Path], list[Path]]:
+        """Return the segments' files of this name: the complete ones, and those that an earlier run did not finish."""
+        complete: list[Path] = []
+        unfinished: list[Path] = []
+        for path in sorted(self.directory.iterdir()):
+            match = self._segment.fullmatch(path.name)
+            if match:
+                (unfinished if match[2] else complete).append(path)
+        return complete, unfinished
+
+    def check_capacity(self, capacity_bytes: int) -> None:
+        """Raise InvalidArgumentError where the file system can never hold the capacity; warn where it is no memory."""
+        kind = file_system_of(self.directory)
+        if kind not in MEMORY_FILE_SYSTEMS:
+            _log.warning("%s is on %s, not on memory (tmpfs or hugetlbfs): segments will be slow", self.directory, kind)
+        space = os.statvfs(self.directory)
+        total_bytes = space.f_blocks * space.f_frsize
+        # ramfs has no size.
+        if total_bytes and capacity_bytes > total_bytes:
+            raise InvalidArgumentError(
+                f"--capacity {format_bytes(capacity_bytes)} is more than {self.directory} has in all "
+                f"({format_bytes(total_bytes)}); offer less, or make that file system larger"
+            )
+
+    def close(self) -> None:
+        """Give the name back."""
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+    def _lock(self) -> int:
+        while True:
+            try:
+                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise UnavailableError(f"cannot write into --memory-dir {self.directory}: {error.strerror}") from None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                raise AlreadyExistsError(
+                    f'a memory server "{self.name}" runs already on {self.directory}; give this one another --name'
+                ) from None
+            if self._is_current(fd):
+                return fd
+            os.close(fd)  # its owner unlinked it between our open and our lock: others would not see ours
+
+    def _is_current(self, fd: int) -> bool:
+        try:
+            return self._lock_path.stat().st_ino == os.fstat(fd).st_ino
+        except FileNotFoundError:
+            return False
+
+
+def file_system_of(directory: Path) -> str:
+    """Return the kind of file system that the directory is on, e.g. tmpfs."""
+    best, kind = -1, "an unknown file system"
+    where = directory.resolve()
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mounted_on, mounted_kind, *_ = line.split(" ")
+        at = Path(mounted_on.encode().decode("unicode_escape"))  # a space in a path is \040 here
+        # A later mount at the same place hides the earlier one.
+        if len(at.parts) >= best and where.is_relative_to(at):
+            best, kind = len(at.parts), mounted_kind
+    return kind

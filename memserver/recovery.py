@@ -1,0 +1,42 @@
+"""What an earlier run of this server left: its segments are served again, its unfinished ones removed."""
+
+from __future__ import annotations
+
+import logging
+
+from memserver.engine import Engine
+from memserver.place import Place
+from memserver.segments import Segments
+from smb.config import format_bytes
+from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+
+_log = logging.getLogger("memserver")
+
+
+def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: int) -> None:
+    """Adopt every segment's file of this server's name. A file that is none is reported and left where it is.
+
+    Raises InvalidArgumentError where they take more than the capacity: they are somebody's data, so none is given up.
+    """
+    complete, unfinished = place.segment_files()
+    for path in unfinished:
+        path.unlink()
+        _log.info("removed %s: a creation that was not finished", path)
+    adopted = 0
+    for path in complete:
+        try:
+            segments.adopt(engine.adopt_segment(path))
+            adopted += 1
+        except NotFoundError:
+            path.unlink()
+            _log.info("removed %s: its segment was deleted", path)
+        except OutOfMemoryError:
+            held = sum(other.stat().st_size for other in complete)
+            raise InvalidArgumentError(
+                f'--capacity {format_bytes(capacity_bytes)} is less than what the segments of "{place.name}" in '
+                f"{place.directory} take ({format_bytes(held)}); offer more, or remove their files to give that data up"
+            ) from None
+        except Error as error:
+            _log.error("%s; the file is left aside", error)
+    if adopted:
+        _log.info("found %d segments of an earlier run, %s", adopted, format_bytes(segments.used_bytes()))

@@ -1,0 +1,151 @@
+"""Tells the coordinator that this server is here: registers, renews, registers again, leaves. One thread of its own.
+
+The data plane never waits for any of this: while the coordinator is down, the server serves on and keeps trying.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from memserver.segments import Segments
+from smb.control import CHANNEL_OPTIONS
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import CoordinatorStub
+
+ANSWER_S = 3.0
+LEAVE_S = 1.0
+RETRY_FIRST_S = 0.1  # a restarted coordinator should see its servers at once
+RETRY_MAX_S = 1.0
+RENEWALS_PER_LEASE = 3
+
+_log = logging.getLogger("memserver")
+_FATAL: dict[grpc.StatusCode, type[Error]] = {
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this run of the server says of itself. Addresses are host:port as clients can reach them."""
+
+    name: str
+    instance_id: int
+    data_address: str
+    control_address: str
+    unix_path: str
+    metrics_address: str
+    capacity_bytes: int
+
+
+class Registration:
+    """Keeps this server registered at the coordinator. `close` it."""
+
+    def __init__(
+        self, coordinator: str, identity: Identity, segments: Segments, on_outcome: Callable[[Error | None], None]
+    ) -> None:
+        """Begin. `on_outcome` is called once, from the thread here: with None once registered, or with why that can
+        never be.
+        """
+        self._coordinator = coordinator
+        self._identity = identity
+        self._segments = segments
+        self._on_outcome = on_outcome
+        self._decided = False
+        self._connected = False
+        self._complained = False  # one line for an outage, not one for every try
+        self._stop = threading.Event()
+        self._channel = grpc.insecure_channel(coordinator, options=CHANNEL_OPTIONS)
+        self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
+        self._thread.start()
+
+    def connected(self) -> bool:
+        """Whether the coordinator answered the last time."""
+        return self._connected
+
+    def close(self) -> None:
+        """Leave the coordinator, if it can be reached. Blocks for a few seconds at most."""
+        self._stop.set()
+        self._thread.join()
+        if self._connected:
+            request = pb.LeaveServerRequest(name=self._identity.name, instance_id=self._identity.instance_id)
+            try:
+                self._stub.LeaveServer(request, timeout=LEAVE_S)
+            except grpc.RpcError as error:
+                _log.warning("could not tell the coordinator that this server leaves: %s", error.details())
+        self._channel.close()
+
+    def _run(self) -> None:
+        registered, wait_s = False, RETRY_FIRST_S
+        while not self._stop.is_set():
+            try:
+                lease_ms = self._renew() if registered else self._register()
+            except grpc.RpcError as error:
+                if registered and error.code() == grpc.StatusCode.NOT_FOUND:
+                    registered = False
+                    continue
+                self._failed(error)
+                pause_s, wait_s = wait_s, min(2 * wait_s, RETRY_MAX_S)
+            else:
+                registered, wait_s = True, RETRY_FIRST_S
+                self._succeeded()
+                pause_s = lease_ms / 1000 / RENEWALS_PER_LEASE
+            self._stop.wait(pause_s)
+
+    def _register(self) -> int:
+        me = self._identity
+        request = pb.RegisterServerRequest(
+            name=me.name,
+            instance_id=me.instance_id,
+            data_address=me.data_address,
+            control_address=me.control_address,
+            unix_path=me.unix_path,
+            metrics_address=me.metrics_address,
+            capacity_bytes=me.capacity_bytes,
+            used_bytes=self._segments.used_bytes(),
+            segment_ids=self._segments.ids(),
+        )
+        reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
+        for segment_id in reply.drop_segment_ids:
+            try:
+                self._segments.drop(segment_id)
+                _log.info("dropped segment %016x: no buffer has it any more", segment_id)
+            except Error as error:
+                _log.error("%s; it stays until the next registration", error)
+        _log.info('registered as "%s" at the coordinator %s', me.name, self._coordinator)
+        return int(reply.lease_ms)
+
+    def _renew(self) -> int:
+        request = pb.RenewServerRequest(
+            name=self._identity.name, instance_id=self._identity.instance_id, used_bytes=self._segments.used_bytes()
+        )
+        return int(self._stub.RenewServer(request, timeout=ANSWER_S).lease_ms)
+
+    def _succeeded(self) -> None:
+        if self._complained:
+            _log.info("the coordinator %s answers again", self._coordinator)
+        self._connected, self._complained = True, False
+        self._decide(None)
+
+    def _failed(self, error: grpc.RpcError) -> None:
+        code = error.code()
+        told = f"the coordinator {self._coordinator}"
+        if not self._complained and code == grpc.StatusCode.UNAVAILABLE:
+            _log.warning("%s cannot be reached; serving on and trying again", told)
+        elif not self._complained:
+            _log.error("%s refuses this server: %s", told, error.details())
+        self._connected, self._complained = False, True
+        if code in _FATAL:
+            self._decide(_FATAL[code](f"{told} refuses this server: {error.details()}"))
+
+    def _decide(self, outcome: Error | None) -> None:
+        if not self._decided:
+            self._decided = True
+            self._on_outcome(outcome)

@@ -1,0 +1,106 @@
+"""The segments that this server holds, and who may make or drop one when.
+
+Threads: the control service's. `_lock` guards the books only; making a segment (zeroing memory) and deleting one happen
+outside of it. Of one segment there is one operation at a time: a drop waits for the making to end, so that nothing of
+it stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from memserver.engine import Engine, SegmentForm
+from memserver.place import Place
+from smb.config import format_bytes
+from smb.engine import segment_file_bytes
+from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
+
+# Ids are never used twice, so a creation that comes after its drop is a straggler of one that was given up. So many are
+# remembered.
+DROPPED_MAX = 4096
+
+
+class Segments:
+    """What is held, by id."""
+
+    def __init__(self, engine: Engine, place: Place, capacity_bytes: int) -> None:
+        self._engine = engine
+        self._place = place
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Condition()
+        self._held: dict[int, SegmentForm] = {}
+        self._busy: set[int] = set()
+        self._dropped: deque[int] = deque(maxlen=DROPPED_MAX)
+
+    def adopt(self, form: SegmentForm) -> None:
+        """Take note of a segment that the engine serves already."""
+        with self._lock:
+            self._held[form.id] = form
+
+    def create(self, form: SegmentForm) -> None:
+        """Make it; the same again is no error. Blocks while its memory is zeroed.
+
+        Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (it is there and different), NotFoundError (it
+        was dropped).
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: form.id not in self._busy)
+            if form.id in self._dropped:
+                raise NotFoundError(f"segment {form.id:016x} was dropped before; it is not made again")
+            held = self._held.get(form.id)
+            if held == form:
+                return
+            if held is not None:
+                raise AlreadyExistsError(f"segment {form.id:016x} is there with another form: {held}, not {form}")
+            self._busy.add(form.id)
+        try:
+            self._make(form)
+            with self._lock:
+                self._held[form.id] = form
+        finally:
+            self._end(form.id)
+
+    def drop(self, segment_id: int) -> None:
+        """Drop it and its file; one that is not here is no error."""
+        with self._lock:
+            self._lock.wait_for(lambda: segment_id not in self._busy)
+            if segment_id not in self._dropped:
+                self._dropped.append(segment_id)
+            if self._held.pop(segment_id, None) is None:
+                return
+            self._busy.add(segment_id)
+        try:
+            self._engine.delete_segment(segment_id)
+        finally:
+            self._end(segment_id)
+
+    def ids(self) -> list[int]:
+        """Return the ids of all that is held or being made."""
+        with self._lock:
+            return sorted(self._held.keys() | self._busy)
+
+    def used_bytes(self) -> int:
+        """Return the bytes of capacity that are taken."""
+        return self._engine.counters().segment_bytes
+
+    def _make(self, form: SegmentForm) -> None:
+        file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
+        if file_bytes == 0:
+            raise InvalidArgumentError(f"no segment has {form.nbytes} bytes in chunks of {form.chunk_bytes}")
+        try:
+            self._engine.create_segment(self._place.segment_path(form.id), form)
+        except OutOfMemoryError:
+            raise OutOfMemoryError(self._no_room(file_bytes)) from None
+
+    def _no_room(self, file_bytes: int) -> str:
+        free_bytes = self._capacity_bytes - self.used_bytes()
+        asked, free, whole = map(format_bytes, (file_bytes, max(free_bytes, 0), self._capacity_bytes))
+        if file_bytes > free_bytes:
+            return f"{asked} asked, {free} of {whole} free"
+        return f"{asked} asked, {free} of {whole} free, but the file system of {self._place.directory} is full"
+
+    def _end(self, segment_id: int) -> None:
+        with self._lock:
+            self._busy.discard(segment_id)
+            self._lock.notify_all()

@@ -1,0 +1,1 @@
+"""The command line: `smb`. One command a file."""

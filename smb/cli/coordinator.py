@@ -1,0 +1,53 @@
+"""`smb coordinator`: the daemon that knows names, layouts and who is alive."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smb.coordinator.process import Options, run
+from smb.daemon import start_log
+from smb.errors import Error
+
+
+def coordinator(
+    listen: Annotated[
+        str,
+        typer.Option(
+            envvar="SMB_COORDINATOR_LISTEN", help="Where clients and memory servers connect; port 0: a free one."
+        ),
+    ] = "127.0.0.1:7070",
+    state: Annotated[
+        str,
+        typer.Option(
+            envvar="SMB_COORDINATOR_STATE", help="Directory for what must survive a restart; made if need be."
+        ),
+    ] = "./smb-state",
+    metrics: Annotated[
+        str, typer.Option(envvar="SMB_COORDINATOR_METRICS", help="Where /metrics and /healthz are served.")
+    ] = "127.0.0.1:9470",
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SMB_COORDINATOR_READY_FILE",
+            help="Gets a JSON object (address, metrics, name, pid) once serving; removed at the stop.",
+        ),
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option(envvar="SMB_COORDINATOR_LOG_LEVEL", help="debug, info, warning or error.")
+    ] = "info",
+) -> None:
+    """Run the coordinator until SIGTERM or Ctrl-C.
+
+    Data never passes through it: clients and memory servers go on while it is down, and a restart on the same --state
+    and --listen brings everything back.
+    """
+    try:
+        start_log(log_level)
+        run(Options(listen=listen, state=state, metrics=metrics, ready_file=ready_file))
+    except Error as error:
+        logging.getLogger("coordinator").error("%s", error)
+        raise typer.Exit(1) from None

@@ -1,0 +1,57 @@
+"""What commands write: tables for people, JSON for programs, one line for an error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# Wider than any table: into a file or a pipe, nothing is folded or cut.
+_WIDTH_WITHOUT_TERMINAL = 4096
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that folds long cells on a terminal and leaves them whole elsewhere."""
+    out = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    return (
+        out
+        if out.is_terminal
+        else Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=_WIDTH_WITHOUT_TERMINAL)
+    )
+
+
+def print_json(value: Any) -> None:
+    """Write value as one JSON document to stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def print_error(message: object) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(f"smb: {' '.join(str(message).split())}\n")
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """Return an empty table with these columns; those named in right are numbers."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time for people: "3.2 us", "41 ms", "2 min"."""
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    for unit, size in (("us", 1e-6), ("ms", 1e-3)):
+        if seconds < 999.5 * size:  # what rounds to 1000 belongs to the next unit
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def format_ago(unix_seconds: float) -> str:
+    """Return how long ago a time was; "never" for 0."""
+    return "never" if unix_seconds <= 0 else f"{format_duration(max(0.0, time.time() - unix_seconds))} ago"

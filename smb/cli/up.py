@@ -1,0 +1,68 @@
+"""`smb up`: a whole cluster on this machine, in the foreground."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smb.cli.options import parse_size
+from smb.cli.output import console, print_error
+from smb.cli.signals import sigterm_raises
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from smb import LocalCluster
+
+_LOOK_INTERVAL_SECONDS = 0.5
+
+
+def up(
+    servers: Annotated[int, typer.Option("--servers", min=1, help="How many memory servers.")] = 2,
+    capacity: Annotated[str, typer.Option("--capacity", metavar="SIZE", help="Memory of each server.")] = "1GiB",
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="The coordinator's address; port 0 picks a free one.")
+    ] = "127.0.0.1:7070",
+) -> None:
+    """Run a cluster on this machine, until Ctrl-C.
+
+    One coordinator and some memory servers, as real processes; nothing of them is left at the end.
+    """
+    import smb
+
+    capacity_bytes = parse_size(capacity)
+    out = console()
+    with sigterm_raises():
+        try:
+            with smb.LocalCluster(servers=servers, capacity=capacity_bytes, listen=listen) as cluster:
+                _greet(out, cluster, capacity_bytes)
+                _watch(cluster)
+        except KeyboardInterrupt:
+            out.print("stopped")
+
+
+def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int) -> None:
+    from smb.config import format_bytes
+
+    out.print(f"coordinator at {cluster.address}, metrics at http://{cluster.coordinator.metrics}/metrics")
+    for server in cluster.servers:
+        out.print(f"{server.name} at {server.address}, {format_bytes(capacity_bytes)}, pid {server.pid}")
+    out.print("\nIn another terminal:\n")
+    out.print(f"  export SMB_COORDINATOR={cluster.address}")
+    out.print("  smb status")
+    out.print("  smb create weights --shape 1000,1000")
+    out.print("\nCtrl-C stops the cluster and frees its memory.")
+    # Also into a pipe, where nobody would see it before the end.
+    out.file.flush()
+
+
+def _watch(cluster: LocalCluster) -> None:
+    """Say once of each daemon if it ends; the others go on. Never returns: a signal ends it."""
+    daemons = [cluster.coordinator, *cluster.servers]
+    while True:
+        for daemon in [each for each in daemons if not each.running]:
+            print_error(f"{daemon.name} (pid {daemon.pid}) has ended; the others go on")
+            daemons.remove(daemon)
+        time.sleep(_LOOK_INTERVAL_SECONDS)

@@ -1,0 +1,200 @@
+"""What happens to the coordinator's state (events), and what must be done about it (effects). Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.coordinator.request import Creation
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """One moment on both clocks: leases follow the monotonic one, people read the other. Seconds."""
+
+    monotonic: float
+    wall: float  # since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The records were just loaded: creations that were under way are taken back, servers are given one lease to
+    report.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed: leases may have run out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRegistered:
+    """A memory server says who it is (last_seen_at is ignored) and what it holds."""
+
+    server: ServerRecord
+    segment_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRenewed:
+    """A memory server says that it lives."""
+
+    name: str
+    instance_id: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLeft:
+    """A memory server stops cleanly."""
+
+    name: str
+    instance_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCounted:
+    """A memory server said, in answer to a create or drop, how much it holds."""
+
+    name: str
+    instance_id: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDoubted:
+    """A memory server could not be told to drop segments: it must register again, so that it hears of them then."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferWanted:
+    """A create, checked. `new_id` gives random non-zero 64-bit ids."""
+
+    creation: Creation
+    new_id: Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferMade:
+    """All segments of a pending buffer are there."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferFailed:
+    """A segment of a pending buffer could not be made."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferDeleted:
+    """A delete."""
+
+    name: str
+    missing_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRenewed:
+    """A client opens a session, or says that it lives."""
+
+    session_id: int
+    client_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A client went away cleanly."""
+
+    session_id: int
+
+
+Event = (
+    Restarted
+    | Ticked
+    | ServerRegistered
+    | ServerRenewed
+    | ServerLeft
+    | ServerCounted
+    | ServerDoubted
+    | BufferWanted
+    | BufferMade
+    | BufferFailed
+    | BufferDeleted
+    | SessionRenewed
+    | SessionClosed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBuffer:
+    """Put the record into the store."""
+
+    record: BufferRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EraseBuffer:
+    """Take the record out of the store."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveServer:
+    """Put the record into the store."""
+
+    record: ServerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EraseServer:
+    """Take the record out of the store."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MakeSegments:
+    """Have the segments of this pending buffer made, then report BufferMade or BufferFailed."""
+
+    record: BufferRecord
+
+
+@dataclass(frozen=True, slots=True)
+class DropSegments:
+    """Have the servers drop these; report ServerDoubted for one that cannot be told."""
+
+    segments: tuple[SegmentRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDrops:
+    """Tell the server that registers to drop these of its segments."""
+
+    segment_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WakeOpeners:
+    """Those who wait for this name may look again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Put a line into the log, at this level of the logging module."""
+
+    level: int
+    text: str
+
+
+StoreChange = SaveBuffer | EraseBuffer | SaveServer | EraseServer
+Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | WakeOpeners | Report

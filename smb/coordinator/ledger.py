@@ -1,0 +1,145 @@
+"""The one place where state and store change: together, one event after the other.
+
+An event is decided on the current state, stored, and only then shown: whatever anybody was told survives the
+coordinator, and what could not be stored never happened. All of it runs in the event loop of one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from smb.coordinator.events import (
+    Effect,
+    EraseBuffer,
+    EraseServer,
+    Event,
+    Instant,
+    Report,
+    Restarted,
+    SaveBuffer,
+    SaveServer,
+    WakeOpeners,
+)
+from smb.coordinator.records import BufferRecord, ServerRecord
+from smb.coordinator.state import State, load, step
+from smb.coordinator.store import Store, StoreError
+from smb.errors import UnavailableError
+
+_log = logging.getLogger("coordinator")
+_BUFFER, _SERVER = "buffer/", "server/"
+
+
+def read_clocks() -> Instant:
+    """Return this moment."""
+    return Instant(time.monotonic(), time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The state right after an event, and the effects that are left to whoever committed it."""
+
+    state: State
+    effects: tuple[Effect, ...]
+
+
+class Ledger:
+    """State and store. `commit` is the only way to change them."""
+
+    def __init__(self, store: Store, state: State, clock: Callable[[], Instant]) -> None:
+        self._store = store
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._openers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._stopping = False
+        self.state = state
+
+    @staticmethod
+    async def open(store: Store, clock: Callable[[], Instant] = read_clocks) -> Ledger:
+        """Read the store and take back what was half done. Raises StoreError for records that cannot be read."""
+        ledger = Ledger(store, _read(await store.load()), clock)
+        await ledger.commit(Restarted())
+        return ledger
+
+    def now(self) -> Instant:
+        """Return this moment, on the ledger's clocks."""
+        return self._clock()
+
+    async def commit(self, event: Event) -> Committed:
+        """Decide, store, then show. Raises smb.errors.Error where the event is refused or could not be stored."""
+        async with self._turn:
+            state, effects = step(self.state, event, self.now())
+            changes = _changes(effects)
+            if changes:
+                await self._store.change(changes)
+            self.state = state
+        for effect in effects:
+            if isinstance(effect, Report):
+                _log.log(effect.level, effect.text)
+            elif isinstance(effect, WakeOpeners):
+                self._wake(effect.name)
+        return Committed(state, effects)
+
+    async def wait(self, name: str, timeout_s: float) -> bool:
+        """Wait until something becomes of the name (it may be gone again); False after timeout_s. Holds no thread.
+
+        Raises UnavailableError once the coordinator stops.
+        """
+        if self._stopping:
+            raise _stopped()
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._openers[name].add(change)
+        try:
+            changed, _ = await asyncio.wait({change}, timeout=timeout_s)
+            if changed:
+                change.result()
+            return bool(changed)
+        finally:
+            self._openers[name].discard(change)
+            if not self._openers[name]:
+                del self._openers[name]
+
+    def stop_waiting(self) -> None:
+        """Fail every wait, also those that are yet to come: a stop must not last as long as they would."""
+        self._stopping = True
+        for changes in self._openers.values():
+            for change in changes:
+                if not change.done():
+                    change.set_exception(_stopped())
+
+    def _wake(self, name: str) -> None:
+        for change in self._openers.get(name, ()):
+            if not change.done():
+                change.set_result(None)
+
+
+def _stopped() -> UnavailableError:
+    return UnavailableError("the coordinator is stopping; try again once it runs")
+
+
+def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
+    changes: dict[str, str | None] = {}
+    for effect in effects:
+        match effect:
+            case SaveBuffer(record):
+                changes[_BUFFER + record.name] = record.to_json()
+            case EraseBuffer(name):
+                changes[_BUFFER + name] = None
+            case SaveServer(server):
+                changes[_SERVER + server.name] = server.to_json()
+            case EraseServer(name):
+                changes[_SERVER + name] = None
+    return changes
+
+
+def _read(texts: dict[str, str]) -> State:
+    try:
+        buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
+        servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
+    return load(buffers, servers)

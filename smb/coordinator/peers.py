@@ -1,0 +1,104 @@
+"""What the coordinator asks of memory servers, over gRPC. Every call has a deadline; none is retried here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from smb.control import CHANNEL_OPTIONS
+from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.errors import Error, OutOfMemoryError, UnavailableError
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import MemoryServerStub
+
+ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
+# Pages of a new segment are allocated and zeroed: several GB/s where memory is free, far less where it must be
+# reclaimed.
+CREATE_BYTES_PER_S_MIN = 200 << 20
+PROBE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    address: str
+    channel: grpc.aio.Channel
+    stub: MemoryServerStub
+
+
+class MemoryServers:
+    """Channels to memory servers by name, each made at first use and again when the server's address changes."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, _Peer] = {}
+
+    async def create(self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord) -> int:
+        """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
+        unknown).
+        """
+        request = pb.CreateSegmentRequest(
+            id=segment.id,
+            epoch=record.epoch,
+            dtype=record.dtype,
+            nbytes=segment.nbytes,
+            chunk_bytes=record.chunk_bytes,
+        )
+        deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
+        try:
+            peer = await self._peer(server)
+            reply = await peer.stub.CreateSegment(request, timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "make a segment", error) from error
+        return int(reply.used_bytes)
+
+    async def drop(self, server: ServerRecord, segment_id: int) -> int:
+        """Have the segment dropped, if it is there; return the server's used bytes. Raises UnavailableError (outcome
+        unknown).
+        """
+        try:
+            peer = await self._peer(server)
+            reply = await peer.stub.DeleteSegment(pb.DeleteSegmentRequest(id=segment_id), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "drop a segment", error) from error
+        return int(reply.used_bytes)
+
+    async def answers(self, server: ServerRecord) -> bool:
+        """Whether somebody speaks gRPC where this run of the server did: a dead one's port is closed, a stopped one is
+        mute.
+        """
+        async with grpc.aio.insecure_channel(server.control_address, options=CHANNEL_OPTIONS) as channel:
+            stub = MemoryServerStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                await stub.DeleteSegment(pb.DeleteSegmentRequest(id=0), timeout=PROBE_S)
+            except grpc.aio.AioRpcError as error:
+                return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return True
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for peer in self._peers.values():
+            await peer.channel.close(None)
+        self._peers.clear()
+
+    async def _peer(self, server: ServerRecord) -> _Peer:
+        known = self._peers.get(server.name)
+        if known is not None and known.address == server.control_address:
+            return known
+        channel = grpc.aio.insecure_channel(server.control_address, options=CHANNEL_OPTIONS)
+        peer = _Peer(server.control_address, channel, MemoryServerStub(channel))  # type: ignore[no-untyped-call]
+        self._peers[server.name] = peer
+        if known is not None:
+            await known.channel.close(None)
+        return peer
+
+
+def _failure(server: ServerRecord, what: str, error: grpc.aio.AioRpcError) -> Error:
+    told = f'memory server "{server.name}" at {server.control_address}'
+    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return OutOfMemoryError(f"{told}: {error.details()}")
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(f"{told} did not {what} in time")
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(f"{told} cannot be reached to {what}")
+    return UnavailableError(f"{told} could not {what}: {error.details()}")

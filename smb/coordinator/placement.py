@@ -1,0 +1,138 @@
+"""Which servers a new buffer lies on, and how it is cut. Pure: the same question always gets the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from smb.config import format_bytes
+from smb.coordinator.records import BufferRecord
+from smb.engine import segment_bytes, segment_file_bytes
+from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
+
+SERVERS_PER_BUFFER_MAX = 1024  # smb.h: SMB_SEGMENTS_PER_BUFFER_MAX
+STRIPE_BYTES_DEFAULT = 1 << 20  # large enough for one frame to fill a link, small enough to spread common layers
+STRIPE_BYTES_MIN = 4096
+CHUNK_BYTES_MAX = 256 << 10  # smb.h: SMB_CHUNK_BYTES_DEFAULT
+SERVERS_SHOWN_MAX = 8  # in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one server gets: bytes of data, and of its capacity."""
+
+    server: str
+    nbytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A cut, and the servers in the order of their segments."""
+
+    stripe_bytes: int
+    chunk_bytes: int
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What there is to place on: free bytes of each live server, and the names of those known but not alive."""
+
+    free_bytes: Mapping[str, int]
+    dead: frozenset[str] = frozenset()
+
+
+def place(pool: Pool, nbytes: int, *, count: int = 0, names: Sequence[str] = (), stripe_bytes: int = 0) -> Placement:
+    """Place `nbytes` on `names`, or on `count` servers, or (both empty) on as many as have something to take.
+
+    Servers with the most free bytes come first, by name where equal, so that small buffers go round. A buffer of fewer
+    stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means 1 MiB, or less where that
+    would leave one of the wanted servers empty.
+
+    Raises UnavailableError where servers are missing, OutOfMemoryError where they are full, InvalidArgumentError for
+    names that nobody knows or more servers than a buffer can have.
+    """
+    _check_servers(pool, count, names)
+    if nbytes > sum(pool.free_bytes.values()):  # also keeps sizes within the engine's 64 bits from here on
+        raise _no_room(pool, nbytes, "")
+    wanted = len(names) or count
+    stripe = stripe_bytes or _default_stripe(nbytes, wanted)
+    stripes = -(-nbytes // stripe)
+    order = list(names) or sorted(pool.free_bytes, key=lambda name: (-pool.free_bytes[name], name))
+    most = min(wanted or len(order), stripes, SERVERS_PER_BUFFER_MAX)
+    # Fewer servers means larger shares, but spares those with the least room.
+    for segments in range(most, 0, -1):
+        placement = _cut(nbytes, stripe, order[:segments])
+        if _fits(pool, placement):
+            return placement
+        if wanted:
+            break
+    where = f" over {most} servers" if most > 1 else ""
+    raise _no_room(pool, nbytes, where)
+
+
+def place_like(pool: Pool, like: BufferRecord) -> Placement:
+    """Place on the same servers, in the same order and with the same cut as `like`. Raises as `place` does."""
+    names = [segment.server for segment in like.segments]
+    _check_servers(pool, 0, names)
+    shares = tuple(Share(segment.server, segment.nbytes, segment.file_bytes) for segment in like.segments)
+    placement = Placement(like.stripe_bytes, like.chunk_bytes, shares)
+    if not _fits(pool, placement):
+        raise _no_room(pool, like.nbytes, f' on the servers of "{like.name}"')
+    return placement
+
+
+def chunk_bytes(stripe_bytes: int) -> int:
+    """Return the chunk that goes with a stripe: the largest power of two up to 256 KiB that divides it."""
+    return min(stripe_bytes & -stripe_bytes, CHUNK_BYTES_MAX)
+
+
+def _default_stripe(nbytes: int, wanted: int) -> int:
+    even = -(-nbytes // max(wanted, 1))
+    pages = -(-even // STRIPE_BYTES_MIN)
+    return min(STRIPE_BYTES_DEFAULT, pages * STRIPE_BYTES_MIN) if wanted > 1 else STRIPE_BYTES_DEFAULT
+
+
+def _cut(nbytes: int, stripe_bytes: int, servers: Sequence[str]) -> Placement:
+    chunk = chunk_bytes(stripe_bytes)
+    sizes = [segment_bytes(nbytes, stripe_bytes, chunk, len(servers), index) for index in range(len(servers))]
+    shares = (Share(name, size, segment_file_bytes(size, chunk)) for name, size in zip(servers, sizes, strict=True))
+    return Placement(stripe_bytes, chunk, tuple(shares))
+
+
+def _fits(pool: Pool, placement: Placement) -> bool:
+    return all(share.file_bytes <= pool.free_bytes[share.server] for share in placement.shares)
+
+
+def _check_servers(pool: Pool, count: int, names: Sequence[str]) -> None:
+    if max(count, len(names)) > SERVERS_PER_BUFFER_MAX:
+        raise InvalidArgumentError(
+            f"{max(count, len(names))} servers asked; a buffer has at most {SERVERS_PER_BUFFER_MAX}"
+        )
+    alive = ", ".join(sorted(pool.free_bytes)[:SERVERS_SHOWN_MAX]) or "none"
+    for name in names:
+        if name not in pool.free_bytes and name not in pool.dead:
+            raise InvalidArgumentError(f'no memory server "{name}" is known; alive: {alive}')
+        if name in pool.dead:
+            raise UnavailableError(
+                f'memory server "{name}" is not alive; alive: {alive}. Start it again or choose others'
+            )
+    if not pool.free_bytes:
+        raise UnavailableError(
+            "no memory server is alive; start one with: smb-memserver --coordinator HOST:PORT --capacity 1GiB"
+        )
+    if count > len(pool.free_bytes):
+        raise UnavailableError(
+            f"{count} servers asked, {len(pool.free_bytes)} alive ({alive}); ask for fewer, or start more servers"
+        )
+
+
+def _no_room(pool: Pool, nbytes: int, where: str) -> OutOfMemoryError:
+    most_free_first = sorted(pool.free_bytes.items(), key=lambda item: (-item[1], item[0]))
+    shown = ", ".join(f"{name} {format_bytes(max(free, 0))}" for name, free in most_free_first[:SERVERS_SHOWN_MAX])
+    more = f" and {len(most_free_first) - SERVERS_SHOWN_MAX} more" if len(most_free_first) > SERVERS_SHOWN_MAX else ""
+    return OutOfMemoryError(
+        f"no room for {format_bytes(nbytes)}{where}; free: {shown}{more}. "
+        f"Delete buffers (smb rm) or start another memory server (smb-memserver)"
+    )

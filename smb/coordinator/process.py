@@ -1,0 +1,130 @@
+"""The coordinator's life: start, serve until told to stop, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from smb.config import format_address
+from smb.coordinator.answers import Answers
+from smb.coordinator.events import Instant, Ticked
+from smb.coordinator.ledger import Ledger
+from smb.coordinator.metrics import CallMetrics, StateMetrics
+from smb.coordinator.peers import MemoryServers
+from smb.coordinator.service import CoordinatorService
+from smb.coordinator.state import State
+from smb.coordinator.store import StoreError, open_store
+from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
+from smb.errors import UnavailableError
+from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
+
+TICK_S = 0.5  # a lease is seen to have run out at most this late
+STOP_GRACE_S = 1.0  # for calls under way
+
+_log = logging.getLogger("coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `smb coordinator` was told."""
+
+    listen: str
+    state: str
+    metrics: str
+    ready_file: Path | None = None
+
+
+def run(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks; main thread only. Raises smb.errors.Error where it cannot start."""
+    asyncio.run(_serve(options))
+
+
+async def _serve(options: Options) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as leaving:
+        await _start(options, leaving)
+        await stop.wait()
+        _log.info("stopping")
+
+
+async def _start(options: Options, leaving: AsyncExitStack) -> None:
+    """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
+    end_with_owner()
+    host, port = check_listen(options.listen)
+    store = open_store(options.state)
+    leaving.push_async_callback(store.close)
+    ledger = await Ledger.open(store)
+    servers = MemoryServers()
+    leaving.push_async_callback(servers.close)
+    service = CoordinatorService(ledger, servers)
+    leaving.push_async_callback(service.finish)
+
+    registry = CollectorRegistry()
+    call_metrics = CallMetrics(registry)
+    registry.register(StateMetrics(lambda: (ledger.state, ledger.now())))
+    server = grpc.aio.server(interceptors=[Answers(call_metrics)], options=GRPC_SERVER_OPTIONS)
+    add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    address = format_address(host, _bind(server, options.listen, format_address(host, port)))
+    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address))
+    leaving.callback(pages.close)
+    await server.start()
+    leaving.push_async_callback(server.stop, STOP_GRACE_S)
+    leaving.callback(ledger.stop_waiting)
+    ticking = asyncio.create_task(_tick(ledger))
+    leaving.push_async_callback(_cancel, ticking)
+
+    _log.info("serving at %s, metrics at %s, state in %s", address, pages.address, options.state)
+    if options.ready_file is not None:
+        write_ready_file(options.ready_file, address=address, metrics=pages.address, name="coordinator")
+        leaving.callback(options.ready_file.unlink, missing_ok=True)
+
+
+def _bind(server: grpc.aio.Server, asked: str, address: str) -> int:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise UnavailableError(
+            f"cannot listen on {asked}: it was taken this very moment; choose another address or port 0"
+        )
+    return port
+
+
+def _health(state: State, now: Instant, address: str) -> Mapping[str, Any]:
+    return {
+        "ok": True,
+        "role": "coordinator",
+        "address": address,
+        "pid": os.getpid(),
+        "buffers": sum(record.ready for record in state.buffers.values()),
+        "servers_alive": sum(state.alive(name, now) for name in state.servers),
+        "servers_known": len(state.servers),
+    }
+
+
+async def _tick(ledger: Ledger) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        try:
+            await ledger.commit(Ticked())
+        except StoreError as error:
+            _log.error("%s", error)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

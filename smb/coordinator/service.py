@@ -1,0 +1,228 @@
+"""The gRPC service: each call becomes an event, and what follows from it is done here.
+
+Runs in one event loop. A creation is a task of its own: once begun it ends with a whole buffer or with nothing, also
+where the client that asked for it goes away in the middle.
+"""
+
+# gRPC calls methods by the names of the .proto, always with request and context.
+# ruff: noqa: N802, ARG002
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from smb.coordinator.events import (
+    AnswerDrops,
+    BufferDeleted,
+    BufferFailed,
+    BufferMade,
+    BufferWanted,
+    DropSegments,
+    MakeSegments,
+    ServerCounted,
+    ServerDoubted,
+    ServerLeft,
+    ServerRenewed,
+    SessionClosed,
+    SessionRenewed,
+)
+from smb.coordinator.ledger import Committed, Ledger
+from smb.coordinator.messages import buffer_message, creation_of, registration_of, server_message
+from smb.coordinator.peers import MemoryServers
+from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.request import Creation
+from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S
+from smb.coordinator.store import StoreError
+from smb.errors import AlreadyExistsError, Error, NotFoundError, UnavailableError
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import CoordinatorServicer
+
+_log = logging.getLogger("coordinator")
+_SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
+_SESSION_LEASE_MS = int(SESSION_LEASE_S * 1000)
+# How long a create with exist_ok waits for another client's creation of the same name.
+_OTHERS_CREATION_S = 30.0
+_FINISH_S = 5.0
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+def new_id() -> int:
+    """Return a random non-zero 64-bit id."""
+    return secrets.randbits(64) or 1
+
+
+class CoordinatorService(CoordinatorServicer):
+    """control.proto's Coordinator; its comments there are the reference. Raises smb.errors, which become gRPC codes in
+    `answers`.
+    """
+
+    def __init__(self, ledger: Ledger, servers: MemoryServers) -> None:
+        self._ledger = ledger
+        self._servers = servers
+        self._creations: set[asyncio.Task[BufferRecord]] = set()
+
+    async def finish(self) -> None:
+        """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
+        if self._creations:
+            await asyncio.wait(self._creations, timeout=_FINISH_S)
+
+    # Sessions
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
+        """See control.proto."""
+        session_id = new_id()
+        await self._ledger.commit(SessionRenewed(session_id, request.client_name or "a client without a name"))
+        return pb.OpenSessionReply(session_id=session_id, lease_ms=_SESSION_LEASE_MS)
+
+    async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
+        """See control.proto."""
+        name = request.client_name or "a client without a name"
+        await self._ledger.commit(SessionRenewed(request.session_id, name))
+        return pb.RenewSessionReply(lease_ms=_SESSION_LEASE_MS)
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
+        """See control.proto."""
+        await self._ledger.commit(SessionClosed(request.session_id))
+        return pb.CloseSessionReply()
+
+    # Memory servers
+
+    async def RegisterServer(self, request: pb.RegisterServerRequest, context: Context) -> pb.RegisterServerReply:
+        """See control.proto. A run of the same name whose lease runs is asked: it keeps the name if it answers."""
+        event = registration_of(request)
+        rival = self._ledger.state.rival(event, self._ledger.now())
+        if rival and rival.control_address != event.server.control_address and await self._servers.answers(rival):
+            raise AlreadyExistsError(
+                f'a memory server "{rival.name}" runs already at {rival.data_address}; '
+                f"give this one another --name, or stop that one"
+            )
+        committed = await self._ledger.commit(event)
+        drops = next(effect.segment_ids for effect in committed.effects if isinstance(effect, AnswerDrops))
+        return pb.RegisterServerReply(lease_ms=_SERVER_LEASE_MS, drop_segment_ids=drops)
+
+    async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
+        """See control.proto."""
+        await self._ledger.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
+        return pb.RenewServerReply(lease_ms=_SERVER_LEASE_MS)
+
+    async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
+        """See control.proto."""
+        await self._ledger.commit(ServerLeft(request.name, request.instance_id))
+        return pb.LeaveServerReply()
+
+    async def ListServers(self, request: pb.ListServersRequest, context: Context) -> pb.ListServersReply:
+        """See control.proto. By name."""
+        state, now = self._ledger.state, self._ledger.now()
+        servers = sorted(state.servers.values(), key=lambda server: server.name)
+        return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers])
+
+    # Buffers
+
+    async def CreateBuffer(self, request: pb.CreateBufferRequest, context: Context) -> pb.Buffer:
+        """See control.proto."""
+        creation = asyncio.create_task(self._create(creation_of(request)))
+        self._creations.add(creation)
+        creation.add_done_callback(self._forget_creation)
+        record = await asyncio.shield(creation)
+        return buffer_message(self._ledger.state, record)
+
+    async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
+        """See control.proto."""
+        timeout_s = request.timeout_ms / 1000
+        record = await self._await_ready(request.name, timeout_s)
+        if record is None:
+            waited = f" appeared within {timeout_s:g} s" if timeout_s else ""
+            raise NotFoundError(f'no buffer "{request.name}"{waited}; create it, or see what there is with: smb ls')
+        return buffer_message(self._ledger.state, record)
+
+    async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
+        """See control.proto. By name."""
+        state = self._ledger.state
+        ready = sorted((record for record in state.buffers.values() if record.ready), key=lambda record: record.name)
+        return pb.ListBuffersReply(buffers=[buffer_message(state, record) for record in ready])
+
+    async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
+        """See control.proto."""
+        await self._drop(await self._ledger.commit(BufferDeleted(request.name, request.missing_ok)))
+        return pb.DeleteBufferReply()
+
+    async def _await_ready(self, name: str, timeout_s: float) -> BufferRecord | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            record = self._ledger.state.buffers.get(name)
+            if record is not None and record.ready:
+                return record
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not await self._ledger.wait(name, remaining_s):
+                return None
+
+    async def _create(self, creation: Creation) -> BufferRecord:
+        deadline = time.monotonic() + _OTHERS_CREATION_S
+        while True:
+            committed = await self._ledger.commit(BufferWanted(creation, new_id))
+            for effect in committed.effects:
+                if isinstance(effect, MakeSegments):
+                    return await self._make(committed, effect.record)
+            record = self._ledger.state.buffers.get(creation.name)
+            if record is not None and record.ready:
+                return record
+            # Another client is at it: what becomes of it decides.
+            remaining_s = deadline - time.monotonic()
+            if record is not None and not await self._ledger.wait(creation.name, remaining_s):
+                raise UnavailableError(
+                    f'"{creation.name}" is being created by another client and does not get ready; try again'
+                )
+
+    async def _make(self, committed: Committed, record: BufferRecord) -> BufferRecord:
+        try:
+            await self._make_segments(committed, record)
+            return (await self._ledger.commit(BufferMade(record.name))).state.buffers[record.name]
+        except BaseException:
+            await self._drop(await self._ledger.commit(BufferFailed(record.name)))
+            raise
+
+    async def _make_segments(self, committed: Committed, record: BufferRecord) -> None:
+        servers = [committed.state.servers[segment.server] for segment in record.segments]
+        calls = (
+            self._servers.create(server, record, segment)
+            for server, segment in zip(servers, record.segments, strict=True)
+        )
+        # All answers are awaited, also after a failure: a drop must not overtake the segment's creation.
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, int):
+                await self._ledger.commit(ServerCounted(server.name, server.instance_id, answer))
+        for answer in answers:
+            if isinstance(answer, Error):
+                raise type(answer)(f'create of "{record.name}": {answer}; nothing was created') from answer
+            if isinstance(answer, BaseException):
+                raise answer
+
+    async def _drop(self, committed: Committed) -> None:
+        segments = [s for effect in committed.effects if isinstance(effect, DropSegments) for s in effect.segments]
+        await asyncio.gather(*(self._drop_segment(committed, segment) for segment in segments))
+
+    async def _drop_segment(self, committed: Committed, segment: SegmentRecord) -> None:
+        server = committed.state.servers.get(segment.server)
+        # A server without a lease must register before anything else, and hears of it then.
+        if server is None or not committed.state.alive(server.name, self._ledger.now()):
+            return
+        try:
+            used_bytes = await self._servers.drop(server, segment.id)
+            await self._ledger.commit(ServerCounted(server.name, server.instance_id, used_bytes))
+        except UnavailableError as error:
+            _log.warning("%s; it will be told when it registers again", error)
+            await self._ledger.commit(ServerDoubted(server.name))
+
+    def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
+        self._creations.discard(creation)
+        # Where nobody waits for the answer any more, its failure is still ours to take note of.
+        if not creation.cancelled() and isinstance(creation.exception(), StoreError):
+            _log.error("%s", creation.exception())

@@ -1,0 +1,430 @@
+"""The coordinator's decisions: step(state, event, now) -> (state, effects). Pure: no I/O, no clock, no randomness.
+
+Invariant: `allocated` is the sum over all buffers, pending ones included, of what their segments take on each server.
+It grows before any segment is made and shrinks when the record goes, so concurrent creates never promise the same
+memory twice. An event that is refused raises one of smb.errors and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from smb.coordinator.events import (
+    AnswerDrops,
+    BufferDeleted,
+    BufferFailed,
+    BufferMade,
+    BufferWanted,
+    DropSegments,
+    Effect,
+    EraseBuffer,
+    EraseServer,
+    Event,
+    Instant,
+    MakeSegments,
+    Report,
+    Restarted,
+    SaveBuffer,
+    SaveServer,
+    ServerCounted,
+    ServerDoubted,
+    ServerLeft,
+    ServerRegistered,
+    ServerRenewed,
+    SessionClosed,
+    SessionRenewed,
+    Ticked,
+    WakeOpeners,
+)
+from smb.coordinator.leases import Leases
+from smb.coordinator.placement import Placement, Pool, place, place_like
+from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.coordinator.request import Creation, check_address, check_server_name
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+
+SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
+SESSION_LEASE_S = 30.0  # long enough for a client that a page fault storm or a debugger holds up
+SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown this long
+BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
+SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
+SESSIONS_MAX = 65_536
+FIRST_EPOCH = 1
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Step = tuple["State", tuple[Effect, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What the buffers' records say of one server: bytes of capacity and number of segments."""
+
+    nbytes: int = 0
+    segments: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that the coordinator knows. Immutable: a step makes a new one, so what cannot be stored never was."""
+
+    buffers: Mapping[str, BufferRecord] = field(default_factory=dict)
+    servers: Mapping[str, ServerRecord] = field(default_factory=dict)
+    allocated: Mapping[str, Allocation] = field(default_factory=dict)
+    # Servers that must register again before they may renew: their list of segments is not known to be right.
+    doubted: frozenset[str] = frozenset()
+    server_leases: Leases[str] = field(default_factory=lambda: Leases(SERVER_LEASE_S))
+    session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
+    client_names: Mapping[int, str] = field(default_factory=dict)
+
+    def alive(self, server: str, now: Instant) -> bool:
+        """Whether the server's lease runs."""
+        return self.server_leases.runs(server, now.monotonic)
+
+    def allocation(self, server: str) -> Allocation:
+        """Return what buffers take on the server."""
+        return self.allocated.get(server, Allocation())
+
+    def pool(self, now: Instant) -> Pool:
+        """Return what there is to place on now."""
+        alive = {name for name in self.servers if self.alive(name, now)}
+        free = {name: self.servers[name].capacity_bytes - self.allocation(name).nbytes for name in alive}
+        return Pool(free, frozenset(self.servers.keys() - alive))
+
+    def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
+        """Return the other run of this server that holds the name, if its lease runs: it may be dead all the same."""
+        known = self.servers.get(event.server.name)
+        if known is None or known.instance_id == event.server.instance_id or not self.alive(known.name, now):
+            return None
+        return known
+
+
+def load(buffers: Iterable[BufferRecord], servers: Iterable[ServerRecord]) -> State:
+    """Return the state that these records describe. Step it with Restarted before anything else."""
+    state = State(servers={server.name: server for server in servers})
+    for record in buffers:
+        state = _add(state, record)
+    return state
+
+
+def step(state: State, event: Event, now: Instant) -> Step:
+    """Return the state after the event, and what must be done. Raises smb.errors.Error where the event is refused."""
+    return _STEPS[type(event)](state, event, now)
+
+
+def _restarted(state: State, _: Restarted, now: Instant) -> Step:
+    effects: list[Effect] = []
+    for record in [record for record in state.buffers.values() if not record.ready]:
+        state = _remove(state, record)
+        effects += [
+            EraseBuffer(record.name),
+            Report(logging.WARNING, f'took back "{record.name}": half made at the stop'),
+        ]
+    leases = state.server_leases
+    for name in state.servers:
+        leases = leases.grant(name, now.monotonic)
+    # Alive for one lease, so that creates go on; doubted, so that each tells again what it holds.
+    return replace(state, server_leases=leases, doubted=frozenset(state.servers)), tuple(effects)
+
+
+def _ticked(state: State, _: Ticked, now: Instant) -> Step:
+    effects: list[Effect] = []
+    for name in state.server_leases.run_out(now.monotonic):
+        state = replace(state, server_leases=state.server_leases.end(name))
+        held = state.allocation(name).segments
+        effects.append(Report(logging.WARNING, f'memory server "{name}" is gone: no renewal; it holds {held} segments'))
+    for session_id in state.session_leases.run_out(now.monotonic):
+        effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
+        state = _end_session(state, session_id)
+    for server in list(state.servers.values()):
+        dead_s = now.wall - server.last_seen_at
+        if dead_s > SERVER_FORGOTTEN_AFTER_S and _forgettable(state, server.name, now):
+            state = replace(state, servers=_without(state.servers, server.name))
+            effects.append(EraseServer(server.name))
+    return state, tuple(effects)
+
+
+def _server_registered(state: State, event: ServerRegistered, now: Instant) -> Step:
+    server = event.server
+    _check_registration(server)
+    if len(state.servers) >= SERVERS_MAX and server.name not in state.servers:
+        raise OutOfMemoryError(f'no place for memory server "{server.name}": a cluster has at most {SERVERS_MAX}')
+    server = replace(server, last_seen_at=now.wall)
+    here = {
+        segment.id: record.name
+        for record in state.buffers.values()
+        for segment in record.segments
+        if segment.server == server.name and (record.ready or segment.id in event.segment_ids)
+    }
+    drops = tuple(sorted(event.segment_ids - here.keys()))
+    lost = sorted({here[segment_id] for segment_id in here.keys() - event.segment_ids})
+    effects: list[Effect] = [SaveServer(server), AnswerDrops(drops)]
+    effects.append(Report(logging.INFO, f'memory server "{server.name}" at {server.data_address} registered'))
+    if drops:
+        text = f'memory server "{server.name}" holds {len(drops)} segments that no buffer has; it is told to drop them'
+        effects.append(Report(logging.WARNING, text))
+    if lost:
+        text = (
+            f'memory server "{server.name}" came back without the memory of {len(lost)} buffers: {", ".join(lost[:8])}'
+        )
+        effects.append(Report(logging.ERROR, text))
+    state = replace(
+        state,
+        servers={**state.servers, server.name: server},
+        server_leases=state.server_leases.grant(server.name, now.monotonic),
+        doubted=state.doubted - {server.name},
+    )
+    return state, tuple(effects)
+
+
+def _server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
+    server = _registered(state, event.name, event.instance_id)
+    if event.name in state.doubted or not state.alive(event.name, now):
+        raise NotFoundError(f'memory server "{event.name}" must register again')
+    if event.used_bytes > state.allocation(event.name).nbytes:
+        # It holds what no buffer has, e.g. a segment that was made after its creation was given up.
+        raise NotFoundError(f'memory server "{event.name}" must register again: it holds more than the buffers do')
+    server = replace(server, used_bytes=event.used_bytes, last_seen_at=now.wall)
+    leases = state.server_leases.grant(event.name, now.monotonic)
+    return replace(state, servers={**state.servers, event.name: server}, server_leases=leases), ()
+
+
+def _server_left(state: State, event: ServerLeft, now: Instant) -> Step:
+    server = _registered(state, event.name, event.instance_id)
+    state = replace(state, server_leases=state.server_leases.end(event.name))
+    report = Report(logging.INFO, f'memory server "{event.name}" left')
+    if _forgettable(state, event.name, now):
+        return replace(state, servers=_without(state.servers, event.name)), (EraseServer(event.name), report)
+    server = replace(server, last_seen_at=now.wall)
+    return replace(state, servers={**state.servers, event.name: server}), (SaveServer(server), report)
+
+
+def _server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
+    known = state.servers.get(event.name)
+    if known is None or known.instance_id != event.instance_id:
+        return state, ()
+    server = replace(known, used_bytes=event.used_bytes)
+    return replace(state, servers={**state.servers, event.name: server}), ()
+
+
+def _server_doubted(state: State, event: ServerDoubted, _: Instant) -> Step:
+    return replace(state, doubted=state.doubted | {event.name}), ()
+
+
+def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
+    creation = event.creation
+    existing = state.buffers.get(creation.name)
+    if existing is not None:
+        _check_same(state, existing, creation)
+        return state, ()
+    if len(state.buffers) >= BUFFERS_MAX:
+        raise OutOfMemoryError(f'no place for "{creation.name}": a cluster has at most {BUFFERS_MAX} buffers')
+    if creation.like:
+        like = _find_ready(state, creation.like)
+        creation = _shaped_like(creation, like)
+    try:
+        placement = _placement(state, creation, now)
+    except Error as error:
+        raise type(error)(f'create of "{creation.name}": {error}') from None
+    record = _pending(creation, placement, event.new_id, now)
+    return _add(state, record), (SaveBuffer(record), MakeSegments(record))
+
+
+def _buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
+    record = replace(state.buffers[event.name], ready=True)
+    state = replace(state, buffers={**state.buffers, record.name: record})
+    servers = ", ".join(segment.server for segment in record.segments)
+    report = Report(logging.INFO, f'made "{record.name}", {record.nbytes} bytes on {servers}')
+    return state, (SaveBuffer(record), WakeOpeners(record.name), report)
+
+
+def _buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
+    record = state.buffers[event.name]
+    effects = (EraseBuffer(record.name), DropSegments(record.segments), WakeOpeners(record.name))
+    return _remove(state, record), effects
+
+
+def _buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
+    record = state.buffers.get(event.name)
+    if record is None or not record.ready:
+        if event.missing_ok:
+            return state, ()
+        raise NotFoundError(f'no buffer "{event.name}" to delete')
+    report = Report(logging.INFO, f'deleted "{record.name}"')
+    return _remove(state, record), (EraseBuffer(record.name), DropSegments(record.segments), report)
+
+
+def _session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
+    if event.session_id == 0:
+        raise InvalidArgumentError("a session's id is not 0")
+    if len(state.client_names) >= SESSIONS_MAX and event.session_id not in state.client_names:
+        raise OutOfMemoryError(f"no place for a session of {event.client_name}: there are {SESSIONS_MAX} already")
+    leases = state.session_leases.grant(event.session_id, now.monotonic)
+    names = {**state.client_names, event.session_id: event.client_name}
+    return replace(state, session_leases=leases, client_names=names), ()
+
+
+def _session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
+    return _end_session(state, event.session_id), ()
+
+
+_STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
+    Restarted: _restarted,
+    Ticked: _ticked,
+    ServerRegistered: _server_registered,
+    ServerRenewed: _server_renewed,
+    ServerLeft: _server_left,
+    ServerCounted: _server_counted,
+    ServerDoubted: _server_doubted,
+    BufferWanted: _buffer_wanted,
+    BufferMade: _buffer_made,
+    BufferFailed: _buffer_failed,
+    BufferDeleted: _buffer_deleted,
+    SessionRenewed: _session_renewed,
+    SessionClosed: _session_closed,
+}
+
+
+def _registered(state: State, name: str, instance_id: int) -> ServerRecord:
+    server = state.servers.get(name)
+    if server is None:
+        raise NotFoundError(f'memory server "{name}" is not known; it must register')
+    if server.instance_id != instance_id:
+        raise NotFoundError(f'memory server "{name}" is known with another run; it must register')
+    return server
+
+
+def _check_registration(server: ServerRecord) -> None:
+    check_server_name(server.name)
+    check_address("data address", server.data_address)
+    check_address("control address", server.control_address)
+    if server.instance_id == 0 or server.capacity_bytes == 0:
+        raise InvalidArgumentError(f'memory server "{server.name}": instance_id and capacity_bytes must not be 0')
+
+
+def _forgettable(state: State, name: str, now: Instant) -> bool:
+    return not state.alive(name, now) and state.allocation(name).segments == 0
+
+
+def _find_ready(state: State, name: str) -> BufferRecord:
+    record = state.buffers.get(name)
+    if record is None or not record.ready:
+        raise NotFoundError(f'no buffer "{name}"')
+    return record
+
+
+def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
+    """Raise AlreadyExistsError unless `existing` is what an exist_ok creation describes."""
+    if not creation.exist_ok:
+        doing = "exists" if existing.ready else "is being created by another client"
+        raise AlreadyExistsError(
+            f'a buffer "{existing.name}" {doing}; choose another name, delete it, or pass exist_ok=True'
+        )
+    if creation.like:
+        like = _find_ready(state, creation.like)
+        creation = _shaped_like(creation, like)
+        differs = _difference("layout", _cut_of(existing), _cut_of(like))
+    else:
+        differs = _wishes_differ(existing, creation)
+    differs = (
+        _difference("shape", existing.shape, creation.shape)
+        or _difference("dtype", existing.dtype, creation.dtype)
+        or differs
+    )
+    if differs:
+        raise AlreadyExistsError(f'a buffer "{existing.name}" exists, but {differs}')
+
+
+def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
+    servers = tuple(segment.server for segment in existing.segments)
+    stripes = -(-existing.nbytes // existing.stripe_bytes)
+    differs = ""
+    if creation.stripe_bytes:
+        differs = differs or _difference("stripe", existing.stripe_bytes, creation.stripe_bytes)
+    if creation.server_names:
+        differs = differs or _difference("servers", servers, creation.server_names[:stripes])
+    if creation.server_count:
+        differs = differs or _difference("server count", len(servers), min(creation.server_count, stripes))
+    return differs
+
+
+def _cut_of(record: BufferRecord) -> tuple[object, ...]:
+    return (record.stripe_bytes, record.chunk_bytes, *(segment.server for segment in record.segments))
+
+
+def _difference(what: str, there: object, asked: object) -> str:
+    return "" if there == asked else f"with {what} {there}, not {asked}"
+
+
+def _shaped_like(creation: Creation, like: BufferRecord) -> Creation:
+    """Return the creation with the shape and dtype of `like`, which it must not contradict."""
+    if not creation.dtype and not creation.shape:
+        return replace(creation, shape=like.shape, dtype=like.dtype)
+    if (creation.shape, creation.dtype) != (like.shape, like.dtype):
+        raise InvalidArgumentError(
+            f'create of "{creation.name}" with shape {creation.shape} and dtype {creation.dtype or "not given"}: '
+            f'like="{like.name}" needs shape {like.shape} and dtype {like.dtype}'
+        )
+    return creation
+
+
+def _placement(state: State, creation: Creation, now: Instant) -> Placement:
+    pool = state.pool(now)
+    if creation.like:
+        return place_like(pool, state.buffers[creation.like])
+    return place(
+        pool,
+        creation.nbytes,
+        count=creation.server_count,
+        names=creation.server_names,
+        stripe_bytes=creation.stripe_bytes,
+    )
+
+
+def _pending(creation: Creation, placement: Placement, new_id: Callable[[], int], now: Instant) -> BufferRecord:
+    segments = (SegmentRecord(new_id(), share.server, share.nbytes, share.file_bytes) for share in placement.shares)
+    return BufferRecord(
+        name=creation.name,
+        id=new_id(),
+        shape=creation.shape,
+        dtype=creation.dtype,
+        nbytes=creation.nbytes,
+        epoch=FIRST_EPOCH,
+        stripe_bytes=placement.stripe_bytes,
+        chunk_bytes=placement.chunk_bytes,
+        segments=tuple(segments),
+        created_at=now.wall,
+        ready=False,
+    )
+
+
+def _add(state: State, record: BufferRecord) -> State:
+    allocated = _allocate(state.allocated, record, +1)
+    return replace(state, buffers={**state.buffers, record.name: record}, allocated=allocated)
+
+
+def _remove(state: State, record: BufferRecord) -> State:
+    allocated = _allocate(state.allocated, record, -1)
+    return replace(state, buffers=_without(state.buffers, record.name), allocated=allocated)
+
+
+def _allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: int) -> dict[str, Allocation]:
+    changed = dict(allocated)
+    for segment in record.segments:
+        before = changed.get(segment.server, Allocation())
+        changed[segment.server] = Allocation(before.nbytes + sign * segment.file_bytes, before.segments + sign)
+    return changed
+
+
+def _end_session(state: State, session_id: int) -> State:
+    return replace(
+        state,
+        session_leases=state.session_leases.end(session_id),
+        client_names=_without(state.client_names, session_id),
+    )
+
+
+def _without(mapping: Mapping[Key, Value], key: Key) -> dict[Key, Value]:
+    return {other: value for other, value in mapping.items() if other != key}

@@ -1,0 +1,84 @@
+#include "check.h"
+
+#include <dirent.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+
+enum { TEST_SECONDS_MAX = 60, PATHS = 64 };
+static char directory[] = "/dev/shm/smb-c-test-XXXXXX";
+
+void check_failed(const char *file, int line, const char *what, long long found, long long expected)
+{
+    fprintf(stderr, "%s:%d: not so: %s (%lld, %lld)\n", file, line, what, found, expected);
+    _exit(1);
+}
+
+uint64_t check_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
+}
+
+const char *scratch_path(const char *name)
+{
+    static char paths[PATHS][128];
+    static int next;
+    char *path = paths[next++ % PATHS];
+    CHECK((size_t)snprintf(path, sizeof paths[0], "%s/%s", directory, name) < sizeof paths[0]);
+    return path;
+}
+
+static int each_scratch_file(int (*use)(const char *path))
+{
+    int count = 0;
+    DIR *opened = opendir(directory);
+    for (struct dirent *found; opened && (found = readdir(opened)) != NULL;) {
+        if (strcmp(found->d_name, ".") == 0 || strcmp(found->d_name, "..") == 0)
+            continue;
+        count++;
+        if (use)
+            use(scratch_path(found->d_name));
+    }
+    if (opened)
+        closedir(opened);
+    return count;
+}
+
+int scratch_files(void)
+{
+    return each_scratch_file(NULL);
+}
+
+static bool passes(const struct test *test)
+{
+    strcpy(directory + sizeof directory - 7, "XXXXXX");
+    if (!mkdtemp(directory))
+        return false;
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(TEST_SECONDS_MAX);
+        test->run();
+        exit(0); /* not _exit: leaks are looked for on the way out */
+    }
+    int status = -1;
+    bool ended = child > 0 && waitpid(child, &status, 0) == child;
+    each_scratch_file(unlink);
+    rmdir(directory);
+    if (ended && status == 0)
+        return true;
+    printf("FAILED %s (wait status %#x)\n", test->name, (unsigned)status);
+    return false;
+}
+
+int run_tests(const char *suite, const struct test *tests, size_t count)
+{
+    size_t passed = 0;
+    for (size_t i = 0; i < count; i++) {
+        fflush(NULL);
+        passed += passes(&tests[i]);
+    }
+    printf("%s: %zu passed, %zu failed\n", suite, passed, count - passed);
+    return passed != count;
+}

@@ -1,0 +1,306 @@
+/* Segment files: made whole or not at all, opened only if every field of the header is what it must be. */
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "check.h"
+#include "segment.h"
+
+enum { CHUNK = 8192, DATA = 3 * CHUNK + 24 };
+
+static struct smb_segment *make(const char *name, int dtype)
+{
+    struct smb_segment *segment = NULL;
+    CHECK_EQ(smb_segment_create(scratch_path(name), 77, 5, dtype, DATA, CHUNK, &segment), SMB_OK);
+    return segment;
+}
+
+static int apply(struct smb_segment *segment, int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink)
+{
+    struct smb_change change = {.opcode = opcode, .op = SMB_SUM, .scale = 1.0, .offset = offset, .bytes = bytes,
+                                .source = source, .sink = sink};
+    return smb_segment_apply(segment, &change, SMB_TRY);
+}
+
+/* A new segment is zeroed, says who it is, and what one mapping writes another mapping of it reads. */
+static void create_and_open(void)
+{
+    struct smb_segment *made = make("a", SMB_INT64), *opened = NULL, *by_fd = NULL;
+    CHECK_EQ(scratch_files(), 1);
+    CHECK_EQ(smb_segment_open(scratch_path("a"), &opened), SMB_OK);
+    CHECK_EQ(smb_segment_open_fd(smb_segment_fd(made), &by_fd), SMB_OK);
+    struct smb_segment_info info;
+    smb_segment_info(opened, &info);
+    CHECK(info.id == 77 && info.epoch == 5 && info.dtype == SMB_INT64 && info.chunk_bytes == CHUNK);
+    CHECK(info.data_bytes == DATA && !info.deleted && info.recovered_locks == 0);
+    struct stat file;
+    CHECK_EQ(stat(scratch_path("a"), &file), 0);
+    CHECK_EQ(file.st_size, info.file_bytes);
+    CHECK_EQ(info.file_bytes, smb_segment_file_bytes(DATA, CHUNK));
+    CHECK(file.st_blocks * 512 >= file.st_size); /* every page is there: none can fail later */
+    CHECK_EQ(file.st_mode & 07777, 0600);
+    for (uint64_t i = 0; i < DATA; i++)
+        CHECK_EQ(((uint8_t *)smb_segment_data(opened))[i], 0);
+    int64_t value = -5, back = 0;
+    CHECK_EQ(apply(made, SMB_WRITE, CHUNK + 8, 8, &value, NULL), SMB_OK);
+    CHECK_EQ(apply(by_fd, SMB_READ, CHUNK + 8, 8, NULL, &back), SMB_OK);
+    CHECK_EQ(back, -5);
+    CHECK_EQ(memcmp((uint8_t *)smb_segment_data(opened) + CHUNK + 8, &value, 8), 0);
+    smb_segment_release(made);
+    smb_segment_release(opened);
+    smb_segment_release(by_fd);
+}
+
+/* A second creation under the same name is refused and leaves the first as it was and nothing beside it. */
+static void existing_name_is_refused(void)
+{
+    struct smb_segment *made = make("a", SMB_UINT8), *second = NULL;
+    memset(smb_segment_data(made), 9, DATA);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 78, 1, SMB_UINT8, 100, CHUNK, &second), SMB_EXISTS);
+    CHECK(second == NULL);
+    CHECK_EQ(scratch_files(), 1);
+    struct smb_segment *opened;
+    CHECK_EQ(smb_segment_open(scratch_path("a"), &opened), SMB_OK);
+    CHECK_EQ(((uint8_t *)smb_segment_data(opened))[DATA - 1], 9);
+    smb_segment_release(made);
+    smb_segment_release(opened);
+}
+
+/* Arguments that make no segment are refused, and no file appears. */
+static void refused_arguments(void)
+{
+    struct smb_segment *segment;
+    const char *path = scratch_path("a");
+    CHECK_EQ(smb_segment_create(path, 0, 1, SMB_UINT8, 100, CHUNK, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, 0, 100, CHUNK, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8 + 1, 100, CHUNK, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 0, CHUNK, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, UINT64_MAX, CHUNK, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 0, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 5000, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 2 * SMB_CHUNK_BYTES_MAX, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create("/proc/no/such/place", 1, 1, SMB_UINT8, 100, CHUNK, &segment), SMB_SYSTEM);
+    CHECK_EQ(smb_segment_file_bytes(0, CHUNK), 0);
+    CHECK_EQ(smb_segment_file_bytes(UINT64_MAX, CHUNK), 0);
+    CHECK_EQ(smb_segment_file_bytes(1, 4097), 0);
+    CHECK_EQ(smb_segment_open(path, &segment), SMB_NOT_FOUND);
+    CHECK_EQ(scratch_files(), 0);
+}
+
+/* Past what the file system holds: refused as out of memory, with nothing left and no signal later. */
+static void file_system_without_room(void)
+{
+    struct smb_segment *segment;
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, (uint64_t)1 << 50, SMB_CHUNK_BYTES_MAX, &segment),
+             SMB_OUT_OF_MEMORY);
+    CHECK_EQ(scratch_files(), 0);
+}
+
+static void put(const char *path, uint64_t offset, const void *bytes, size_t count)
+{
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    CHECK(fd >= 0);
+    CHECK_EQ(pwrite(fd, bytes, count, (off_t)offset), count);
+    close(fd);
+}
+
+static int open_status(const char *path)
+{
+    struct smb_segment *segment;
+    int status = smb_segment_open(path, &segment);
+    if (status == SMB_OK)
+        smb_segment_release(segment);
+    return status;
+}
+
+/* One field of a good header is changed: refused. Put back: opened. */
+static void check_field(const char *path, uint64_t offset, uint32_t bytes, uint64_t bad, int expected)
+{
+    uint64_t good = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    CHECK_EQ(pread(fd, &good, bytes, (off_t)offset), bytes);
+    close(fd);
+    put(path, offset, &bad, bytes);
+    CHECK_EQ(open_status(path), expected);
+    put(path, offset, &good, bytes);
+    CHECK_EQ(open_status(path), SMB_OK);
+}
+
+/* Each field of the header, wrong: the file is refused before anything is mapped by it. */
+static void corrupted_headers(void)
+{
+    const char *path = scratch_path("a");
+    smb_segment_release(make("a", SMB_INT32));
+    static const uint64_t wrong[] = {0, 1, 7, 4096, 4097, UINT32_MAX, (uint64_t)1 << 40, INT64_MAX, UINT64_MAX};
+    check_field(path, 0, 8, 0, SMB_INVALID);            /* magic */
+    check_field(path, 8, 4, 2, SMB_VERSION);            /* format */
+    check_field(path, 12, 4, 0x30028, SMB_VERSION);     /* another C library's locks */
+    check_field(path, 16, 8, 0, SMB_INVALID);           /* id */
+    check_field(path, 28, 4, 0, SMB_INVALID);           /* dtype */
+    check_field(path, 28, 4, 8, SMB_INVALID);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        check_field(path, 32, 8, wrong[i], SMB_INVALID);     /* data_bytes */
+        check_field(path, 40, 8, wrong[i], SMB_INVALID);     /* file_bytes */
+        if (wrong[i] != 4096)
+            check_field(path, 48, 8, wrong[i], SMB_INVALID); /* chunks_offset */
+        check_field(path, 56, 8, wrong[i], SMB_INVALID);     /* data_offset */
+        if ((uint32_t)wrong[i] != 4096)
+            check_field(path, 64, 4, wrong[i], SMB_INVALID); /* chunk_bytes */
+    }
+}
+
+/* A file that is shorter or longer than its header says, or no file at all, is refused. */
+static void wrong_sizes(void)
+{
+    const char *path = scratch_path("a");
+    smb_segment_release(make("a", SMB_INT32));
+    off_t bytes = (off_t)smb_segment_file_bytes(DATA, CHUNK);
+    static const off_t shorter[] = {0, 1, 63, 64, 327, 328, 4095, 4096, 8192};
+    CHECK_EQ(truncate(path, bytes + 4096), 0);
+    CHECK_EQ(open_status(path), SMB_INVALID);
+    CHECK_EQ(truncate(path, bytes), 0);
+    CHECK_EQ(open_status(path), SMB_OK);
+    CHECK_EQ(truncate(path, bytes - 1), 0);
+    CHECK_EQ(open_status(path), SMB_INVALID);
+    for (size_t i = sizeof shorter / sizeof *shorter; i-- > 0;) {
+        CHECK_EQ(truncate(path, shorter[i]), 0);
+        CHECK_EQ(open_status(path), SMB_INVALID);
+    }
+    CHECK_EQ(open_status("/dev/shm"), SMB_SYSTEM);
+    CHECK_EQ(open_status("/dev/null"), SMB_INVALID);
+    CHECK_EQ(symlink("/dev/null", scratch_path("link")), 0);
+    CHECK_EQ(open_status(scratch_path("link")), SMB_SYSTEM); /* no link is followed */
+    struct smb_segment *segment;
+    CHECK_EQ(smb_segment_open_fd(-1, &segment), SMB_SYSTEM);
+    int pipes[2];
+    CHECK_EQ(pipe(pipes), 0);
+    CHECK_EQ(smb_segment_open_fd(pipes[0], &segment), SMB_INVALID);
+    close(pipes[0]);
+    close(pipes[1]);
+}
+
+/* A range outside the data, across a chunk's end, or of half an element is refused and changes nothing. */
+static void bounds(void)
+{
+    struct smb_segment *segment = make("a", SMB_INT64);
+    uint8_t *bytes = calloc(1, DATA);
+    memset(bytes, 1, DATA);
+    static const struct {
+        uint64_t offset, bytes;
+        int status;
+    } cases[] = {
+        {0, 8, SMB_OK}, {0, CHUNK, SMB_OK}, {CHUNK - 8, 8, SMB_OK}, {DATA - 8, 8, SMB_OK}, {3 * CHUNK, 24, SMB_OK},
+        {0, 0, SMB_INVALID}, {0, CHUNK + 8, SMB_INVALID}, {CHUNK - 8, 16, SMB_INVALID}, {DATA, 8, SMB_INVALID},
+        {DATA - 8, 16, SMB_INVALID}, {0, 4, SMB_INVALID}, {4, 8, SMB_INVALID}, {UINT64_MAX - 7, 8, SMB_INVALID},
+        {UINT64_MAX - 7, 16, SMB_INVALID}, {8, UINT64_MAX - 7, SMB_INVALID}, {0, UINT64_MAX, SMB_INVALID},
+        {(uint64_t)1 << 63, (uint64_t)1 << 63, SMB_INVALID},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        memset(smb_segment_data(segment), 0, DATA);
+        CHECK_EQ(apply(segment, SMB_WRITE, cases[i].offset, cases[i].bytes, bytes, NULL), cases[i].status);
+        uint64_t changed = 0;
+        for (uint64_t b = 0; b < DATA; b++)
+            changed += ((uint8_t *)smb_segment_data(segment))[b];
+        CHECK_EQ(changed, cases[i].status == SMB_OK ? cases[i].bytes : 0);
+        CHECK_EQ(apply(segment, SMB_READ, cases[i].offset, cases[i].bytes, NULL, bytes), cases[i].status);
+        memset(bytes, 1, DATA);
+    }
+    CHECK_EQ(apply(segment, SMB_FETCH_ADD, 0, 16, NULL, NULL), SMB_INVALID);
+    CHECK_EQ(apply(segment, SMB_HELLO, 0, 8, NULL, NULL), SMB_INVALID);
+    struct smb_change half = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 0.5, .bytes = 8, .source = bytes};
+    CHECK_EQ(smb_segment_apply(segment, &half, SMB_TRY), SMB_INVALID);
+    free(bytes);
+    smb_segment_release(segment);
+}
+
+/* The 64-bit words: what was there comes back, and an unequal compare changes nothing. */
+static void words(void)
+{
+    struct smb_segment *segment = make("a", SMB_INT64);
+    struct smb_change add = {.opcode = SMB_FETCH_ADD, .offset = 16, .bytes = 8, .argument = (uint64_t)-3};
+    CHECK_EQ(smb_segment_apply(segment, &add, SMB_TRY), SMB_OK);
+    CHECK_EQ(add.result, 0);
+    CHECK_EQ(smb_segment_apply(segment, &add, SMB_TRY), SMB_OK);
+    CHECK_EQ(add.result, -3);
+    struct smb_change swap = {.opcode = SMB_COMPARE_SWAP, .offset = 16, .bytes = 8, .argument = 1, .expected = 5};
+    CHECK_EQ(smb_segment_apply(segment, &swap, SMB_TRY), SMB_OK);
+    CHECK_EQ(swap.result, -6);
+    swap.expected = (uint64_t)-6;
+    CHECK_EQ(smb_segment_apply(segment, &swap, SMB_TRY), SMB_OK);
+    CHECK_EQ(swap.result, -6);
+    CHECK_EQ(((int64_t *)smb_segment_data(segment))[2], 1);
+    smb_segment_release(segment);
+    segment = make("b", SMB_FLOAT64); /* eight bytes too, but no integer */
+    CHECK_EQ(apply(segment, SMB_FETCH_ADD, 0, 8, NULL, NULL), SMB_INVALID);
+    smb_segment_release(segment);
+}
+
+/* Fill repeats an element of each width; accumulate with a sink returns the new values. */
+static void fill_and_fetch(void)
+{
+    static const int dtypes[] = {SMB_UINT8, SMB_BFLOAT16, SMB_INT32, SMB_INT64};
+    for (int d = 0; d < 4; d++) {
+        struct smb_segment *segment = make("a", dtypes[d]);
+        uint32_t element = smb_dtype_bytes(dtypes[d]);
+        uint64_t bits = 0x0102030405060708U, sink[4] = {0};
+        struct smb_change change = {.opcode = SMB_FILL, .offset = 8, .bytes = 16, .argument = bits};
+        CHECK_EQ(smb_segment_apply(segment, &change, SMB_TRY), SMB_OK);
+        const uint8_t *data = smb_segment_data(segment);
+        CHECK(data[7] == 0 && data[24] == 0);
+        for (uint32_t i = 0; i < 16; i++)
+            CHECK_EQ(data[8 + i], ((uint8_t *)&bits)[i % element]);
+        change = (struct smb_change){.opcode = SMB_ACCUMULATE, .op = SMB_REPLACE, .scale = 1.0, .offset = 8, .bytes = 8,
+                                     .source = "ABCDEFG", .sink = sink};
+        CHECK_EQ(smb_segment_apply(segment, &change, SMB_TRY), SMB_OK);
+        CHECK(memcmp(sink, "ABCDEFG", 8) == 0 && sink[1] == 0);
+        smb_segment_release(segment);
+        unlink(scratch_path("a"));
+    }
+}
+
+/* Deleted by one process, every mapping of it refuses from then on. */
+static void deleted_for_all(void)
+{
+    struct smb_segment *made = make("a", SMB_UINT8), *opened;
+    CHECK_EQ(smb_segment_open(scratch_path("a"), &opened), SMB_OK);
+    uint8_t byte = 1;
+    CHECK_EQ(apply(opened, SMB_WRITE, 0, 1, &byte, NULL), SMB_OK);
+    smb_segment_mark_deleted(made);
+    CHECK_EQ(apply(opened, SMB_WRITE, 0, 1, &byte, NULL), SMB_NOT_FOUND);
+    CHECK_EQ(apply(opened, SMB_READ, 0, 1, NULL, &byte), SMB_NOT_FOUND);
+    smb_segment_release(made);
+    smb_segment_release(opened);
+}
+
+/* A lock that is held makes a try busy and a wait time out, and is free again for the next. */
+static void lock_waits_are_bounded(void)
+{
+    struct smb_segment *segment = make("a", SMB_UINT8), *other;
+    CHECK_EQ(smb_segment_open(scratch_path("a"), &other), SMB_OK);
+    CHECK_EQ(smb_segment_lock(segment, CHUNK, SMB_TRY), SMB_OK);
+    uint8_t byte = 1;
+    CHECK_EQ(apply(other, SMB_WRITE, CHUNK, 1, &byte, NULL), SMB_BUSY);
+    struct smb_change change = {.opcode = SMB_WRITE, .offset = CHUNK, .bytes = 1, .source = &byte};
+    uint64_t before_ns = check_now_ns();
+    CHECK_EQ(smb_segment_apply(other, &change, before_ns + 20000000U), SMB_TIMEOUT);
+    CHECK(check_now_ns() - before_ns >= 20000000U);
+    CHECK_EQ(apply(other, SMB_WRITE, 0, 1, &byte, NULL), SMB_OK);    /* the neighbour is free */
+    CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_OK); /* nothing changes yet: readers need no lock */
+    smb_segment_change_begin(segment, CHUNK);
+    CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_BUSY);
+    smb_segment_change_end(segment, CHUNK);
+    smb_segment_unlock(segment, CHUNK);
+    CHECK_EQ(apply(other, SMB_WRITE, CHUNK, 1, &byte, NULL), SMB_OK);
+    smb_segment_release(segment);
+    smb_segment_release(other);
+}
+
+int main(void)
+{
+    static const struct test tests[] = {
+        TEST(create_and_open),   TEST(existing_name_is_refused), TEST(refused_arguments), TEST(file_system_without_room),
+        TEST(corrupted_headers), TEST(wrong_sizes),              TEST(bounds),            TEST(words),
+        TEST(fill_and_fetch),    TEST(deleted_for_all),          TEST(lock_waits_are_bounded),
+    };
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import smb
+from smb.bench import BenchConfig, run_bench
+from smb.errors import Error, InvalidArgumentError
+
+
+def test_every_operation_size_and_transport_is_measured() -> None:
+    """`smb bench --json` prints a checked line for each operation, size and transport, with its limit and ratio."""
+    result = subprocess.run(
+        [sys.executable, "-m", "smb.cli.main", "bench", "--sizes", "8,256KiB,3MiB", "--seconds", "0.02", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = json.loads(result.stdout)
+    measured = {(line["transport"], line["operation"], line["nbytes"]) for line in lines}
+    arrays = {
+        (t, o, n) for t in ("shm", "tcp") for o in ("write", "read", "accumulate") for n in (8, 256 << 10, 3 << 20)
+    }
+    assert measured == arrays | {("shm", "fetch_add", 8), ("tcp", "fetch_add", 8)}
+    assert len(lines) == len(measured)
+    for line in lines:
+        assert 0 < line["p50_seconds"] <= line["p99_seconds"]
+        if (line["transport"], line["operation"]) != ("shm", "fetch_add"):
+            assert line["ratio"] > 0
+            assert line["limit"]
+
+
+def test_a_running_cluster_is_measured_and_left_as_it_was() -> None:
+    """A coordinator's own cluster is measured, line after line as they are done, and no buffer stays behind."""
+    with smb.LocalCluster(servers=1, capacity="16MiB") as cluster, smb.connect(cluster.address) as client:
+        client.create("others", (4,))
+        seen: list[str] = []
+        config = BenchConfig(transports=("auto",), sizes=(4096,), seconds=0.02, coordinator=cluster.address)
+        lines = run_bench(config, lambda line: seen.append(line.operation))
+        assert seen == ["write", "read", "accumulate", "fetch_add"] == [line.operation for line in lines]
+        assert [info.name for info in client.list()] == ["others"]
+
+
+def test_sizes_that_are_no_elements_are_refused() -> None:
+    """A size that is no multiple of an element is refused before anything starts."""
+    with pytest.raises(InvalidArgumentError, match="size 6: must be a multiple of 4"):
+        BenchConfig(sizes=(6,))
+
+
+def test_a_lost_addition_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that drops a single accumulate of many makes the benchmark fail instead of reporting its speed."""
+    dropped: list[Any] = []
+    accumulate = smb.Buffer.accumulate
+
+    def lossy(self: smb.Buffer, array: Any, *arguments: Any, **options: Any) -> Any:
+        if not dropped:
+            dropped.append(array)
+            return None
+        return accumulate(self, array, *arguments, **options)
+
+    monkeypatch.setattr(smb.Buffer, "accumulate", lossy)
+    with _cluster() as address, pytest.raises(Error, match=r"accumulate over shm: .* elements are wrong"):
+        run_bench(BenchConfig(transports=("shm",), sizes=(4096,), seconds=0.02, coordinator=address))
+    assert np.size(dropped[0]) == 1024
+
+
+@contextmanager
+def _cluster() -> Iterator[str]:
+    with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
+        yield cluster.address

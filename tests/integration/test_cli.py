@@ -1,0 +1,229 @@
+"""The command line as a user meets it: as a process, with its output, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import smb
+from smb.cli import main as cli
+
+DEADLINE_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
+    with smb.LocalCluster(servers=2, capacity="64MiB") as running:
+        yield running
+
+
+def run_smb(*arguments: str, coordinator: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+    if coordinator is not None:
+        environment["SMB_COORDINATOR"] = coordinator
+    return subprocess.run(
+        [sys.executable, "-m", "smb.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=DEADLINE_SECONDS,
+    )
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The same main(), without a new process for each of many small cases: (exit code, stdout, stderr)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["smb", *arguments])
+        patch.delenv("SMB_COORDINATOR", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_buffer_from_creation_to_deletion(cluster: smb.LocalCluster) -> None:
+    """create makes a buffer that clients can use, ls and stat show it with its placement, rm deletes it."""
+    name = "cli/" + "long-name-" * 15
+    made = run_smb(
+        "create", name, "--shape", "1000,300", "--servers", "2", "--stripe", "64KiB", coordinator=cluster.address
+    )
+    assert made.returncode == 0, made.stderr
+    with smb.connect(cluster.address) as client:
+        assert client.open(name).shape == (1000, 300)
+        assert not client.open(name).read().any()
+
+    listed = run_smb("ls", coordinator=cluster.address)
+    assert any(name in line and "1000 x 300" in line and "float32" in line for line in listed.stdout.splitlines())
+    (entry,) = (each for each in json.loads(run_smb("ls", "--json", coordinator=cluster.address).stdout))
+    assert (entry["name"], entry["shape"], entry["nbytes"]) == (name, [1000, 300], 1_200_000)
+
+    detail = run_smb("stat", name, coordinator=cluster.address)
+    assert detail.returncode == 0
+    assert "64 KiB" in detail.stdout
+    for server in cluster.servers:
+        assert server.name in detail.stdout
+    described = json.loads(run_smb("stat", name, "--json", coordinator=cluster.address).stdout)
+    assert described == entry
+    assert sum(segment["nbytes"] for segment in described["segments"]) == 1_200_000
+    assert {segment["server"] for segment in described["segments"]} == {server.name for server in cluster.servers}
+
+    assert run_smb("rm", name, coordinator=cluster.address).returncode == 0
+    assert json.loads(run_smb("ls", "--json", coordinator=cluster.address).stdout) == []
+
+
+def test_create_twice_is_an_error_unless_allowed(cluster: smb.LocalCluster) -> None:
+    """A taken name is one line on stderr and exit code 1; with --exist-ok and the same shape it is fine."""
+    arguments = ("create", "cli/twice", "--shape", "10", "--dtype", "int64")
+    assert run_smb(*arguments, coordinator=cluster.address).returncode == 0
+    again = run_smb(*arguments, coordinator=cluster.address)
+    assert again.returncode == 1
+    assert len(again.stderr.splitlines()) == 1
+    assert "cli/twice" in again.stderr
+    assert run_smb(*arguments, "--exist-ok", coordinator=cluster.address).returncode == 0
+    other = run_smb("create", "cli/twice", "--shape", "11", "--exist-ok", coordinator=cluster.address)
+    assert other.returncode == 1
+    assert run_smb("rm", "cli/twice", coordinator=cluster.address).returncode == 0
+
+
+def test_removing_what_is_not_there(cluster: smb.LocalCluster) -> None:
+    """rm of a missing name fails and says which; with --missing-ok it works; several names go in one call."""
+    missing = run_smb("rm", "cli/never", coordinator=cluster.address)
+    assert missing.returncode == 1
+    assert len(missing.stderr.splitlines()) == 1
+    assert "cli/never" in missing.stderr
+    assert run_smb("rm", "--missing-ok", "cli/never", coordinator=cluster.address).returncode == 0
+    with smb.connect(cluster.address) as client:
+        for name in ("cli/one", "cli/two"):
+            client.create(name, (4,))
+        assert run_smb("rm", "cli/one", "cli/two", coordinator=cluster.address).returncode == 0
+        assert client.list() == []
+
+
+def test_stat_of_a_missing_buffer(cluster: smb.LocalCluster) -> None:
+    """stat of a missing name is one line on stderr, nothing on stdout, exit code 1."""
+    result = run_smb("stat", "cli/never", "--json", coordinator=cluster.address)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "cli/never" in result.stderr
+
+
+def test_more_than_there_is_says_what_is_free(cluster: smb.LocalCluster) -> None:
+    """A buffer larger than the cluster is refused in one line that names the servers."""
+    result = run_smb("create", "cli/huge", "--shape", "1000000000", coordinator=cluster.address)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert cluster.servers[0].name in result.stderr
+
+
+def test_status_shows_servers_and_totals(cluster: smb.LocalCluster) -> None:
+    """status names each server as alive with its capacity, and sums them up, in the table and in JSON."""
+    with smb.connect(cluster.address) as client:
+        client.create("cli/status", (1 << 20,), "uint8", servers=2, stripe="256KiB")
+        shown = run_smb("status", coordinator=cluster.address)
+        described = json.loads(run_smb("status", "--json", coordinator=cluster.address).stdout)
+        client.delete("cli/status")
+    for server in cluster.servers:
+        assert re.search(rf"{server.name}\s+alive.*64 MiB", shown.stdout)
+    assert "2 of 2 servers alive" in shown.stdout
+    assert described["totals"]["capacity_bytes"] == 128 << 20
+    assert described["totals"]["buffers"] == 1
+    assert described["totals"]["segments"] == 2
+    assert [server["alive"] for server in described["servers"]] == [True, True]
+
+
+@pytest.mark.parametrize("command", [("ls",), ("status",), ("stat", "x"), ("create", "x", "--shape", "1"), ("rm", "x")])
+def test_no_coordinator_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command says in one line which address does not answer and how to start a cluster; exit code 1."""
+    address = f"127.0.0.1:{free_port()}"
+    code, out, err = run_here(capsys, *command, "-c", address)
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert address in err
+    assert "smb up" in err
+
+
+def test_no_coordinator_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an address the error names the option, the variable and `smb up`."""
+    code, _, err = run_here(capsys, "ls")
+    assert code == 1
+    assert "--coordinator" in err
+    assert "SMB_COORDINATOR" in err
+    assert "smb up" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("create", "x"),
+        ("create", "x", "--shape", "big"),
+        ("create", "x", "--shape", "1", "--stripe", "many"),
+        ("bench", "--transport", "pigeon"),
+        ("bench", "--sizes", "3"),
+        ("demo", "--scheme", "hsgd"),
+        ("nonsense",),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """What can't be meant is wrong usage: exit code 2, an explanation on stderr, no traceback."""
+    code, out, err = run_here(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert "smb" in err
+    assert "Traceback" not in err
+
+
+def test_help_names_every_command() -> None:
+    """`smb --help` lists the commands of the design that exist."""
+    out = run_smb("--help").stdout
+    for command in ("up", "coordinator", "status", "ls", "stat", "create", "rm", "bench", "demo"):
+        assert re.search(rf"^\s+{command}\s", out, re.M), command
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
+    """`smb up` prints the address and what to type next, serves clients there, and ends cleanly with nothing left."""
+    port = free_port()
+    command = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "2", "--capacity", "16MiB"]
+    with subprocess.Popen(
+        [*command, "--listen", f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        greeting = ""
+        while f"SMB_COORDINATOR=127.0.0.1:{port}" not in greeting:
+            line = process.stdout.readline()
+            assert line, process.stderr.read() if process.stderr else ""
+            greeting += line
+        with smb.connect(f"127.0.0.1:{port}") as client:
+            buffer = client.create("up/weights", (1 << 16,), "float32", servers=2, stripe="64KiB")
+            buffer.accumulate(np.ones(1 << 16, dtype=np.float32))
+            assert buffer.read().sum() == 1 << 16
+        assert list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
+        process.send_signal(stop)
+        _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert not list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
+
+
+def test_up_on_a_taken_port_says_so() -> None:
+    """When the address is taken, `smb up` ends with exit code 1 and says which, without a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run_smb("up", "--listen", address, "--capacity", "16MiB")
+    assert result.returncode == 1
+    assert address in result.stderr
+    assert "Traceback" not in result.stderr

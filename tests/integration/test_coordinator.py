@@ -1,0 +1,396 @@
+"""A real coordinator process and its gRPC, against memory servers that do as they are told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import urllib.error
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import CoordinatorStub
+from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
+from tests.support.memory_server import FakeMemoryServer, coordinator_stub, fake_memory_servers
+
+Code = grpc.StatusCode
+MIB = 1 << 20
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    with running_daemons(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def daemon(daemons: Daemons) -> Daemon:
+    return daemons.coordinator()
+
+
+@pytest.fixture
+def coordinator(daemon: Daemon) -> Iterator[CoordinatorStub]:
+    with coordinator_stub(daemon.address) as stub:
+        yield stub
+
+
+@pytest.fixture
+def servers(coordinator: CoordinatorStub) -> Iterator[list[FakeMemoryServer]]:
+    with fake_memory_servers("a", "b", "c") as started:
+        for server in started:
+            server.register(coordinator)
+        yield started
+
+
+def create(coordinator: CoordinatorStub, name: str = "w", nbytes: int = 3 * MIB, **wishes: Any) -> Any:
+    request = pb.CreateBufferRequest(**{"name": name, "shape": [nbytes], "dtype": "uint8", **wishes})
+    return coordinator.CreateBuffer(request, timeout=20)
+
+
+def open_buffer(coordinator: CoordinatorStub, name: str, timeout_ms: int = 0) -> Any:
+    return coordinator.OpenBuffer(pb.OpenBufferRequest(name=name, timeout_ms=timeout_ms), timeout=20)
+
+
+def delete(coordinator: CoordinatorStub, name: str) -> Any:
+    return coordinator.DeleteBuffer(pb.DeleteBufferRequest(name=name), timeout=20)
+
+
+def names(coordinator: CoordinatorStub) -> list[str]:
+    reply = coordinator.ListBuffers(pb.ListBuffersRequest(), timeout=10, wait_for_ready=True)
+    return [buffer.name for buffer in reply.buffers]
+
+
+def alive(coordinator: CoordinatorStub) -> dict[str, bool]:
+    return {s.name: s.alive for s in coordinator.ListServers(pb.ListServersRequest(), timeout=10).servers}
+
+
+@contextmanager
+def refused(code: grpc.StatusCode, *texts: str) -> Iterator[None]:
+    with pytest.raises(grpc.RpcError) as caught:
+        yield
+    assert caught.value.code() == code, caught.value.details()
+    for text in texts:
+        assert text in caught.value.details()
+
+
+def test_create_open_list_delete(coordinator: CoordinatorStub, servers: list[FakeMemoryServer]) -> None:
+    """A buffer's segments are made as its layout says, can be looked up, and are dropped with it; the name is free
+    again.
+    """
+    made = create(coordinator, "model/w")
+    assert [segment.server for segment in made.layout.segments] == ["a", "b", "c"]
+    assert (made.nbytes, made.layout.epoch, made.layout.stripe_bytes, made.layout.chunk_bytes) == (
+        3 * MIB, 1, MIB, MIB // 4,
+    )  # fmt: skip
+    for server, segment in zip(servers, made.layout.segments, strict=True):
+        asked = server.segments[segment.id]
+        assert (asked.nbytes, asked.epoch, asked.dtype, asked.chunk_bytes) == (MIB, 1, "uint8", MIB // 4)
+        assert segment.data_address == "127.0.0.1:1"
+        assert segment.instance_id == server.instance_id
+    assert open_buffer(coordinator, "model/w") == made
+    assert names(coordinator) == ["model/w"]
+    delete(coordinator, "model/w")
+    assert not any(server.segments for server in servers)
+    with refused(Code.NOT_FOUND, 'no buffer "model/w"'):
+        open_buffer(coordinator, "model/w")
+    create(coordinator, "model/w")
+
+
+def test_a_creation_that_one_server_refuses_leaves_nothing(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """Two of three made their segments: they drop them, the error names the third, and the name is free."""
+    servers[1].refuse_creation = Code.RESOURCE_EXHAUSTED
+    with refused(Code.RESOURCE_EXHAUSTED, 'create of "w"', 'memory server "b"', "b refuses", "nothing was created"):
+        create(coordinator)
+    assert not any(server.segments for server in servers)
+    assert names(coordinator) == []
+    servers[1].refuse_creation = None
+    create(coordinator)
+    assert all(len(server.segments) == 1 for server in servers)
+
+
+def test_a_server_that_does_not_answer_fails_the_creation_in_time(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """A mute server costs some seconds, not forever; what it made after all is dropped once it registers again."""
+    hung = servers[2]
+    hung.hold = threading.Event()
+    with refused(Code.UNAVAILABLE, 'memory server "c"', "in time", "nothing was created"):
+        create(coordinator)
+    assert not servers[0].segments
+    assert not servers[1].segments
+    hung.hold.set()
+    wait_for(lambda: hung.segments, "late segment")
+    with refused(Code.NOT_FOUND, "must register again"):
+        hung.renew(coordinator)
+    hung.register(coordinator)
+    assert not hung.segments
+
+
+def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, servers: list[FakeMemoryServer]) -> None:
+    """Each class of mistake has its code and says what was asked; the coordinator serves on."""
+    for wishes, told in (
+        ({"name": "../w"}, '"../w" cannot name a buffer'),
+        ({"shape": [0]}, "extent of 0"),
+        ({"dtype": "complex64"}, 'no dtype "complex64"'),
+        ({"stripe_bytes": 1000}, "multiple of 4096"),
+        ({"replicas": 2}, "replication is not there yet"),
+        ({"versions": 2}, "versions are not there yet"),
+        ({"server_names": ["a", "x"]}, 'no memory server "x"'),
+    ):
+        with refused(Code.INVALID_ARGUMENT, told):
+            create(coordinator, **wishes)
+    with refused(Code.NOT_FOUND, 'no buffer "nobody"'):
+        create(coordinator, like="nobody")
+    with refused(Code.RESOURCE_EXHAUSTED, "no room for", "free: a 64 MiB, b 64 MiB, c 64 MiB"):
+        create(coordinator, nbytes=1 << 50)
+    with refused(Code.RESOURCE_EXHAUSTED, "no room for"):
+        create(coordinator, shape=[(1 << 64) - 1] * 4, dtype="float64")
+    with refused(Code.UNAVAILABLE, "4 servers asked, 3 alive"):
+        create(coordinator, server_count=4)
+    assert names(coordinator) == []
+    create(coordinator)
+
+
+def test_without_a_memory_server_creates_say_how_to_start_one(coordinator: CoordinatorStub) -> None:
+    """UNAVAILABLE, with the command."""
+    with refused(Code.UNAVAILABLE, "no memory server is alive", "smb-memserver --coordinator"):
+        create(coordinator)
+
+
+def test_of_concurrent_creates_one_wins(coordinator: CoordinatorStub, servers: list[FakeMemoryServer]) -> None:
+    """Sixteen at once: one buffer, fifteen ALREADY_EXISTS; with exist_ok sixteen times the same buffer."""
+
+    def attempt(exist_ok: bool) -> Any:
+        try:
+            return create(coordinator, "same" if exist_ok else "w", exist_ok=exist_ok).id
+        except grpc.RpcError as error:
+            return error.code()
+
+    with ThreadPoolExecutor(16) as threads:
+        outcomes = Counter(threads.map(attempt, [False] * 16))
+        assert outcomes[Code.ALREADY_EXISTS] == 15
+        ids = set(threads.map(attempt, [True] * 16))
+    assert len(ids) == 1
+    assert ids == {open_buffer(coordinator, "same").id}
+    assert [len(server.segments) for server in servers] == [2, 2, 2]
+
+
+def test_concurrent_creates_do_not_promise_memory_twice(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """Ten at once of 40 MiB each for three servers of 64 MiB: one fits on each, seven are refused."""
+
+    def attempt(number: int) -> str:
+        try:
+            create(coordinator, f"w{number}", nbytes=40 * MIB, server_count=1)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "made"
+
+    with ThreadPoolExecutor(10) as threads:
+        outcomes = Counter(threads.map(attempt, range(10)))
+    assert outcomes == {"made": 3, "RESOURCE_EXHAUSTED": 7}
+    assert [len(server.segments) for server in servers] == [1, 1, 1]
+
+
+def test_an_open_waits_for_the_creation_and_holds_no_thread(
+    daemon: Daemon, coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """A hundred opens wait without a thread each and all return what is then created; a short one times out."""
+
+    def threads() -> int:
+        status = Path(f"/proc/{daemon.pid}/status").read_text()
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("Threads:")))
+
+    with refused(Code.NOT_FOUND, "within 0.05 s"):
+        open_buffer(coordinator, "late", timeout_ms=50)
+    before = threads()
+    request = pb.OpenBufferRequest(name="late", timeout_ms=15_000)
+    opens = [coordinator.OpenBuffer.future(request, timeout=20) for _ in range(100)]
+    assert names(coordinator) == [], "answered after the opens, by the same connection"
+    assert threads() - before < 10
+    made = create(coordinator, "late")
+    assert all(opened.result(10).id == made.id for opened in opens)
+
+
+def test_everything_comes_back_after_a_kill(
+    daemons: Daemons, daemon: Daemon, coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """kill -9 and a restart on the same state and port: buffers are there, half made ones are taken back, servers go
+    on.
+    """
+    made = create(coordinator, "w")
+    servers[0].hold = threading.Event()
+    servers[0].asked.clear()
+    half = coordinator.CreateBuffer.future(pb.CreateBufferRequest(name="half", shape=[3 * MIB], dtype="uint8"))
+    assert servers[0].asked.wait(10)
+    address = daemon.address
+    daemon.kill()
+    assert half.code() == Code.UNAVAILABLE
+    servers[0].hold.set()
+    wait_for(lambda: [len(server.segments) for server in servers] == [2, 2, 2], "six segments")
+
+    again = daemons.coordinator(listen=address)
+    assert again.address == address
+    assert names(coordinator) == ["w"]
+    assert open_buffer(coordinator, "w") == made
+    assert alive(coordinator) == {"a": True, "b": True, "c": True}
+    for server in servers:
+        with refused(Code.NOT_FOUND, "must register again"):
+            server.renew(coordinator)
+        server.register(coordinator)
+        server.renew(coordinator)
+        assert set(server.segments) <= {segment.id for segment in made.layout.segments}
+    create(coordinator, "half")
+
+
+def test_a_deleted_buffer_of_a_server_that_is_away_is_dropped_at_its_return(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """Delete answers at once though a server is down; that server is told when it registers."""
+    create(coordinator)
+    away = servers[0]
+    away.stop()
+    delete(coordinator, "w")
+    assert names(coordinator) == []
+    assert [len(server.segments) for server in servers] == [1, 0, 0]
+    away.start()
+    away.instance_id = 99
+    away.register(coordinator)
+    assert not away.segments
+
+
+def test_a_name_belongs_to_the_run_that_answers(coordinator: CoordinatorStub, servers: list[FakeMemoryServer]) -> None:
+    """A second run is refused while the first answers, let in at once when it is gone, and the first must then stay
+    out.
+    """
+    with fake_memory_servers("a") as (second,):
+        second.instance_id = 77
+        with refused(Code.ALREADY_EXISTS, 'a memory server "a" runs already'):
+            second.register(coordinator)
+        servers[0].stop()
+        second.register(coordinator)
+        second.renew(coordinator)
+        with refused(Code.NOT_FOUND, "another run"):
+            servers[0].renew(coordinator)
+
+
+def test_a_server_whose_lease_ran_out_is_shown_dead_and_not_used(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """Without renewals it takes a lease; its buffers stay listed, new ones go elsewhere, and it can come back."""
+    create(coordinator)
+
+    def only_a_is_dead() -> bool:
+        servers[1].renew(coordinator)
+        servers[2].renew(coordinator)
+        return alive(coordinator) == {"a": False, "b": True, "c": True}
+
+    wait_for(only_a_is_dead, "death of a", deadline_s=15)
+    assert names(coordinator) == ["w"]
+    assert {segment.server for segment in create(coordinator, "v").layout.segments} == {"b", "c"}
+    with refused(Code.UNAVAILABLE, '"a" is not alive'):
+        create(coordinator, "u", server_names=["a"])
+    servers[0].register(coordinator)
+    assert alive(coordinator)["a"]
+
+
+def test_a_client_that_gives_up_in_the_middle_leaves_a_whole_buffer(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """A cancelled create is finished by the coordinator: afterwards the buffer is there with all its segments."""
+    servers[0].hold = threading.Event()
+    call = coordinator.CreateBuffer.future(pb.CreateBufferRequest(name="w", shape=[3 * MIB], dtype="uint8"))
+    assert servers[0].asked.wait(10)
+    call.cancel()
+    servers[0].hold.set()
+    wait_for(lambda: names(coordinator) == ["w"], "buffer")
+    assert [len(server.segments) for server in servers] == [1, 1, 1]
+
+
+def test_sessions_are_opened_renewed_made_again_and_closed(daemon: Daemon, coordinator: CoordinatorStub) -> None:
+    """Ids are non-zero and distinct; renewing an id that nobody knows (a restart's) makes it; the count is a metric."""
+    opened = [coordinator.OpenSession(pb.OpenSessionRequest(client_name="h:1")) for _ in range(2)]
+    assert len({0, *(session.session_id for session in opened)}) == 3
+    assert opened[0].lease_ms >= 3000
+    coordinator.RenewSession(pb.RenewSessionRequest(session_id=12345, client_name="h:2"))
+    assert daemon.metric("smb_coordinator_sessions") == 3
+    coordinator.CloseSession(pb.CloseSessionRequest(session_id=12345))
+    coordinator.CloseSession(pb.CloseSessionRequest(session_id=999))
+    assert daemon.metric("smb_coordinator_sessions") == 2
+    with refused(Code.INVALID_ARGUMENT):
+        coordinator.RenewSession(pb.RenewSessionRequest(session_id=0))
+
+
+def test_pages_tell_the_truth(daemon: Daemon, coordinator: CoordinatorStub, servers: list[FakeMemoryServer]) -> None:
+    """Metrics follow what was created, asked and refused; /healthz is JSON; other paths are 404."""
+    create(coordinator, "w")
+    with refused(Code.NOT_FOUND):
+        open_buffer(coordinator, "x")
+    assert daemon.metric("smb_coordinator_buffers") == 1
+    assert daemon.metric("smb_coordinator_buffer_bytes") == 3 * MIB
+    assert daemon.metric("smb_coordinator_allocated_bytes") > 3 * MIB
+    assert daemon.metric("smb_coordinator_servers_alive") == daemon.metric("smb_coordinator_servers_known") == 3
+    assert daemon.metric('smb_coordinator_rpcs_total{code="OK",method="CreateBuffer"}') == 1
+    assert daemon.metric('smb_coordinator_rpcs_total{code="NOT_FOUND",method="OpenBuffer"}') == 1
+    assert daemon.metric('smb_coordinator_rpc_duration_seconds_count{method="CreateBuffer"}') == 1
+    health = json.loads(daemon.page("/healthz"))
+    assert (health["ok"], health["address"], health["buffers"]) == (True, daemon.address, 1)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        daemon.page("/nothing")
+    caught.value.close()
+    assert caught.value.code == 404
+
+
+def test_a_stop_is_clean_and_quick(daemon: Daemon, coordinator: CoordinatorStub) -> None:
+    """SIGTERM, also with an open that waits: exit code 0, the ready file is gone, no traceback."""
+    waiting = coordinator.OpenBuffer.future(pb.OpenBufferRequest(name="late", timeout_ms=60_000))
+    assert names(coordinator) == []
+    assert daemon.stop() == 0
+    assert waiting.code() == Code.UNAVAILABLE
+    assert "the coordinator is stopping" in waiting.details()
+    assert not daemon.ready_file.exists()
+    assert "Traceback" not in daemon.log.read_text()
+
+
+def test_ctrl_c_stops_as_well(daemon: Daemon) -> None:
+    """SIGINT: exit code 0."""
+    assert daemon.address
+    daemon.process.send_signal(signal.SIGINT)
+    assert daemon.wait() == 0
+
+
+def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, daemon: Daemon) -> None:
+    """A taken port, a state in use, a missing kind of state: exit code 1 and one line, no traceback, no ready file."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for listen, state, told in (
+            (f"127.0.0.1:{port}", "fresh", f"cannot listen on 127.0.0.1:{port}: Address already in use"),
+            (daemon.address, "fresh", "Address already in use"),
+            ("127.0.0.1:0", "state", "in use by another coordinator"),
+            ("127.0.0.1:0", "etcd://127.0.0.1:2379", "etcd is not there yet"),
+            ("nonsense", "fresh", "is no address"),
+        ):
+            place = state if "://" in state else str(daemons.directory / state)
+            failed = daemons.coordinator(listen=listen, state=place)
+            assert failed.wait() == 1
+            (line,) = failed.log.read_text().splitlines()
+            assert told in line
+            assert " ERROR coordinator: " in line
+    assert names_after_all(daemon) == []
+
+
+def names_after_all(daemon: Daemon) -> list[str]:
+    with coordinator_stub(daemon.address) as stub:
+        return names(stub)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import smb
+from smb.cli import demo as demo_command
+from smb.cli import main as cli
+from smb.demo import DemoConfig, DemoResult, run_demo
+from smb.demo.config import WorkerTask
+from smb.demo.fleet import Fleet
+from smb.demo.run import DemoView
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_short_form_reaches_its_accuracy(transport: str) -> None:
+    """Processes that share a striped buffer learn to 0.95 in seconds although one is killed and one comes late."""
+    phases: list[str] = []
+
+    def follow(view: DemoView) -> None:
+        phases.append(view.phase)
+
+    result = run_demo(DemoConfig.short(transport=transport), follow)
+    assert result.passed, result.curve
+    assert result.accuracy >= 0.95
+    assert result.curve[0].accuracy < 0.3
+    assert "training together" in phases
+
+    assert len(result.bytes_by_server) == 2
+    assert min(result.bytes_by_server.values()) > 0.4 * sum(result.bytes_by_server.values())
+    assert result.bytes_moved > 0
+    assert 0.0 < result.communication_share < 1.0
+    happened = {(event.worker, event.what) for event in result.events}
+    latecomer = result.workers[-1]
+    assert ("worker-2", "killed") in happened
+    assert (latecomer.name, "joined") in happened
+    assert latecomer.samples > 0
+    assert [worker.status for worker in result.workers] == ["done", "killed", "done", "done"]
+    killed_at = next(event.seconds for event in result.events if event.what == "killed")
+    assert result.curve[-1].seconds > killed_at
+
+
+def test_command_reports_and_exits_by_accuracy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`smb demo` ends with 0 and the plot's path if the target is reached, with 1 and a line on stderr if not."""
+    result = run_demo(DemoConfig(workers=2, epochs=6.0, target=0.0, plot=tmp_path / "demo.svg"))
+    assert (tmp_path / "demo.svg").read_text().count("<path") > 10
+    assert result.alone_samples == result.samples
+    for target, code in ((0.0, 0), (1.0, 1)):
+        ended = replace(result, config=replace(result.config, target=target), accuracy=0.5)
+        monkeypatch.setattr(demo_command, "_run", lambda config, quiet, ended=ended: ended)
+        assert _exit_code(monkeypatch, "demo") == code
+        out, err = capsys.readouterr()
+        assert "50.00%" in out
+        assert str(tmp_path / "demo.svg") in out
+        assert ("below the target" in err) == (code == 1)
+    assert _exit_code(monkeypatch, "demo", "--json") == 1
+    described = json.loads(capsys.readouterr().out)
+    assert described["accuracy"] == 0.5
+    assert described["passed"] is False
+    assert described["bytes_moved"] == result.bytes_moved
+
+
+def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["smb", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_worker_that_fails_is_heard(tmp_path: Path) -> None:
+    """A process that can't begin is reported as failed with its last words, and nothing of it stays behind."""
+    task = WorkerTask("worker-1", str(tmp_path / "missing.npz"), 0, 0, 32, 128)
+    with Fleet(tmp_path) as fleet:
+        worker = fleet.start(task)
+        while worker.running:
+            fleet.listen(0.1)
+        assert worker.status == "failed"
+        assert "missing.npz" in worker.last_words()
+    assert worker.process.returncode == 1
+
+
+def test_all_workers_failing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When no worker can train, the demo raises smb.Error with what the first one said, instead of waiting."""
+    start = Fleet.start
+
+    def start_broken(self: Fleet, task: WorkerTask) -> object:
+        return start(self, replace(task, digits="nowhere.npz"))
+
+    monkeypatch.setattr(Fleet, "start", start_broken)
+    with pytest.raises(smb.Error, match=r"all training processes failed.*nowhere\.npz"):
+        run_demo(DemoConfig.short())
+
+
+def test_result_counts_what_workers_did() -> None:
+    """The totals of a result are the sums over its workers; without any, shares are 0 rather than an error."""
+    empty = DemoResult(
+        config=DemoConfig.short(),
+        transports=("shm",),
+        parameters=1,
+        bytes_by_server={},
+        accuracy=0.96,
+        seconds=2.0,
+        samples=100,
+        curve=(),
+        events=(),
+        workers=(),
+    )
+    assert empty.passed
+    assert not replace(empty, accuracy=0.94).passed
+    assert (empty.samples_per_second, empty.bytes_moved, empty.communication_share) == (50.0, 0, 0.0)
+    assert empty.alone_samples_per_second is None

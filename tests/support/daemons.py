@@ -1,0 +1,141 @@
+"""Real daemons as child processes of a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+DEADLINE_S = 20.0
+Value = TypeVar("Value")
+
+
+def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEADLINE_S) -> Value:
+    """Return the condition's first true value; fail the test after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"no {what} within {deadline_s:g} s"
+        time.sleep(0.01)
+    return value
+
+
+class Daemon:
+    """One run of a daemon. Its standard error goes into `log`."""
+
+    def __init__(self, arguments: list[str], ready_file: Path, log: Path) -> None:
+        self.ready_file = ready_file
+        self.log = log
+        command = [sys.executable, "-m", *arguments]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, stderr=out, stdout=out, env=environment)
+        self.pid = self.process.pid
+
+    @property
+    def address(self) -> str:
+        """Where it serves; waits until it does."""
+        return str(self._ready()["address"])
+
+    @property
+    def metrics(self) -> str:
+        """Where its pages are; waits until it serves."""
+        return str(self._ready()["metrics"])
+
+    def page(self, path: str) -> str:
+        """GET a page."""
+        with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def metric(self, sample: str) -> float:
+        """Return the value of a sample, named as on the page: name{label="value"}."""
+        for line in self.page("/metrics").splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == sample:
+                return float(value)
+        raise AssertionError(f"no sample {sample}")
+
+    def stop(self) -> int:
+        """SIGTERM; return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL. The ready file stays, as after any crash; it goes here so that the next run's can be waited for."""
+        self.process.kill()
+        self.wait()
+        self.ready_file.unlink(missing_ok=True)
+
+    def wait(self) -> int:
+        """Return the exit code."""
+        return self.process.wait(DEADLINE_S)
+
+    def _ready(self) -> dict[str, Any]:
+        wait_for(lambda: self.ready_file.exists() or self.process.poll() is not None, f"ready file {self.ready_file}")
+        assert self.process.poll() is None, f"the daemon died:\n{self.log.read_text()}"
+        found: dict[str, Any] = json.loads(self.ready_file.read_text())
+        assert found["pid"] == self.pid
+        return found
+
+
+class Daemons:
+    """Starts daemons below one directory; memory goes below /dev/shm."""
+
+    def __init__(self, directory: Path, memory: Path) -> None:
+        self.directory = directory
+        self.memory = memory
+        self._started: list[Daemon] = []
+
+    def coordinator(self, listen: str = "127.0.0.1:0", state: str | None = None) -> Daemon:
+        """Start a coordinator, by default always on the same state."""
+        state = state or str(self.directory / "state")
+        arguments = ["smb.cli.main", "coordinator", "--listen", listen, "--state", state, "--metrics", "127.0.0.1:0"]
+        return self._start("coordinator", arguments)
+
+    def memory_server(self, coordinator: str, name: str, *options: str) -> Daemon:
+        """Start a memory server; later options override the defaults here."""
+        arguments = ["memserver", "--coordinator", coordinator, "--name", name]
+        arguments += ["--memory-dir", str(self.memory), "--capacity", "64MiB", "--loops", "1"]
+        return self._start(name, arguments, options)
+
+    def files(self) -> list[str]:
+        """Return the names of all files in the memory directory."""
+        return sorted(path.name for path in self.memory.iterdir())
+
+    def kill_all(self) -> None:
+        """Leave no process behind."""
+        for daemon in self._started:
+            if daemon.process.poll() is None:
+                daemon.process.kill()
+                daemon.wait()
+
+    def _start(self, name: str, arguments: list[str], options: Sequence[str] = ()) -> Daemon:
+        number = len(self._started)
+        ready_file = self.directory / f"{name}.ready"
+        arguments = [*arguments, "--ready-file", str(ready_file), *options]
+        daemon = Daemon(arguments, ready_file, self.directory / f"{number}-{name}.log")
+        self._started.append(daemon)
+        return daemon
+
+
+@contextmanager
+def running_daemons(directory: Path) -> Iterator[Daemons]:
+    """Give a Daemons and take everything away afterwards."""
+    memory = Path("/dev/shm") / f"smb-test-{os.getpid()}-{time.monotonic_ns()}"
+    memory.mkdir()
+    daemons = Daemons(directory, memory)
+    try:
+        yield daemons
+    finally:
+        daemons.kill_all()
+        for path in memory.iterdir():
+            path.unlink()
+        memory.rmdir()

@@ -1,0 +1,102 @@
+"""A memory server without memory: its side of the control plane, and faults on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import CoordinatorStub, MemoryServerServicer, add_MemoryServerServicer_to_server
+
+OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.so_reuseport", 0))
+
+
+class FakeMemoryServer(MemoryServerServicer):
+    """Remembers the segments that it was asked for."""
+
+    def __init__(self, name: str, instance_id: int = 1) -> None:
+        self.name = name
+        self.instance_id = instance_id
+        self.segments: dict[int, Any] = {}
+        self.asked = threading.Event()  # set at each create, before it is answered
+        self.refuse_creation: grpc.StatusCode | None = None
+        self.hold: threading.Event | None = None  # creates wait for it
+        self._server: grpc.Server | None = None
+        self.port = 0
+
+    def CreateSegment(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        self.asked.set()
+        if self.hold is not None:
+            self.hold.wait(30)
+        if self.refuse_creation is not None:
+            context.abort(self.refuse_creation, f"{self.name} refuses")
+        self.segments[request.id] = request
+        return pb.CreateSegmentReply(used_bytes=self.used_bytes())
+
+    def DeleteSegment(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        self.segments.pop(request.id, None)
+        return pb.DeleteSegmentReply(used_bytes=self.used_bytes())
+
+    def used_bytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments.values())
+
+    def start(self) -> None:
+        """Answer on a free port."""
+        self._server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
+        add_MemoryServerServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+
+    def stop(self) -> None:
+        """Be gone, as after a crash: nobody is told."""
+        if self._server is not None:
+            self._server.stop(0).wait()
+            self._server = None
+
+    def register(self, coordinator: CoordinatorStub, capacity_bytes: int = 64 << 20) -> Any:
+        """Register with what is held; return the reply, having dropped what it says."""
+        request = pb.RegisterServerRequest(
+            name=self.name,
+            instance_id=self.instance_id,
+            data_address="127.0.0.1:1",
+            control_address=f"127.0.0.1:{self.port}",
+            capacity_bytes=capacity_bytes,
+            used_bytes=self.used_bytes(),
+            segment_ids=list(self.segments),
+        )
+        reply = coordinator.RegisterServer(request, timeout=10)
+        for segment_id in reply.drop_segment_ids:
+            self.segments.pop(segment_id, None)
+        return reply
+
+    def renew(self, coordinator: CoordinatorStub) -> Any:
+        request = pb.RenewServerRequest(name=self.name, instance_id=self.instance_id, used_bytes=self.used_bytes())
+        return coordinator.RenewServer(request, timeout=10)
+
+
+@contextmanager
+def fake_memory_servers(*names: str) -> Iterator[list[FakeMemoryServer]]:
+    """Give started servers and stop them afterwards."""
+    servers = [FakeMemoryServer(name, instance_id) for instance_id, name in enumerate(names, start=1)]
+    for server in servers:
+        server.start()
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            if server.hold is not None:
+                server.hold.set()
+            server.stop()
+
+
+@contextmanager
+def coordinator_stub(address: str) -> Iterator[CoordinatorStub]:
+    """Give a client of the coordinator's gRPC that outlives the coordinator's restarts."""
+    options = (*OPTIONS, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
+    with grpc.insecure_channel(address, options=options) as channel:
+        yield CoordinatorStub(channel)

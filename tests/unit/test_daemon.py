@@ -1,0 +1,86 @@
+"""smb.daemon: what both daemons share."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from smb import errors
+from smb.daemon import Pages, check_listen, start_log, write_ready_file
+
+
+@pytest.fixture
+def root_log() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield root
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_ready_file_is_there_whole(tmp_path: Path) -> None:
+    """It has the four keys, replaces what was there, and leaves no draft; a place that is none is an error."""
+    path = tmp_path / "ready"
+    path.write_text("old")
+    write_ready_file(path, address="h:1", metrics="h:2", name="n")
+    assert json.loads(path.read_text()) == {"address": "h:1", "metrics": "h:2", "name": "n", "pid": os.getpid()}
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(errors.UnavailableError, match="cannot write the ready file"):
+        write_ready_file(tmp_path / "nowhere" / "ready", address="", metrics="", name="")
+
+
+def test_pages_serve_metrics_and_health() -> None:
+    """/metrics shows the registry, /healthz is 200 or 503 as told; a taken address is an error with its reason."""
+    registry = CollectorRegistry()
+    Gauge("smb_test", "A test.", registry=registry).set(7)
+    health = {"ok": True}
+    with closing(Pages("127.0.0.1:0", registry, lambda: health)) as pages:
+        with urllib.request.urlopen(f"http://{pages.address}/metrics", timeout=5) as answer:
+            assert b"smb_test 7.0" in answer.read()
+        with urllib.request.urlopen(f"http://{pages.address}/healthz", timeout=5) as answer:
+            assert json.load(answer) == {"ok": True}
+        health["ok"] = False
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"http://{pages.address}/healthz", timeout=5)
+        caught.value.close()
+        assert caught.value.code == 503
+        with pytest.raises(errors.UnavailableError, match="Address already in use"):
+            Pages(pages.address, registry, lambda: health)
+    Pages(pages.address, registry, lambda: health).close()
+
+
+def test_an_address_is_checked_before_it_is_used() -> None:
+    """A free port and 0 pass; a taken one, somebody else's address and nonsense do not."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(errors.UnavailableError, match=f"cannot listen on {address}: Address already in use"):
+            check_listen(address)
+    assert check_listen(address) == ("127.0.0.1", int(address.split(":")[1]))
+    assert check_listen("127.0.0.1:0") == ("127.0.0.1", 0)
+    with pytest.raises(errors.UnavailableError, match="cannot listen on"):
+        check_listen("192.0.2.1:7070")
+    with pytest.raises(errors.InvalidArgumentError):
+        check_listen("7070")
+
+
+def test_a_log_entry_is_one_line(root_log: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name with a line feed in it cannot forge an entry; an unknown level is refused."""
+    start_log("info")
+    root_log.handlers[0].setStream(sys.stderr)  # type: ignore[attr-defined]
+    logging.getLogger("coordinator").info("hello %s", "one\n2026 ERROR forged\x1b[2J")
+    logging.getLogger("coordinator").debug("not shown")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(r"INFO coordinator: hello one\n2026 ERROR forged\x1b[2J")
+    with pytest.raises(errors.InvalidArgumentError, match="is no log level"):
+        start_log("loud")

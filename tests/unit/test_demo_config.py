@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from smb.demo import SCHEMES, DemoConfig
+from smb.demo.config import WorkerTask
+from smb.demo.extras import check_extras
+from smb.errors import Error, InvalidArgumentError
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes_that_are_there_are_taken(scheme: str) -> None:
+    """Every scheme that is listed can be configured."""
+    assert DemoConfig(scheme=scheme).scheme == scheme
+
+
+def test_a_scheme_that_is_not_there_is_refused() -> None:
+    """A scheme of the plan that is not built yet is refused, and the message names what there is."""
+    with pytest.raises(InvalidArgumentError, match="'hsgd' is not there yet; there is: seasgd"):
+        DemoConfig(scheme="hsgd")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("transport", "carrier-pigeon", "there are: auto, shm, tcp"),
+        ("workers", 1, "takes 2 or more"),
+        ("servers", 0, "must be more than 0"),
+        ("epochs", 0.0, "must be more than 0"),
+        ("target", 97.0, "between 0 and 1"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(option: str, value: object, says: str) -> None:
+    """Each bad option is refused with what would do."""
+    with pytest.raises(InvalidArgumentError, match=says):
+        DemoConfig(**{option: value})  # type: ignore[arg-type]
+
+
+def test_moving_rates_of_all_workers_stay_below_one() -> None:
+    """alpha times the number of workers is the same whatever their number: the shared model can't overshoot."""
+    for workers in (2, 4, 16):
+        assert DemoConfig(workers=workers).alpha * workers == pytest.approx(0.8)
+
+
+def test_tasks_survive_their_way_to_the_process() -> None:
+    """A task read from its JSON is the same task."""
+    task = WorkerTask("worker-1", "digits.npz", 1, 2, 32, 1000, coordinator="127.0.0.1:1", alpha=0.2)
+    assert WorkerTask.from_json(task.to_json()) == task
+
+
+def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is a pip command with just what is missing; matplotlib counts only where a plot is wanted."""
+    monkeypatch.setattr("smb.demo.extras.find_spec", lambda name: None if name in ("torch", "matplotlib") else object())
+    with pytest.raises(Error, match=r"python -m pip install 'torch>=2\.2' 'matplotlib>=3\.8,<4'$"):
+        check_extras(plot=True)
+    with pytest.raises(Error, match=r"python -m pip install 'torch>=2\.2'$"):
+        check_extras(plot=False)
+    monkeypatch.setattr("smb.demo.extras.find_spec", lambda name: object())
+    check_extras(plot=True)

@@ -1,0 +1,133 @@
+"""smb.coordinator.placement: which servers, and which cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smb import errors
+from smb.coordinator.placement import Placement, Pool, chunk_bytes, place, place_like
+from smb.coordinator.records import BufferRecord, SegmentRecord
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def servers_of(placement: Placement) -> list[str]:
+    return [share.server for share in placement.shares]
+
+
+def test_a_buffer_is_spread_over_all_servers_with_room_most_free_first() -> None:
+    """Without a wish a large buffer takes every server, those with the most free bytes first."""
+    placement = place(Pool({"a": 1 * GIB, "b": 3 * GIB, "c": 2 * GIB}), 64 * MIB)
+    assert servers_of(placement) == ["b", "c", "a"]
+    assert placement.stripe_bytes == MIB
+    assert placement.chunk_bytes == 256 * KIB
+    assert sum(share.nbytes for share in placement.shares) == 64 * MIB
+
+
+def test_a_buffer_smaller_than_a_stripe_lies_on_one_server() -> None:
+    """Nothing is spread thinner than one stripe for each server; 1.5 stripes take two."""
+    pool = Pool({"a": GIB, "b": GIB, "c": GIB})
+    assert servers_of(place(pool, 100)) == ["a"]
+    assert servers_of(place(pool, MIB)) == ["a"]
+    assert [share.nbytes for share in place(pool, 3 * MIB // 2).shares] == [MIB, MIB // 2]
+
+
+def test_small_buffers_go_round() -> None:
+    """One after the other lands where most is free, so equal servers fill evenly; ties go by name."""
+    free = {"b": GIB, "a": GIB, "c": GIB}
+    landed = []
+    for _ in range(6):
+        (share,) = place(Pool(free), 64 * KIB).shares
+        landed.append(share.server)
+        free[share.server] -= share.file_bytes
+    assert landed == ["a", "b", "c"] * 2
+
+
+def test_servers_without_room_are_left_out() -> None:
+    """Where a full server would have to take part, the others take its share."""
+    pool = Pool({"a": GIB, "b": GIB, "full": 4 * KIB})
+    assert servers_of(place(pool, 64 * MIB)) == ["a", "b"]
+
+
+def test_the_header_of_a_segment_counts() -> None:
+    """A server with exactly the data's bytes free has no room: the segment's header and chunk table need some too."""
+    with pytest.raises(errors.OutOfMemoryError, match="no room for 1 MiB"):
+        place(Pool({"a": MIB}), MIB)
+    assert place(Pool({"a": MIB + 64 * KIB}), MIB).shares[0].file_bytes > MIB
+
+
+def test_a_count_is_kept_and_refused_where_it_cannot_be() -> None:
+    """servers=n gives n, refuses more than there are, and n that do not all have room."""
+    pool = Pool({"a": GIB, "b": GIB, "c": 8 * MIB})
+    assert len(place(pool, 64 * MIB, count=2).shares) == 2
+    with pytest.raises(errors.OutOfMemoryError, match="64 MiB over 3 servers; free: a 1 GiB, b 1 GiB, c 8 MiB"):
+        place(pool, 64 * MIB, count=3)
+    with pytest.raises(errors.UnavailableError, match=r"4 servers asked, 3 alive \(a, b, c\)"):
+        place(pool, 64 * MIB, count=4)
+    with pytest.raises(errors.InvalidArgumentError, match="at most 1024"):
+        place(pool, 64 * MIB, count=1025)
+
+
+def test_a_count_shrinks_the_default_stripe_so_that_every_server_takes_part() -> None:
+    """100 KiB over three servers is cut into pages, not put onto one; a single page stays whole."""
+    pool = Pool({"a": GIB, "b": GIB, "c": GIB})
+    placement = place(pool, 100 * KIB, count=3)
+    assert [share.nbytes for share in placement.shares] == [36 * KIB, 36 * KIB, 28 * KIB]
+    assert placement.chunk_bytes == 4 * KIB
+    assert len(place(pool, 4000, count=3).shares) == 1
+
+
+def test_named_servers_keep_their_order_and_must_live() -> None:
+    """Names are taken as they come; an unknown one and a dead one are told apart."""
+    pool = Pool({"a": GIB, "b": GIB}, dead=frozenset({"gone"}))
+    assert servers_of(place(pool, 8 * MIB, names=["b", "a"])) == ["b", "a"]
+    with pytest.raises(errors.UnavailableError, match='"gone" is not alive; alive: a, b'):
+        place(pool, 8 * MIB, names=["a", "gone"])
+    with pytest.raises(errors.InvalidArgumentError, match='no memory server "x" is known'):
+        place(pool, 8 * MIB, names=["a", "x"])
+
+
+def test_without_a_server_the_error_says_how_to_start_one() -> None:
+    """An empty cluster, and one of dead servers only, answer Unavailable with the command."""
+    for pool in (Pool({}), Pool({}, dead=frozenset({"a"}))):
+        with pytest.raises(errors.UnavailableError, match="start one with: smb-memserver"):
+            place(pool, 4 * KIB)
+
+
+def test_like_repeats_cut_and_servers_or_fails() -> None:
+    """A placement like another has its servers in its order, also where others have more room."""
+    segments = (SegmentRecord(1, "b", 64 * KIB, 72 * KIB), SegmentRecord(2, "a", 32 * KIB, 40 * KIB))
+    like = BufferRecord("w", 7, (24576,), "float32", 96 * KIB, 1, 64 * KIB, 64 * KIB, segments, 0.0, True)
+    placement = place_like(Pool({"a": MIB, "b": MIB, "c": GIB}), like)
+    assert servers_of(placement) == ["b", "a"]
+    assert (placement.stripe_bytes, placement.chunk_bytes) == (64 * KIB, 64 * KIB)
+    with pytest.raises(errors.OutOfMemoryError, match='on the servers of "w"'):
+        place_like(Pool({"a": MIB, "b": 71 * KIB, "c": GIB}), like)
+    with pytest.raises(errors.UnavailableError, match='"b" is not alive'):
+        place_like(Pool({"a": MIB, "c": GIB}, dead=frozenset({"b"})), like)
+
+
+@pytest.mark.parametrize(
+    ("stripe", "chunk"), [(4 * KIB, 4 * KIB), (12 * KIB, 4 * KIB), (96 * KIB, 32 * KIB), (GIB, 256 * KIB)]
+)
+def test_a_chunk_is_the_largest_power_of_two_that_divides_the_stripe(stripe: int, chunk: int) -> None:
+    """Between a page and 256 KiB."""
+    assert chunk_bytes(stripe) == chunk
+
+
+@given(
+    free=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(-MIB, 64 * MIB), min_size=1),
+    nbytes=st.integers(1, 128 * MIB),
+    pages=st.integers(0, 600),
+)
+def test_a_placement_always_fits_and_holds_every_byte(free: dict[str, int], nbytes: int, pages: int) -> None:
+    """Whatever the cluster: all bytes are placed, no server twice, none beyond what it has free; or it is refused."""
+    try:
+        placement = place(Pool(free), nbytes, stripe_bytes=pages * 4 * KIB)
+    except errors.OutOfMemoryError:
+        return
+    assert sum(share.nbytes for share in placement.shares) == nbytes
+    assert len(set(servers_of(placement))) == len(placement.shares)
+    assert all(0 < share.nbytes < share.file_bytes <= free[share.server] for share in placement.shares)

@@ -1,0 +1,65 @@
+"""smb.coordinator.request: what can be asked of a create at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from smb import errors
+from smb.coordinator.request import Creation, check_creation, check_server_name
+
+GOOD = Creation("model/layer-1", (10, 10), "float32")
+
+
+def test_a_sound_creation_passes_unchanged() -> None:
+    """Names with parts, scalars, and every wish at once are fine."""
+    assert check_creation(GOOD, replicas=1, versions=0) is GOOD
+    for good in (replace(GOOD, shape=()), replace(GOOD, server_names=("a", "b"), server_count=2, stripe_bytes=8192)):
+        assert check_creation(good, replicas=0, versions=1) is good
+    assert GOOD.nbytes == 400
+    assert replace(GOOD, shape=(), dtype="bfloat16").nbytes == 2
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", "a/../b", ".", "a b", "ü", "a\n", "x" * 256])
+def test_bad_names_are_refused(name: str) -> None:
+    """Anything that is no path of plain parts; the length's limit is named."""
+    with pytest.raises(errors.InvalidArgumentError, match=r"cannot name a buffer|at most 255"):
+        check_creation(replace(GOOD, name=name), replicas=1, versions=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"shape": (3, 0)}, "extent of 0"),
+        ({"shape": (1,) * 33}, "at most 32"),
+        ({"dtype": "complex64"}, 'no dtype "complex64"; there are float16'),
+        ({"dtype": ""}, "no dtype"),
+        ({"stripe_bytes": 5000}, "multiple of 4096"),
+        ({"server_names": ("a", "a")}, "each may be named once"),
+        ({"server_names": ("a", "b"), "server_count": 3}, "3 servers asked, but 2 named"),
+        ({"like": "w", "server_count": 2}, "fixes servers and stripe"),
+        ({"like": "w", "stripe_bytes": 4096}, "fixes servers and stripe"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_its_reason(change: dict[str, object], told: str) -> None:
+    """Each refusal names the buffer and what is wrong."""
+    with pytest.raises(errors.InvalidArgumentError, match=told) as refused:
+        check_creation(replace(GOOD, **change), replicas=1, versions=1)  # type: ignore[arg-type]
+    assert "model/layer-1" in str(refused.value)
+
+
+def test_what_is_not_there_yet_is_said_to_be_so() -> None:
+    """replicas and versions other than 1 are refused, not ignored."""
+    with pytest.raises(errors.InvalidArgumentError, match="replicas=2: replication is not there yet"):
+        check_creation(GOOD, replicas=2, versions=1)
+    with pytest.raises(errors.InvalidArgumentError, match="versions=2: versions are not there yet"):
+        check_creation(GOOD, replicas=1, versions=2)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 65, "../x"])
+def test_a_server_name_must_do_as_part_of_a_file_name(name: str) -> None:
+    """A slash or a space is refused; the host names that people have are fine."""
+    check_server_name("node-01.rack_2")
+    with pytest.raises(errors.InvalidArgumentError, match="cannot name a memory server"):
+        check_server_name(name)

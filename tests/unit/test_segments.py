@@ -1,0 +1,168 @@
+"""memserver.segments, place and recovery: what a server holds, where, and what it finds again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memserver.engine import Engine, SegmentForm
+from memserver.place import Place, file_system_of
+from memserver.recovery import recover
+from memserver.segments import Segments
+from smb import errors
+
+MIB = 1 << 20
+FORM = SegmentForm(id=0xABC, epoch=1, dtype=2, nbytes=MIB, chunk_bytes=256 << 10)
+
+
+class Run:
+    """One run of a server's books and engine on a directory."""
+
+    def __init__(self, directory: Path, leaving: ExitStack, capacity_bytes: int = 4 * MIB, name: str = "a") -> None:
+        self.place = Place(directory, name)
+        leaving.callback(self.place.close)
+        self.engine = Engine(1, 1, capacity_bytes)
+        leaving.callback(self.engine.close)
+        self.segments = Segments(self.engine, self.place, capacity_bytes)
+        recover(self.engine, self.place, self.segments, capacity_bytes)
+
+
+@pytest.fixture
+def leaving() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.suffix != ".lock")
+
+
+def test_a_segment_is_made_once_and_dropped_with_its_file(tmp_path: Path, leaving: ExitStack) -> None:
+    """The same creation again is no error, another form under its id is, and a drop leaves no file."""
+    run = Run(tmp_path, leaving)
+    run.segments.create(FORM)
+    run.segments.create(FORM)
+    assert files(tmp_path) == ["smb.a.0000000000000abc.segment"]
+    assert run.segments.ids() == [0xABC]
+    assert run.segments.used_bytes() == (tmp_path / files(tmp_path)[0]).stat().st_size
+    with pytest.raises(errors.AlreadyExistsError, match="with another form"):
+        run.segments.create(replace(FORM, nbytes=8))
+    run.segments.drop(0xABC)
+    run.segments.drop(0xABC)
+    assert files(tmp_path) == []
+    assert run.segments.used_bytes() == 0
+
+
+def test_a_creation_that_comes_after_its_drop_is_refused(tmp_path: Path, leaving: ExitStack) -> None:
+    """A straggler of a creation that was given up makes nothing, whether or not the segment was ever there."""
+    run = Run(tmp_path, leaving)
+    run.segments.drop(FORM.id)
+    with pytest.raises(errors.NotFoundError, match="was dropped before"):
+        run.segments.create(FORM)
+    assert files(tmp_path) == []
+    run.segments.create(replace(FORM, id=2))
+
+
+def test_capacity_is_kept_and_a_refusal_leaves_nothing(tmp_path: Path, leaving: ExitStack) -> None:
+    """What does not fit is refused with what is free; the memory of the others is untouched."""
+    run = Run(tmp_path, leaving)
+    run.segments.create(FORM)
+    with pytest.raises(errors.OutOfMemoryError, match="3 MiB asked, 3 MiB of 4 MiB free"):
+        run.segments.create(replace(FORM, id=2, nbytes=3 * MIB))
+    with pytest.raises(errors.InvalidArgumentError, match="no segment has 0 bytes"):
+        run.segments.create(replace(FORM, id=3, nbytes=0))
+    assert run.segments.ids() == [0xABC]
+    assert len(files(tmp_path)) == 1
+    run.segments.create(replace(FORM, id=2, nbytes=2 * MIB))
+
+
+def test_one_segment_has_one_operation_at_a_time(tmp_path: Path, leaving: ExitStack) -> None:
+    """Creates and drops of one id from many threads at once end in one consistent way: no file without a book entry."""
+    run = Run(tmp_path, leaving, capacity_bytes=64 * MIB)
+    start = threading.Barrier(8)
+
+    def race(number: int) -> None:
+        start.wait(10)
+        for segment_id in range(1, 30):
+            try:
+                if number % 2:
+                    run.segments.drop(segment_id)
+                else:
+                    run.segments.create(replace(FORM, id=segment_id))
+            except errors.NotFoundError:
+                assert number % 2 == 0
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(race, range(8)))
+    assert run.segments.ids() == []
+    assert files(tmp_path) == []
+    assert run.segments.used_bytes() == 0
+
+
+def test_the_next_run_finds_the_segments(tmp_path: Path) -> None:
+    """Segments come back with form and used bytes; unfinished ones go, alien files stay, other names are not ours."""
+    with ExitStack() as leaving:
+        run = Run(tmp_path, leaving)
+        run.segments.create(FORM)
+        used = run.segments.used_bytes()
+    garbage = tmp_path / "smb.a.00000000000000ff.segment"
+    garbage.write_text("no segment")
+    (tmp_path / "smb.a.00000000000000fe.segment.new").write_text("half")
+    (tmp_path / "smb.a.b.00000000000000fd.segment").write_text("of the server a.b")
+    with ExitStack() as leaving:
+        run = Run(tmp_path, leaving)
+        assert run.segments.ids() == [0xABC]
+        assert run.segments.used_bytes() == used
+        run.segments.create(FORM)
+        run.segments.drop(0xABC)
+    assert files(tmp_path) == ["smb.a.00000000000000ff.segment", "smb.a.b.00000000000000fd.segment"]
+    assert garbage.read_text() == "no segment"
+
+
+def test_a_capacity_below_what_is_there_is_refused(tmp_path: Path) -> None:
+    """The segments are somebody's data: none is given up, the start fails and says how much they take."""
+    with ExitStack() as leaving:
+        Run(tmp_path, leaving).segments.create(FORM)
+    with ExitStack() as leaving, pytest.raises(errors.InvalidArgumentError, match="is less than what the segments"):
+        Run(tmp_path, leaving, capacity_bytes=MIB)
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_name_is_held_by_one_daemon(tmp_path: Path) -> None:
+    """The second of a name is refused, another name is not, and closing gives the name back without a file left."""
+    first = Place(tmp_path, "a")
+    with pytest.raises(errors.AlreadyExistsError, match='"a" runs already'):
+        Place(tmp_path, "a")
+    Place(tmp_path, "b").close()
+    first.close()
+    Place(tmp_path, "a").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_path_that_the_system_cannot_take_is_refused(tmp_path: Path) -> None:
+    """Up to 107 bytes are fine, one more is not, and the error says what to shorten."""
+    name_bytes = 107 - len(f"{tmp_path}/smb..sock")
+    Place(tmp_path, "x" * name_bytes).close()
+    with pytest.raises(errors.InvalidArgumentError, match="longer than the system's 107 bytes"):
+        Place(tmp_path, "x" * (name_bytes + 1))
+
+
+def test_a_capacity_beyond_the_file_system_is_refused(tmp_path: Path, leaving: ExitStack) -> None:
+    """More than there is in all cannot ever be had; a small one passes."""
+    place = Place(tmp_path, "a")
+    leaving.callback(place.close)
+    place.check_capacity(MIB)
+    with pytest.raises(errors.InvalidArgumentError, match="has in all"):
+        place.check_capacity(1 << 55)
+
+
+def test_file_systems_are_told_apart() -> None:
+    """/dev/shm is memory, /proc is proc."""
+    assert file_system_of(Path("/dev/shm")) == "tmpfs"
+    assert file_system_of(Path("/proc/self")) == "proc"
