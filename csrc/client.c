@@ -47,6 +47,11 @@ void smb_client_close(struct smb_client *client)
 
 void smb_client_destroy(struct smb_client *client)
 {
+    while (client->active) { /* broken when the last call gave up, and not looked at since */
+        struct smb_link *link = client->active;
+        client->active = link->next;
+        link_release(link);
+    }
     pthread_mutex_destroy(&client->mutex);
     close(client->wake_fd);
     free(client);
@@ -138,12 +143,12 @@ static void abandon(struct call *call, int status)
 /* Returns the next deadline. */
 static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
 {
-    bool closing = atomic_load_explicit(&client->closing, memory_order_relaxed);
     uint64_t next = UINT64_MAX;
+    if (atomic_load_explicit(&client->closing, memory_order_relaxed))
+        for (struct smb_link *link = client->active; link; link = link->next)
+            link_break(link, SMB_LINK_LOST);
     for (struct call *call = client->calls; call; call = call->next) {
-        if (closing)
-            abandon(call, SMB_DISCONNECTED);
-        else if (now_ns >= call->deadline_ns)
+        if (now_ns >= call->deadline_ns)
             abandon(call, SMB_TIMEOUT);
         else if (call->deadline_ns < next)
             next = call->deadline_ns;

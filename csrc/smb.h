@@ -197,7 +197,8 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
 /* 1 while usable. A link that broke stays broken: make another. */
 int smb_link_alive(struct smb_link *link);
 void smb_link_close(struct smb_link *link);
-/* Wakes and fails every call in progress, and every later one, with SMB_DISCONNECTED; local segments go on working. */
+/* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every later one, with
+ * SMB_DISCONNECTED; local segments go on working. */
 void smb_client_close(struct smb_client *client);
 /* Frees it. No call is in progress, no buffer or link of it will be used again. */
 void smb_client_destroy(struct smb_client *client);

@@ -233,6 +233,18 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     return true;
 }
 
+static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
+{
+    if (sum->status == SMB_OK && part->status != SMB_OK) {
+        sum->status = part->status;
+        sum->segment = part->segment;
+    }
+    if (part->bytes_applied > 0)
+        sum->result = part->result;
+    sum->bytes_applied += part->bytes_applied;
+    sum->sent |= part->sent;
+}
+
 int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
 {
     *outcome = (struct smb_outcome){0};
@@ -240,8 +252,11 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, s
         return outcome->status = SMB_INVALID;
     struct stream on_stack[STREAMS_ON_STACK];
     struct stream *streams = on_stack;
+    /* The local part may run in this thread while another one drives the links: each has its own account. */
+    struct smb_outcome local_outcome = {0};
     struct call call = {.outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
-    struct local_work work = {.buffer = buffer, .request = request, .outcome = outcome, .deadline_ns = call.deadline_ns};
+    struct local_work work = {.buffer = buffer, .request = request, .outcome = &local_outcome,
+                              .deadline_ns = call.deadline_ns};
     if (buffer->layout.segment_count > STREAMS_ON_STACK)
         streams = malloc(buffer->layout.segment_count * sizeof *streams);
     if (request->opcode == SMB_ACCUMULATE_FROM)
@@ -264,6 +279,7 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, s
     if (streams != on_stack)
         free(streams);
     free(work.scratch);
+    add_outcome(outcome, &local_outcome);
     return outcome->status;
 }
 

@@ -72,7 +72,7 @@ class Place:
     def _lock(self) -> int:
         while True:
             try:
-                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise UnavailableError(f"cannot write into --memory-dir {self.directory}: {error.strerror}") from None
             try:

@@ -58,7 +58,7 @@ def run_bench(config: BenchConfig, on_line: Callable[[Measurement], None] | None
     with _cluster(config) as address:
         for transport in config.transports:
             with smb.connect(address, transport=transport) as client, _limit(client, transport) as limit:
-                for line in _measure_transport(client, config, transport, limit):
+                for line in _measure_transport(client, config, limit):
                     lines.append(line)
                     if on_line is not None:
                         on_line(line)
@@ -117,13 +117,13 @@ def _temporary_buffer(client: smb.Client, count: int, dtype: str, servers: int |
         client.delete(buffer.name, missing_ok=True)
 
 
-def _measure_transport(client: smb.Client, config: BenchConfig, transport: str, limit: Limit) -> Iterator[Measurement]:
+def _measure_transport(client: smb.Client, config: BenchConfig, limit: Limit) -> Iterator[Measurement]:
     for size in config.sizes:
         with _temporary_buffer(client, size // ITEM_BYTES, "float32", _server_count(config, size)) as buffer:
             for operation in _OPERATIONS:
-                yield _measure_array(buffer, operation, limit, config.seconds, transport)
+                yield _measure_array(buffer, operation, limit, config.seconds)
     with _temporary_buffer(client, 1, "int64", servers=None) as counter:
-        yield _measure_fetch_add(counter, limit, config.seconds, transport)
+        yield _measure_fetch_add(counter, limit, config.seconds)
 
 
 def _server_count(config: BenchConfig, size: int) -> int | None:
@@ -132,7 +132,8 @@ def _server_count(config: BenchConfig, size: int) -> int | None:
     return config.servers if config.coordinator is None and size >= stripe_bytes * config.servers else None
 
 
-def _measure_array(buffer: smb.Buffer, operation: str, limit: Limit, seconds: float, transport: str) -> Measurement:
+def _measure_array(buffer: smb.Buffer, operation: str, limit: Limit, seconds: float) -> Measurement:
+    transport = _way(buffer)
     expected = _pattern(buffer.size)
     array = np.zeros_like(expected) if operation == "read" else expected.copy()
     buffer.write(expected) if operation == "read" else buffer.fill(0)
@@ -152,7 +153,8 @@ def _measure_array(buffer: smb.Buffer, operation: str, limit: Limit, seconds: fl
     return summarize(transport, operation, array.nbytes, times, _OURS)
 
 
-def _measure_fetch_add(counter: smb.Buffer, limit: Limit, seconds: float, transport: str) -> Measurement:
+def _measure_fetch_add(counter: smb.Buffer, limit: Limit, seconds: float) -> Measurement:
+    transport = _way(counter)
     counter.fill(0)
     calls = _Counted(lambda: counter.fetch_add(0, 3))
     with ExitStack() as stack:
@@ -161,6 +163,11 @@ def _measure_fetch_add(counter: smb.Buffer, limit: Limit, seconds: float, transp
         times = time_interleaved(contenders, seconds)
     _check(counter.read(), np.array([3 * calls.count]), "fetch_add", transport)
     return summarize(transport, "fetch_add", 8, times, _OURS)
+
+
+def _way(buffer: smb.Buffer) -> str:
+    """The transports that the buffer is really reached over: what "auto" chose."""
+    return "+".join(buffer.transports)
 
 
 class _Counted:

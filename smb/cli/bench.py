@@ -9,7 +9,7 @@ import typer
 
 from smb.cli.options import Coordinator, Json, parse_size, usage_errors
 from smb.cli.output import console, format_duration, print_json, table
-from smb.cli.signals import sigterm_raises
+from smb.cli.signals import interrupted_once
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,7 @@ def bench(
             servers=servers,
             coordinator=coordinator,
         )
-    with sigterm_raises():
+    with interrupted_once():
         if as_json:
             print_json([line.to_json() for line in run_bench(config)])
         else:

@@ -9,7 +9,7 @@ import typer
 
 from smb.cli.options import Json, usage_errors
 from smb.cli.output import console, print_error, print_json, table
-from smb.cli.signals import sigterm_raises
+from smb.cli.signals import interrupted_once
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,14 +53,14 @@ def demo(
             target=target,
             plot=plot or Path(f"demo-{scheme}.png"),
         )
-    with sigterm_raises():
+    with interrupted_once():
         result = _run(config, quiet=as_json)
     if as_json:
         print_json(result.to_json())
     else:
         _show(result)
     if not result.passed:
-        print_error(f"the shared model reached {result.accuracy:.4f}, below the target of {config.target}")
+        print_error(f"the shared model reached {result.accuracy:.2%}, below the target of {config.target:.2%}")
         raise typer.Exit(1)
 
 
@@ -88,6 +88,8 @@ def _show(result: DemoResult) -> None:
     out.print(f"\nshared buffer: {result.parameters:,} float32 parameters, {servers}; reached over {transports}")
     if result.plot:
         out.print(f"plot: {result.plot}", soft_wrap=True)
+    if result.passed:
+        out.print(f"the shared model reached {result.accuracy:.2%}; the target was {result.config.target:.2%}")
 
 
 def _comparison(result: DemoResult) -> Table:

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command in the foreground as Ctrl-C does: in order, with its daemons stopped."""
+"""How a command in the foreground ends: in order, whether by Ctrl-C or by SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Raise Terminated in the main thread on SIGTERM, for the length of the context."""
+def interrupted_once() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the main thread on the first SIGINT or SIGTERM of the context, and ignore the rest.
 
-    def terminate(_signal: int, _frame: FrameType | None) -> None:
-        raise Terminated
+    A second Ctrl-C in the middle of stopping daemons would leave some of them behind; the stop itself has a time limit.
+    """
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, interrupt) for each in _SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, disposition in before.items():
+            signal.signal(each, disposition)

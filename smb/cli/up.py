@@ -9,7 +9,7 @@ import typer
 
 from smb.cli.options import parse_size
 from smb.cli.output import console, print_error
-from smb.cli.signals import sigterm_raises
+from smb.cli.signals import interrupted_once
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ def up(
 
     capacity_bytes = parse_size(capacity)
     out = console()
-    with sigterm_raises():
+    with interrupted_once():
         try:
             with smb.LocalCluster(servers=servers, capacity=capacity_bytes, listen=listen) as cluster:
                 _greet(out, cluster, capacity_bytes)

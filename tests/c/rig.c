@@ -34,7 +34,7 @@ void rig_start(struct rig *rig, struct smb_layout layout, int dtype)
     for (int i = 0; i < RIG_SERVERS; i++) {
         CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 1 + i, (uint64_t)1 << 30, &rig->servers[i]), SMB_OK);
         CHECK_EQ(smb_server_listen_tcp(rig->servers[i], "127.0.0.1", 0, &rig->ports[i]), SMB_OK);
-        rig->sockets[i] = scratch_path(i ? "socket-1" : "socket-0");
+        strcpy(rig->sockets[i], scratch_path(i ? "socket-1" : "socket-0"));
         CHECK_EQ(smb_server_listen_unix(rig->servers[i], rig->sockets[i]), SMB_OK);
     }
     rig_add_buffer(rig, 0);

@@ -7,10 +7,11 @@
 
 enum { RIG_SERVERS = 2, RIG_SEGMENTS_MAX = 8, RIG_EPOCH = 3, RIG_TIMEOUT_MS = 20000 };
 
+/* Another process may have a copy, to reach the servers. */
 struct rig {
-    struct smb_server *servers[RIG_SERVERS];
+    struct smb_server *servers[RIG_SERVERS]; /* of use in this process only */
     uint16_t ports[RIG_SERVERS];
-    const char *sockets[RIG_SERVERS];
+    char sockets[RIG_SERVERS][128];
     struct smb_layout layout;
     int dtype;
 };

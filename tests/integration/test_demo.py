@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +74,29 @@ def test_command_reports_and_exits_by_accuracy(
     assert described["accuracy"] == 0.5
     assert described["passed"] is False
     assert described["bytes_moved"] == result.bytes_moved
+
+
+def test_interrupted_in_the_middle_it_leaves_nothing() -> None:
+    """Ctrl-C, even pressed twice, ends workers and daemons and frees the memory; exit code 130, no traceback."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "smb.cli.main", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while "joined" not in (line := process.stdout.readline()):
+            assert line, "ended before training began"
+        children = _children(process.pid)
+        assert len(children) >= 3 + 4
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert not list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
