@@ -233,9 +233,15 @@ static void drive(struct smb_client *client, struct call *own, bool (*work)(void
 static void hand_over(struct smb_client *client)
 {
     client->driving = false;
-    struct call *heir = client->calls ? client->calls : client->arrivals;
-    if (heir && heir->waits)
-        pthread_cond_signal(&heir->wake);
+    struct call *const lists[] = {client->calls, client->arrivals};
+    for (int i = 0; i < 2; i++) {
+        for (struct call *heir = lists[i]; heir; heir = heir->next) {
+            if (heir->waits) {
+                pthread_cond_signal(&heir->wake);
+                return;
+            }
+        }
+    } /* those that do not wait are on their way to look whether somebody drives */
 }
 
 static void make_wake(struct call *call)

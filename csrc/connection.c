@@ -223,16 +223,14 @@ static enum step next_request(struct connection *connection)
  * can't stall, since every byte is here. One that is still on its way is staged, so that no lock waits for a network. */
 static enum step receive_in_place(struct connection *connection, bool *done)
 {
-    const struct gate_request *request = &connection->request;
+    struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length, here = connection->in_end - connection->in_start;
     int queued = 0;
     *done = false;
+    uint8_t *place;
     if (ioctl(connection->fd, FIONREAD, &queued) != 0 || (uint64_t)here + (uint64_t)queued < length ||
-        smb_segment_deleted(request->segment) ||
-        smb_segment_lock(request->segment, request->frame.offset, SMB_TRY) != SMB_OK)
+        gate_open(request, true, &place) != SMB_OK)
         return STEP_ON;
-    uint8_t *place = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
-    smb_segment_change_begin(request->segment, request->frame.offset);
     uint32_t have = here < length ? here : length;
     memcpy(place, connection->in + connection->in_start, have);
     connection->in_start += have;
@@ -249,8 +247,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
         connection->in_start = 0;
         connection->in_end = (uint32_t)got - ours;
     }
-    smb_segment_change_end(request->segment, request->frame.offset);
-    smb_segment_unlock(request->segment, request->frame.offset);
+    gate_close(request, true);
     if (step == STEP_ON) {
         *done = true;
         connection->payload_have = length;
@@ -309,13 +306,12 @@ static enum step answer_failure(struct connection *connection, int status)
  * not take at once is set aside before the lock is released, so that a slow peer never holds it. */
 static enum step answer_read(struct connection *connection)
 {
-    const struct gate_request *request = &connection->request;
+    struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length;
+    uint8_t *place;
     if (!chunk_memory(&connection->tail))
         return refuse(connection, SMB_OUT_OF_MEMORY);
-    if (smb_segment_deleted(request->segment))
-        return answer_failure(connection, SMB_NOT_FOUND);
-    int status = smb_segment_lock(request->segment, request->frame.offset, SMB_TRY);
+    int status = gate_open(request, false, &place);
     if (status == SMB_BUSY)
         return wait_for(connection, WAIT_PARKED);
     if (status != SMB_OK)
@@ -323,11 +319,10 @@ static enum step answer_read(struct connection *connection)
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     reply.length = reply.payload = length;
     put_reply(connection, &reply);
-    const uint8_t *place = (const uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
     uint32_t sent;
     enum step step = send_with(connection, place, length, &sent);
     memcpy(connection->tail, place + sent, length - sent);
-    smb_segment_unlock(request->segment, request->frame.offset);
+    gate_close(request, false);
     connection->tail_start = 0;
     connection->tail_end = length - sent;
     finish_request(connection);

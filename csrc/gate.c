@@ -60,6 +60,26 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     return status;
 }
 
+int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
+{
+    if (smb_segment_deleted(request->segment))
+        return SMB_NOT_FOUND;
+    int status = smb_segment_lock(request->segment, request->frame.offset, SMB_TRY);
+    if (status != SMB_OK)
+        return status;
+    if (to_change)
+        smb_segment_change_begin(request->segment, request->frame.offset);
+    *place = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
+    return SMB_OK;
+}
+
+void gate_close(struct gate_request *request, bool to_change)
+{
+    if (to_change)
+        smb_segment_change_end(request->segment, request->frame.offset);
+    smb_segment_unlock(request->segment, request->frame.offset);
+}
+
 void gate_done(struct gate_request *request)
 {
     if (request->segment)

