@@ -335,6 +335,13 @@ static enum step answer_attach(struct connection *connection)
         return answer_failure(connection, SMB_DENIED);
     if (smb_segment_deleted(connection->request.segment))
         return answer_failure(connection, SMB_NOT_FOUND);
+    /* A descriptor arrives with the first byte of what is sent along with it: earlier answers must be gone. */
+    if (flush(connection) == STEP_CLOSE)
+        return STEP_CLOSE;
+    if (!all_sent(connection)) {
+        connection->wait = WAIT_OUTPUT;
+        return STEP_WAIT;
+    }
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
     put_reply(connection, &reply);
     connection->pass_segment = smb_segment_retain(connection->request.segment);

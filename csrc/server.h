@@ -138,7 +138,7 @@ struct connection {
     uint32_t tail_start, tail_end;      /* what is left of a chunk being sent, in `tail` */
     uint8_t *staging;                   /* one chunk: payload on its way in */
     uint8_t *tail;                      /* one chunk: data on its way out */
-    int pass_fd;                        /* goes with the last byte of `out`; -1: none */
+    int pass_fd;                        /* goes with the one answer in `out`; -1: none */
     struct smb_segment *pass_segment;   /* keeps pass_fd open */
     uint8_t in[IN_BYTES];
     uint8_t out[OUT_BYTES];

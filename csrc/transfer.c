@@ -8,7 +8,9 @@
 
 enum {
     STREAMS_ON_STACK = 8,
-    STREAMING_BYTES = 4 << 20 /* a call of this size and more would only empty the caches for others */
+    /* A call of this size and more goes around the caches. Measured against plain copies: 0.7 times at 4 MiB, 1.3 at 16. The
+     * size of the last cache is no guide: virtual machines report what they share with others. */
+    STREAMING_BYTES = 16 << 20
 };
 
 struct place {

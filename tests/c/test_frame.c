@@ -61,7 +61,7 @@ static void round_trip_of_every_opcode(void)
     }
 }
 
-/* The bytes on the wire are these, on every machine; docs/protocol.md shows the same frame. */
+/* The bytes on the wire are these, on every machine. */
 static void golden_bytes(void)
 {
     static const uint8_t golden[SMB_FRAME_BYTES] = {

@@ -1,0 +1,196 @@
+"""A client of the wire protocol as docs/protocol.md would have a stranger write it: frames by hand, good and bad."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass, replace
+from enum import IntEnum, IntFlag
+from pathlib import Path
+
+HEADER = struct.Struct("<HBBBBHHHIQQQQIIQ")
+MAGIC = 0x4D53
+VERSION = 1
+CHUNK_BYTES_MAX = 1 << 20
+assert HEADER.size == 64
+
+
+class Opcode(IntEnum):
+    HELLO = 1
+    ATTACH = 2
+    READ = 3
+    WRITE = 4
+    ACCUMULATE = 5
+    FILL = 6
+    ACCUMULATE_FROM = 7
+    FETCH_ADD = 8
+    COMPARE_SWAP = 9
+
+
+class Dtype(IntEnum):
+    FLOAT16 = 1
+    FLOAT32 = 2
+    FLOAT64 = 3
+    BFLOAT16 = 4
+    INT32 = 5
+    INT64 = 6
+    UINT8 = 7
+
+
+class Op(IntEnum):
+    SUM = 1
+    MIN = 2
+    MAX = 3
+    PROD = 4
+    REPLACE = 5
+    ELASTIC = 6
+
+
+class Flag(IntFlag):
+    REPLY = 1
+    FETCH = 2
+
+
+class Status(IntEnum):
+    OK = 0
+    NOT_FOUND = 1
+    INVALID = 2
+    STALE_EPOCH = 3
+    DENIED = 4
+    OUT_OF_MEMORY = 5
+    TIMEOUT = 7
+    PROTOCOL = 18
+    VERSION = 19
+    SYSTEM = 32
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A header, field for field."""
+
+    opcode: int
+    dtype: int = 0
+    op: int = 0
+    flags: int = 0
+    status: int = 0
+    lane: int = 0
+    epoch: int = 0
+    session: int = 0
+    sequence: int = 0
+    segment: int = 0
+    offset: int = 0
+    length: int = 0
+    payload: int = 0
+    argument: int = 0
+    magic: int = MAGIC
+    version: int = VERSION
+
+    def pack(self) -> bytes:
+        return HEADER.pack(
+            self.magic, self.version, self.opcode, self.dtype, self.op, self.flags, self.status, self.lane, self.epoch,
+            self.session, self.sequence, self.segment, self.offset, self.length, self.payload, self.argument,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, header: bytes) -> Frame:
+        magic, version, *fields = HEADER.unpack(header)
+        return cls(*fields, magic=magic, version=version)
+
+
+def scale_bits(scale: float) -> int:
+    """Return the argument of an accumulate with this scale."""
+    return int.from_bytes(struct.pack("<d", scale), "little")
+
+
+class RawClient:
+    """One connection. Blocks for at most `timeout` seconds wherever it waits; then it raises builtin TimeoutError."""
+
+    def __init__(self, where: int | Path, timeout: float = 20.0) -> None:
+        """Connect to a port on this host, or to a Unix socket. Says nothing yet."""
+        if isinstance(where, Path):
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.socket.settimeout(timeout)
+            self.socket.connect(str(where))
+        else:
+            self.socket = socket.create_connection(("127.0.0.1", where), timeout)
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.session = 0
+        self.sequence = 0
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def hello(self, session: int = 1) -> RawClient:
+        """Shake hands."""
+        self.session = session
+        reply, _ = self.ask(Frame(Opcode.HELLO))
+        assert reply.status == Status.OK
+        return self
+
+    def send(self, frame: Frame, payload: bytes = b"") -> None:
+        """Send a request of this session with the next sequence number; `payload` in the header is its length."""
+        self.socket.sendall(self.form(frame, payload))
+
+    def form(self, frame: Frame, payload: bytes = b"") -> bytes:
+        """Return the bytes of such a request."""
+        self.sequence += 1
+        frame = replace(frame, session=self.session, sequence=self.sequence, payload=len(payload))
+        return frame.pack() + payload
+
+    def receive(self) -> tuple[Frame, bytes]:
+        """Return the next answer. Raises ConnectionError at the end of the stream."""
+        frame = Frame.unpack(self.receive_bytes(HEADER.size))
+        return frame, self.receive_bytes(frame.payload)
+
+    def receive_bytes(self, count: int) -> bytes:
+        """Return that many bytes. Raises ConnectionError at the end of the stream."""
+        received = bytearray()
+        while len(received) < count:
+            part = self.socket.recv(count - len(received))
+            if not part:
+                raise ConnectionError(f"closed after {len(received)} of {count} bytes")
+            received += part
+        return bytes(received)
+
+    def receive_with_descriptor(self) -> tuple[Frame, int]:
+        """Return the next answer and the file descriptor that came with it, or -1."""
+        descriptors = array.array("i")
+        received = b""
+        while len(received) < HEADER.size:
+            part, control, _, _ = self.socket.recvmsg(HEADER.size - len(received), socket.CMSG_SPACE(4))
+            if not part:
+                raise ConnectionError("closed")
+            received += part
+            for level, kind, data in control:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors.frombytes(data)
+        return Frame.unpack(received), descriptors[0] if descriptors else -1
+
+    def ask(self, frame: Frame, payload: bytes = b"") -> tuple[Frame, bytes]:
+        """Send a request and return its answer, checked to be one."""
+        self.send(frame, payload)
+        reply, data = self.receive()
+        assert (reply.magic, reply.version) == (MAGIC, VERSION)
+        assert reply.flags & Flag.REPLY
+        assert (reply.opcode, reply.session, reply.sequence) == (frame.opcode, self.session, self.sequence)
+        return reply, data
+
+    def ended(self) -> bool:
+        """Say that nothing more will be sent; whether the server then ends the stream, as `closed`."""
+        with contextlib.suppress(OSError):  # it has ended it already
+            self.socket.shutdown(socket.SHUT_WR)
+        return self.closed()
+
+    def closed(self) -> bool:
+        """Whether the server has ended the stream, now or within the time limit; answers before the end are dropped."""
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionError:
+            pass
+        return True
