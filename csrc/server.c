@@ -224,14 +224,25 @@ static void list_remove(struct connection **list, struct connection *connection)
     connection->in_list = false;
 }
 
+/* A parked request is tried again and again, but counted once. */
+static void count_parked(struct connection *connection, bool parked)
+{
+    struct smb_server *server = connection->loop->server;
+    if (parked && !connection->counted_parked) {
+        server_count(&server->parked_now, 1);
+        server_count(&server->parked_total, 1);
+    } else if (!parked && connection->counted_parked) {
+        atomic_fetch_sub_explicit(&server->parked_now, 1, memory_order_relaxed);
+    }
+    connection->counted_parked = parked;
+}
+
 static void drop_connection(struct loop *loop, struct connection *connection)
 {
     if (connection->in_list) {
-        bool parked = connection->wait == WAIT_PARKED;
-        list_remove(parked ? &loop->parked : &loop->again, connection);
-        if (parked)
-            atomic_fetch_sub_explicit(&loop->server->parked_now, 1, memory_order_relaxed);
+        list_remove(connection->wait == WAIT_PARKED ? &loop->parked : &loop->again, connection);
     }
+    count_parked(connection, false);
     if (!connection->greeted)
         loop->not_greeted--;
     if (connection->previous)
@@ -255,16 +266,12 @@ static void arm(struct loop *loop, struct connection *connection)
         connection->armed = events;
     }
     if (connection->wait == WAIT_TURN || connection->wait == WAIT_PARKED) {
-        bool parked = connection->wait == WAIT_PARKED;
-        struct connection **list = parked ? &loop->parked : &loop->again;
+        struct connection **list = connection->wait == WAIT_PARKED ? &loop->parked : &loop->again;
         connection->link = *list;
         *list = connection;
         connection->in_list = true;
-        if (parked) {
-            server_count(&loop->server->parked_now, 1);
-            server_count(&loop->server->parked_total, 1);
-        }
     }
+    count_parked(connection, connection->wait == WAIT_PARKED);
 }
 
 static void serve(struct loop *loop, struct connection *connection)
@@ -368,11 +375,8 @@ static void serve_list(struct loop *loop, struct connection **list)
 {
     struct connection *connection = *list;
     *list = NULL;
-    for (struct connection *c = connection; c; c = c->link) {
+    for (struct connection *c = connection; c; c = c->link)
         c->in_list = false;
-        if (list == &loop->parked)
-            atomic_fetch_sub_explicit(&loop->server->parked_now, 1, memory_order_relaxed);
-    }
     while (connection) {
         struct connection *next = connection->link;
         serve(loop, connection);

@@ -122,6 +122,7 @@ struct connection {
     enum connection_wait wait;
     uint32_t armed;                     /* epoll events asked for now */
     bool in_list;                       /* linked in `again` or `parked` */
+    bool counted_parked;                /* since the request in hand was parked for the first time */
     bool greeted;
     uint64_t session;
     uint64_t opened_ns;

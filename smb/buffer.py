@@ -39,6 +39,8 @@ _RETRY_MAX_S = 0.5
 # Doing these twice leaves what doing them once leaves; the others may have counted already.
 _REPEATABLE = frozenset({Opcode.READ, Opcode.WRITE, Opcode.FILL})
 
+_LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
+
 _log = logging.getLogger("smb")
 
 
@@ -351,6 +353,7 @@ class Buffer:
             broken = result.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH)
             if result.status is Status.NOT_FOUND:
                 self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
+                self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
             if not broken or not again or deadline.left() == 0.0:
                 raise self._error(opcode, result)
             for buffer in (self, other):
@@ -392,9 +395,8 @@ class Buffer:
             self._ask_first = True
             raise
         except NotFoundError as error:
-            raise NotFoundError(
-                f"buffer {self.name!r} is gone: {error}; it was deleted, perhaps made anew: open it"
-            ) from error
+            self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+            raise UnavailableError(f"buffer {self.name!r}: {error}; {_LOST}") from error
         handle = BufferHandle(
             self._client.engine,
             self._info.nbytes,
@@ -431,7 +433,7 @@ class Buffer:
         if outcome.status is Status.TIMEOUT:
             return TimeoutError(f"{asked}: no answer from {where} within {self._client.timeout:g} s; {applied}")
         if outcome.status is Status.NOT_FOUND:
-            return NotFoundError(f"{asked}: {where} has it no more: buffer {self.name!r} was deleted; {applied}")
+            return UnavailableError(f"{asked}: {where} has no such segment; {_LOST}; {applied}")
         if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
             return UnavailableError(f"{asked}: the connection to {where} was lost; {applied}")
         if outcome.status is Status.INVALID:

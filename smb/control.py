@@ -32,6 +32,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 # Metadata with every error that the coordinator itself answers: without it, "unavailable" means that nobody answered.
 ANSWERED = "smb-answered"
 
+_COMES_BACK_S = 2.0
+
+
+def _was_not_sent(error: Any) -> bool:
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
+
 
 class Coordinator:
     """A coordinator at "host:port". Every method blocks up to its timeout (seconds) and raises smb errors."""
@@ -90,19 +96,31 @@ class Coordinator:
 
     def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
         try:
+            try:
+                return method(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if not _was_not_sent(error):
+                    raise
+            # Perhaps it is just being started, or started again: gRPC would go on failing until its next attempt.
+            grpc.channel_ready_future(self._channel).result(timeout=min(timeout, _COMES_BACK_S))
             return method(request, timeout=timeout)
+        except grpc.FutureTimeoutError as error:
+            raise self._nobody("connection refused or no route") from error
         except grpc.RpcError as error:
             raise self._error(error, timeout) from error
         except ValueError as error:  # grpc's answer to a call on a closed channel
             raise errors.UnavailableError("the client is closed; call smb.connect again") from error
 
+    def _nobody(self, why: str) -> errors.UnavailableError:
+        return errors.UnavailableError(
+            f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up)"
+        )
+
     def _error(self, error: Any, timeout: float) -> errors.Error:
         code, details = error.code(), error.details() or ""
         ours = any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
         if code is grpc.StatusCode.UNAVAILABLE and not ours:
-            return errors.UnavailableError(
-                f"no coordinator answers at {self.address} ({details}); check that it runs (smb coordinator, or smb up)"
-            )
+            return self._nobody(details)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and not ours:
             return errors.TimeoutError(
                 f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"

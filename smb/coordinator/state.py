@@ -151,6 +151,12 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
     _check_registration(server)
     if len(state.servers) >= SERVERS_MAX and server.name not in state.servers:
         raise OutOfMemoryError(f'no place for memory server "{server.name}": a cluster has at most {SERVERS_MAX}')
+    if server.name not in state.servers and event.segment_ids:
+        # To be told to drop them would cost it the data of another cluster, or of this one after a wrong --state.
+        raise InvalidArgumentError(
+            f'memory server "{server.name}" is not known here but holds {len(event.segment_ids)} segments; start the '
+            f"coordinator with the --state that knows them, or remove the server's segment files to give that data up"
+        )
     server = replace(server, last_seen_at=now.wall)
     here = {
         segment.id: record.name
@@ -305,7 +311,9 @@ def _check_registration(server: ServerRecord) -> None:
 
 
 def _forgettable(state: State, name: str, now: Instant) -> bool:
-    return not state.alive(name, now) and state.allocation(name).segments == 0
+    # Its last report counts too: a server whose buffers were deleted while it was away has their segments to drop.
+    holds = state.allocation(name).segments > 0 or state.servers[name].used_bytes > 0
+    return not holds and not state.alive(name, now)
 
 
 def _find_ready(state: State, name: str) -> BufferRecord:

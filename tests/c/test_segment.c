@@ -1,6 +1,8 @@
 /* Segment files: made whole or not at all, opened only if every field of the header is what it must be. */
 #include <fcntl.h>
+#include <sched.h>
 #include <string.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 
 #include "check.h"
@@ -94,6 +96,27 @@ static void file_system_without_room(void)
     CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, (uint64_t)1 << 50, SMB_CHUNK_BYTES_MAX, &segment),
              SMB_OUT_OF_MEMORY);
     CHECK_EQ(scratch_files(), 0);
+}
+
+/* A file system that fills up while segments are made: the one too many fails as a whole, the others stay usable. */
+static void full_file_system(void)
+{
+    if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
+        mount("tmpfs", scratch_path(""), "tmpfs", 0, "size=160k") != 0) {
+        printf("full_file_system: not run, it takes the right to mount\n");
+        return;
+    }
+    struct smb_segment *first = NULL, *second = NULL;
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 65536, CHUNK, &first), SMB_OK);
+    CHECK_EQ(smb_segment_create(scratch_path("b"), 2, 1, SMB_UINT8, 131072, CHUNK, &second), SMB_OUT_OF_MEMORY);
+    CHECK(second == NULL);
+    CHECK_EQ(scratch_files(), 1);
+    memset(smb_segment_data(first), 7, 65536);
+    CHECK_EQ(smb_segment_create(scratch_path("b"), 2, 1, SMB_UINT8, 65536, CHUNK, &second), SMB_OK);
+    memset(smb_segment_data(second), 8, 65536); /* every page is there: no signal */
+    CHECK_EQ(((uint8_t *)smb_segment_data(first))[65535], 7);
+    smb_segment_release(first);
+    smb_segment_release(second);
 }
 
 static void put(const char *path, uint64_t offset, const void *bytes, size_t count)
@@ -299,6 +322,7 @@ int main(void)
 {
     static const struct test tests[] = {
         TEST(create_and_open),   TEST(existing_name_is_refused), TEST(refused_arguments), TEST(file_system_without_room),
+        TEST(full_file_system),
         TEST(corrupted_headers), TEST(wrong_sizes),              TEST(bounds),            TEST(words),
         TEST(fill_and_fetch),    TEST(deleted_for_all),          TEST(lock_waits_are_bounded),
     };

@@ -188,7 +188,8 @@ def test_random_and_truncated_frames(server: EngineServer, good: RawClient) -> N
             assert good.ask(READ)[0].status == Status.OK
     after = server.counters()
     assert after["errors"]["protocol"] > before["errors"]["protocol"] + 1000
-    assert after["connections_opened"]["tcp"] >= before["connections_opened"]["tcp"] + RANDOM_FRAMES // FRAMES_PER_CONNECTION
+    opened = after["connections_opened"]["tcp"] - before["connections_opened"]["tcp"]
+    assert opened >= RANDOM_FRAMES // FRAMES_PER_CONNECTION
 
 
 @pytest.mark.parametrize("cut", [*range(0, HEADER.size + 8, 3), HEADER.size, HEADER.size + 7])
