@@ -129,6 +129,7 @@ class LocalCluster:
         self._daemon_options = {option: str(value) for option, value in daemon_options.items()}
         self._directories: list[Path] = []
         self.coordinator: Daemon
+        self.memory_directory: Path
         self.servers: list[Daemon] = []
 
     @property
@@ -147,6 +148,7 @@ class LocalCluster:
             memory_directory.mkdir(mode=0o700)
             self._directories.append(memory_directory)
             memory = str(memory_directory)
+        self.memory_directory = Path(memory)
         try:
             deadline = time.monotonic() + _START_S
             options = {"listen": self._listen, "state": str(private / "state"), "metrics": "127.0.0.1:0"}

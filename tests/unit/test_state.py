@@ -224,6 +224,13 @@ def test_registering_tells_what_to_drop_and_keeps_what_is_being_made(cluster: Cl
     assert cluster.only(SaveServer).record.instance_id == 2
 
 
+def test_a_stranger_with_segments_is_not_told_to_drop_them(cluster: Cluster) -> None:
+    """It may hold the data of another cluster, or of this one after a start on an empty state."""
+    with pytest.raises(errors.InvalidArgumentError, match=r'"stranger".*holds 1 segments.*--state'):
+        cluster.do(ServerRegistered(server("stranger"), frozenset({777})))
+    cluster.do(ServerRegistered(server("stranger"), frozenset()))
+
+
 def test_a_server_that_lost_its_memory_is_reported(cluster: Cluster) -> None:
     """Coming back without a ready buffer's segment is an error in the log; without a pending one's it is none."""
     cluster.create("w", server_names=("a",))
