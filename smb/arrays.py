@@ -68,6 +68,19 @@ def readable(array: Any, dtype: Dtype) -> Memory:
     return _of_numpy(_contiguous(_same_dtype(_as_numpy(array, dtype), dtype)))
 
 
+def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:
+    """Return a number as one element of the dtype; None for what is none, or no integer of an integer dtype's range."""
+    try:
+        given = np.asarray(value)
+        if given.ndim != 0 or given.dtype.kind in "cmMSU":  # numpy would take the real part, or parse the text
+            return None
+        with np.errstate(over="ignore", invalid="ignore"):
+            element = given.astype(dtype.numpy)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if dtype.numpy.kind in "iu" and element != given else element
+
+
 def writable(out: Any, dtype: Dtype, count: int) -> Memory:
     """Return the memory of an array to write `count` elements to. Nothing is copied.
 
@@ -119,14 +132,18 @@ def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
         return _view_of(array)
     except InvalidArgumentError:
         pass
+    refusal = f"{array!r} can't be written as {dtype.name}"
     try:
         plain = np.asarray(array)
-        converted = plain.astype(dtype.numpy)
+        if plain.dtype.kind not in "biuf":
+            raise InvalidArgumentError(refusal)
+        with np.errstate(over="ignore", invalid="ignore"):  # what must not be lost is compared below
+            converted = plain.astype(dtype.numpy)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(f"a {type(array).__name__} is no array of {dtype.name}: {error}") from error
+        raise InvalidArgumentError(f"{refusal}: {error}") from error
     # A list of numbers is meant as numbers of the buffer's type, as far as these can hold them.
-    if plain.dtype.kind not in "biuf" or (dtype.numpy.kind in "iu" and not np.array_equal(plain, converted)):
-        raise InvalidArgumentError(f"{array!r} can't be written as {dtype.name}")
+    if dtype.numpy.kind in "iu" and not np.array_equal(plain, converted):
+        raise InvalidArgumentError(refusal)
     return converted
 
 

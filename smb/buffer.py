@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 import weakref
@@ -19,6 +20,8 @@ from smb.errors import (
     Error,
     InvalidArgumentError,
     NotFoundError,
+    OutOfMemoryError,
+    PermissionDeniedError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
@@ -153,9 +156,7 @@ class Buffer:
         there and `out` is returned.
         """
         whole = offset == 0 and count is None
-        if count is None:
-            count = self.size - offset
-        self._check_range(offset, count, "read")
+        offset, count = self._range(offset, self.size if whole else count, "read")
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         memory = arrays.writable(result, self._dtype, count)
         self._call(Opcode.READ, offset, count, sink=memory.address)
@@ -167,20 +168,15 @@ class Buffer:
         Where two writes overlap, the last one wins, element by element.
         """
         memory = arrays.readable(array, self._dtype)
-        self._check_range(offset, memory.count, "write")
-        self._call(Opcode.WRITE, offset, memory.count, source=memory.address)
+        offset, count = self._range(offset, memory.count, "write")
+        self._call(Opcode.WRITE, offset, count, source=memory.address)
 
     def fill(self, value: float) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
-        try:
-            with np.errstate(over="ignore"):
-                element = np.asarray(value).astype(self.dtype)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidArgumentError(f"{self._asked('fill')}: {value!r} is no {self._dtype.name}: {error}") from error
-        if element.ndim != 0 or (self.dtype.kind in "iu" and element != value):
+        element = arrays.scalar(value, self._dtype)
+        if element is None:
             raise InvalidArgumentError(f"{self._asked('fill')}: {value!r} is no {self._dtype.name}")
-        bits = int.from_bytes(element.tobytes(), "little")
-        self._call(Opcode.FILL, 0, self.size, argument=bits)
+        self._call(Opcode.FILL, 0, self.size, argument=int.from_bytes(element.tobytes(), "little"))
 
     def view(self) -> Array:
         """Return the buffer's own memory as one array of its shape: no copy, same host only.
@@ -220,12 +216,12 @@ class Buffer:
         """
         number = self._op(op, scale, "accumulate")
         memory = arrays.readable(array, self._dtype)
-        self._check_range(offset, memory.count, "accumulate")
+        offset, count = self._range(offset, memory.count, "accumulate")
         result = np.empty(memory.shape, self.dtype) if fetch else None
         self._call(
             Opcode.ACCUMULATE,
             offset,
-            memory.count,
+            count,
             source=memory.address,
             sink=result.__array_interface__["data"][0] if result is not None else 0,
             op=number,
@@ -250,7 +246,7 @@ class Buffer:
 
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
-        self._check_integer("fetch_add", index, value)
+        index, value = self._counter("fetch_add", index, value)
         return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
 
     def compare_swap(self, index: int, expected: int, new: int) -> int:
@@ -258,7 +254,7 @@ class Buffer:
 
         It was done if and only if the result equals `expected`.
         """
-        self._check_integer("compare_swap", index, expected, new)
+        index, expected, new = self._counter("compare_swap", index, expected, new)
         return _signed(self._call(Opcode.COMPARE_SWAP, index, 1, argument=new & _MASK, expected=expected & _MASK))
 
     # ---- asynchronously
@@ -285,30 +281,48 @@ class Buffer:
     def _asked(self, call: str) -> str:
         return f"{call} of buffer {self.name!r}"
 
-    def _check_range(self, offset: int, count: int, call: str) -> None:
+    def _range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
+        """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""
+        try:
+            offset = operator.index(offset)
+            count = operator.index(count) if count is not None else self.size - offset
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: {count!r} elements from element {offset!r}: these are not whole numbers"
+            ) from error
         if not 0 <= offset <= self.size or not 0 < count <= self.size - offset:
             raise InvalidArgumentError(
                 f"{self._asked(call)}: {count} elements from element {offset} are not inside its {self.size} elements"
             )
+        return offset, count
 
-    def _check_integer(self, call: str, index: int, *values: int) -> None:
+    def _counter(self, call: str, index: int, *values: int) -> tuple[int, ...]:
+        """Return index and values as Python's integers."""
         if self._dtype.name != "int64":
             raise InvalidArgumentError(f"{self._asked(call)}: it is {self._dtype.name}; counters need an int64 buffer")
-        self._check_range(index, 1, call)
-        for value in values:
+        index, _ = self._range(index, 1, call)
+        try:
+            integers = tuple(operator.index(value) for value in values)
+        except TypeError as error:
+            raise InvalidArgumentError(f"{self._asked(call)}: {values} are not whole numbers") from error
+        for value in integers:
             if not -(2**63) <= value < 2**63:
                 raise InvalidArgumentError(f"{self._asked(call)}: {value} does not fit 64 bits")
+        return index, *integers
 
     def _op(self, op: str, scale: float, call: str) -> int:
         if op not in OPS:
             raise InvalidArgumentError(f"{self._asked(call)}: there is no op {op!r}; there are {', '.join(OPS)}")
         try:
             accepted = engine.op_accepts(self._dtype.number, OPS[op], scale)
+            # It travels as a double: beyond 2**53 an integer may have been rounded.
+            accepted = accepted and (self.dtype.kind not in "iu" or int(float(scale)) == scale)
         except (TypeError, OverflowError) as error:
             raise InvalidArgumentError(f"{self._asked(call)}: scale={scale!r} is no number") from error
         if not accepted:
             raise InvalidArgumentError(
-                f"{self._asked(call)}: scale={scale} is no {self._dtype.name}; integer buffers take integer scales"
+                f"{self._asked(call)}: scale={scale} is no {self._dtype.name}; integer buffers take integer scales "
+                f"that a double holds exactly"
             )
         return OPS[op]
 
@@ -375,8 +389,12 @@ class Buffer:
             pause = _RETRY_FIRST_S
             while self._handle is None:
                 self._client.check_open()
+                asked = self._ask_first
                 try:
                     self._attach(deadline)
+                except TransportError:
+                    if asked:
+                        raise
                 except UnavailableError:
                     if deadline.left() <= pause:
                         raise
@@ -391,7 +409,7 @@ class Buffer:
         layout = self._info.layout
         try:
             ways = tuple(self._client.reach(place, layout.epoch, deadline) for place in layout.segments)
-        except UnavailableError:
+        except (TransportError, UnavailableError):
             self._ask_first = True
             raise
         except NotFoundError as error:
@@ -438,6 +456,10 @@ class Buffer:
             return UnavailableError(f"{asked}: the connection to {where} was lost; {applied}")
         if outcome.status is Status.INVALID:
             return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
+        if outcome.status is Status.DENIED:
+            return PermissionDeniedError(f"{asked}: {where} does not let this session in; {applied}")
+        if outcome.status is Status.OUT_OF_MEMORY:
+            return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
         return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
 
 
@@ -461,7 +483,8 @@ class _MappedMemory:
     """Owns a mapping; numpy arrays on it keep it alive."""
 
     def __init__(self, address: int, nbytes: int, length: int) -> None:
-        weakref.finalize(self, engine.unmap, address, nbytes)
+        # Not at exit: other threads may still use it then, and the process's end unmaps anyway.
+        weakref.finalize(self, engine.unmap, address, nbytes).atexit = False
         self.__array_interface__ = {"version": 3, "shape": (length,), "typestr": "|u1", "data": (address, False)}
 
 

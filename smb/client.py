@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import numbers
 import operator
 import os
 import socket
@@ -31,6 +32,7 @@ Result = TypeVar("Result")
 _RENEWALS_PER_LEASE = 3
 _ASYNC_CALLS_MAX = 8  # threads for *_async, started as they are needed; further calls wait their turn
 _CLOSE_S = 1.0
+_TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
 
 _log = logging.getLogger("smb")
 
@@ -70,8 +72,10 @@ def connect(address: str | None = None, *, transport: str = "auto", timeout: flo
             f"connect: which cluster? pass the coordinator's address, or set {COORDINATOR_VARIABLE}=HOST:PORT"
         )
     parse_address(address)
-    if not timeout > 0:
-        raise InvalidArgumentError(f"connect: timeout={timeout} is no time in seconds")
+    if not isinstance(timeout, numbers.Real) or not 0 < timeout <= _TIMEOUT_MAX_S:
+        raise InvalidArgumentError(
+            f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
+        )
     return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout)
 
 
@@ -129,6 +133,7 @@ class Client:
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
         """
+        _check_name("create", name)
         for option, value in (("replicas", replicas), ("versions", versions)):
             if value != 1:
                 raise InvalidArgumentError(f"create {name!r}: {option}={value} is not there yet; only {option}=1 is")
@@ -153,15 +158,10 @@ class Client:
         )
         if stripe is not None and request.stripe_bytes == 0:
             raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")
-        if isinstance(servers, int):
-            if not 0 < servers < 2**32:
-                raise InvalidArgumentError(f"create {name!r}: servers={servers} is no number of servers")
-            request.server_count = servers
+        if isinstance(servers, (str, Iterable)):
+            request.server_names.extend(_server_names(name, servers))
         elif servers is not None:
-            names = [servers] if isinstance(servers, str) else list(servers)
-            if not names:
-                raise InvalidArgumentError(f"create {name!r}: servers=[] leaves nowhere to put it")
-            request.server_names.extend(names)
+            request.server_count = _server_count(name, servers)
         self.check_open()
         return Buffer(self, BufferInfo.of(self.coordinator.create_buffer(request, self.timeout)))
 
@@ -171,8 +171,11 @@ class Client:
         Raises NotFoundError.
         """
         self.check_open()
-        if not 0 <= timeout <= 2**31 / 1000:
-            raise InvalidArgumentError(f"open {name!r}: timeout={timeout} is no time in seconds")
+        _check_name("open", name)
+        if not isinstance(timeout, numbers.Real) or not 0 <= timeout <= _TIMEOUT_MAX_S:
+            raise InvalidArgumentError(
+                f"open {name!r}: timeout={timeout!r} is no time in seconds, from 0 to {_TIMEOUT_MAX_S}"
+            )
         return Buffer(self, BufferInfo.of(self.coordinator.open_buffer(name, timeout, self.timeout)))
 
     def list(self) -> builtins.list[BufferInfo]:
@@ -187,6 +190,7 @@ class Client:
         Raises NotFoundError unless missing_ok.
         """
         self.check_open()
+        _check_name("delete", name)
         self.coordinator.delete_buffer(name, missing_ok, self.timeout)
 
     def servers(self) -> builtins.list[ServerInfo]:
@@ -211,13 +215,13 @@ class Client:
 
     def close(self) -> None:
         """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing."""
+        if self._pid != _current_pid:
+            return  # a child of fork has no part in its parent's session, and its locks may be held by nobody
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             executor = self._executor
-        if self._pid != os.getpid():
-            return  # a child of fork has no part in its parent's session
         self._stop.set()
         self.engine.close()
         if executor is not None:
@@ -257,6 +261,7 @@ class Client:
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Run a call on a thread of the client's."""
+        self.check_open()
         with self._lock:
             self.check_open()
             if self._executor is None:
@@ -274,6 +279,27 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _check_name(call: str, name: str) -> None:
+    """Refuse what could not even be sent; which names are good the coordinator says."""
+    if not isinstance(name, str) or not name.isprintable():
+        raise InvalidArgumentError(f"{call}: {name!r} can't be a name; a name is a str of printable characters")
+
+
+def _server_count(name: str, servers: int) -> int:
+    if isinstance(servers, bool) or not isinstance(servers, int) or not 0 < servers < 2**32:
+        raise InvalidArgumentError(f"create {name!r}: servers={servers!r} is no number of servers")
+    return servers
+
+
+def _server_names(name: str, servers: str | Iterable[str]) -> builtins.list[str]:
+    names = [servers] if isinstance(servers, str) else list(servers)
+    if not names:
+        raise InvalidArgumentError(f"create {name!r}: servers=[] leaves nowhere to put it")
+    for server in names:
+        _check_name(f"create {name!r} on servers", server)
+    return names
 
 
 def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:

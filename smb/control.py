@@ -21,9 +21,11 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.TimeoutError,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
 }
-# No proxy between daemons, and quick reconnection: a restarted coordinator is found within a second.
+# No proxy between daemons; no connection shared with other channels of the process, which in a child of fork would be its
+# parent's and fail; and quick reconnection: a restarted coordinator is found within a second.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -125,6 +127,8 @@ class Coordinator:
             return errors.TimeoutError(
                 f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"
             )
+        if code is grpc.StatusCode.CANCELLED:  # only closing the channel cancels our calls
+            return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
         if code in _CLASSES:
             return _CLASSES[code](details)
         return errors.Error(f"the coordinator at {self.address} failed with {code.name}: {details}")

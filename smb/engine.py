@@ -6,6 +6,7 @@ keeps the client, links and segments that it uses alive.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ class Link:
 
     def __init__(self, client: EngineClient, pointer: Any) -> None:
         self._client = client  # the C side points to the client's
-        self.pointer = ffi.gc(pointer, lib.smb_link_close)
+        self.pointer = ffi.gc(pointer, functools.partial(_close_link, os.getpid()))
 
     def alive(self) -> bool:
         """Whether it has not broken so far."""
@@ -163,6 +164,12 @@ class Link:
         made = ffi.new("struct smb_segment **")
         _check(lib.smb_link_attach(self.pointer, segment_id, epoch, timeout_ms, made))
         return Segment(made[0])
+
+
+def _close_link(made_by_pid: int, pointer: Any) -> None:
+    # A child of fork shares the connection: shutting it down there would end it under its parent's calls.
+    if os.getpid() == made_by_pid:
+        lib.smb_link_close(pointer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 #include "check.h"
 
 #include <dirent.h>
+#include <signal.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -12,6 +14,17 @@ void check_failed(const char *file, int line, const char *what, long long found,
 {
     fprintf(stderr, "%s:%d: not so: %s (%lld, %lld)\n", file, line, what, found, expected);
     _exit(1);
+}
+
+pid_t check_fork(void)
+{
+    pid_t parent = getpid(), child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        CHECK_EQ(prctl(PR_SET_PDEATHSIG, SIGKILL), 0);
+        CHECK_EQ(getppid(), parent);
+    }
+    return child;
 }
 
 uint64_t check_now_ns(void)
@@ -56,14 +69,14 @@ static bool passes(const struct test *test)
     strcpy(directory + sizeof directory - 7, "XXXXXX");
     if (!mkdtemp(directory))
         return false;
-    pid_t child = fork();
+    pid_t child = check_fork();
     if (child == 0) {
         alarm(TEST_SECONDS_MAX);
         test->run();
         exit(0); /* not _exit: leaks are looked for on the way out */
     }
     int status = -1;
-    bool ended = child > 0 && waitpid(child, &status, 0) == child;
+    bool ended = waitpid(child, &status, 0) == child;
     each_scratch_file(unlink);
     rmdir(directory);
     if (ended && status == 0)

@@ -30,6 +30,8 @@
 
 void check_failed(const char *file, int line, const char *what, long long found, long long expected)
     __attribute__((noreturn));
+/* fork, of a child that does not outlive its parent: one that is stopped would hold up whoever waits for the test's output. */
+pid_t check_fork(void);
 /* Monotonic nanoseconds. */
 uint64_t check_now_ns(void);
 

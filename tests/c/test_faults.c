@@ -158,6 +158,24 @@ static void spoil_old_sequence(struct smb_frame *reply)
     reply->sequence -= 1;
 }
 
+enum { RING = 64, BEFORE = 70 }; /* an answer a whole ring of requests too late or too early has the right place in the ring */
+
+static void spoil_sequence_by_ring(struct smb_frame *reply)
+{
+    reply->sequence += RING;
+}
+
+static void spoil_late_sequence_by_ring(struct smb_frame *reply)
+{
+    if (reply->sequence >= BEFORE)
+        reply->sequence -= RING;
+}
+
+static void spoil_to_fill(struct smb_frame *reply)
+{
+    reply->opcode = SMB_FILL;
+}
+
 static void spoil_payload(struct smb_frame *reply)
 {
     reply->length = reply->payload = BYTES / 2;
@@ -187,9 +205,9 @@ static void spoil_with_data(struct smb_frame *reply)
 /* An answer that can't be one to what was asked breaks the link, and writes nothing where no data was asked for. */
 static void answers_that_are_none(void)
 {
-    static void (*const spoils[])(struct smb_frame *) = {spoil_sequence, spoil_old_sequence,   spoil_payload,
+    static void (*const spoils[])(struct smb_frame *) = {spoil_sequence, spoil_old_sequence,   spoil_sequence_by_ring,
                                                          spoil_status,   spoil_longer_payload, spoil_no_payload,
-                                                         spoil_flags,    spoil_opcode};
+                                                         spoil_flags,    spoil_opcode,         spoil_payload};
     for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
         struct call call;
         struct fake_server fake = {.spoil = spoils[i], .spoil_opcode = SMB_READ, .answer_bytes_max = -1};
@@ -200,14 +218,29 @@ static void answers_that_are_none(void)
         end(&fake, &call);
     }
     struct call call;
-    struct fake_server fake = {.spoil = spoil_with_data, .spoil_opcode = SMB_WRITE, .answer_bytes_max = -1};
-    connected(&fake, &call);
-    uint8_t source[BYTES] = {0};
-    CHECK_EQ(reach_try(call.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}),
-             SMB_PROTOCOL);
-    for (int i = 0; i < BYTES; i++)
-        CHECK_EQ(source[i], 0);
-    end(&fake, &call);
+    struct fake_server late = {.spoil = spoil_late_sequence_by_ring, .spoil_opcode = SMB_READ, .answer_bytes_max = -1};
+    connected(&late, &call);
+    for (int i = 0; i < BEFORE; i++)
+        CHECK_EQ(read_some(&call, RIG_TIMEOUT_MS).status, SMB_OK);
+    CHECK_EQ(read_some(&call, RIG_TIMEOUT_MS).status, SMB_PROTOCOL);
+    end(&late, &call);
+}
+
+/* Nor does one of another operation, or one that brings data which was not asked for: nothing is written anywhere. */
+static void answers_to_something_else(void)
+{
+    static void (*const spoils[])(struct smb_frame *) = {spoil_with_data, spoil_to_fill};
+    for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
+        struct call call;
+        struct fake_server fake = {.spoil = spoils[i], .spoil_opcode = SMB_WRITE, .answer_bytes_max = -1};
+        uint8_t source[BYTES] = {0};
+        connected(&fake, &call);
+        CHECK_EQ(reach_try(call.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}),
+                 SMB_PROTOCOL);
+        for (int b = 0; b < BYTES; b++)
+            CHECK_EQ(source[b], 0);
+        end(&fake, &call);
+    }
 }
 
 struct reader {
@@ -329,15 +362,20 @@ static int greeted(struct rig *rig)
 
 static const struct smb_layout LAYOUT = {262144, 262144, 262144, 1};
 
-/* A peer that asks for much and reads nothing is not served further, holds up nobody, and goes when it goes. */
-static void peer_that_never_reads(void)
+/* A peer that asks for much and reads nothing is not served further and holds up nobody. What it reads at last is right, also
+ * where the socket had taken a part of an answer only. */
+static void peer_that_reads_late(void)
 {
-    enum { FRAMES = 2000 };
+    enum { FRAMES = 100 };
     struct rig rig;
     struct reach reach;
     struct smb_server_counters counters;
     rig_start(&rig, LAYOUT, SMB_UINT8);
     reach_make(&reach, &rig, BY_TCP, 1);
+    uint8_t *content = malloc(LAYOUT.bytes);
+    for (uint64_t i = 0; i < LAYOUT.bytes; i++)
+        content[i] = (uint8_t)(i % 251);
+    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
     int fd = greeted(&rig);
     struct smb_frame read = {.opcode = SMB_READ, .dtype = SMB_UINT8, .session = 1, .epoch = RIG_EPOCH,
                              .segment = rig_segment_id(0, 0), .length = LAYOUT.chunk_bytes};
@@ -347,11 +385,19 @@ static void peer_that_never_reads(void)
     for (int i = 0; i < 50; i++)
         must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
     smb_server_counters(rig.servers[0], &counters);
-    CHECK(counters.operations[SMB_TRANSPORT_TCP][SMB_READ] < FRAMES); /* what its socket does not take is not made */
+    CHECK(counters.operations[SMB_TRANSPORT_TCP][SMB_READ] < 50 + FRAMES); /* what its socket does not take is not made */
+    for (int i = 0; i < FRAMES; i++) {
+        CHECK_EQ(receive_frame(fd).payload, LAYOUT.bytes);
+        CHECK_EQ(recv(fd, sink, LAYOUT.bytes, MSG_WAITALL), LAYOUT.bytes);
+        CHECK(memcmp(sink, content, LAYOUT.bytes) == 0);
+    }
+    for (int i = 0; i < FRAMES; i++)
+        send_frame(fd, read);
     CHECK_EQ(counters.connections_now[SMB_TRANSPORT_TCP], 2);
-    close(fd);
+    close(fd); /* with answers unread and on their way */
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.connections_now[SMB_TRANSPORT_TCP] == 1));
     free(sink);
+    free(content);
     reach_end(&reach);
     rig_stop(&rig);
 }
@@ -359,8 +405,7 @@ static void peer_that_never_reads(void)
 /* A process that takes a chunk's lock and stops in the middle of a change. */
 static pid_t fork_stopped_holder(const char *path)
 {
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = check_fork();
     if (child == 0) {
         struct smb_segment *segment;
         WAIT_UNTIL(smb_segment_open(path, &segment) == SMB_OK);
@@ -440,8 +485,7 @@ static void stopped_holder_parks_requests(void)
     for (int i = 0; i < PARKED; i++)
         pthread_join(parked[i].thread, NULL);
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
-    smb_server_counters(rig.servers[0], &counters);
-    CHECK_EQ(counters.parked_now, 0);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == 0));
     CHECK(counters.parked_total >= PARKED);
     reach_end(&reach);
     reach_make(&reach, &rig, BY_TCP, 32);
@@ -479,9 +523,10 @@ int main(void)
 {
     static const struct test tests[] = {
         TEST(handshakes_that_fail),      TEST(answers_cut_at_each_byte),      TEST(closed_before_sending),
-        TEST(silence_times_out),         TEST(answers_that_are_none),         TEST(break_fails_every_call),
+        TEST(silence_times_out),         TEST(answers_that_are_none),         TEST(answers_to_something_else),
+        TEST(break_fails_every_call),
         TEST(link_closed_under_calls),   TEST(client_closed_under_calls),     TEST(short_and_long_calls),
-        TEST(peer_that_never_reads),     TEST(stopped_holder_parks_requests), TEST(server_stops_with_requests_parked),
+        TEST(peer_that_reads_late),      TEST(stopped_holder_parks_requests), TEST(server_stops_with_requests_parked),
     };
     return RUN_TESTS(tests);
 }

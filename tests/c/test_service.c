@@ -188,6 +188,33 @@ static void threads_share_a_client_by_both(void)
     share_a_client(BY_BOTH, 40);
 }
 
+/* Transfers much larger than sockets and rings hold, so that frames are sent and received in parts: each byte in its place. */
+static void large_transfers(void)
+{
+    enum { LARGE = 16 * 1024 * 1024 + 72 };
+    struct rig rig;
+    uint64_t *source = malloc(LARGE), *sink = malloc(LARGE);
+    rig_start(&rig, (struct smb_layout){LARGE, 524288, 262144, 3}, SMB_INT64);
+    for (int way = 0; way < WAYS; way++) {
+        struct reach reach;
+        struct random random = random_make((uint64_t)way);
+        for (int i = 0; i < LARGE / 8; i++)
+            source[i] = random_next(&random);
+        reach_make(&reach, &rig, (enum way)way, 8);
+        must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LARGE, .source = source});
+        must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = LARGE, .sink = sink});
+        CHECK(memcmp(source, sink, LARGE) == 0);
+        must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = -2.0, .bytes = LARGE,
+                                                .source = source, .sink = sink});
+        for (int i = 0; i < LARGE / 8; i++)
+            CHECK_EQ(sink[i], -source[i]);
+        reach_end(&reach);
+    }
+    free(source);
+    free(sink);
+    rig_stop(&rig);
+}
+
 /* ---- refusals */
 
 static struct smb_buffer *single(struct reach *reach, struct rig *rig, int dtype, uint64_t bytes, uint64_t id,
@@ -453,12 +480,19 @@ static void contiguous_view(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(every_operation_by_tcp),     TEST(every_operation_by_unix_socket),
-        TEST(every_operation_by_mapping), TEST(every_operation_by_both),
-        TEST(threads_share_a_client),     TEST(threads_share_a_client_by_both),
-        TEST(wrong_ideas_are_answered),   TEST(wrong_requests_are_not_sent),
-        TEST(capacity),                   TEST(adoption),
-        TEST(deletion_under_traffic),     TEST(counters_are_true),
+        TEST(every_operation_by_tcp),
+        TEST(every_operation_by_unix_socket),
+        TEST(every_operation_by_mapping),
+        TEST(every_operation_by_both),
+        TEST(threads_share_a_client),
+        TEST(threads_share_a_client_by_both),
+        TEST(large_transfers),
+        TEST(wrong_ideas_are_answered),
+        TEST(wrong_requests_are_not_sent),
+        TEST(capacity),
+        TEST(adoption),
+        TEST(deletion_under_traffic),
+        TEST(counters_are_true),
         TEST(contiguous_view),
     };
     return RUN_TESTS(tests);

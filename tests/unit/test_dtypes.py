@@ -1,0 +1,50 @@
+"""smb.dtypes: element types by name, number and numpy dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from smb._engine import lib
+from smb.dtypes import DTYPES, OPS, dtype_of
+from smb.errors import InvalidArgumentError
+
+
+def test_numbers_are_the_engines() -> None:
+    """Name, number and size of every dtype, and the number of every op, agree with csrc/smb.h."""
+    for name, dtype in DTYPES.items():
+        assert dtype.number == getattr(lib, f"SMB_{name.upper()}")
+        assert dtype.itemsize == lib.smb_dtype_bytes(dtype.number)
+    for name, number in OPS.items():
+        assert number == getattr(lib, f"SMB_{name.upper()}")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("float32", "float32"),
+        (np.float32, "float32"),
+        (np.dtype("<i8"), "int64"),
+        ("f8", "float64"),
+        (float, "float64"),
+        (torch.float16, "float16"),
+        (torch.bfloat16, "bfloat16"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("uint8", "uint8"),
+    ],
+)
+def test_whatever_names_a_dtype(given: Any, name: str) -> None:
+    """Names, numpy's and torch's dtypes and types all lead to the same element type."""
+    assert dtype_of(given) is DTYPES[name]
+
+
+@pytest.mark.parametrize("given", ["complex64", np.uint16, bool, "float33", object(), torch.complex64, ">f4x"])
+def test_other_dtypes_are_refused(given: Any) -> None:
+    """What has no element type is refused, and the message lists what there is."""
+    with pytest.raises(InvalidArgumentError, match="there are float16, .*uint8"):
+        dtype_of(given)
