@@ -7,6 +7,7 @@ protocol or __array_interface__, as numpy does. Lists and numbers become arrays 
 from __future__ import annotations
 
 import ctypes
+import reprlib
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -132,15 +133,15 @@ def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
         return _view_of(array)
     except InvalidArgumentError:
         pass
-    refusal = f"{array!r} can't be written as {dtype.name}"
+    refusal = f"{reprlib.repr(array)} can't be written as {dtype.name}"
     try:
         plain = np.asarray(array)
-        if plain.dtype.kind not in "biuf":
-            raise InvalidArgumentError(refusal)
-        with np.errstate(over="ignore", invalid="ignore"):  # what must not be lost is compared below
-            converted = plain.astype(dtype.numpy)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(f"{refusal}: {error}") from error
+    if plain.dtype.kind not in "biuf":
+        raise InvalidArgumentError(refusal)
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = plain.astype(dtype.numpy)
     # A list of numbers is meant as numbers of the buffer's type, as far as these can hold them.
     if dtype.numpy.kind in "iu" and not np.array_equal(plain, converted):
         raise InvalidArgumentError(refusal)

@@ -395,9 +395,9 @@ class Buffer:
                 except TransportError:
                     if asked:
                         raise
-                except UnavailableError:
+                except UnavailableError as error:
                     if deadline.left() <= pause:
-                        raise
+                        raise UnavailableError(f"buffer {self.name!r} can't be reached: {error}") from error
                     time.sleep(pause)
                     pause = min(2 * pause, _RETRY_MAX_S)
             return self._handle

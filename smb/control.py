@@ -21,8 +21,8 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.TimeoutError,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
 }
-# No proxy between daemons; no connection shared with other channels of the process, which in a child of fork would be its
-# parent's and fail; and quick reconnection: a restarted coordinator is found within a second.
+# No proxy between daemons; no connection shared with other channels of the process, which in a child of fork would be
+# its parent's and fail; and quick reconnection: a restarted coordinator is found within a second.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),

@@ -33,11 +33,11 @@ def test_sizes(text: int | str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "KiB", "-1", -1, "1e9", "1,5GiB", "3 apples", "1 MiB extra", (1 << 56) + 1, "99999TiB", 1.5, None, True],
+    ["", "KiB", "-1", -1, "1e9", "1,5GiB", "3 apples", "1 MiB x", (1 << 56) + 1, "99999TiB", 1.5, None, True],
 )
 def test_what_is_no_size(text: Any) -> None:
     """Anything else, negative or absurd, is refused and named."""
-    with pytest.raises(InvalidArgumentError, match="no size|out of range"):
+    with pytest.raises(InvalidArgumentError, match=r"no size|out of range"):
         parse_bytes(text)
 
 
@@ -60,11 +60,11 @@ def test_addresses_go_both_ways(text: str, pair: tuple[str, int]) -> None:
 @pytest.mark.parametrize("text", ["", "host", ":7070", "host:", "host:http", "::1:7070", "host:-1", "[]:1", "host:٣"])
 def test_what_is_no_address(text: str) -> None:
     """A part missing, a port that is no number, IPv6 without brackets: refused with an example of what would do."""
-    with pytest.raises(InvalidArgumentError, match="127.0.0.1:7070"):
+    with pytest.raises(InvalidArgumentError, match=r"127\.0\.0\.1:7070"):
         parse_address(text)
 
 
 def test_ports_have_an_end() -> None:
     """65536 is refused, and the message names the port and the range."""
-    with pytest.raises(InvalidArgumentError, match="port 65536 .*0 to 65535"):
+    with pytest.raises(InvalidArgumentError, match=r"port 65536 .*0 to 65535"):
         parse_address("host:65536")

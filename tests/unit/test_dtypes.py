@@ -46,5 +46,5 @@ def test_whatever_names_a_dtype(given: Any, name: str) -> None:
 @pytest.mark.parametrize("given", ["complex64", np.uint16, bool, "float33", object(), torch.complex64, ">f4x"])
 def test_other_dtypes_are_refused(given: Any) -> None:
     """What has no element type is refused, and the message lists what there is."""
-    with pytest.raises(InvalidArgumentError, match="there are float16, .*uint8"):
+    with pytest.raises(InvalidArgumentError, match=r"there are float16, .*uint8"):
         dtype_of(given)

@@ -18,7 +18,7 @@ def make(nbytes: int, stripe_pages: int = 1, segments: int = 2, itemsize: int = 
 
 
 def test_stripes_take_turns() -> None:
-    """Stripe i lies on segment i modulo their number, after the segment's earlier stripes; the last one may be short."""
+    """Stripe i lies on segment i modulo their number, after the stripes it has; the last one may be short."""
     layout = make(4 * PAGE + 8, segments=3)
     assert list(layout.pieces(0, PAGE + 2)) == [
         Piece(0, 0, 1024),

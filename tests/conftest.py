@@ -1,0 +1,48 @@
+"""What tests share: a cluster that stays up for one file, and clients of it that are closed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import smb
+
+Connect = Callable[..., smb.Client]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's own cluster and transport have no say in tests."""
+    for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
+    """Three memory servers of 64 MiB. A test deletes what it creates."""
+    with smb.LocalCluster(servers=3, capacity="64MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def connect(cluster: smb.LocalCluster) -> Iterator[Connect]:
+    """Connect to the cluster as smb.connect does; every client is closed, and every buffer deleted, at the end."""
+    clients: list[smb.Client] = []
+
+    def make(transport: str = "auto", **options: float) -> smb.Client:
+        clients.append(smb.connect(cluster.address, transport=transport, **options))
+        return clients[-1]
+
+    yield make
+    with smb.connect(cluster.address) as last:
+        for buffer in last.list():
+            last.delete(buffer.name, missing_ok=True)
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
+    """A client over each transport."""
+    return connect(request.param)

@@ -1,0 +1,155 @@
+"""Clients in processes of their own, started together. What runs in them is here: a spawned process imports it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import smb
+
+PERIOD = 251
+DEADLINE_S = 60.0
+_context = multiprocessing.get_context("spawn")
+
+
+def pattern(offset: int, count: int, dtype: str) -> np.ndarray[Any, Any]:
+    """(i mod 251) + 1 of the element's place in the buffer: a piece that goes elsewhere is noticed."""
+    return (np.arange(offset, offset + count) % PERIOD + 1).astype(dtype)
+
+
+def run_together(*tasks: tuple[Any, ...]) -> list[Any]:
+    """Run each (function, *arguments) as function(barrier, *arguments) in a process of its own.
+
+    Returns what they return, in order. Raises if one fails.
+    """
+    barrier = _context.Barrier(len(tasks))
+    results: Any = _context.Queue()
+    processes = [
+        _context.Process(target=_run, args=(results, number, function, barrier, given))
+        for number, (function, *given) in enumerate(tasks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(_take(results, processes) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        results.close()
+        results.join_thread()
+    failures = [value for value in found.values() if isinstance(value, BaseException)]
+    if failures:
+        raise failures[0]
+    return [found[number] for number in range(len(tasks))]
+
+
+def _take(results: Any, processes: Sequence[Any]) -> tuple[int, Any]:
+    """Return the next result; fail early where a process died without one."""
+    for _ in range(round(DEADLINE_S)):
+        try:
+            item: tuple[int, Any] = results.get(timeout=1)
+            return item
+        except queue.Empty:
+            dead = [process.exitcode for process in processes if process.exitcode]
+            assert not dead, f"a client ended with {dead[0]}"
+    raise AssertionError(f"a client did not end within {DEADLINE_S:g} s")
+
+
+def _run(results: Any, number: int, function: Callable[..., Any], barrier: Any, given: Sequence[Any]) -> None:
+    try:
+        results.put((number, function(barrier, *given)))
+    except BaseException as error:  # noqa: BLE001 - it is raised again in the test's process
+        barrier.abort()
+        results.put((number, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+def add(barrier: Any, address: str, transport: str, name: str, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """Add the pattern to each range in turn; return the transports used."""
+    with smb.connect(address, transport=transport, timeout=30) as client:
+        buffer = client.open(name)
+        buffer.read(0, 1)
+        barrier.wait(DEADLINE_S)
+        for offset, count in ranges:
+            buffer.accumulate(pattern(offset, count, buffer.dtype.name), offset)
+        return buffer.transports
+
+
+def count_up(barrier: Any, address: str, transport: str, name: str, times: int) -> list[int]:
+    """fetch_add 1 and, in between, accumulate 1000; return the tickets drawn."""
+    with smb.connect(address, transport=transport, timeout=30) as client:
+        buffer = client.open(name)
+        buffer.read(0, 1)
+        barrier.wait(DEADLINE_S)
+        tickets = []
+        for _ in range(times):
+            tickets.append(buffer.fetch_add(0, 1))
+            buffer.accumulate([0, 1000])
+        return tickets
+
+
+def swap_up(barrier: Any, address: str, transport: str, name: str, times: int) -> int:
+    """Count up by compare_swap; return how often another was faster."""
+    lost = 0
+    with smb.connect(address, transport=transport, timeout=30) as client:
+        buffer = client.open(name)
+        seen = int(buffer.read(0, 1)[0])
+        barrier.wait(DEADLINE_S)
+        for _ in range(times):
+            while (found := buffer.compare_swap(0, seen, seen + 1)) != seen:
+                seen, lost = found, lost + 1
+            seen += 1
+    return lost
+
+
+def add_whole(barrier: Any, address: str, transport: str, name: str, times: int) -> None:
+    """Add ones to the whole buffer."""
+    with smb.connect(address, transport=transport, timeout=30) as client:
+        buffer = client.open(name)
+        ones = np.ones(buffer.size, buffer.dtype)
+        barrier.wait(DEADLINE_S)
+        for _ in range(times):
+            buffer.accumulate(ones)
+
+
+def read_whole(barrier: Any, address: str, transport: str, name: str, last: int) -> int:
+    """Read until every element is `last`; return how many chunks, of all that were seen, were not uniform."""
+    torn = 0
+    with smb.connect(address, transport=transport, timeout=30) as client:
+        buffer = client.open(name)
+        per_chunk = buffer.layout.chunk_bytes // buffer.dtype.itemsize
+        barrier.wait(DEADLINE_S)
+        while True:
+            chunks = buffer.read().reshape(-1, per_chunk)
+            torn += int((chunks != chunks[:, :1]).any(axis=1).sum())
+            if (chunks == last).all():
+                return torn
+
+
+def add_forever(address: str, transport: str, name: str, running: Any) -> None:
+    """Add until killed."""
+    with smb.connect(address, transport=transport, timeout=30) as client:
+        buffer = client.open(name)
+        ones = np.ones(buffer.size, buffer.dtype)
+        while True:
+            buffer.accumulate(ones)
+            running.set()
+
+
+def spawn(task: Callable[..., None], *arguments: Any) -> Any:
+    """Start a process that the test kills; arguments may hold what make_event gives."""
+    process = _context.Process(target=task, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def make_event() -> Any:
+    """Return an event that a spawned process can set."""
+    return _context.Event()
