@@ -226,6 +226,7 @@ static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t byt
     }
     memcpy(to, from, head);
     to += head, from += head, bytes -= head;
+    _mm_sfence(); /* streaming stores may pass earlier ones: the odd sequence count must be seen before them */
     for (; bytes >= 128; to += 128, from += 128, bytes -= 128) {
         _mm_prefetch((const char *)from + 1024, _MM_HINT_NTA); /* a prefetch past the end is no access */
         _mm_prefetch((const char *)from + 1088, _MM_HINT_NTA);

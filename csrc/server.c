@@ -484,12 +484,12 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
         return SMB_OUT_OF_MEMORY;
     made->instance = instance;
     made->capacity_bytes = capacity_bytes;
-    made->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     made->loops = calloc((size_t)loops, sizeof *made->loops);
     if (!made->loops) {
         free(made);
         return SMB_OUT_OF_MEMORY;
     }
+    made->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     pthread_rwlock_init(&made->registry_lock, NULL);
     int status = SMB_OK;
     while (made->loop_count < loops && status == SMB_OK)

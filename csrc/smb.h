@@ -191,7 +191,7 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
                             struct smb_link **link, uint64_t *instance);
-/* Asks a Unix link for a segment's descriptor and maps it. */
+/* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses the link for calls. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
 /* 1 while usable. A link that broke stays broken: make another. */

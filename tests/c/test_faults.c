@@ -435,6 +435,21 @@ struct parked {
     _Atomic bool done;
 };
 
+struct shared {
+    pthread_t thread;
+    struct smb_buffer *buffer;
+    struct smb_request request;
+    _Atomic bool done;
+};
+
+static void *call_shared(void *argument)
+{
+    struct shared *shared = argument;
+    must(shared->buffer, shared->request);
+    shared->done = true;
+    return NULL;
+}
+
 static void *call_parked(void *argument)
 {
     struct parked *parked = argument;
@@ -497,6 +512,41 @@ static void stopped_holder_parks_requests(void)
     rig_stop(&rig);
 }
 
+/* A call that waits for a chunk of mapped memory, held by a stopped process, does not hold up the client's other calls. */
+static void waiting_for_a_local_chunk_holds_up_nobody(void)
+{
+    enum { CHUNK = 4096, CALLS = 20 };
+    struct rig rig;
+    struct reach reach, onlooker;
+    uint8_t sink[CHUNK], ones[2 * CHUNK];
+    memset(ones, 1, sizeof ones);
+    pid_t holder = fork_stopped_holder(rig_segment_path(0, 0));
+    rig_start(&rig, (struct smb_layout){2 * CHUNK, CHUNK, CHUNK, 2}, SMB_UINT8);
+    wait_for_stop(holder);
+    reach_make(&reach, &rig, BY_BOTH, 33); /* segment 0 is mapped, segment 1 over TCP */
+    struct shared waiting = {.buffer = reach.buffer, .request = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0,
+                                                                 .bytes = sizeof ones, .source = ones}};
+    CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
+    struct smb_request read = {.opcode = SMB_READ, .offset = CHUNK, .bytes = CHUNK, .sink = sink};
+    reach_make(&onlooker, &rig, BY_TCP, 34);
+    do
+        must(onlooker.buffer, read);
+    while (sink[0] == 0); /* its part over TCP is done: it does the I/O of its client, and has the local part before it */
+    uint64_t before_ns = check_now_ns();
+    for (int i = 0; i < CALLS; i++)
+        must(reach.buffer, read);
+    CHECK(check_now_ns() - before_ns < RIG_TIMEOUT_MS / 4 * (uint64_t)1000000U);
+    CHECK(!waiting.done);
+    CHECK_EQ(kill(holder, SIGCONT), 0);
+    pthread_join(waiting.thread, NULL);
+    CHECK_EQ(waitpid(holder, NULL, 0), holder);
+    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = CHUNK, .sink = sink});
+    CHECK_EQ(sink[CHUNK - 1], 1);
+    reach_end(&onlooker);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
 /* The server stops while requests are parked and connections are open, and waits for none of them. */
 static void server_stops_with_requests_parked(void)
 {
@@ -522,11 +572,20 @@ static void server_stops_with_requests_parked(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(handshakes_that_fail),      TEST(answers_cut_at_each_byte),      TEST(closed_before_sending),
-        TEST(silence_times_out),         TEST(answers_that_are_none),         TEST(answers_to_something_else),
+        TEST(handshakes_that_fail),
+        TEST(answers_cut_at_each_byte),
+        TEST(closed_before_sending),
+        TEST(silence_times_out),
+        TEST(answers_that_are_none),
+        TEST(answers_to_something_else),
         TEST(break_fails_every_call),
-        TEST(link_closed_under_calls),   TEST(client_closed_under_calls),     TEST(short_and_long_calls),
-        TEST(peer_that_reads_late),      TEST(stopped_holder_parks_requests), TEST(server_stops_with_requests_parked),
+        TEST(link_closed_under_calls),
+        TEST(client_closed_under_calls),
+        TEST(short_and_long_calls),
+        TEST(peer_that_reads_late),
+        TEST(stopped_holder_parks_requests),
+        TEST(waiting_for_a_local_chunk_holds_up_nobody),
+        TEST(server_stops_with_requests_parked),
     };
     return RUN_TESTS(tests);
 }

@@ -1,0 +1,74 @@
+"""smb.transport: the choice of a way, and what is said about it, without servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from smb.errors import InvalidArgumentError, TransportError, UnavailableError
+from smb.layout import SegmentPlace
+from smb.transport.base import Deadline, NoWayError, Way
+from smb.transport.choose import check_choice, choose, describe
+
+
+class Fixed:
+    """A transport with one answer."""
+
+    def __init__(self, name: str, answer: Way | Exception) -> None:
+        self.name = name
+        self._answer = answer
+
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def close(self) -> None:
+        pass
+
+
+def place(server: str) -> SegmentPlace:
+    return SegmentPlace(1, server, 8, "10.0.0.2:7071", "/dev/shm/x.sock", 5)
+
+
+FAR = Way("tcp", "10.0.0.2:7071")
+NEAR = Way("shm", "same host")
+
+
+def test_the_first_way_is_taken_and_the_others_refusals_told() -> None:
+    """A transport that leads there wins; one that does not is passed over, and its reason goes into the log line."""
+    deadline = Deadline(1)
+    assert choose([Fixed("shm", NEAR), Fixed("tcp", FAR)], place("a"), 1, deadline) is NEAR
+    chosen = choose([Fixed("shm", NoWayError("no socket")), Fixed("tcp", FAR)], place("a"), 1, deadline)
+    assert (chosen.transport, chosen.why) == ("tcp", "10.0.0.2:7071 (no socket)")
+
+
+def test_no_way_names_all_reasons_and_a_server_that_is_down_ends_the_search() -> None:
+    """Without any way the error lists why; a server that does not answer is no reason to try something else."""
+    ways = [Fixed("shm", NoWayError("no socket")), Fixed("tcp", NoWayError("no network"))]
+    with pytest.raises(TransportError, match="server a can't be reached over shm or tcp: no socket; no network"):
+        choose(ways, place("a"), 1, Deadline(1))
+    with pytest.raises(UnavailableError, match="down"):
+        choose([Fixed("shm", UnavailableError("down")), Fixed("tcp", FAR)], place("a"), 1, Deadline(1))
+
+
+def test_servers_are_told_once_by_their_way() -> None:
+    """The log line groups servers by transport and reason, each once, in the layout's order."""
+    ways = [(place("a"), NEAR), (place("b"), FAR), (place("c"), NEAR), (place("a"), NEAR)]
+    assert describe(ways) == "shm to a, c: same host; tcp to b: 10.0.0.2:7071"
+
+
+def test_choices() -> None:
+    """auto, shm and tcp are there; verbs is refused as not there yet, others as unknown."""
+    assert [check_choice(name) for name in ("auto", "shm", "tcp")] == ["auto", "shm", "tcp"]
+    for name, told in (("verbs", "not there yet"), ("TCP", "no transport"), ("", "no transport")):
+        with pytest.raises(InvalidArgumentError, match=told):
+            check_choice(name)
+
+
+def test_deadlines_run_out() -> None:
+    """What is left never falls below nothing; the engine is always given at least a millisecond."""
+    assert Deadline(0).left() == 0
+    assert Deadline(0).left_ms() == 1
+    assert 0 < Deadline(100).left() <= 100
+    assert 99_000 < Deadline(100).left_ms() <= 100_000
+    assert Deadline(1e9).left_ms() == 2**31
