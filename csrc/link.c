@@ -1,9 +1,7 @@
 /* One connection to a server: a ring of frames in flight, sent in order, answered in any. */
 #include "client.h"
 
-#include <arpa/inet.h>
 #include <errno.h>
-#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -12,6 +10,8 @@
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#include "address.h"
 
 enum { SEND_PARTS = 32 };
 
@@ -124,30 +124,15 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
                            struct smb_link **link, uint64_t *instance)
 {
     uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
-    union {
-        struct sockaddr any;
-        struct sockaddr_in v4;
-        struct sockaddr_in6 v6;
-    } name;
-    memset(&name, 0, sizeof name);
-    socklen_t length = 0;
-    if (inet_pton(AF_INET, address, &name.v4.sin_addr) == 1) {
-        name.v4.sin_family = AF_INET;
-        name.v4.sin_port = htons(port);
-        length = sizeof name.v4;
-    } else if (inet_pton(AF_INET6, address, &name.v6.sin6_addr) == 1) {
-        name.v6.sin6_family = AF_INET6;
-        name.v6.sin6_port = htons(port);
-        length = sizeof name.v6;
-    } else {
+    struct address peer;
+    if (!address_parse(address, port, &peer))
         return SMB_INVALID;
-    }
-    int fd = socket(name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = socket(peer.name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return SMB_SYSTEM;
     int on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    int status = connect_to(fd, &name.any, length, deadline_ns);
+    int status = connect_to(fd, &peer.name.any, peer.length, deadline_ns);
     if (status != SMB_OK) {
         close(fd);
         return status;

@@ -1,7 +1,5 @@
-#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +9,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "address.h"
 #include "server.h"
 
 enum {
@@ -530,35 +529,20 @@ static int close_failed(int fd)
 
 int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port, uint16_t *bound_port)
 {
-    union {
-        struct sockaddr any;
-        struct sockaddr_in v4;
-        struct sockaddr_in6 v6;
-    } name;
-    memset(&name, 0, sizeof name);
-    socklen_t length = 0;
-    if (inet_pton(AF_INET, address, &name.v4.sin_addr) == 1) {
-        name.v4.sin_family = AF_INET;
-        name.v4.sin_port = htons(port);
-        length = sizeof name.v4;
-    } else if (inet_pton(AF_INET6, address, &name.v6.sin6_addr) == 1) {
-        name.v6.sin6_family = AF_INET6;
-        name.v6.sin6_port = htons(port);
-        length = sizeof name.v6;
-    } else {
+    struct address here;
+    if (!address_parse(address, port, &here))
         return SMB_INVALID;
-    }
-    int fd = socket(name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = socket(here.name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return SMB_SYSTEM;
     int on = 1; /* a restarted daemon gets its old port although old connections linger */
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (bind(fd, &name.any, length) != 0 || listen(fd, SOMAXCONN) != 0 || getsockname(fd, &name.any, &length) != 0)
+    if (bind(fd, &here.name.any, here.length) != 0 || listen(fd, SOMAXCONN) != 0 ||
+        getsockname(fd, &here.name.any, &here.length) != 0)
         return close_failed(fd);
-    uint16_t bound = ntohs(name.any.sa_family == AF_INET ? name.v4.sin_port : name.v6.sin6_port);
     int status = add_listener(server, fd, SMB_TRANSPORT_TCP);
     if (status == SMB_OK)
-        *bound_port = bound;
+        *bound_port = address_port(&here);
     return status;
 }
 
