@@ -78,9 +78,11 @@ struct loop {
     uint32_t not_greeted;
 };
 
-/* ---- registry (server.c) */
+/* ---- registry (registry.c) */
 /* A reference, or NULL. */
 struct smb_segment *server_find(struct smb_server *server, uint64_t id);
+/* Gives all references up; the files stay. The loops have stopped. */
+void registry_clear(struct smb_server *server);
 
 static inline void server_count(_Atomic uint64_t *counter, uint64_t by)
 {

@@ -6,7 +6,7 @@
  *   layout    where a range of a buffer lives, no I/O
  *   segment   a shared mapping with chunk locks: the only place where shared memory is touched
  *   gate      one checked frame -> one segment operation: the single door of the daemon
- *   connection, server   one peer; listeners, event loops, registry
+ *   connection, registry, server   one peer; segments served; listeners and event loops
  *   link      one connection to a server, frames in flight
  *   client    calls over links; the calling thread does the I/O
  *   transfer  one call on a buffer -> pieces on links and on local segments

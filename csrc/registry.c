@@ -1,0 +1,207 @@
+/* The segments that a daemon serves, by id, and the books of its capacity. Control threads change it, loops look up in it. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "server.h"
+
+static struct entry **bucket_of(struct smb_server *server, uint64_t id)
+{
+    return &server->buckets[(id * 0x9E3779B97F4A7C15U) >> 52];
+}
+_Static_assert(BUCKETS == 1 << 12, "bucket_of takes 12 bits");
+
+static struct entry *find_entry(struct smb_server *server, uint64_t id)
+{
+    struct entry *entry = *bucket_of(server, id);
+    while (entry && smb_segment_id(entry->segment) != id)
+        entry = entry->next;
+    return entry;
+}
+
+struct smb_segment *server_find(struct smb_server *server, uint64_t id)
+{
+    pthread_rwlock_rdlock(&server->registry_lock);
+    struct entry *entry = find_entry(server, id);
+    struct smb_segment *segment = entry ? smb_segment_retain(entry->segment) : NULL;
+    pthread_rwlock_unlock(&server->registry_lock);
+    return segment;
+}
+
+/* Capacity is taken before the memory, under the lock, so that two creations can't both fit into the last gap. */
+static int reserve(struct smb_server *server, uint64_t id, uint64_t bytes)
+{
+    int status = SMB_OK;
+    pthread_rwlock_wrlock(&server->registry_lock);
+    if (find_entry(server, id))
+        status = SMB_EXISTS;
+    else if (bytes > server->capacity_bytes - server->used_bytes)
+        status = SMB_OUT_OF_MEMORY;
+    else
+        server->used_bytes += bytes;
+    pthread_rwlock_unlock(&server->registry_lock);
+    return status;
+}
+
+static void unreserve(struct smb_server *server, uint64_t bytes)
+{
+    pthread_rwlock_wrlock(&server->registry_lock);
+    server->used_bytes -= bytes;
+    pthread_rwlock_unlock(&server->registry_lock);
+}
+
+/* Takes the reference over. The bytes are reserved already. */
+static int publish(struct smb_server *server, struct smb_segment *segment, const char *path)
+{
+    struct entry *entry = calloc(1, sizeof *entry);
+    char *own_path = strdup(path);
+    if (!entry || !own_path) {
+        free(entry);
+        free(own_path);
+        return SMB_OUT_OF_MEMORY;
+    }
+    entry->segment = segment;
+    entry->path = own_path;
+    pthread_rwlock_wrlock(&server->registry_lock);
+    struct entry **bucket = bucket_of(server, smb_segment_id(segment));
+    bool taken = find_entry(server, smb_segment_id(segment)) != NULL;
+    if (!taken) {
+        entry->next = *bucket;
+        *bucket = entry;
+        server->segments++;
+    }
+    pthread_rwlock_unlock(&server->registry_lock);
+    if (taken) {
+        free(own_path);
+        free(entry);
+        return SMB_EXISTS;
+    }
+    return SMB_OK;
+}
+
+int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch, int dtype,
+                              uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
+    if (file_bytes == 0)
+        return SMB_INVALID;
+    int status = reserve(server, id, file_bytes);
+    if (status != SMB_OK)
+        return status;
+    struct smb_segment *segment;
+    status = smb_segment_create(path, id, epoch, dtype, data_bytes, chunk_bytes, &segment);
+    if (status == SMB_OK) {
+        status = publish(server, segment, path);
+        if (status != SMB_OK) {
+            unlink(path);
+            smb_segment_release(segment);
+        }
+    }
+    if (status != SMB_OK)
+        unreserve(server, file_bytes);
+    return status;
+}
+
+int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info)
+{
+    struct smb_segment *segment;
+    int status = smb_segment_open(path, &segment);
+    if (status != SMB_OK)
+        return status;
+    struct smb_segment_info found;
+    smb_segment_info(segment, &found);
+    status = found.deleted ? SMB_NOT_FOUND : reserve(server, found.id, found.file_bytes);
+    if (status == SMB_OK) {
+        status = publish(server, segment, path);
+        if (status != SMB_OK)
+            unreserve(server, found.file_bytes);
+    }
+    if (status == SMB_OK)
+        *info = found;
+    else
+        smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_delete_segment(struct smb_server *server, uint64_t id)
+{
+    pthread_rwlock_wrlock(&server->registry_lock);
+    struct entry **at = bucket_of(server, id);
+    while (*at && smb_segment_id((*at)->segment) != id)
+        at = &(*at)->next;
+    struct entry *entry = *at;
+    if (entry) {
+        *at = entry->next;
+        struct smb_segment_info info;
+        uint64_t operations[SMB_OPCODE_COUNT], bytes[SMB_OPCODE_COUNT];
+        smb_segment_info(entry->segment, &info);
+        smb_segment_counters(entry->segment, operations, bytes);
+        for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
+            server->retired_operations[i] += operations[i];
+            server->retired_bytes[i] += bytes[i];
+        }
+        server->retired_recovered_locks += info.recovered_locks;
+        server->segments--;
+        server->used_bytes -= info.file_bytes;
+    }
+    pthread_rwlock_unlock(&server->registry_lock);
+    if (!entry)
+        return SMB_NOT_FOUND;
+    smb_segment_mark_deleted(entry->segment);
+    unlink(entry->path);
+    smb_segment_release(entry->segment);
+    free(entry->path);
+    free(entry);
+    return SMB_OK;
+}
+
+void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters)
+{
+    memset(counters, 0, sizeof *counters);
+    for (int t = 0; t < SMB_TRANSPORT_COUNT; t++) {
+        for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
+            counters->operations[t][i] = atomic_load_explicit(&server->operations[t][i], memory_order_relaxed);
+            counters->bytes[t][i] = atomic_load_explicit(&server->bytes[t][i], memory_order_relaxed);
+        }
+        counters->connections_opened[t] = atomic_load_explicit(&server->opened[t], memory_order_relaxed);
+        counters->connections_now[t] = atomic_load_explicit(&server->now[t], memory_order_relaxed);
+    }
+    for (int i = 0; i < SMB_STATUS_COUNT; i++)
+        counters->errors[i] = atomic_load_explicit(&server->errors[i], memory_order_relaxed);
+    counters->parked_now = atomic_load_explicit(&server->parked_now, memory_order_relaxed);
+    counters->parked_total = atomic_load_explicit(&server->parked_total, memory_order_relaxed);
+
+    pthread_rwlock_rdlock(&server->registry_lock);
+    counters->segments = server->segments;
+    counters->segment_bytes = server->used_bytes;
+    counters->recovered_locks = server->retired_recovered_locks;
+    memcpy(counters->operations[SMB_TRANSPORT_SHM], server->retired_operations, sizeof server->retired_operations);
+    memcpy(counters->bytes[SMB_TRANSPORT_SHM], server->retired_bytes, sizeof server->retired_bytes);
+    for (int b = 0; b < BUCKETS; b++) {
+        for (struct entry *entry = server->buckets[b]; entry; entry = entry->next) {
+            struct smb_segment_info info;
+            uint64_t operations[SMB_OPCODE_COUNT], bytes[SMB_OPCODE_COUNT];
+            smb_segment_info(entry->segment, &info);
+            smb_segment_counters(entry->segment, operations, bytes);
+            counters->recovered_locks += info.recovered_locks;
+            for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
+                counters->operations[SMB_TRANSPORT_SHM][i] += operations[i];
+                counters->bytes[SMB_TRANSPORT_SHM][i] += bytes[i];
+            }
+        }
+    }
+    pthread_rwlock_unlock(&server->registry_lock);
+}
+
+void registry_clear(struct smb_server *server)
+{
+    for (int b = 0; b < BUCKETS; b++) {
+        while (server->buckets[b]) {
+            struct entry *entry = server->buckets[b];
+            server->buckets[b] = entry->next;
+            smb_segment_release(entry->segment);
+            free(entry->path);
+            free(entry);
+        }
+    }
+}
