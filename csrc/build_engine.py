@@ -14,7 +14,11 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
 # The order is the order of the layers; see smb.h.
-SOURCES = ("kernels", "frame", "layout", "segment", "gate", "connection", "registry", "server", "link", "client", "transfer")
+SOURCES = (
+    *("kernels", "frame", "layout", "segment"),
+    *("gate", "connection", "registry", "server"),
+    *("link", "client", "transfer"),
+)
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
 # become vector selects; it changes no result. No -march: users run what we build on other machines (see kernels.c).
 # -Werror is for us (make test compiles with it), not for users with a compiler that we have not seen.
