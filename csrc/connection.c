@@ -15,6 +15,18 @@
 
 enum step { STEP_ON, STEP_WAIT, STEP_CLOSE };
 
+static void leave_lane(struct connection *connection)
+{
+    struct smb_server *server = connection->loop->server;
+    pthread_mutex_lock(&server->lanes_lock);
+    struct connection **at = &server->lanes;
+    while (*at && *at != connection)
+        at = &(*at)->lane_next;
+    if (*at)
+        *at = connection->lane_next;
+    pthread_mutex_unlock(&server->lanes_lock);
+}
+
 struct connection *connection_create(struct loop *loop, int fd, int transport)
 {
     struct connection *connection = calloc(1, sizeof *connection);
@@ -29,6 +41,7 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
     connection->transport = transport;
     connection->opened_ns = smb_now_ns();
     connection->pass_fd = -1;
+    pthread_mutex_init(&connection->turn, NULL);
     server_count(&loop->server->opened[transport], 1);
     server_count(&loop->server->now[transport], 1);
     return connection;
@@ -36,6 +49,8 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
 
 void connection_destroy(struct connection *connection)
 {
+    leave_lane(connection);
+    pthread_mutex_destroy(&connection->turn);
     gate_done(&connection->request);
     if (connection->pass_segment)
         smb_segment_release(connection->pass_segment);
@@ -127,12 +142,15 @@ static void put_reply(struct connection *connection, const struct smb_frame *rep
     connection->out_end += SMB_FRAME_BYTES;
 }
 
-static void finish_request(struct connection *connection)
+/* The request in hand is answered. `done`: it was carried out, not refused. */
+static void finish_request(struct connection *connection, bool done)
 {
     const struct smb_frame *frame = &connection->request.frame;
     struct smb_server *server = connection->loop->server;
-    server_count(&server->operations[connection->transport][frame->opcode], 1);
-    server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
+    if (done) {
+        server_count(&server->operations[connection->transport][frame->opcode], 1);
+        server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
+    }
     connection->replies_held += frame->length >= BULK_BYTES;
     gate_done(&connection->request);
     connection->have_request = false;
@@ -160,6 +178,26 @@ static enum step receive(struct connection *connection, struct iovec *parts, int
     return STEP_CLOSE;
 }
 
+/* From here on this connection speaks for its lane. An older one may still have requests in its socket that its client gave
+ * up: carried out now, they would undo what the client does next. So it is fenced, and a request of it that is being carried
+ * out is waited for (microseconds: nothing waits there), before the client hears that it may go on. */
+static void take_lane(struct connection *connection)
+{
+    struct smb_server *server = connection->loop->server;
+    pthread_mutex_lock(&server->lanes_lock);
+    for (struct connection *older = server->lanes; older; older = older->lane_next) {
+        if (older->session == connection->session && older->lane == connection->lane &&
+            older->transport == connection->transport) {
+            atomic_store_explicit(&older->fenced, true, memory_order_relaxed); /* the mutex orders it */
+            pthread_mutex_lock(&older->turn);
+            pthread_mutex_unlock(&older->turn);
+        }
+    }
+    connection->lane_next = server->lanes;
+    server->lanes = connection;
+    pthread_mutex_unlock(&server->lanes_lock);
+}
+
 static enum step greet(struct connection *connection, const struct smb_frame *frame)
 {
     if (frame->opcode != SMB_HELLO || connection->greeted)
@@ -167,6 +205,8 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
     connection->greeted = true;
     connection->loop->not_greeted--;
     connection->session = frame->session;
+    connection->lane = frame->lane;
+    take_lane(connection);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.segment = connection->loop->server->instance;
     put_reply(connection, &reply);
@@ -193,7 +233,7 @@ static enum step next_request(struct connection *connection)
         connection->in_start = 0;
         connection->in_end = left;
         struct iovec part = {connection->in + left, IN_BYTES - left};
-        size_t have;
+        size_t have = 0;
         enum step step = receive(connection, &part, 1, &have);
         if (step == STEP_ON)
             connection->in_end += (uint32_t)have;
@@ -214,6 +254,8 @@ static enum step next_request(struct connection *connection)
     if (frame.payload > 0 && !chunk_memory(&connection->staging))
         return refuse(connection, SMB_OUT_OF_MEMORY);
     connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
+    /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
+    gate_done(&connection->request);
     connection->have_request = true;
     connection->payload_have = 0;
     return STEP_ON;
@@ -229,8 +271,12 @@ static enum step receive_in_place(struct connection *connection, bool *done)
     *done = false;
     uint8_t *place;
     if (ioctl(connection->fd, FIONREAD, &queued) != 0 || (uint64_t)here + (uint64_t)queued < length ||
-        gate_open(request, true, &place) != SMB_OK)
+        gate_admit(connection->loop->server, &request->frame, request) != SMB_OK)
         return STEP_ON;
+    if (gate_open(request, true, &place) != SMB_OK) {
+        gate_done(request);
+        return STEP_ON;
+    }
     uint32_t have = here < length ? here : length;
     memcpy(place, connection->in + connection->in_start, have);
     connection->in_start += have;
@@ -253,7 +299,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
         connection->payload_have = length;
         struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
         put_reply(connection, &reply);
-        finish_request(connection);
+        finish_request(connection, true);
     }
     return step;
 }
@@ -280,7 +326,7 @@ static enum step receive_payload(struct connection *connection)
     }
     /* The rest of the payload to its place, and the headers behind it in the same call. */
     struct iovec parts[2] = {{to, missing}, {connection->in, IN_BYTES}};
-    size_t have;
+    size_t have = 0;
     enum step step = receive(connection, parts, 2, &have);
     if (step != STEP_ON)
         return step;
@@ -293,12 +339,18 @@ static enum step receive_payload(struct connection *connection)
 
 /* ---- executing ---------------------------------------------------------------------------------------------------- */
 
+static enum step park(struct connection *connection)
+{
+    gate_done(&connection->request);
+    return wait_for(connection, WAIT_PARKED);
+}
+
 static enum step answer_failure(struct connection *connection, int status)
 {
     server_count(&connection->loop->server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     put_reply(connection, &reply);
-    finish_request(connection);
+    finish_request(connection, false);
     return STEP_ON;
 }
 
@@ -313,7 +365,7 @@ static enum step answer_read(struct connection *connection)
         return refuse(connection, SMB_OUT_OF_MEMORY);
     int status = gate_open(request, false, &place);
     if (status == SMB_BUSY)
-        return wait_for(connection, WAIT_PARKED);
+        return park(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
@@ -325,7 +377,7 @@ static enum step answer_read(struct connection *connection)
     gate_close(request, false);
     connection->tail_start = 0;
     connection->tail_end = length - sent;
-    finish_request(connection);
+    finish_request(connection, true);
     return step;
 }
 
@@ -346,7 +398,7 @@ static enum step answer_attach(struct connection *connection)
     put_reply(connection, &reply);
     connection->pass_segment = smb_segment_retain(connection->request.segment);
     connection->pass_fd = smb_segment_fd(connection->pass_segment);
-    finish_request(connection);
+    finish_request(connection, true);
     return flush(connection);
 }
 
@@ -361,7 +413,7 @@ static enum step answer_change(struct connection *connection)
     int status = gate_execute(connection->loop->server, request, connection->staging, connection->tail,
                               fetch ? connection->tail : NULL, &result);
     if (status == SMB_BUSY)
-        return wait_for(connection, WAIT_PARKED);
+        return park(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
@@ -371,12 +423,15 @@ static enum step answer_change(struct connection *connection)
         connection->tail_end = frame->length;
     }
     put_reply(connection, &reply);
-    finish_request(connection);
+    finish_request(connection, true);
     return STEP_ON;
 }
 
 static enum step execute(struct connection *connection)
 {
+    if (connection->admitted == SMB_OK && !connection->request.segment)
+        connection->admitted = gate_admit(connection->loop->server, &connection->request.frame, &connection->request);
+    connection->request.retried = connection->counted_parked;
     if (connection->admitted != SMB_OK)
         return answer_failure(connection, connection->admitted);
     switch (connection->request.frame.opcode) {
@@ -404,10 +459,15 @@ bool connection_turn(struct connection *connection)
                 step = wait_for(connection, WAIT_TURN);
             else
                 step = next_request(connection);
-        } else if (connection->payload_have < connection->request.frame.payload) {
-            step = receive_payload(connection);
         } else {
-            step = execute(connection);
+            pthread_mutex_lock(&connection->turn);
+            if (atomic_load_explicit(&connection->fenced, memory_order_relaxed))
+                step = STEP_CLOSE;
+            else if (connection->payload_have < connection->request.frame.payload)
+                step = receive_payload(connection);
+            else
+                step = execute(connection);
+            pthread_mutex_unlock(&connection->turn);
         }
     }
     return step == STEP_WAIT;

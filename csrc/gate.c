@@ -20,6 +20,12 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct 
     return status;
 }
 
+/* What is tried again every millisecond must not spin each time: many of them would take the loop. */
+static uint64_t patience(const struct gate_request *request)
+{
+    return request->retried ? SMB_TRY_ONCE : SMB_TRY;
+}
+
 /* Copies the source range into scratch: two chunk locks are never held at once. */
 static int read_source(struct smb_server *server, struct gate_request *request, const uint8_t *payload, uint8_t *scratch)
 {
@@ -33,7 +39,7 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
     if (smb_segment_dtype(request->other) != request->frame.dtype)
         return SMB_INVALID;
     struct smb_change read = {.opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
-    return smb_segment_apply(request->other, &read, SMB_TRY);
+    return smb_segment_apply(request->other, &read, patience(request));
 }
 
 int gate_execute(struct smb_server *server, struct gate_request *request, const uint8_t *payload, uint8_t *scratch,
@@ -54,7 +60,7 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     case SMB_ACCUMULATE: change.scale = smb_double_of(frame->argument); break;
     case SMB_COMPARE_SWAP: change.expected = smb_load64(payload); break;
     }
-    int status = smb_segment_apply(request->segment, &change, SMB_TRY);
+    int status = smb_segment_apply(request->segment, &change, patience(request));
     if (status == SMB_OK)
         *result = change.result;
     return status;
@@ -64,7 +70,7 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
 {
     if (smb_segment_deleted(request->segment))
         return SMB_NOT_FOUND;
-    int status = smb_segment_lock(request->segment, request->frame.offset, SMB_TRY);
+    int status = smb_segment_lock(request->segment, request->frame.offset, patience(request));
     if (status != SMB_OK)
         return status;
     if (to_change)

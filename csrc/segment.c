@@ -355,13 +355,13 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
     struct chunk_state *chunk = chunk_at(segment, offset);
     /* Held for microseconds as a rule: a short spin is cheaper than sleeping and being woken. */
     int failure = pthread_mutex_trylock(&chunk->lock);
-    for (int i = 0; failure == EBUSY && i < LOCK_SPINS; i++) {
+    for (int i = 0; failure == EBUSY && i < LOCK_SPINS && deadline_ns != SMB_TRY_ONCE; i++) {
         pause_cpu();
         if (i % 16 == 15)
             failure = pthread_mutex_trylock(&chunk->lock);
     }
     if (failure == EBUSY) {
-        if (deadline_ns == SMB_TRY)
+        if (deadline_ns <= SMB_TRY_ONCE)
             return SMB_BUSY;
         struct timespec deadline = {.tv_sec = (time_t)(deadline_ns / 1000000000U),
                                     .tv_nsec = (long)(deadline_ns % 1000000000U)};

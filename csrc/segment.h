@@ -48,7 +48,7 @@ static inline uint64_t smb_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
 }
 
-enum { SMB_TRY = 0 }; /* as deadline_ns: do not wait */
+enum { SMB_TRY = 0, SMB_TRY_ONCE = 1 }; /* as deadline_ns: do not wait; and do not even spin */
 
 /* Does it, as a whole, under the chunk's lock (a read: as it stood at one instant). Waits for the lock until deadline_ns
  * (monotonic): SMB_TIMEOUT then; with SMB_TRY it spins for some microseconds and returns SMB_BUSY, nothing done.

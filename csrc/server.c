@@ -300,6 +300,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
     }
     made->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     pthread_rwlock_init(&made->registry_lock, NULL);
+    pthread_mutex_init(&made->lanes_lock, NULL);
     int status = SMB_OK;
     while (made->loop_count < loops && status == SMB_OK)
         status = start_loop(made, &made->loops[made->loop_count++]);
@@ -408,6 +409,7 @@ void smb_server_destroy(struct smb_server *server)
         close(server->spare_fd);
     registry_clear(server);
     pthread_rwlock_destroy(&server->registry_lock);
+    pthread_mutex_destroy(&server->lanes_lock);
     free(server->loops);
     free(server);
 }

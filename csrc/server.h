@@ -61,6 +61,8 @@ struct smb_server {
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t parked_now;
     _Atomic uint64_t parked_total;
+    pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
+    struct connection *lanes;
 };
 
 struct loop {
@@ -94,8 +96,10 @@ struct gate_request {
     struct smb_frame frame;
     struct smb_segment *segment;  /* a reference while the request is in hand */
     struct smb_segment *other;    /* ACCUMULATE_FROM: the source */
+    bool retried;                 /* was parked before */
 };
-/* Before the payload is received: segment there, epoch, dtype and bounds right. Takes the reference. */
+/* Segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
+ * is wanted; once more when it is all here. */
 int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request);
 /* With the payload in hand: do it. `payload` is the frame's, `sink` a chunk's worth of memory for new values, or NULL.
  * SMB_BUSY: park it. The old value of the 64-bit operations goes to *result. */
@@ -127,6 +131,10 @@ struct connection {
     bool counted_parked;                /* since the request in hand was parked for the first time */
     bool greeted;
     uint64_t session;
+    uint16_t lane;
+    _Atomic bool fenced;                /* a newer connection speaks for this lane: nothing of this one may be done any more */
+    pthread_mutex_t turn;               /* held while a request is carried out; taken by whoever fences, to wait for its end */
+    struct connection *lane_next;       /* of the server's greeted connections */
     uint64_t opened_ns;
 
     /* the request in hand */

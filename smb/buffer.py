@@ -43,6 +43,7 @@ _RETRY_MAX_S = 0.5
 _REPEATABLE = frozenset({Opcode.READ, Opcode.WRITE, Opcode.FILL})
 
 _LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
+_ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
 
 _log = logging.getLogger("smb")
 
@@ -368,11 +369,14 @@ class Buffer:
             if result.status is Status.NOT_FOUND:
                 self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
                 self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+                if other is not None:
+                    other._forget(other._handle)
+                    other._refresh(deadline)
             if not broken or not again or deadline.left() == 0.0:
                 raise self._error(opcode, result)
-            for buffer in (self, other):
-                if buffer is not None:
-                    buffer._forget(buffer._handle if buffer is not self else handle)
+            self._forget(handle)
+            if other is not None:
+                other._forget(other._handle)
             time.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, _RETRY_MAX_S)
 
@@ -451,7 +455,8 @@ class Buffer:
         if outcome.status is Status.TIMEOUT:
             return TimeoutError(f"{asked}: no answer from {where} within {self._client.timeout:g} s; {applied}")
         if outcome.status is Status.NOT_FOUND:
-            return UnavailableError(f"{asked}: {where} has no such segment; {_LOST}; {applied}")
+            lost = _ONE_LOST if opcode is Opcode.ACCUMULATE_FROM else _LOST
+            return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
         if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
             return UnavailableError(f"{asked}: the connection to {where} was lost; {applied}")
         if outcome.status is Status.INVALID:

@@ -46,7 +46,8 @@ def dtype_of(dtype: object) -> Dtype:
     name = text.removeprefix("torch.")
     if name not in DTYPES:
         try:
-            name = np.dtype(dtype).name  # type: ignore[call-overload]
+            known = np.dtype(dtype)  # type: ignore[call-overload]
+            name = known.name if known.isnative else known.str
         except (TypeError, ValueError):
             name = text
     if name not in DTYPES:

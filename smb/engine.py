@@ -53,12 +53,13 @@ class Opcode(IntEnum):
 
 
 class EngineError(Error):
-    """An engine call did not succeed; `status` says how. Its callers turn it into an error that names what was
-    asked."""
+    """An engine call did not succeed; `status` says how, `errno` of which system call's failure, 0 for none. Its
+    callers turn it into an error that names what was asked."""
 
     def __init__(self, status: int, errno: int) -> None:
         self.status = Status(status)
-        reason = os.strerror(errno) if self.status in (Status.SYSTEM, Status.DISCONNECTED) and errno else ""
+        self.errno = errno if self.status in (Status.SYSTEM, Status.DISCONNECTED) else 0
+        reason = os.strerror(self.errno) if self.errno else ""
         super().__init__(reason or _WORDS.get(self.status, self.status.name.lower()))
 
 
@@ -182,16 +183,17 @@ class Outcome:
     sent: bool
 
 
-_local = threading.local()
+class _Pairs(threading.local):
+    """This thread's requests and outcomes, kept because a small operation would spend its time making them.
+
+    A list and not one pair: a signal handler, or a finalizer, may make a call in the middle of another one.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[tuple[Any, Any]] = []
 
 
-def _request() -> tuple[Any, Any]:
-    """Return this thread's request and outcome: made once, since a small operation would spend its time making them."""
-    try:
-        pair: tuple[Any, Any] = _local.pair
-    except AttributeError:
-        pair = _local.pair = (ffi.new("struct smb_request *"), ffi.new("struct smb_outcome *"))
-    return pair
+_pairs = _Pairs()
 
 
 class BufferHandle:
@@ -233,7 +235,10 @@ class BufferHandle:
 
         Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
         """
-        request, outcome = _request()
+        free = _pairs.free
+        request, outcome = pair = (
+            free.pop() if free else (ffi.new("struct smb_request *"), ffi.new("struct smb_outcome *"))
+        )
         request.opcode = opcode
         request.op = op
         request.scale = scale
@@ -245,9 +250,13 @@ class BufferHandle:
         request.expected = expected
         request.other = other.pointer if other is not None else ffi.NULL
         request.timeout_ms = timeout_ms
+        result: Outcome | int
         if lib.smb_transfer(self.pointer, request, outcome) == 0:
-            return int(outcome.result)
-        return Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent))
+            result = int(outcome.result)
+        else:
+            result = Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent))
+        free.append(pair)
+        return result
 
     def map(self) -> tuple[int, int]:
         """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""

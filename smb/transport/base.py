@@ -47,6 +47,10 @@ class NoWayError(TransportError):
     """This transport does not lead to that segment; another one may."""
 
 
+class NoAnswerError(NoWayError):
+    """It does not lead there now, but may once the server is back."""
+
+
 class Transport(Protocol):
     """One way to reach segments. Methods may be called from any thread and block up to the deadline."""
 
@@ -55,8 +59,9 @@ class Transport(Protocol):
     def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
         """Return the way to a segment.
 
-        Raises NoWayError where this transport does not lead there, UnavailableError where it does but the server does
-        not answer, NotFoundError where the server answers but has no such segment.
+        Raises NoWayError where this transport does not lead there, NoAnswerError where that may be because the server
+        is down, UnavailableError where it does lead there but the server does not answer, NotFoundError where the
+        server answers but has no such segment.
         """
 
     def close(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smb.engine import EngineClient
-from smb.errors import InvalidArgumentError, TransportError
+from smb.errors import InvalidArgumentError, TransportError, UnavailableError
 from smb.layout import SegmentPlace
-from smb.transport.base import Deadline, NoWayError, Transport, Way
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, Transport, Way
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
 
@@ -33,22 +33,28 @@ def make_transports(choice: str, client: EngineClient) -> tuple[Transport, ...]:
 
 
 def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
-    """Return the way to a segment. Raises TransportError if none of the transports leads there, and what reach
-    raises."""
+    """Return the way to a segment.
+
+    Raises TransportError if none of the transports leads there, UnavailableError if that may be because the server is
+    down, and what reach raises.
+    """
     refusals: list[str] = []
+    may_come_back = False
     for transport in transports:
         try:
             way = transport.reach(place, epoch, deadline)
         except NoWayError as error:
             refusals.append(str(error))
+            may_come_back |= isinstance(error, NoAnswerError)
             continue
         if refusals:
             way = Way(way.transport, f"{way.why} ({'; '.join(refusals)})", way.link, way.segment)
         return way
     names = " or ".join(transport.name for transport in transports)
-    raise TransportError(
-        f"server {place.server} can't be reached over {names}: {'; '.join(refusals)}; transport='auto' takes what works"
-    )
+    text = f"server {place.server} can't be reached over {names}: {'; '.join(refusals)}"
+    if may_come_back:
+        raise UnavailableError(f"memory {text}")
+    raise TransportError(f"{text}; transport='auto' takes what works")
 
 
 def describe(ways: Sequence[tuple[SegmentPlace, Way]]) -> str:

@@ -6,6 +6,7 @@ the coordinator knows. A mapping stays good when the server dies; operations on 
 
 from __future__ import annotations
 
+import errno
 import threading
 import weakref
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from smb.engine import EngineClient, EngineError, Link, Segment, Status
 from smb.errors import NotFoundError
 from smb.layout import SegmentPlace
-from smb.transport.base import Deadline, NoWayError, Way
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, Way
 
 
 class SharedMemory:
@@ -41,7 +42,8 @@ class SharedMemory:
                     if error.status in (Status.NOT_FOUND, Status.STALE_EPOCH):
                         raise NotFoundError(f"server {place.server} has no such segment: {error}") from error
                     self._links.pop(place.instance_id, None)
-                    raise NoWayError(f"{place.unix_path} did not hand out the segment: {error}") from error
+                    refusal = NoAnswerError if error.status in (Status.LINK_LOST, Status.TIMEOUT) else NoWayError
+                    raise refusal(f"{place.unix_path} did not hand out the segment: {error}") from error
                 self._mapped[place.id] = segment
         return Way(self.name, "same host", segment=segment)
 
@@ -59,8 +61,11 @@ class SharedMemory:
         try:
             link, instance_id = self._client.connect_unix(place.unix_path, deadline.left_ms())
         except EngineError as error:
+            if error.status is Status.TIMEOUT or error.errno == errno.ECONNREFUSED:  # what a killed server leaves
+                raise NoAnswerError(f"nobody answers at the socket {place.unix_path}: {error}") from error
             raise NoWayError(f"the socket at {place.unix_path} does not let us in: {error}") from error
         if instance_id != place.instance_id:
-            raise NoWayError(f"the socket at {place.unix_path} is another server's")
+            # It was restarted, and the coordinator will know; or it belongs to another server.
+            raise NoAnswerError(f"at the socket {place.unix_path} answers another run, or another server")
         self._links[place.instance_id] = link
         return link

@@ -84,7 +84,9 @@ struct smb_buffer *reach_buffer(struct reach *reach, struct rig *rig, enum way w
 
 void reach_make(struct reach *reach, struct rig *rig, enum way way, uint64_t session)
 {
+    static _Atomic uint32_t reaches; /* a session's lane has one connection: a second one would fence the first */
     *reach = (struct reach){0};
+    session ^= (uint64_t)getpid() << 40 | (uint64_t)(++reaches) << 20;
     CHECK_EQ(smb_client_create(session, &reach->client), SMB_OK);
     for (int i = 0; i < RIG_SERVERS; i++) {
         uint64_t instance = 0;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import array as array_module
 import logging
 import threading
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +16,7 @@ import torch
 
 import smb
 from tests.conftest import Connect
+from tests.support.clients import create_or_open, run_together
 
 PAGE = 4096
 DTYPES = {
@@ -143,6 +146,27 @@ def test_numpys_integers_are_offsets(client: smb.Client) -> None:
     assert buffer.fetch_add(np.uint8(100), np.int64(-8)) == 7
     assert buffer.compare_swap(np.uint8(100), np.int8(-1), np.int16(5)) == -1
     assert buffer.read(100, 1)[0] == 5
+
+
+def test_nothing_is_copied_on_the_way(client: smb.Client) -> None:
+    """write, accumulate and read(out=) of 8 MiB allocate next to nothing in this process; a strided array is copied."""
+    buffer = client.create("w", 2 << 20)
+    values, out = np.ones(2 << 20, np.float32), np.empty(2 << 20, np.float32)
+    strided = np.ones((2 << 20, 2), np.float32)[:, 0]
+    buffer.write(values)
+
+    def allocated(*calls: Callable[[], object]) -> int:
+        tracemalloc.start()
+        for call in calls:
+            call()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    calls = [lambda: buffer.write(values), lambda: buffer.accumulate(values), lambda: buffer.read(out=out)]
+    assert allocated(*calls) < 100_000
+    assert (out == 2).all()
+    assert allocated(lambda: buffer.write(strided)) >= 8 << 20
 
 
 # ---- combining
@@ -353,22 +377,12 @@ def test_open_waits_for_the_creator(connect: Connect) -> None:
         client.open("never", timeout=0.05)
 
 
-def test_many_creators_make_one_buffer(connect: Connect) -> None:
-    """Eight clients create the same name with exist_ok at once: all get the same memory."""
-    clients = [connect() for _ in range(8)]
-    ready = threading.Barrier(8)
-
-    def create(client: smb.Client) -> None:
-        ready.wait()
-        client.create("shared", 100, "int64", exist_ok=True).fetch_add(0, 1)
-
-    threads = [threading.Thread(target=create, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert clients[0].open("shared").read(0, 1)[0] == 8
-    assert [info.name for info in clients[0].list()] == ["shared"]
+def test_many_creators_make_one_buffer(connect: Connect, cluster: smb.LocalCluster) -> None:
+    """Eight processes create the same name with exist_ok at once: all get the same memory."""
+    ids = run_together(*((create_or_open, cluster.address, "shared") for _ in range(8)))
+    client = connect()
+    assert set(ids) == {info.id for info in client.list()}
+    assert client.open("shared").read(0, 1)[0] == 8
 
 
 def test_deleting_gives_the_memory_back(connect: Connect) -> None:
@@ -390,6 +404,34 @@ def test_deleting_gives_the_memory_back(connect: Connect) -> None:
         with pytest.raises(smb.NotFoundError, match="made anew; open it again"):
             user.read()
     assert far.open("w").read().tolist() == [0] * 5
+
+
+def test_deleting_under_readers(connect: Connect) -> None:
+    """Readers that are in the middle of it over either transport end with NotFoundError, and read nothing wrong."""
+    client = connect()
+    client.create("w", 1 << 18, stripe=PAGE).fill(7)
+    users = [connect(transport).open("w") for transport in ("shm", "tcp")]
+    reading = threading.Barrier(3)
+    ends: list[str] = []
+
+    def read_on(buffer: smb.Buffer) -> None:
+        assert (buffer.read() == 7).all()
+        reading.wait(20)
+        try:
+            while (buffer.read() == 7).all():
+                pass
+            ends.append("something else was read")
+        except smb.Error as error:
+            ends.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=read_on, args=(user,)) for user in users]
+    for thread in threads:
+        thread.start()
+    reading.wait(20)
+    client.delete("w")
+    for thread in threads:
+        thread.join()
+    assert ends == ["NotFoundError: buffer 'w' was deleted"] * 2
 
 
 # ---- around it

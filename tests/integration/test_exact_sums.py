@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import smb
 from tests.conftest import Connect
-from tests.support.clients import add, add_whole, count_up, pattern, read_whole, run_together, swap_up
+from tests.support.clients import TURN, add, add_whole, count_up, pattern, read_whole, run_together, swap_up
 
 MIXED = ("shm", "tcp", "shm", "tcp")
 SIZE = 3 * 5 * 65536 + 12_345  # odd, many stripes on each server, the last one short
-ROUNDS = 12
+ROUNDS = 15
+SEED = 100
 
 
-def draw_ranges(seed: int) -> list[tuple[int, int]]:
-    """The whole buffer and, in between, parts that overlap each other's."""
-    rng = random.Random(seed)
+def draw_ranges(number: int) -> list[tuple[int, int]]:
+    """The whole buffer, parts that overlap other processes', and the lane of this process alone, in turn."""
+    rng = random.Random(SEED + number)
+    lane = SIZE // len(MIXED)
     parts = []
-    for _ in range(ROUNDS // 2):
+    for _ in range(ROUNDS // 3):
         offset = rng.randrange(SIZE)
-        parts += [(0, SIZE), (offset, rng.randint(1, SIZE - offset))]
+        parts += [(0, SIZE), (offset, rng.randint(1, SIZE - offset)), (number * lane, lane)]
     return parts
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float32"])
 def test_sums_are_exact(connect: Connect, cluster: smb.LocalCluster, dtype: str) -> None:
     """4 processes, two transports, 3 servers: place-dependent integers added to overlapping ranges are never lost."""
-    print("seeds 100 to 103")
+    print(f"seeds {SEED} to {SEED + len(MIXED) - 1}")
     client = connect()
     buffer = client.create("w", SIZE, dtype, stripe="256KiB", servers=3)
-    work = [draw_ranges(100 + number) for number in range(len(MIXED))]
+    work = [draw_ranges(number) for number in range(len(MIXED))]
     used = run_together(
         *((add, cluster.address, transport, "w", ranges) for transport, ranges in zip(MIXED, work, strict=True))
     )
@@ -55,12 +58,20 @@ def test_sums_of_small_types_are_exact(connect: Connect, cluster: smb.LocalClust
 
 
 def test_tickets_are_drawn_once(connect: Connect, cluster: smb.LocalCluster) -> None:
-    """fetch_add from 4 processes gives each number once without gaps, with accumulates of the neighbour in between."""
+    """fetch_add from 4 processes gives each number once without gaps, beside accumulates of the same element."""
     buffer = connect().create("c", 2, "int64")
     tickets = run_together(*((count_up, cluster.address, transport, "c", 300) for transport in MIXED))
     assert sorted(ticket for drawn in tickets for ticket in drawn) == list(range(1200))
     assert all(drawn == sorted(drawn) for drawn in tickets)
-    assert buffer.read().tolist() == [1200, 1_200_000]
+    assert buffer.read().tolist() == [1200 * TURN + 1200, 1200]
+
+
+def test_threads_of_one_client_draw_tickets_once(client: smb.Client) -> None:
+    """fetch_add from 8 threads over one client's connection gives each number once without gaps."""
+    buffer = client.create("c", 1, "int64")
+    with ThreadPoolExecutor(8) as threads:
+        tickets = list(threads.map(lambda _: buffer.fetch_add(0, 1), range(2000)))
+    assert sorted(tickets) == list(range(2000))
 
 
 def test_swaps_win_once(connect: Connect, cluster: smb.LocalCluster) -> None:

@@ -56,6 +56,23 @@ def test_a_killed_server_is_unavailable_and_comes_back(cluster: smb.LocalCluster
         hasty.delete("w")
 
 
+def test_nothing_is_created_on_a_dead_server(cluster: smb.LocalCluster) -> None:
+    """create names the server that it can't reach and leaves nothing on the others; without it, it works."""
+    with smb.connect(cluster.address) as client:
+        client.create("w", SIZE, servers=["server-0"])
+        files = sorted(cluster.memory_directory.glob("*.segment"))
+        cluster.servers[1].kill()
+        with pytest.raises(smb.UnavailableError, match=r"server-1.* at 127\..*nothing was created"):
+            client.create("v", SIZE, stripe=4096, servers=["server-0", "server-1"])
+        assert [info.name for info in client.list()] == ["w"]
+        assert sorted(cluster.memory_directory.glob("*.segment")) == files
+        client.create("u", SIZE, servers=["server-0"]).fill(1)
+        cluster.servers[1].start()
+        client.create("v", SIZE, stripe=4096, servers=["server-0", "server-1"]).fill(1)
+        for name in "wuv":
+            client.delete(name)
+
+
 def pieces(buffer: smb.Buffer, server: int) -> Iterator[tuple[int, int]]:
     """(count, offset in the buffer) of what lies on one server."""
     at = 0

@@ -13,6 +13,7 @@ import smb
 
 PERIOD = 251
 DEADLINE_S = 60.0
+TURN = 1 << 32  # what is accumulated to a counter beside its tickets: the low half stays theirs
 _context = multiprocessing.get_context("spawn")
 
 
@@ -83,16 +84,25 @@ def add(barrier: Any, address: str, transport: str, name: str, ranges: Sequence[
 
 
 def count_up(barrier: Any, address: str, transport: str, name: str, times: int) -> list[int]:
-    """fetch_add 1 and, in between, accumulate 1000; return the tickets drawn."""
+    """fetch_add 1 and, in between, accumulate TURN to the same element; return the tickets drawn."""
     with smb.connect(address, transport=transport, timeout=30) as client:
         buffer = client.open(name)
         buffer.read(0, 1)
         barrier.wait(DEADLINE_S)
         tickets = []
         for _ in range(times):
-            tickets.append(buffer.fetch_add(0, 1))
-            buffer.accumulate([0, 1000])
+            tickets.append(buffer.fetch_add(0, 1) % TURN)
+            buffer.accumulate([TURN, 1])
         return tickets
+
+
+def create_or_open(barrier: Any, address: str, name: str) -> int:
+    """Create with exist_ok as the others do at the same moment, and draw a ticket; return the buffer's id."""
+    with smb.connect(address, timeout=30) as client:
+        barrier.wait(DEADLINE_S)
+        buffer = client.create(name, 100, "int64", exist_ok=True)
+        buffer.fetch_add(0, 1)
+        return next(info.id for info in client.list() if info.name == name)
 
 
 def swap_up(barrier: Any, address: str, transport: str, name: str, times: int) -> int:

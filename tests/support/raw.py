@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import socket
 import struct
 from dataclasses import dataclass, replace
@@ -104,6 +105,9 @@ def scale_bits(scale: float) -> int:
     return int.from_bytes(struct.pack("<d", scale), "little")
 
 
+_sessions = itertools.count(1)
+
+
 class RawClient:
     """One connection. Blocks for at most `timeout` seconds wherever it waits; then it raises builtin TimeoutError."""
 
@@ -125,9 +129,9 @@ class RawClient:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def hello(self, session: int = 1) -> RawClient:
-        """Shake hands."""
-        self.session = session
+    def hello(self, session: int | None = None) -> RawClient:
+        """Shake hands, by default as a session of its own: a second connection of one would fence the first."""
+        self.session = next(_sessions) if session is None else session
         reply, _ = self.ask(Frame(Opcode.HELLO))
         assert reply.status == Status.OK
         return self

@@ -43,8 +43,10 @@ def test_whatever_names_a_dtype(given: Any, name: str) -> None:
     assert dtype_of(given) is DTYPES[name]
 
 
-@pytest.mark.parametrize("given", ["complex64", np.uint16, bool, "float33", object(), torch.complex64, ">f4x"])
+@pytest.mark.parametrize(
+    "given", ["complex64", np.uint16, bool, "float33", object(), torch.complex64, ">f4x", ">f4", np.dtype(">i8")]
+)
 def test_other_dtypes_are_refused(given: Any) -> None:
-    """What has no element type is refused, and the message lists what there is."""
+    """What has no element type, as the other byte order, is refused, and the message lists what there is."""
     with pytest.raises(InvalidArgumentError, match=r"there are float16, .*uint8"):
         dtype_of(given)

@@ -6,7 +6,7 @@ import pytest
 
 from smb.errors import InvalidArgumentError, TransportError, UnavailableError
 from smb.layout import SegmentPlace
-from smb.transport.base import Deadline, NoWayError, Way
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, Way
 from smb.transport.choose import check_choice, choose, describe
 
 
@@ -49,6 +49,15 @@ def test_no_way_names_all_reasons_and_a_server_that_is_down_ends_the_search() ->
         choose(ways, place("a"), 1, Deadline(1))
     with pytest.raises(UnavailableError, match="down"):
         choose([Fixed("shm", UnavailableError("down")), Fixed("tcp", FAR)], place("a"), 1, Deadline(1))
+
+
+def test_a_server_that_may_come_back_is_unavailable() -> None:
+    """Where a transport may lead there later, another one is taken now, and with none at all it is worth waiting."""
+    down, none = Fixed("shm", NoAnswerError("nobody answers")), Fixed("tcp", NoWayError("no network"))
+    assert choose([down, Fixed("tcp", FAR)], place("a"), 1, Deadline(1)).why == "10.0.0.2:7071 (nobody answers)"
+    for ways in ([down], [down, none], [none, down]):
+        with pytest.raises(UnavailableError, match=r"server a can't be reached over .*nobody answers"):
+            choose(ways, place("a"), 1, Deadline(1))
 
 
 def test_servers_are_told_once_by_their_way() -> None:
