@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import secrets
 import signal
 import socket
@@ -61,6 +62,9 @@ def default_name() -> str:
 def run(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Blocks; main thread only. Raises smb.errors.Error where it cannot start."""
     _check(options)
+    # A connection and a segment take a descriptor each, and the usual soft limit is 1024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # Before any thread starts: all inherit the mask, so a signal waits until it is asked for below.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:

@@ -228,7 +228,7 @@ class Client:
             executor.shutdown(cancel_futures=True)
         for transport in self._transports:
             transport.close()
-        self._renewal.join()
+        self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
         try:
             self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
         except Error as error:
