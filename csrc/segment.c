@@ -255,6 +255,12 @@ void smb_segment_release(struct smb_segment *segment)
     /* acq_rel: the last one sees everything the others did before it unmaps. */
     if (atomic_fetch_sub_explicit(&segment->references, 1, memory_order_acq_rel) != 1)
         return;
+    /* The memory of a deleted segment goes back now, although other processes may still have it mapped: what they read from
+     * here on is zeros, and smb_segment_apply tells them so. In the daemon the last reference goes when no request is using
+     * the segment. Failure costs memory until they unmap. */
+    if (smb_segment_deleted(segment))
+        fallocate(segment->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)segment->data_offset,
+                  (off_t)round_up_to_page(segment->data_bytes));
     munmap(segment->header, segment->file_bytes);
     close(segment->fd);
     free(segment);
@@ -511,6 +517,14 @@ static bool change_fits(const struct smb_segment *segment, const struct smb_chan
     }
 }
 
+/* What was read may be the zeros of a segment whose memory was given back meanwhile. The fence orders the check after the
+ * copy; the daemon marks before it gives back. */
+static int still_there(const struct smb_segment *segment)
+{
+    atomic_thread_fence(memory_order_acquire);
+    return smb_segment_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
+}
+
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
 {
     if (!change_fits(segment, change))
@@ -518,7 +532,7 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
     if (smb_segment_deleted(segment))
         return SMB_NOT_FOUND;
     if (change->opcode == SMB_READ && read_unlocked(segment, change))
-        return SMB_OK;
+        return still_there(segment);
     int status = smb_segment_lock(segment, change->offset, deadline_ns);
     if (status != SMB_OK)
         return status;
@@ -530,5 +544,5 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
         smb_segment_change_end(segment, change->offset);
     }
     smb_segment_unlock(segment, change->offset);
-    return SMB_OK;
+    return still_there(segment);
 }

@@ -184,8 +184,8 @@ class Buffer:
 
         What is read and written through it is neither atomic nor ordered against other processes. The stripes of
         several servers are mapped side by side, so the view is contiguous; it stays valid until it is garbage
-        collected, even after the buffer was deleted. Raises TransportError where a segment is not on this host, or not
-        reached over shm.
+        collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on this
+        host, or not reached over shm.
         """
         handle = self._ensure(Deadline(self._client.timeout))
         for place, way in zip(self.layout.segments, self._ways, strict=True):
