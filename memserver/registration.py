@@ -59,7 +59,7 @@ class Registration:
         self._on_outcome = on_outcome
         self._decided = False
         self._connected = False
-        self._complained = False  # one line for an outage, not one for every try
+        self._complained: grpc.StatusCode | None = None  # one line for an outage of a kind, not one for every try
         self._stop = threading.Event()
         self._channel = grpc.insecure_channel(coordinator, options=CHANNEL_OPTIONS)
         self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
@@ -131,17 +131,19 @@ class Registration:
     def _succeeded(self) -> None:
         if self._complained:
             _log.info("the coordinator %s answers again", self._coordinator)
-        self._connected, self._complained = True, False
+        self._connected, self._complained = True, None
         self._decide(None)
 
     def _failed(self, error: grpc.RpcError) -> None:
         code = error.code()
         told = f"the coordinator {self._coordinator}"
-        if not self._complained and code == grpc.StatusCode.UNAVAILABLE:
+        if code == self._complained:
+            pass
+        elif code == grpc.StatusCode.UNAVAILABLE:
             _log.warning("%s cannot be reached; serving on and trying again", told)
-        elif not self._complained:
+        else:
             _log.error("%s refuses this server: %s", told, error.details())
-        self._connected, self._complained = False, True
+        self._connected, self._complained = False, code
         if code in _FATAL:
             self._decide(_FATAL[code](f"{told} refuses this server: {error.details()}"))
 

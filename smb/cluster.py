@@ -59,7 +59,8 @@ class Daemon:
         command = [sys.executable, "-m", *self._module.split(), "--ready-file", str(self._ready)]
         for option, value in self._options.items():
             command += [f"--{option.replace('_', '-')}", value]
-        environment = os.environ | {OWNER_VARIABLE: str(os.getpid())}
+        # Safe path: -m would look into the working directory first, where somebody else's memserver.py may lie.
+        environment = os.environ | {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
