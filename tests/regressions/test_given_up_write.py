@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 import smb
+from tests.support.daemons import wait_for
 
 CHUNK = 65536  # float32 elements of 256 KiB
 # Adds to the first chunk without end, through shared memory.
@@ -18,9 +19,11 @@ _ADDER = """
 import sys, numpy, smb
 with smb.connect(sys.argv[1], transport="shm") as client:
     buffer, zeros = client.open("weights"), numpy.zeros(65536, numpy.float32)
+    rounds = client.open("rounds")
     print("adding", flush=True)
     while True:
         buffer.accumulate(zeros)
+        rounds.fetch_add(0, 1)
 """
 
 
@@ -30,7 +33,7 @@ def test_a_write_that_timed_out_does_not_come_after_a_later_one() -> None:
         smb.LocalCluster(servers=1) as cluster,
         smb.connect(cluster.address, transport="tcp", timeout=1.0) as client,
     ):
-        weights = client.create("weights", (128 * CHUNK,))
+        weights, rounds = client.create("weights", (128 * CHUNK,)), client.create("rounds", (1,), "int64")
         adder = subprocess.Popen([sys.executable, "-c", _ADDER, cluster.address], stdout=subprocess.PIPE)
         try:
             assert adder.stdout is not None
@@ -42,7 +45,10 @@ def test_a_write_that_timed_out_does_not_come_after_a_later_one() -> None:
                     weights.write(np.ones(128 * CHUNK, np.float32))
                 except (smb.TimeoutError, smb.UnavailableError):
                     break  # it was stopped inside the lock
+                before = rounds.read()[0]
                 os.kill(adder.pid, signal.SIGCONT)
+                # Stopped again at once, it would stand where it stood.
+                wait_for(lambda before=before: rounds.read()[0] > before, "round of the adder")
             else:
                 raise AssertionError("the adder was never stopped inside the lock")
             later = np.full(CHUNK, 2, np.float32)
