@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
 # The order is the order of the layers; see smb.h.
 SOURCES = (
-    *("kernels", "frame", "layout", "segment"),
-    *("gate", "connection", "registry", "server"),
+    *("failpoint", "kernels", "frame", "layout", "records", "segment", "journal", "sync"),
+    *("gate", "waits", "connection", "registry", "server"),
     *("link", "client", "transfer"),
 )
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons

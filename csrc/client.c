@@ -28,11 +28,12 @@ int smb_client_create(uint64_t session, struct smb_client **client)
         return SMB_SYSTEM;
     }
     pthread_mutex_init(&made->mutex, NULL);
+    pthread_cond_init(&made->link_wanted, NULL);
     *client = made;
     return SMB_OK;
 }
 
-static void wake_driver(struct smb_client *client)
+void client_wake_driver(struct smb_client *client)
 {
     uint64_t one = 1;
     if (write(client->wake_fd, &one, sizeof one) < 0)
@@ -42,16 +43,20 @@ static void wake_driver(struct smb_client *client)
 void smb_client_close(struct smb_client *client)
 {
     atomic_store(&client->closing, true); /* read by the driver in every round */
-    wake_driver(client);
+    pthread_mutex_lock(&client->mutex);
+    pthread_cond_broadcast(&client->link_wanted);
+    pthread_mutex_unlock(&client->mutex);
+    client_wake_driver(client);
 }
 
 void smb_client_destroy(struct smb_client *client)
 {
-    while (client->active) { /* broken when the last call gave up, and not looked at since */
+    while (client->active) { /* with frames that a caller left, or broken since the last call */
         struct smb_link *link = client->active;
         client->active = link->next;
         link_release(link);
     }
+    pthread_cond_destroy(&client->link_wanted);
     pthread_mutex_destroy(&client->mutex);
     close(client->wake_fd);
     free(client);
@@ -60,6 +65,11 @@ void smb_client_destroy(struct smb_client *client)
 void call_failed(struct stream *stream, int status)
 {
     struct smb_outcome *outcome = stream->call->outcome;
+    if (stream->told) {
+        if (stream->told->status == SMB_OK)
+            stream->told->status = status;
+        return;
+    }
     if (outcome->status == SMB_OK) {
         outcome->status = status;
         outcome->segment = stream->segment_index;
@@ -93,6 +103,12 @@ static void take_arrivals(struct smb_client *client)
         struct call *next = call->next;
         call->next = client->calls;
         client->calls = call;
+        if (call->settles) {
+            if (call->settles->pending > 0)
+                call->settles->settler = call;
+            else
+                call->streams_left = 0;
+        }
         for (uint32_t i = 0; i < call->stream_count; i++) {
             link_enqueue(call->streams[i].link, &call->streams[i]);
             activate(client, call->streams[i].link);
@@ -123,20 +139,28 @@ static void take_out_finished(struct smb_client *client)
     }
 }
 
-/* What is queued is forgotten; what is in flight takes its link along. */
-static void abandon(struct call *call, int status)
+/* Whoever waits for a connection would have to be told something else than whoever waits for an answer. */
+static int why_late(const struct stream *stream)
+{
+    int state = atomic_load_explicit(&stream->link->state, memory_order_relaxed);
+    bool sent = stream->told ? stream->told->sent : stream->call->outcome->sent;
+    return state == LINK_UP || state == LINK_RESUMING ? SMB_TIMEOUT : sent ? SMB_LINK_LOST : SMB_DISCONNECTED;
+}
+
+static void abandon(struct call *call)
 {
     for (uint32_t i = 0; i < call->stream_count && call->streams_left > 0; i++) {
         struct stream *stream = &call->streams[i];
-        if (stream->in_flight > 0) {
-            call_failed(stream, status);
-            link_break(stream->link, SMB_LINK_LOST);
-        } else if (stream->queued) {
-            call_failed(stream, status);
-            link_forget(stream->link, stream);
-            stream->have_piece = false;
-            call_stream_finished(stream);
+        if (stream->in_flight > 0 || stream->queued) {
+            call_failed(stream, why_late(stream));
+            link_abandon(stream->link, stream);
         }
+    }
+    if (call->settles) {
+        call->outcome->status = SMB_TIMEOUT;
+        call->settles->settler = NULL;
+        call->settles = NULL;
+        call->streams_left = 0;
     }
 }
 
@@ -144,14 +168,12 @@ static void abandon(struct call *call, int status)
 static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
 {
     uint64_t next = UINT64_MAX;
-    if (atomic_load_explicit(&client->closing, memory_order_relaxed))
-        for (struct smb_link *link = client->active; link; link = link->next)
-            link_break(link, SMB_LINK_LOST);
     for (struct call *call = client->calls; call; call = call->next) {
-        if (now_ns >= call->deadline_ns)
-            abandon(call, SMB_TIMEOUT);
-        else if (call->deadline_ns < next)
-            next = call->deadline_ns;
+        uint64_t deadline_ns = atomic_load_explicit(&call->deadline_ns, memory_order_relaxed);
+        if (now_ns >= deadline_ns)
+            abandon(call);
+        else if (deadline_ns < next)
+            next = deadline_ns;
     }
     return next;
 }
@@ -159,6 +181,9 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
 static bool progress(struct smb_client *client)
 {
     bool moved = false;
+    if (atomic_load_explicit(&client->closing, memory_order_relaxed)) /* before anything is sent that need not be */
+        for (struct smb_link *link = client->active; link; link = link->next)
+            link_shut(link, SMB_LINK_LOST);
     for (struct smb_link **at = &client->active; *at;) {
         struct smb_link *link = *at;
         if (link_busy(link))
@@ -168,6 +193,7 @@ static bool progress(struct smb_client *client)
         } else {
             *at = link->next;
             link->active = false;
+            client_want_link(link, false);
             link_release(link);
         }
     }
@@ -181,7 +207,7 @@ static void sleep_driver(struct smb_client *client, uint64_t now_ns, uint64_t de
     nfds_t count = 0;
     pollers[count++] = (struct pollfd){.fd = client->wake_fd, .events = POLLIN};
     for (struct smb_link *link = client->active; link && count < POLLED_MAX; link = link->next)
-        pollers[count++] = (struct pollfd){.fd = link->fd,
+        pollers[count++] = (struct pollfd){.fd = link_fd(link), /* one of -1 is passed over */
                                            .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
     uint64_t ms = deadline_ns <= now_ns ? 0 : (deadline_ns - now_ns) / 1000000U + 1;
     if (client->active && count == POLLED_MAX && ms > 1)
@@ -201,7 +227,7 @@ static void sleep_driver(struct smb_client *client, uint64_t now_ns, uint64_t de
         return;
 }
 
-static void drive(struct smb_client *client, struct call *own, bool (*work)(void *), void *work_argument)
+static void drive(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
     uint64_t last_move_ns = smb_now_ns();
     while (own->streams_left > 0 || work) {
@@ -209,6 +235,10 @@ static void drive(struct smb_client *client, struct call *own, bool (*work)(void
         bool moved = progress(client);
         uint64_t now_ns = smb_now_ns();
         uint64_t deadline_ns = abandon_late(client, now_ns);
+        if (now_ns >= until_ns)
+            break;
+        if (until_ns < deadline_ns)
+            deadline_ns = until_ns;
         bool own_done = own->streams_left == 0; /* before take_out_finished, which may free others but not own */
         take_out_finished(client);
         if (work) {
@@ -251,37 +281,215 @@ static void make_wake(struct call *call)
     call->has_wake = true;
 }
 
-void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument)
+void client_submit(struct smb_client *client, struct call *call)
 {
     pthread_mutex_lock(&client->mutex);
     call->next = client->arrivals;
     client->arrivals = call;
-    while (!call->done) {
+    if (client->sleeping)
+        client_wake_driver(client);
+    pthread_mutex_unlock(&client->mutex);
+}
+
+/* With the mutex held. */
+static void sleep_caller(struct smb_client *client, struct call *call, uint64_t until_ns)
+{
+    make_wake(call);
+    call->waits = true;
+    if (until_ns == UINT64_MAX) {
+        pthread_cond_wait(&call->wake, &client->mutex);
+    } else {
+        struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U), .tv_nsec = (long)(until_ns % 1000000000U)};
+        pthread_cond_clockwait(&call->wake, &client->mutex, CLOCK_MONOTONIC, &until);
+    }
+    call->waits = false;
+}
+
+bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument)
+{
+    pthread_mutex_lock(&client->mutex);
+    while (!call->done && smb_now_ns() < until_ns) {
         if (!client->driving) {
             client->driving = true;
             pthread_mutex_unlock(&client->mutex);
-            drive(client, call, work, work_argument);
+            drive(client, call, until_ns, work, work_argument);
             work = NULL;
             pthread_mutex_lock(&client->mutex);
             hand_over(client);
-        } else {
-            if (client->sleeping)
-                wake_driver(client);
-            if (work) {
-                pthread_mutex_unlock(&client->mutex);
-                while (work(work_argument)) {
-                }
-                work = NULL;
-                pthread_mutex_lock(&client->mutex);
-                continue;
+        } else if (work) {
+            pthread_mutex_unlock(&client->mutex);
+            while (work(work_argument)) {
             }
-            make_wake(call);
-            call->waits = true;
-            pthread_cond_wait(&call->wake, &client->mutex);
-            call->waits = false;
+            work = NULL;
+            pthread_mutex_lock(&client->mutex);
+        } else {
+            sleep_caller(client, call, until_ns);
         }
     }
+    bool done = call->done;
+    if (!done && !client->driving)
+        hand_over(client); /* the one that was to drive next may have been us */
     pthread_mutex_unlock(&client->mutex);
-    if (call->has_wake)
+    if (done && call->has_wake) {
         pthread_cond_destroy(&call->wake);
+        call->has_wake = false;
+    }
+    return done;
+}
+
+void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument)
+{
+    client_submit(client, call);
+    client_wait(client, call, UINT64_MAX, work, work_argument);
+}
+
+/* ---- connections -------------------------------------------------------------------------------------------------- */
+
+void client_want_link(struct smb_link *link, bool wanted)
+{
+    struct smb_client *client = link->client;
+    pthread_mutex_lock(&client->mutex);
+    if (wanted && !link->wanted)
+        pthread_cond_broadcast(&client->link_wanted);
+    link->wanted = wanted;
+    if (!wanted)
+        link->in_hands = false;
+    pthread_mutex_unlock(&client->mutex);
+}
+
+static struct smb_link *find_wanted(const struct smb_client *client)
+{
+    struct smb_link *link = client->links;
+    while (link && (!link->wanted || link->in_hands))
+        link = link->next_of_all;
+    return link;
+}
+
+int smb_client_wait_down(struct smb_client *client, uint32_t timeout_ms, uint64_t *link_id)
+{
+    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U), .tv_nsec = (long)(until_ns % 1000000000U)};
+    int failure = 0;
+    pthread_mutex_lock(&client->mutex);
+    struct smb_link *link = find_wanted(client);
+    while (!link && failure == 0 && !atomic_load(&client->closing)) {
+        failure = pthread_cond_clockwait(&client->link_wanted, &client->mutex, CLOCK_MONOTONIC, &until);
+        link = find_wanted(client);
+    }
+    if (link) {
+        link->in_hands = true;
+        *link_id = link->id;
+    }
+    pthread_mutex_unlock(&client->mutex);
+    return atomic_load(&client->closing) ? SMB_DISCONNECTED : link ? SMB_OK : SMB_TIMEOUT;
+}
+
+/* ---- what became of it -------------------------------------------------------------------------------------------- */
+
+uint32_t call_doubt(struct call *call, uint64_t buffer_offset, uint32_t bytes, int state)
+{
+    struct smb_doubt *doubt = call->outcome->doubt;
+    if (!doubt) {
+        doubt = calloc(1, sizeof *doubt);
+        if (!doubt)
+            return UINT32_MAX;
+        doubt->references = 1;
+        call->outcome->doubt = doubt;
+    }
+    if (doubt->count == doubt->room) {
+        uint32_t room = doubt->room ? 2 * doubt->room : 16;
+        struct doubt_piece *pieces = realloc(doubt->pieces, room * sizeof *pieces);
+        if (!pieces)
+            return UINT32_MAX;
+        doubt->pieces = pieces;
+        doubt->room = room;
+    }
+    doubt->pieces[doubt->count] = (struct doubt_piece){.buffer_offset = buffer_offset, .bytes = bytes, .state = state};
+    doubt->pending += state == SMB_DOUBT_PENDING;
+    return doubt->count++;
+}
+
+void doubt_settled(struct smb_doubt *doubt, uint32_t index, int state)
+{
+    if (doubt->pieces[index].state != SMB_DOUBT_PENDING)
+        return;
+    doubt->pieces[index].state = state;
+    if (--doubt->pending == 0 && doubt->settler) {
+        doubt->settler->streams_left = 0;
+        doubt->settler->settles = NULL;
+        doubt->settler = NULL;
+    }
+}
+
+int smb_doubt_settle(struct smb_client *client, struct smb_doubt *doubt, uint32_t timeout_ms)
+{
+    struct smb_outcome outcome = {0};
+    struct call call = {.outcome = &outcome, .deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U,
+                        .streams_left = 1, .settles = doubt};
+    client_run(client, &call, NULL, NULL);
+    return outcome.status;
+}
+
+bool smb_doubt_part(const struct smb_doubt *doubt, uint32_t index, uint64_t *offset, uint32_t *bytes, int *state)
+{
+    if (index >= doubt->count)
+        return false;
+    *offset = doubt->pieces[index].buffer_offset;
+    *bytes = doubt->pieces[index].bytes;
+    *state = doubt->pieces[index].state;
+    return true;
+}
+
+void smb_doubt_release(struct smb_doubt *doubt)
+{
+    if (atomic_fetch_sub_explicit(&doubt->references, 1, memory_order_acq_rel) != 1)
+        return;
+    free(doubt->pieces);
+    free(doubt);
+}
+
+/* ---- what waits --------------------------------------------------------------------------------------------------- */
+
+struct smb_asking {
+    struct smb_ask ask;
+    struct smb_told told;
+    struct call call;
+    struct stream stream;
+};
+
+int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_asking **asking)
+{
+    struct smb_asking *made = calloc(1, sizeof *made);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    made->ask = *ask;
+    made->call.deadline_ns = UINT64_MAX;
+    made->call.streams = &made->stream;
+    made->call.stream_count = made->call.streams_left = 1;
+    made->stream = (struct stream){.call = &made->call, .link = link_retain(link), .ask = &made->ask, .told = &made->told,
+                                   .have_piece = true, .segment_id = ask->segment, .epoch = ask->epoch};
+    client_submit(link->client, &made->call);
+    *asking = made;
+    return SMB_OK;
+}
+
+int smb_ask_wait(struct smb_asking *asking, uint32_t timeout_ms, struct smb_told *told)
+{
+    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    struct smb_client *client = asking->stream.link->client;
+    if (!client_wait(client, &asking->call, until_ns, NULL, NULL))
+        return SMB_BUSY;
+    *told = asking->told;
+    return told->status;
+}
+
+void smb_ask_end(struct smb_asking *asking)
+{
+    struct smb_client *client = asking->stream.link->client;
+    /* If it is not done, the driver gives it up in its next round. */
+    atomic_store(&asking->call.deadline_ns, 0);
+    client_wake_driver(client);
+    client_wait(client, &asking->call, UINT64_MAX, NULL, NULL);
+    link_release(asking->stream.link);
+    free(asking);
 }

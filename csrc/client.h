@@ -4,11 +4,14 @@
  * calls on all links of the client, and when its own call is done it hands the driving to another that waits. A lone caller
  * thus sends and receives by itself, without a wake-up in between; many callers share the links and fill them.
  *
- * Ownership. `mutex` guards: driving, arrivals, waiting, and each call's `done`. Everything else of links, streams and calls
- * belongs to the driver. A call, its streams and the caller's memory live on the caller's stack until `done`.
+ * Ownership. `mutex` guards: driving, arrivals, waiting, each call's `done`, and which links want a connection. Everything else
+ * of links, streams, calls and doubts belongs to the driver. A call, its streams and the caller's memory live on the caller's
+ * stack until `done`.
  *
- * A link that fails is broken for good: every call with frames on it is failed, and another link is made by whoever needs one.
- * A call that times out with frames in flight breaks their links, since its memory must not be written to later.
+ * A link is a lane, not a connection. When its connection breaks, the frames that were not answered stay; somebody (a thread of
+ * the library above) connects again and hands the connection over; the link asks how far each segment has come (WATERMARK),
+ * takes what is at or below that as answered, and sends the rest again. A caller whose time is over leaves; the frames that
+ * it had sent stay in doubt until they are answered, or until the next resumption tells what became of them. They are not sent again.
  */
 #ifndef SMB_CLIENT_H
 #define SMB_CLIENT_H
@@ -21,14 +24,16 @@
 #include "wire.h"
 
 enum {
-    RING_FRAMES = 64,      /* in flight on one link; a power of two. 16 MiB of chunks: past 10 Gb/s x 10 ms */
+    WINDOW_FRAMES = 64,    /* in flight on one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
+    ATOMICS_FLYING_MAX = 4, /* fetch_add and compare_swap: a record keeps the results of the last RECORD_RESULTS */
     LINK_IN_BYTES = 4096,
     STREAM_BURST = 8       /* frames of one stream before the next stream of the link has its turn */
 };
+_Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
 
 struct call {
     struct smb_outcome *outcome;
-    uint64_t deadline_ns;
+    _Atomic uint64_t deadline_ns;
     uint32_t streams_left;         /* streams not yet finished */
     bool done;
     bool waits;                    /* its thread sleeps on `wake` */
@@ -36,6 +41,7 @@ struct call {
     struct call *next;             /* of arrivals, then of the driver's list */
     struct stream *streams;        /* all of it, stream_count */
     uint32_t stream_count;
+    struct smb_doubt *settles;     /* done once this is settled */
     pthread_cond_t wake;
 };
 
@@ -45,6 +51,8 @@ struct stream {
     struct smb_link *link;
     struct stream *next;           /* of the link's queue */
     const struct smb_request *request;
+    const struct smb_ask *ask;     /* instead of a request: one frame, no range */
+    struct smb_told *told;
     struct smb_cursor cursor;
     struct smb_piece piece;        /* the next to be sent, if have_piece */
     bool have_piece;
@@ -59,42 +67,82 @@ struct stream {
 
 /* A request on its way. */
 struct flight {
-    struct stream *stream;
+    struct flight *next;           /* of the link's unsent or sent ones, or of its spare ones */
+    struct stream *stream;         /* NULL: its caller has left */
+    struct smb_doubt *doubt;       /* then: a reference, for a change */
+    uint32_t doubt_index;
+    uint64_t sequence;
+    uint64_t segment_id;
+    uint64_t buffer_offset;
+    uint64_t made_ns;
     void *sink;                    /* where the answer's payload goes */
+    uint32_t epoch;
     uint32_t length;
-    bool answered;
+    uint8_t opcode;
+    bool was_sent;                 /* some of it, over any connection */
+    int fate;                      /* enum smb_doubt_state: what is known of a change by now */
     const void *payload;           /* still to be sent after the header */
     uint32_t payload_bytes;
-    uint8_t small[SMB_FROM_BYTES]; /* payload that is no caller's memory */
+    uint8_t small[SMB_TOKEN_BYTES + SMB_SYNC_BYTES]; /* payload that is no caller's memory, or what comes before it */
+    uint32_t small_bytes;
     uint8_t header[SMB_FRAME_BYTES];
 };
 
+/* How far a segment has come, asked when a link resumes. */
+struct watermark {
+    uint64_t segment_id;
+    uint64_t sequence;             /* of the question */
+    uint64_t value;
+    uint32_t epoch;
+    int status;
+    bool answered;
+};
+
+enum link_state { LINK_UP, LINK_RESUMING, LINK_DOWN, LINK_CLOSED };
+
 struct smb_link {
     struct smb_client *client;
+    uint64_t id;
+    uint64_t identity;             /* of the server's memory */
     _Atomic uint32_t references;
-    _Atomic bool broken;           /* set by the driver or by close; read by anyone */
+    _Atomic bool closing;          /* asked for by its owner; the driver does it */
+    _Atomic int fresh_fd;          /* a new connection, handed over; -1: none */
+    _Atomic int state;             /* enum link_state; written by the driver, read by anyone */
+    int closed_why;                /* status of calls on a closed link */
+    bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
     int fd;
     uint16_t lane;
+    uint32_t window;
     bool active;                   /* in the driver's list */
-    struct smb_link *next;
+    struct smb_link *next;         /* of it */
+    struct smb_link *next_of_all;  /* mutex */
     struct stream *queue_head, *queue_tail;
-    /* sequences: [acked, sent) wait for answers, [sent, made) wait to be sent; sent_bytes of frame `sent` are gone */
-    uint64_t acked, sent, made;
-    uint64_t sent_bytes;
-    struct flight ring[RING_FRAMES];
+    uint64_t made;                 /* the next sequence number */
+    uint32_t flying;               /* unsent and sent ones */
+    uint32_t atomics_flying;
+    struct flight *unsent, *sent, *spare;
+    struct flight **unsent_end, **sent_end;
+    uint64_t sent_bytes;           /* of the first unsent one */
     /* the answer coming in */
     struct flight *reading;        /* whose payload is expected, or NULL */
     uint32_t reading_have;
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
+    /* while it resumes */
+    struct watermark *watermarks;
+    uint32_t watermark_count, watermarks_answered;
+    uint64_t watermark_bytes_sent;
 };
 
 struct smb_client {
     uint64_t session;
     pthread_mutex_t mutex;
+    pthread_cond_t link_wanted;
     bool driving;
     bool sleeping;                 /* the driver is in poll: wake it */
     _Atomic bool closing;
+    _Atomic uint64_t links_made;
+    struct smb_link *links;        /* all that are not freed */
     struct call *arrivals;
     int wake_fd;
     /* the driver's */
@@ -102,23 +150,49 @@ struct smb_client {
     struct smb_link *active;
 };
 
-/* ---- link.c: one connection. Driver only, but for make and release. */
+/* Pieces of a call whose caller left, and what became of them. */
+struct doubt_piece {
+    uint64_t buffer_offset;
+    uint32_t bytes;
+    int state;                     /* enum smb_doubt_state */
+};
+struct smb_doubt {
+    _Atomic uint32_t references;
+    uint32_t pending;              /* the driver's; so are the pieces, until it is 0 */
+    uint32_t count, room;
+    struct doubt_piece *pieces;
+    struct call *settler;
+};
+
+/* ---- link.c: one lane. Driver only, but for make, retain and release. */
 struct smb_link *link_retain(struct smb_link *link);
 void link_release(struct smb_link *link);
 void link_enqueue(struct smb_link *link, struct stream *stream);
-/* Sends and receives what is possible now. true: something moved. A failure breaks the link and fails its calls. */
+/* Sends and receives what is possible now. true: something moved. */
 bool link_progress(struct smb_link *link);
 bool link_busy(const struct smb_link *link);
 bool link_wants_output(const struct smb_link *link);
-void link_break(struct smb_link *link, int status);
-/* Takes a stream that has nothing in flight out of the queue. */
-void link_forget(struct smb_link *link, struct stream *stream);
+/* The descriptor to be polled, -1 for none. */
+int link_fd(const struct smb_link *link);
+/* Fails everything on it, for good. */
+void link_shut(struct smb_link *link, int status);
+/* The stream's call is over: what was not sent is forgotten, what was is left in doubt. */
+void link_abandon(struct smb_link *link, struct stream *stream);
 
 /* ---- client.c */
 /* A stream has sent and received all it will. */
 void call_stream_finished(struct stream *stream);
 void call_failed(struct stream *stream, int status);
+/* A piece of a change that is not confirmed; returns its index, or UINT32_MAX where there is no memory to note it. */
+uint32_t call_doubt(struct call *call, uint64_t buffer_offset, uint32_t bytes, int state);
+void doubt_settled(struct smb_doubt *doubt, uint32_t index, int state);
 /* Runs the call's streams to their end. `work` is done in between, piece by piece, until it returns false. */
 void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument);
+/* The same in parts: submit once, then wait, as often as one likes, until it returns true: done. */
+void client_submit(struct smb_client *client, struct call *call);
+bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument);
+/* Somebody should make a connection for the link (or no longer). */
+void client_want_link(struct smb_link *link, bool wanted);
+void client_wake_driver(struct smb_client *client);
 
 #endif

@@ -11,6 +11,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "failpoint.h"
 #include "server.h"
 
 enum step { STEP_ON, STEP_WAIT, STEP_CLOSE };
@@ -50,13 +51,16 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
 void connection_destroy(struct connection *connection)
 {
     leave_lane(connection);
+    waits_forget(connection);
     pthread_mutex_destroy(&connection->turn);
     gate_done(&connection->request);
     if (connection->pass_segment)
         smb_segment_release(connection->pass_segment);
     atomic_fetch_sub_explicit(&connection->loop->server->now[connection->transport], 1, memory_order_relaxed);
     close(connection->fd);
-    free(connection->staging);
+    if (connection->slot.payload)
+        journal_give_slot(connection->loop->server->journal, &connection->slot);
+    free(connection->own_staging);
     free(connection->tail);
     free(connection);
 }
@@ -163,6 +167,28 @@ static uint8_t *chunk_memory(uint8_t **memory)
     return *memory;
 }
 
+/* Where a payload goes, and what a change is made from: the connection's journal slot, with room for so many bytes. */
+static int make_staging(struct connection *connection, uint32_t bytes)
+{
+    struct journal *journal = connection->loop->server->journal;
+    if (!journal) {
+        if (!connection->own_staging)
+            connection->own_staging = aligned_alloc(4096, 4096 + SMB_CHUNK_BYTES_MAX);
+        connection->staging = connection->own_staging ? connection->own_staging + 4096 : NULL;
+        return connection->staging ? SMB_OK : SMB_OUT_OF_MEMORY;
+    }
+    int status = connection->slot.payload ? SMB_OK : journal_take_slot(journal, &connection->slot);
+    if (status == SMB_OK)
+        status = journal_reserve(journal, &connection->slot, bytes);
+    connection->staging = connection->slot.payload;
+    return status;
+}
+
+static uint32_t token_bytes(const struct smb_frame *frame)
+{
+    return frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
+}
+
 /* ---- receiving ---------------------------------------------------------------------------------------------------- */
 
 /* *have: bytes read. STEP_WAIT: nothing there now. */
@@ -178,6 +204,25 @@ static enum step receive(struct connection *connection, struct iovec *parts, int
     return STEP_CLOSE;
 }
 
+/* With the lanes' lock held. */
+static void fence(struct connection *connection)
+{
+    atomic_store_explicit(&connection->fenced, true, memory_order_relaxed); /* the mutex orders it */
+    pthread_mutex_lock(&connection->turn);
+    pthread_mutex_unlock(&connection->turn);
+    atomic_store_explicit(&connection->loop->sweep, true, memory_order_release);
+    loop_wake(connection->loop);
+}
+
+void lanes_fence_session(struct smb_server *server, uint64_t session)
+{
+    pthread_mutex_lock(&server->lanes_lock);
+    for (struct connection *connection = server->lanes; connection; connection = connection->lane_next)
+        if (connection->session == session)
+            fence(connection);
+    pthread_mutex_unlock(&server->lanes_lock);
+}
+
 /* From here on this connection speaks for its lane. An older one may still have requests in its socket that its client gave
  * up: carried out now, they would undo what the client does next. So it is fenced, and a request of it that is being carried
  * out is waited for (microseconds: nothing waits there), before the client hears that it may go on. */
@@ -186,16 +231,23 @@ static void take_lane(struct connection *connection)
     struct smb_server *server = connection->loop->server;
     pthread_mutex_lock(&server->lanes_lock);
     for (struct connection *older = server->lanes; older; older = older->lane_next) {
-        if (older->session == connection->session && older->lane == connection->lane &&
-            older->transport == connection->transport) {
-            atomic_store_explicit(&older->fenced, true, memory_order_relaxed); /* the mutex orders it */
-            pthread_mutex_lock(&older->turn);
-            pthread_mutex_unlock(&older->turn);
-        }
+        if (older->session == connection->session && older->lane == connection->lane)
+            fence(older);
     }
     connection->lane_next = server->lanes;
     server->lanes = connection;
     pthread_mutex_unlock(&server->lanes_lock);
+}
+
+/* The peer learns why before it is closed. */
+static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame, int status)
+{
+    if (connection->out_end + SMB_FRAME_BYTES <= OUT_BYTES) {
+        struct smb_frame reply = smb_frame_reply(frame, status);
+        put_reply(connection, &reply);
+        flush(connection);
+    }
+    return refuse(connection, status);
 }
 
 static enum step greet(struct connection *connection, const struct smb_frame *frame)
@@ -206,23 +258,29 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
     connection->loop->not_greeted--;
     connection->session = frame->session;
     connection->lane = frame->lane;
+    struct smb_server *server = connection->loop->server;
     take_lane(connection);
+    /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences this connection. */
+    if (session_has_ended(server, frame->session))
+        return refuse_hello(connection, frame, SMB_SESSION_ENDED);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
-    reply.segment = connection->loop->server->instance;
+    reply.segment = server->instance;
+    reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
     put_reply(connection, &reply);
-    server_count(&connection->loop->server->operations[connection->transport][SMB_HELLO], 1);
+    server_count(&server->operations[connection->transport][SMB_HELLO], 1);
     return STEP_ON;
 }
 
-/* A peer of another version learns so before it is closed; what it sent is not understood, so nothing of it is repeated. */
+/* What a peer of another version sent is not understood, so nothing of it is repeated. */
 static enum step refuse_version(struct connection *connection)
 {
-    struct smb_frame reply = {.opcode = SMB_HELLO, .flags = SMB_FLAG_REPLY, .status = SMB_VERSION};
-    if (connection->out_end + SMB_FRAME_BYTES <= OUT_BYTES) {
-        put_reply(connection, &reply);
-        flush(connection);
-    }
-    return refuse(connection, SMB_VERSION);
+    return refuse_hello(connection, &(struct smb_frame){.opcode = SMB_HELLO}, SMB_VERSION);
+}
+
+/* Every change is made from the journal slot, also one without a payload. */
+static bool needs_staging(const struct smb_frame *frame)
+{
+    return frame->payload > 0 || smb_opcode_changes(frame->opcode);
 }
 
 static enum step next_request(struct connection *connection)
@@ -251,9 +309,9 @@ static enum step next_request(struct connection *connection)
     if (!connection->greeted || frame.opcode == SMB_HELLO)
         return greet(connection, &frame);
 
-    if (frame.payload > 0 && !chunk_memory(&connection->staging))
-        return refuse(connection, SMB_OUT_OF_MEMORY);
     connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
+    if (connection->admitted == SMB_OK && needs_staging(&frame))
+        connection->admitted = make_staging(connection, frame.opcode == SMB_ACCUMULATE_FROM ? frame.length : frame.payload);
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
@@ -293,7 +351,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
         connection->in_start = 0;
         connection->in_end = (uint32_t)got - ours;
     }
-    gate_close(request, true);
+    gate_close(request, true, step == STEP_ON);
     if (step == STEP_ON) {
         *done = true;
         connection->payload_have = length;
@@ -308,14 +366,19 @@ static enum step receive_payload(struct connection *connection)
 {
     const struct smb_frame *frame = &connection->request.frame;
     if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
-        frame->length >= BULK_BYTES) {
+        frame->length >= BULK_BYTES && !token_bytes(frame)) {
         bool done;
         enum step step = receive_in_place(connection, &done);
         if (done || step != STEP_ON)
             return step;
     }
     uint32_t missing = connection->request.frame.payload - connection->payload_have;
-    uint8_t *to = connection->staging + connection->payload_have;
+    /* Of a request that is refused the payload is read all the same, to nowhere in particular. */
+    uint8_t nowhere[IN_BYTES];
+    bool wanted = connection->admitted == SMB_OK;
+    if (!wanted && missing > sizeof nowhere)
+        missing = sizeof nowhere;
+    uint8_t *to = wanted ? connection->staging - token_bytes(frame) + connection->payload_have : nowhere;
     uint32_t here = connection->in_end - connection->in_start;
     if (here > 0) {
         uint32_t take = here < missing ? here : missing;
@@ -374,7 +437,7 @@ static enum step answer_read(struct connection *connection)
     uint32_t sent;
     enum step step = send_with(connection, place, length, &sent);
     memcpy(connection->tail, place + sent, length - sent);
-    gate_close(request, false);
+    gate_close(request, false, true);
     connection->tail_start = 0;
     connection->tail_end = length - sent;
     finish_request(connection, true);
@@ -407,15 +470,22 @@ static enum step answer_change(struct connection *connection)
     struct gate_request *request = &connection->request;
     const struct smb_frame *frame = &request->frame;
     bool fetch = frame->flags & SMB_FLAG_FETCH;
-    if ((fetch || frame->opcode == SMB_ACCUMULATE_FROM) && !chunk_memory(&connection->tail))
+    if (fetch && !chunk_memory(&connection->tail))
         return refuse(connection, SMB_OUT_OF_MEMORY);
     uint64_t result = 0;
-    int status = gate_execute(connection->loop->server, request, connection->staging, connection->tail,
-                              fetch ? connection->tail : NULL, &result);
+    const uint8_t *payload = connection->staging;
+    if (frame->opcode == SMB_ACCUMULATE_FROM) {
+        if (!request->retried)
+            memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES, sizeof connection->from);
+        payload = connection->from + SMB_TOKEN_BYTES;
+    }
+    int status = gate_execute(connection->loop->server, request, connection->slot.payload ? &connection->slot : NULL, payload,
+                              connection->staging, fetch ? connection->tail : NULL, &result);
     if (status == SMB_BUSY)
         return park(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
+    FAILPOINT("connection.changed");
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.argument = result;
     if (fetch) {
@@ -425,6 +495,54 @@ static enum step answer_change(struct connection *connection)
     put_reply(connection, &reply);
     finish_request(connection, true);
     return STEP_ON;
+}
+
+static enum step answer_watermark(struct connection *connection)
+{
+    uint64_t watermark;
+    int status = gate_watermark(&connection->request, &watermark);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
+    reply.argument = watermark;
+    put_reply(connection, &reply);
+    finish_request(connection, true);
+    return STEP_ON;
+}
+
+static void put_answer(struct connection *connection, const struct smb_frame *request, struct sync_answer answer)
+{
+    server_count(answer.status == SMB_OK ? &connection->loop->server->operations[connection->transport][request->opcode]
+                                         : &connection->loop->server->errors[answer.status],
+                 1);
+    struct smb_frame reply = smb_frame_reply(request, answer.status);
+    reply.argument = answer.a;
+    reply.offset = answer.b;
+    put_reply(connection, &reply);
+}
+
+/* It is answered, or leaves the connection and is answered later; either way the next request is looked at. */
+static enum step answer_sync(struct connection *connection)
+{
+    struct sync_answer answer = {0};
+    int status = waits_ask(connection, &connection->request, connection->staging, &answer);
+    if (status != SMB_PARKED) {
+        answer.status = status;
+        put_answer(connection, &connection->request.frame, answer);
+    }
+    gate_done(&connection->request);
+    connection->have_request = false;
+    return STEP_ON;
+}
+
+static void put_late_answers(struct connection *connection)
+{
+    while (connection->answered && connection->out_end <= OUT_BYTES - SMB_FRAME_BYTES) {
+        struct wait *wait = connection->answered;
+        connection->answered = wait->next;
+        put_answer(connection, &wait->frame, wait->answer);
+        wait_free(wait);
+    }
 }
 
 static enum step execute(struct connection *connection)
@@ -437,7 +555,8 @@ static enum step execute(struct connection *connection)
     switch (connection->request.frame.opcode) {
     case SMB_READ: return answer_read(connection);
     case SMB_ATTACH: return answer_attach(connection);
-    default: return answer_change(connection);
+    case SMB_WATERMARK: return answer_watermark(connection);
+    default: return smb_opcode_changes(connection->request.frame.opcode) ? answer_change(connection) : answer_sync(connection);
     }
 }
 
@@ -446,6 +565,7 @@ bool connection_turn(struct connection *connection)
     enum step step = STEP_ON;
     for (int frames = 0; step == STEP_ON;) {
         /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
+        put_late_answers(connection);
         bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 ||
                           connection->replies_held >= REPLIES_HELD_MAX || connection->out_end > OUT_BYTES - SMB_FRAME_BYTES;
         if (must_flush) {

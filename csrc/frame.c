@@ -10,7 +10,7 @@ enum {
     ARGUMENT_AT = 56, END_AT = 64
 };
 _Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
-_Static_assert((int)SMB_COMPARE_SWAP + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
+_Static_assert((int)SMB_UNPIN + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
 
 static void store16(uint8_t *bytes, uint16_t value)
 {
@@ -68,25 +68,36 @@ static bool request_is_sound(const struct smb_frame *frame)
         return false;
     if (frame->flags & SMB_FLAG_FETCH && frame->opcode != SMB_ACCUMULATE)
         return false;
-    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH)
+    bool fenced = frame->flags & SMB_FLAG_FENCED;
+    bool changes = smb_opcode_changes(frame->opcode);
+    if ((fenced && !changes) || (changes && frame->sequence == 0)) /* 0 is what a lane has done that did nothing yet */
+        return false;
+    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK)
         return frame->length == 0 && frame->payload == 0;
+    if (frame->opcode >= SMB_LOCK)
+        return frame->length == 0 && frame->payload == SMB_SYNC_BYTES;
 
     /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a chunk can be. */
     uint32_t element = smb_dtype_bytes(frame->dtype);
     if (element == 0 || frame->length == 0 || frame->length > SMB_CHUNK_BYTES_MAX || frame->length % element != 0 ||
         frame->offset % element != 0 || frame->offset > UINT64_MAX - frame->length)
         return false;
+    uint32_t payload = frame->payload;
+    if (fenced) {
+        if (payload < SMB_TOKEN_BYTES)
+            return false;
+        payload -= SMB_TOKEN_BYTES;
+    }
     switch (frame->opcode) {
     case SMB_READ:
-    case SMB_FILL: return frame->payload == 0;
-    case SMB_WRITE: return frame->payload == frame->length;
+    case SMB_FILL: return payload == 0;
+    case SMB_WRITE: return payload == frame->length;
     case SMB_ACCUMULATE:
-        return frame->payload == frame->length && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+        return payload == frame->length && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_ACCUMULATE_FROM:
-        return frame->payload == SMB_FROM_BYTES &&
-               smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
-    case SMB_FETCH_ADD: return frame->length == 8 && frame->payload == 0 && frame->dtype == SMB_INT64;
-    case SMB_COMPARE_SWAP: return frame->length == 8 && frame->payload == 8 && frame->dtype == SMB_INT64;
+        return payload == SMB_FROM_BYTES && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+    case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
+    case SMB_COMPARE_SWAP: return frame->length == 8 && payload == 8 && frame->dtype == SMB_INT64;
     default: return false;
     }
 }
@@ -147,6 +158,11 @@ const char *smb_status_name(int status)
     case SMB_EXISTS: return "exists";
     case SMB_TIMEOUT: return "timeout";
     case SMB_BUSY: return "busy";
+    case SMB_LOCK_LOST: return "lock_lost";
+    case SMB_BROKEN: return "broken";
+    case SMB_EVICTED: return "evicted";
+    case SMB_SESSION_ENDED: return "session_ended";
+    case SMB_PARKED: return "parked";
     case SMB_DISCONNECTED: return "disconnected";
     case SMB_LINK_LOST: return "link_lost";
     case SMB_PROTOCOL: return "protocol";

@@ -1,16 +1,24 @@
 /* The single door between frames and memory: nothing reaches a segment from a socket but through here. */
+#include <string.h>
+
+#include "failpoint.h"
 #include "server.h"
+
+static bool has_range(int opcode)
+{
+    return opcode == SMB_READ || smb_opcode_changes(opcode);
+}
 
 int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request)
 {
-    *request = (struct gate_request){.frame = *frame};
+    *request = (struct gate_request){.frame = *frame, .record_hint = request->record_hint};
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
         return SMB_NOT_FOUND;
     int status = SMB_OK;
     if (frame->epoch != smb_segment_epoch(segment))
         status = SMB_STALE_EPOCH;
-    else if (frame->opcode != SMB_ATTACH &&
+    else if (has_range(frame->opcode) &&
              (frame->dtype != smb_segment_dtype(segment) || !smb_segment_holds(segment, frame->offset, frame->length)))
         status = SMB_INVALID;
     if (status == SMB_OK)
@@ -26,12 +34,100 @@ static uint64_t patience(const struct gate_request *request)
     return request->retried ? SMB_TRY_ONCE : SMB_TRY;
 }
 
-/* Copies the source range into scratch: two chunk locks are never held at once. */
-static int read_source(struct smb_server *server, struct gate_request *request, const uint8_t *payload, uint8_t *scratch)
+/* ---- exactly once ------------------------------------------------------------------------------------------------- */
+
+/* SMB_EXISTS: the change was made before. SMB_OK: it was not; its lane's record is kept until let_go. */
+static int take_record(struct gate_request *request)
 {
-    uint64_t offset = smb_load64(payload + 8);
+    const struct smb_frame *frame = &request->frame;
+    int status = records_take(served_of(request->segment)->records, frame->session, frame->lane,
+                              frame->flags & SMB_FLAG_RETRY, &request->record_hint, &request->record);
+    if (status != SMB_OK)
+        return status;
+    return frame->sequence <= atomic_load_explicit(&request->record->watermark, memory_order_relaxed) ? SMB_EXISTS : SMB_OK;
+}
+
+static void let_go(struct gate_request *request)
+{
+    if (request->record)
+        records_release(served_of(request->segment)->records, request->record);
+    request->record = NULL;
+}
+
+static bool has_result(int opcode)
+{
+    return opcode == SMB_FETCH_ADD || opcode == SMB_COMPARE_SWAP;
+}
+
+static bool is_journalled(int opcode)
+{
+    return opcode == SMB_ACCUMULATE || opcode == SMB_ACCUMULATE_FROM || has_result(opcode);
+}
+
+int gate_watermark(struct gate_request *request, uint64_t *watermark)
+{
+    return records_watermark(served_of(request->segment)->records, request->frame.session, request->frame.lane, watermark);
+}
+
+/* What a repeated change is answered: the old value that it was told before; of an accumulate the values of now, which contain
+ * its contribution. */
+static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *result)
+{
+    const struct smb_frame *frame = &request->frame;
+    if (has_result(frame->opcode) && !record_result(request->record, frame->sequence, result))
+        return SMB_EVICTED;
+    if (!sink)
+        return SMB_OK;
+    struct smb_change read = {.opcode = SMB_READ, .offset = frame->offset, .bytes = frame->length, .sink = sink};
+    return smb_segment_apply(request->segment, &read, patience(request));
+}
+
+/* Under the chunk's lock: bytes, watermark, and the journal around both where there is one. */
+static int make_change(struct smb_server *server, struct gate_request *request, const struct slot *slot,
+                       struct smb_change *change)
+{
+    struct smb_segment *segment = request->segment;
+    const struct smb_frame *frame = &request->frame;
+    struct journal *journal = slot && is_journalled(change->opcode) ? server->journal : NULL;
+    if (!smb_segment_change_fits(segment, change))
+        return SMB_INVALID;
+    if (smb_segment_deleted(segment))
+        return SMB_NOT_FOUND;
+    if (journal) {
+        struct change_name name = {.session = frame->session, .sequence = frame->sequence, .lane = frame->lane};
+        slot_describe(journal, slot, frame->segment, change, &name);
+    }
+    int status = smb_segment_lock(segment, change->offset, patience(request));
+    if (status != SMB_OK)
+        return status;
+    if (journal) {
+        slot_begin(journal, slot, segment, change);
+        slot_run(journal, slot, segment, change);
+    } else {
+        smb_segment_change_begin(segment, change->offset);
+        smb_segment_change_range(segment, change, 0, change->bytes);
+    }
+    if (change->sink)
+        memcpy(change->sink, (const uint8_t *)smb_segment_data(segment) + change->offset, change->bytes);
+    FAILPOINT("gate.changed");
+    record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
+    if (journal)
+        slot_end(journal, slot, segment, change);
+    else
+        smb_segment_change_end(segment, change->offset);
+    smb_segment_unlock(segment, change->offset);
+    if (journal)
+        slot_rest(journal, slot);
+    return smb_segment_still_there(segment);
+}
+
+/* ---- the ways through --------------------------------------------------------------------------------------------- */
+
+/* Copies the source range into scratch: two chunk locks are never held at once. */
+static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id, uint64_t offset, uint8_t *scratch)
+{
     if (!request->other) {
-        struct smb_segment *other = server_find(server, smb_load64(payload));
+        struct smb_segment *other = server_find(server, id);
         if (!other)
             return SMB_NOT_FOUND;
         request->other = other;
@@ -42,27 +138,47 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
     return smb_segment_apply(request->other, &read, patience(request));
 }
 
-int gate_execute(struct smb_server *server, struct gate_request *request, const uint8_t *payload, uint8_t *scratch,
-                 uint8_t *sink, uint64_t *result)
+static int change_once(struct smb_server *server, struct gate_request *request, const struct slot *slot,
+                       const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result)
 {
     const struct smb_frame *frame = &request->frame;
+    int status = take_record(request);
+    if (status == SMB_EXISTS)
+        return answer_again(request, sink, result);
+    if (status != SMB_OK)
+        return status;
     struct smb_change change = {.opcode = frame->opcode, .op = frame->op, .offset = frame->offset, .bytes = frame->length,
                                 .source = payload, .sink = sink, .argument = frame->argument};
     switch (frame->opcode) {
-    case SMB_ACCUMULATE_FROM: {
-        int status = read_source(server, request, payload, scratch);
-        if (status != SMB_OK)
-            return status;
+    case SMB_ACCUMULATE_FROM:
+        status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8), scratch);
         change.source = scratch;
         change.scale = smb_double_of(frame->argument);
         break;
-    }
     case SMB_ACCUMULATE: change.scale = smb_double_of(frame->argument); break;
     case SMB_COMPARE_SWAP: change.expected = smb_load64(payload); break;
     }
-    int status = smb_segment_apply(request->segment, &change, patience(request));
+    if (status == SMB_OK)
+        status = make_change(server, request, slot, &change);
     if (status == SMB_OK)
         *result = change.result;
+    return status;
+}
+
+int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
+                 uint8_t *scratch, uint8_t *sink, uint64_t *result)
+{
+    bool fenced = request->frame.flags & SMB_FLAG_FENCED;
+    struct sync *sync = served_of(request->segment)->sync;
+    if (fenced) {
+        int status = sync_fence_enter(sync, smb_load64(payload - SMB_TOKEN_BYTES), smb_boot_ns());
+        if (status != SMB_OK)
+            return status;
+    }
+    int status = change_once(server, request, slot, payload, scratch, sink, result);
+    if (fenced)
+        sync_fence_leave(sync);
+    let_go(request);
     return status;
 }
 
@@ -70,20 +186,27 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
 {
     if (smb_segment_deleted(request->segment))
         return SMB_NOT_FOUND;
-    int status = smb_segment_lock(request->segment, request->frame.offset, patience(request));
-    if (status != SMB_OK)
+    int status = to_change ? take_record(request) : SMB_OK;
+    if (status == SMB_OK)
+        status = smb_segment_lock(request->segment, request->frame.offset, patience(request));
+    if (status != SMB_OK) {
+        let_go(request);
         return status;
+    }
     if (to_change)
         smb_segment_change_begin(request->segment, request->frame.offset);
     *place = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
     return SMB_OK;
 }
 
-void gate_close(struct gate_request *request, bool to_change)
+void gate_close(struct gate_request *request, bool to_change, bool done)
 {
+    if (to_change && done)
+        record_note(request->record, request->frame.sequence, false, 0);
     if (to_change)
         smb_segment_change_end(request->segment, request->frame.offset);
     smb_segment_unlock(request->segment, request->frame.offset);
+    let_go(request);
 }
 
 void gate_done(struct gate_request *request)

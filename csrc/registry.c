@@ -50,15 +50,16 @@ static void unreserve(struct smb_server *server, uint64_t bytes)
     pthread_rwlock_unlock(&server->registry_lock);
 }
 
-/* Takes the reference over. The bytes are reserved already. */
-static int publish(struct smb_server *server, struct smb_segment *segment, const char *path)
+/* Takes the reference over. The bytes are reserved already. `left`: the segment is of an earlier run. */
+static int publish(struct smb_server *server, struct smb_segment *segment, const char *path, bool left)
 {
     struct entry *entry = calloc(1, sizeof *entry);
     char *own_path = strdup(path);
-    if (!entry || !own_path) {
+    int status = entry && own_path ? waits_serve(server, segment, left) : SMB_OUT_OF_MEMORY;
+    if (status != SMB_OK) {
         free(entry);
         free(own_path);
-        return SMB_OUT_OF_MEMORY;
+        return status;
     }
     entry->segment = segment;
     entry->path = own_path;
@@ -72,6 +73,7 @@ static int publish(struct smb_server *server, struct smb_segment *segment, const
     }
     pthread_rwlock_unlock(&server->registry_lock);
     if (taken) {
+        waits_close(segment, SMB_NOT_FOUND);
         free(own_path);
         free(entry);
         return SMB_EXISTS;
@@ -91,7 +93,7 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
     struct smb_segment *segment;
     status = smb_segment_create(path, id, epoch, dtype, data_bytes, chunk_bytes, &segment);
     if (status == SMB_OK) {
-        status = publish(server, segment, path);
+        status = publish(server, segment, path, false);
         if (status != SMB_OK) {
             unlink(path);
             smb_segment_release(segment);
@@ -112,7 +114,7 @@ int smb_server_adopt_segment(struct smb_server *server, const char *path, struct
     smb_segment_info(segment, &found);
     status = found.deleted ? SMB_NOT_FOUND : reserve(server, found.id, found.file_bytes);
     if (status == SMB_OK) {
-        status = publish(server, segment, path);
+        status = publish(server, segment, path, true);
         if (status != SMB_OK)
             unreserve(server, found.file_bytes);
     }
@@ -148,11 +150,52 @@ int smb_server_delete_segment(struct smb_server *server, uint64_t id)
     if (!entry)
         return SMB_NOT_FOUND;
     smb_segment_mark_deleted(entry->segment);
+    waits_close(entry->segment, SMB_NOT_FOUND);
     unlink(entry->path);
     smb_segment_release(entry->segment);
     free(entry->path);
     free(entry);
     return SMB_OK;
+}
+
+/* The journal is opened before the server listens, so nobody adds or takes away meanwhile; sessions end at any time. */
+int server_each_segment(struct smb_server *server, void (*visit)(void *argument, struct smb_segment *segment), void *argument)
+{
+    pthread_rwlock_rdlock(&server->registry_lock);
+    uint64_t count = 0;
+    struct smb_segment **segments = calloc(server->segments + 1, sizeof *segments);
+    for (int b = 0; b < BUCKETS && segments; b++)
+        for (struct entry *entry = server->buckets[b]; entry; entry = entry->next)
+            segments[count++] = smb_segment_retain(entry->segment);
+    pthread_rwlock_unlock(&server->registry_lock);
+    for (uint64_t i = 0; i < count; i++) {
+        visit(argument, segments[i]);
+        smb_segment_release(segments[i]);
+    }
+    free(segments);
+    return segments ? SMB_OK : SMB_OUT_OF_MEMORY;
+}
+
+static struct smb_segment *find_for_recovery(void *argument, uint64_t segment_id)
+{
+    return server_find(argument, segment_id);
+}
+
+static void clear_marks(void *argument, struct smb_segment *segment)
+{
+    struct smb_recovery *recovery = argument;
+    recovery->torn_chunks += smb_segment_clear_marks(segment);
+}
+
+int smb_server_open_journal(struct smb_server *server, const char *path, struct smb_recovery *recovery)
+{
+    *recovery = (struct smb_recovery){0};
+    if (server->journal)
+        return SMB_EXISTS;
+    int status = journal_open(path, find_for_recovery, server, recovery, &server->journal);
+    if (status == SMB_OK)
+        status = server_each_segment(server, clear_marks, recovery);
+    return status;
 }
 
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters)
@@ -199,6 +242,7 @@ void registry_clear(struct smb_server *server)
         while (server->buckets[b]) {
             struct entry *entry = server->buckets[b];
             server->buckets[b] = entry->next;
+            waits_close(entry->segment, SMB_DISCONNECTED);
             smb_segment_release(entry->segment);
             free(entry->path);
             free(entry);

@@ -11,7 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PAGE = 4096, CHUNK_STATE_BYTES = 64, FORMAT_VERSION = 1, READ_ATTEMPTS = 8, LOCK_SPINS = 2000 };
+enum { PAGE = 4096, CHUNK_STATE_BYTES = 64, FORMAT_VERSION = 2, READ_ATTEMPTS = 8, LOCK_SPINS = 2000, SYNC_OFFSET = 2048,
+       MARKED_RETRY_NS = 1000000 };
 static const uint64_t MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
 
 /* Locks of another C library, or of another word size, lie differently in memory: such a process must not share them. */
@@ -32,20 +33,23 @@ struct header {
     uint64_t data_bytes;
     uint64_t file_bytes;
     uint64_t chunks_offset;
+    uint64_t records_offset;
     uint64_t data_offset;
     uint32_t chunk_bytes;
+    uint32_t record_count;
+    _Atomic uint64_t evictions;       /* of completion records */
     _Atomic uint32_t deleted;         /* release by the daemon; acquire by everyone before each operation */
     _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
-    _Atomic uint64_t operations[16];  /* by local clients, per opcode */
-    _Atomic uint64_t bytes[16];
+    _Atomic uint64_t operations[32];  /* by local clients, per opcode */
+    _Atomic uint64_t bytes[32];
 };
-_Static_assert(sizeof(struct header) <= PAGE, "the header is one page");
-_Static_assert((int)SMB_OPCODE_COUNT <= 16, "counters have a place for every opcode");
+_Static_assert(sizeof(struct header) <= SYNC_OFFSET && SYNC_OFFSET + sizeof(struct sync_words) <= PAGE, "the header is one page");
+_Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opcode");
 
 struct chunk_state {
     pthread_mutex_t lock;
     _Atomic uint32_t sequence; /* odd while the chunk changes */
-    uint32_t reserved;
+    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now: relaxed, under the lock */
     uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
 };
 _Static_assert(sizeof(struct chunk_state) == CHUNK_STATE_BYTES, "one cache line per chunk");
@@ -55,7 +59,11 @@ struct smb_segment {
     int fd;
     struct header *header; /* shared; the copies below are what is relied on */
     struct chunk_state *chunks;
+    struct record *records;
+    uint32_t record_count;
     uint8_t *data;
+    void *companion; /* what the daemon keeps beside it */
+    void (*free_companion)(void *);
     uint64_t id;
     uint64_t data_bytes;
     uint64_t data_offset;
@@ -75,9 +83,15 @@ static uint64_t chunk_count(uint64_t data_bytes, uint32_t chunk_bytes)
     return data_bytes / chunk_bytes + (data_bytes % chunk_bytes != 0);
 }
 
-static uint64_t data_offset_for(uint64_t data_bytes, uint32_t chunk_bytes)
+static uint64_t records_offset_for(uint64_t data_bytes, uint32_t chunk_bytes)
 {
     return PAGE + round_up_to_page(chunk_count(data_bytes, chunk_bytes) * CHUNK_STATE_BYTES);
+}
+
+static uint64_t data_offset_for(uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    return records_offset_for(data_bytes, chunk_bytes) +
+           round_up_to_page((uint64_t)records_count_for(data_bytes) * RECORD_BYTES);
 }
 
 uint64_t smb_segment_file_bytes(uint64_t data_bytes, uint32_t chunk_bytes)
@@ -106,6 +120,8 @@ static int map_file(int fd, const struct header *trusted, struct smb_segment **s
     made->fd = fd;
     made->header = base;
     made->chunks = (struct chunk_state *)((uint8_t *)base + trusted->chunks_offset);
+    made->records = (struct record *)((uint8_t *)base + trusted->records_offset);
+    made->record_count = trusted->record_count;
     made->data = (uint8_t *)base + trusted->data_offset;
     made->id = trusted->id;
     made->data_bytes = trusted->data_bytes;
@@ -123,6 +139,8 @@ static bool header_is_sound(const struct header *header, uint64_t real_bytes)
     uint64_t file_bytes = smb_segment_file_bytes(header->data_bytes, header->chunk_bytes);
     return file_bytes != 0 && header->file_bytes == file_bytes && real_bytes == file_bytes &&
            header->chunks_offset == PAGE && header->id != 0 &&
+           header->records_offset == records_offset_for(header->data_bytes, header->chunk_bytes) &&
+           header->record_count == records_count_for(header->data_bytes) &&
            header->data_offset == data_offset_for(header->data_bytes, header->chunk_bytes) &&
            smb_dtype_bytes((int)header->dtype) != 0;
 }
@@ -177,8 +195,10 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
         .data_bytes = data_bytes,
         .file_bytes = file_bytes,
         .chunks_offset = PAGE,
+        .records_offset = records_offset_for(data_bytes, chunk_bytes),
         .data_offset = data_offset_for(data_bytes, chunk_bytes),
         .chunk_bytes = chunk_bytes,
+        .record_count = records_count_for(data_bytes),
     };
     struct smb_segment *made = NULL;
     int status = allocate_file(fd, file_bytes);
@@ -255,12 +275,15 @@ void smb_segment_release(struct smb_segment *segment)
     /* acq_rel: the last one sees everything the others did before it unmaps. */
     if (atomic_fetch_sub_explicit(&segment->references, 1, memory_order_acq_rel) != 1)
         return;
+    if (segment->companion)
+        segment->free_companion(segment->companion);
     /* The memory of a deleted segment goes back now, although other processes may still have it mapped: what they read from
      * here on is zeros, and smb_segment_apply tells them so. In the daemon the last reference goes when no request is using
      * the segment. Failure costs memory until they unmap. */
     if (smb_segment_deleted(segment))
-        fallocate(segment->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)segment->data_offset,
-                  (off_t)round_up_to_page(segment->data_bytes));
+        fallocate(segment->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  (off_t)((uint8_t *)segment->records - (uint8_t *)segment->header),
+                  (off_t)(segment->data_offset + round_up_to_page(segment->data_bytes)));
     munmap(segment->header, segment->file_bytes);
     close(segment->fd);
     free(segment);
@@ -342,6 +365,43 @@ bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint6
            offset / segment->chunk_bytes == (offset + bytes - 1) / segment->chunk_bytes;
 }
 
+struct record *smb_segment_records(struct smb_segment *segment, uint32_t *count, _Atomic uint64_t **evictions)
+{
+    *count = segment->record_count;
+    *evictions = &segment->header->evictions;
+    return segment->records;
+}
+
+struct sync_words *smb_segment_sync_words(struct smb_segment *segment)
+{
+    return (struct sync_words *)((uint8_t *)segment->header + SYNC_OFFSET);
+}
+
+void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing)
+{
+    const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header + SYNC_OFFSET);
+    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. */
+    atomic_thread_fence(memory_order_acquire);
+    *version = atomic_load_explicit(&words->version, memory_order_acquire);
+    *writing = atomic_load_explicit(&words->writing, memory_order_acquire);
+}
+
+uint64_t smb_segment_data_bytes(const struct smb_segment *segment)
+{
+    return segment->data_bytes;
+}
+
+void smb_segment_keep(struct smb_segment *segment, void *companion, void (*free_companion)(void *))
+{
+    segment->companion = companion;
+    segment->free_companion = free_companion;
+}
+
+void *smb_segment_companion(const struct smb_segment *segment)
+{
+    return segment->companion;
+}
+
 static struct chunk_state *chunk_at(const struct smb_segment *segment, uint64_t offset)
 {
     return &segment->chunks[offset / segment->chunk_bytes];
@@ -356,9 +416,19 @@ static inline void pause_cpu(void)
 #endif
 }
 
-int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+/* Whoever died in the lock has left the chunk, element by element, old or new. If it was the daemon in the middle of a
+ * journalled change, the chunk stays as it is for its recovery: marked, and with the count odd. */
+static int revive(struct smb_segment *segment, struct chunk_state *chunk)
 {
-    struct chunk_state *chunk = chunk_at(segment, offset);
+    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    if (sequence % 2 == 1 && atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
+        atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
+    atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
+    return pthread_mutex_consistent(&chunk->lock);
+}
+
+static int lock_once(struct smb_segment *segment, struct chunk_state *chunk, uint64_t deadline_ns)
+{
     /* Held for microseconds as a rule: a short spin is cheaper than sleeping and being woken. */
     int failure = pthread_mutex_trylock(&chunk->lock);
     for (int i = 0; failure == EBUSY && i < LOCK_SPINS && deadline_ns != SMB_TRY_ONCE; i++) {
@@ -375,18 +445,30 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
         if (failure == ETIMEDOUT)
             return SMB_TIMEOUT;
     }
-    if (failure == EOWNERDEAD) {
-        uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
-        if (sequence % 2 == 1)
-            atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
-        atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
-        failure = pthread_mutex_consistent(&chunk->lock);
-    }
+    if (failure == EOWNERDEAD)
+        failure = revive(segment, chunk);
     if (failure != 0) {
         errno = failure;
         return SMB_SYSTEM;
     }
     return SMB_OK;
+}
+
+int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+{
+    struct chunk_state *chunk = chunk_at(segment, offset);
+    for (;;) {
+        int status = lock_once(segment, chunk, deadline_ns);
+        if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
+            return status;
+        /* The daemon was killed while it changed this chunk. Started again, it finishes what it began. */
+        pthread_mutex_unlock(&chunk->lock);
+        if (deadline_ns <= SMB_TRY_ONCE)
+            return SMB_BUSY;
+        if (smb_now_ns() >= deadline_ns)
+            return SMB_TIMEOUT;
+        nanosleep(&(struct timespec){.tv_nsec = MARKED_RETRY_NS}, NULL);
+    }
 }
 
 void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
@@ -411,14 +493,45 @@ void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
     atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
 }
 
+void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
+{
+    atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_relaxed);
+}
+
+uint32_t smb_segment_marked(const struct smb_segment *segment, uint64_t offset)
+{
+    return atomic_load_explicit(&chunk_at(segment, offset)->mark, memory_order_relaxed);
+}
+
+bool smb_segment_changing(const struct smb_segment *segment, uint64_t offset)
+{
+    return atomic_load_explicit(&chunk_at(segment, offset)->sequence, memory_order_relaxed) % 2 == 1;
+}
+
+uint64_t smb_segment_clear_marks(struct smb_segment *segment)
+{
+    uint64_t cleared = 0;
+    uint64_t chunks = chunk_count(segment->data_bytes, segment->chunk_bytes);
+    for (uint64_t i = 0; i < chunks; i++) {
+        uint64_t offset = i * segment->chunk_bytes;
+        if (smb_segment_marked(segment, offset) == 0)
+            continue;
+        if (smb_segment_changing(segment, offset))
+            smb_segment_change_end(segment, offset);
+        smb_segment_mark(segment, offset, 0);
+        cleared++;
+    }
+    return cleared;
+}
+
 /* ---- operations --------------------------------------------------------------------------------------------------- */
 
-static void copy(const struct smb_change *change, void *to, const void *from)
+static void copy(const struct smb_change *change, void *to, const void *from, uint64_t bytes)
 {
     if (change->streaming)
-        kernel_copy_around_cache(to, from, change->bytes);
+        kernel_copy_around_cache(to, from, bytes);
     else
-        memcpy(to, from, change->bytes);
+        memcpy(to, from, bytes);
 }
 
 /* The copy of an unlocked reader races with writers by design: what it got is thrown away if the count moved. ThreadSanitizer
@@ -432,7 +545,7 @@ __attribute__((no_sanitize_thread, noinline)) static void racing_copy(const stru
 #else
 static void racing_copy(const struct smb_change *change, const void *from)
 {
-    copy(change, change->sink, from);
+    copy(change, change->sink, from, change->bytes);
 }
 #endif
 
@@ -470,19 +583,18 @@ static void fill(uint8_t *target, uint64_t bytes, uint32_t element, uint64_t bit
     }
 }
 
-static void change_locked(struct smb_segment *segment, struct smb_change *change)
+void smb_segment_change_range(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes)
 {
-    uint8_t *target = segment->data + change->offset;
+    uint8_t *target = segment->data + change->offset + from;
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     switch (change->opcode) {
-    case SMB_WRITE: copy(change, target, change->source); break;
+    case SMB_WRITE: copy(change, target, (const uint8_t *)change->source + from, bytes); break;
     case SMB_ACCUMULATE:
     case SMB_ACCUMULATE_FROM:
-        smb_kernel_apply((int)segment->dtype, change->op, target, change->source, change->bytes / element, change->scale);
-        if (change->sink)
-            memcpy(change->sink, target, change->bytes);
+        smb_kernel_apply((int)segment->dtype, change->op, target, (const uint8_t *)change->source + from, bytes / element,
+                         change->scale);
         break;
-    case SMB_FILL: fill(target, change->bytes, element, change->argument); break;
+    case SMB_FILL: fill(target, bytes, element, change->argument); break;
     case SMB_FETCH_ADD: {
         uint64_t *word = (uint64_t *)target;
         change->result = *word;
@@ -499,7 +611,7 @@ static void change_locked(struct smb_segment *segment, struct smb_change *change
     }
 }
 
-static bool change_fits(const struct smb_segment *segment, const struct smb_change *change)
+bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change)
 {
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     if (!smb_segment_holds(segment, change->offset, change->bytes) || change->offset % element != 0 ||
@@ -517,9 +629,7 @@ static bool change_fits(const struct smb_segment *segment, const struct smb_chan
     }
 }
 
-/* What was read may be the zeros of a segment whose memory was given back meanwhile. The fence orders the check after the
- * copy; the daemon marks before it gives back. */
-static int still_there(const struct smb_segment *segment)
+int smb_segment_still_there(const struct smb_segment *segment)
 {
     atomic_thread_fence(memory_order_acquire);
     return smb_segment_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
@@ -527,22 +637,24 @@ static int still_there(const struct smb_segment *segment)
 
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
 {
-    if (!change_fits(segment, change))
+    if (!smb_segment_change_fits(segment, change))
         return SMB_INVALID;
     if (smb_segment_deleted(segment))
         return SMB_NOT_FOUND;
     if (change->opcode == SMB_READ && read_unlocked(segment, change))
-        return still_there(segment);
+        return smb_segment_still_there(segment);
     int status = smb_segment_lock(segment, change->offset, deadline_ns);
     if (status != SMB_OK)
         return status;
     if (change->opcode == SMB_READ) {
-        copy(change, change->sink, segment->data + change->offset);
+        copy(change, change->sink, segment->data + change->offset, change->bytes);
     } else {
         smb_segment_change_begin(segment, change->offset);
-        change_locked(segment, change);
+        smb_segment_change_range(segment, change, 0, change->bytes);
+        if (change->sink)
+            memcpy(change->sink, segment->data + change->offset, change->bytes);
         smb_segment_change_end(segment, change->offset);
     }
     smb_segment_unlock(segment, change->offset);
-    return still_there(segment);
+    return smb_segment_still_there(segment);
 }

@@ -2,15 +2,20 @@
  *
  * The file (tmpfs):
  *   [0, 4096)             header: who it is; written once, except the words marked _Atomic
- *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock and sequence count
+ *   [2048, 2560) of it    what waits: sync.h
+ *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock, sequence count, mark
+ *   [records_offset, ..)  completion records: records.h
  *   [data_offset, ..)     the bytes, page aligned
- * Regions are found through offsets in the header, so that later formats can add more of them (completion records, journal).
  *
  * Locking. Whoever changes bytes of a chunk holds its lock and makes the sequence count odd meanwhile. At most one chunk lock
  * is held by a thread at any time, so there is no order to keep. Readers take none: they copy, and copy again if the count was
  * odd or moved; a reader that keeps losing takes the lock. A lock whose holder died is found by the next one to lock
  * (EOWNERDEAD): the chunk then holds, element by element, the old or the new value of the change that was under way, and the
  * count is made even again.
+ *
+ * Marks. While the daemon makes a journalled change (journal.h) the chunk is marked with the slot it is made from. A marked chunk
+ * whose lock is free was left by a daemon that was killed: nobody but the recovery of the next one touches it, and it is
+ * not marked afterwards. Locking one waits for that.
  *
  * Trust. Bounds come from a private copy of the header, checked against the file's size when it is mapped; nothing that
  * another process writes later can make us leave the mapping. A process that may map a segment can write anything into it,
@@ -21,9 +26,11 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
-#include <time.h>
 
+#include "clock.h"
+#include "records.h"
 #include "smb.h"
+#include "sync.h"
 
 /* One change or read of a range within one chunk. */
 struct smb_change {
@@ -40,14 +47,6 @@ struct smb_change {
     uint64_t result;       /* out: FETCH_ADD, COMPARE_SWAP: the old value */
 };
 
-/* Monotonic nanoseconds. */
-static inline uint64_t smb_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
-}
-
 enum { SMB_TRY = 0, SMB_TRY_ONCE = 1 }; /* as deadline_ns: do not wait; and do not even spin */
 
 /* Does it, as a whole, under the chunk's lock (a read: as it stood at one instant). Waits for the lock until deadline_ns
@@ -61,6 +60,31 @@ void smb_segment_unlock(struct smb_segment *segment, uint64_t offset);
 /* Around a change made under the lock by the caller itself (receiving straight into the segment). */
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset);
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset);
+
+/* Under the lock and between begin and end: makes the change to the part [from, from + bytes) of its range. The 64-bit
+ * operations have no parts. */
+void smb_segment_change_range(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes);
+/* Whether the segment can have this change: range, alignment, op. Every change is asked this before it is made. */
+bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change);
+/* After a read or change: SMB_NOT_FOUND where the segment was deleted meanwhile. What was read may be the zeros of memory
+ * that was given back; the fence inside orders the look after the copy, and the daemon marks before it gives back. */
+int smb_segment_still_there(const struct smb_segment *segment);
+
+/* The chunk's mark; set under its lock. */
+void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark);
+uint32_t smb_segment_marked(const struct smb_segment *segment, uint64_t offset);
+/* Whether the sequence count is odd. */
+bool smb_segment_changing(const struct smb_segment *segment, uint64_t offset);
+/* At recovery, when every journal slot has been looked at: chunks still marked lost their journal. Gives them free, as they
+ * are; returns how many. */
+uint64_t smb_segment_clear_marks(struct smb_segment *segment);
+
+struct record *smb_segment_records(struct smb_segment *segment, uint32_t *count, _Atomic uint64_t **evictions);
+struct sync_words *smb_segment_sync_words(struct smb_segment *segment);
+uint64_t smb_segment_data_bytes(const struct smb_segment *segment);
+/* Keeps something beside it, freed with the last reference. */
+void smb_segment_keep(struct smb_segment *segment, void *companion, void (*free_companion)(void *));
+void *smb_segment_companion(const struct smb_segment *segment);
 
 struct smb_segment *smb_segment_retain(struct smb_segment *segment);
 /* Counts an operation of a local client where the daemon can read it. */

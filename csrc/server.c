@@ -120,7 +120,7 @@ static void take_inbox(struct loop *loop)
     }
 }
 
-static void wake_loop(struct loop *loop)
+void loop_wake(struct loop *loop)
 {
     uint64_t one = 1;
     /* The counter of an eventfd can't be full here; a failed write would only mean that the loop is awake anyway. */
@@ -175,7 +175,56 @@ static void accept_all(struct listener *listener)
         connection->link = loop->inbox;
         loop->inbox = connection;
         pthread_mutex_unlock(&loop->inbox_lock);
-        wake_loop(loop);
+        loop_wake(loop);
+    }
+}
+
+/* Answers to waits, which any thread may have given; each connection then has one turn. */
+static void take_answers(struct loop *loop)
+{
+    pthread_mutex_lock(&loop->answers_lock);
+    struct wait *newest = loop->answers, *oldest = NULL;
+    loop->answers = NULL;
+    pthread_mutex_unlock(&loop->answers_lock);
+    while (newest) {
+        struct wait *next = newest->next_answer;
+        newest->next_answer = oldest;
+        oldest = newest;
+        newest = next;
+    }
+    struct connection *served = NULL;
+    while (oldest) {
+        struct wait *wait = oldest;
+        oldest = wait->next_answer;
+        struct connection *connection = wait->connection;
+        if (!connection) {
+            wait_free(wait);
+            continue;
+        }
+        connection_take_answer(connection, wait);
+        if (!connection->has_new_answers) {
+            connection->has_new_answers = true;
+            connection->next_answered = served;
+            served = connection;
+        }
+    }
+    while (served) {
+        struct connection *connection = served;
+        served = connection->next_answered;
+        connection->has_new_answers = false;
+        if (!connection->in_list) /* else its turn comes anyway */
+            serve(loop, connection);
+    }
+}
+
+static void drop_fenced(struct loop *loop)
+{
+    struct connection *connection = loop->connections;
+    while (connection) {
+        struct connection *next = connection->next;
+        if (atomic_load_explicit(&connection->fenced, memory_order_relaxed))
+            drop_connection(loop, connection);
+        connection = next;
     }
 }
 
@@ -236,10 +285,11 @@ static void *run_loop(void *argument)
         uint64_t now_ns = smb_now_ns();
         if (count > 0)
             last_event_ns = now_ns;
+        bool woken = false;
         for (int i = 0; i < count; i++) {
             void *source = events[i].data.ptr;
             if (source == loop) {
-                take_inbox(loop);
+                woken = true; /* what is to be done may close connections that are among these events */
             } else if ((uintptr_t)source & 1U) {
                 accept_all((struct listener *)((uintptr_t)source - 1U));
             } else {
@@ -249,6 +299,12 @@ static void *run_loop(void *argument)
                 else if (events[i].events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP))
                     drop_connection(loop, connection);
             }
+        }
+        if (woken) {
+            take_inbox(loop);
+            take_answers(loop);
+            if (atomic_exchange_explicit(&loop->sweep, false, memory_order_acquire))
+                drop_fenced(loop);
         }
         if (loop->again)
             serve_list(loop, &loop->again);
@@ -270,6 +326,7 @@ static int start_loop(struct smb_server *server, struct loop *loop)
     loop->epoll = epoll_create1(EPOLL_CLOEXEC);
     loop->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_init(&loop->inbox_lock, NULL);
+    pthread_mutex_init(&loop->answers_lock, NULL);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = loop};
     if (loop->epoll < 0 || loop->wake < 0 || epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wake, &event) != 0)
         return SMB_SYSTEM;
@@ -294,14 +351,20 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
     made->instance = instance;
     made->capacity_bytes = capacity_bytes;
     made->loops = calloc((size_t)loops, sizeof *made->loops);
-    if (!made->loops) {
+    made->ended = calloc(ENDED_MAX, sizeof *made->ended);
+    if (!made->loops || !made->ended) {
+        free(made->loops);
+        free(made->ended);
         free(made);
         return SMB_OUT_OF_MEMORY;
     }
     made->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     pthread_rwlock_init(&made->registry_lock, NULL);
     pthread_mutex_init(&made->lanes_lock, NULL);
-    int status = SMB_OK;
+    pthread_mutex_init(&made->ended_lock, NULL);
+    pthread_mutex_init(&made->due_lock, NULL);
+    pthread_cond_init(&made->due_changed, NULL);
+    int status = waits_start(made);
     while (made->loop_count < loops && status == SMB_OK)
         status = start_loop(made, &made->loops[made->loop_count++]);
     if (status != SMB_OK) {
@@ -379,22 +442,25 @@ static void stop_loop(struct loop *loop)
 {
     if (loop->running) {
         atomic_store_explicit(&loop->stop, true, memory_order_release);
-        wake_loop(loop);
+        loop_wake(loop);
         pthread_join(loop->thread, NULL);
     }
     if (loop->wake >= 0)
         take_inbox(loop);
     while (loop->connections)
         drop_connection(loop, loop->connections);
+    take_answers(loop); /* that nobody is left to hear */
     if (loop->epoll >= 0)
         close(loop->epoll);
     if (loop->wake >= 0)
         close(loop->wake);
     pthread_mutex_destroy(&loop->inbox_lock);
+    pthread_mutex_destroy(&loop->answers_lock);
 }
 
 void smb_server_destroy(struct smb_server *server)
 {
+    waits_stop(server);
     for (int i = 0; i < server->loop_count; i++)
         stop_loop(&server->loops[i]);
     for (int i = 0; i < LISTENERS_MAX; i++) {
@@ -408,8 +474,14 @@ void smb_server_destroy(struct smb_server *server)
     if (server->spare_fd >= 0)
         close(server->spare_fd);
     registry_clear(server);
+    if (server->journal)
+        journal_close(server->journal);
     pthread_rwlock_destroy(&server->registry_lock);
     pthread_mutex_destroy(&server->lanes_lock);
+    pthread_mutex_destroy(&server->ended_lock);
+    pthread_mutex_destroy(&server->due_lock);
+    pthread_cond_destroy(&server->due_changed);
+    free(server->ended);
     free(server->loops);
     free(server);
 }

@@ -1,12 +1,14 @@
 /* server.h: the daemon's inside: registry of segments, event loops, connections.
  *
  * Threads. One loop thread owns each connection from accept to close; nothing else touches it. The control threads (Python)
- * change the registry, under its read-write lock. Counters are relaxed atomics.
+ * change the registry, under its read-write lock. One thread does what time demands of locks and barriers (waits.c). Counters
+ * are relaxed atomics.
  * Locks: the registry's and a chunk's are never held together.
  *
- * Parked requests. What can't be done now (a chunk lock held by a stopped process; later: locks, barriers, versions) does not
- * block the loop: the connection keeps the request, stops reading, and stands in the loop's list of parked connections until
- * a retry succeeds or it is dropped.
+ * Two ways to wait. A change that finds its chunk's lock taken (by a stopped process) holds up its connection: the changes of a lane
+ * are made in order (journal and watermark rely on it), so the connection keeps the request, stops reading, and is tried
+ * again by its loop. What waits by nature (locks, barriers, versions) is taken off the connection as a struct wait,
+ * and answered when its time has come; the connection goes on meanwhile.
  */
 #ifndef SMB_SERVER_H
 #define SMB_SERVER_H
@@ -14,6 +16,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "journal.h"
 #include "segment.h"
 #include "wire.h"
 
@@ -38,9 +41,32 @@ struct entry {                    /* of the registry: an open hash table, chaine
 };
 enum { BUCKETS = 4096, LISTENERS_MAX = 4 };
 
+/* What the daemon keeps beside a segment that it serves. */
+struct served {
+    struct smb_server *server;
+    struct smb_segment *segment;
+    struct records *records;
+    struct sync *sync;
+    uint64_t due_ns;              /* of sync_tick; in the server's list if not UINT64_MAX */
+    struct served *next_due;
+};
+
+enum { ENDED_MAX = 65536 };       /* sessions remembered as ended, a power of two; the oldest are forgotten */
+
 struct smb_server {
     uint64_t instance;
     uint64_t capacity_bytes;
+    struct journal *journal;      /* NULL: changes are made without one */
+    pthread_mutex_t ended_lock;
+    uint64_t *ended;              /* a ring */
+    uint64_t ended_count;
+    /* waits.c: one thread */
+    pthread_mutex_t due_lock;
+    pthread_cond_t due_changed;
+    struct served *due;
+    pthread_t ticker;
+    bool ticking;
+    bool stop_ticking;
     pthread_rwlock_t registry_lock;
     struct entry *buckets[BUCKETS];
     uint64_t segments;
@@ -77,12 +103,17 @@ struct loop {
     struct connection *connections;
     struct connection *again;     /* had their turn but have more in hand */
     struct connection *parked;
+    _Atomic bool sweep;           /* some connection of the loop was fenced from outside: close it */
+    pthread_mutex_t answers_lock;
+    struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
 };
 
 /* ---- registry (registry.c) */
 /* A reference, or NULL. */
 struct smb_segment *server_find(struct smb_server *server, uint64_t id);
+/* Every segment served now, outside of the registry's lock. SMB_OUT_OF_MEMORY: none. */
+int server_each_segment(struct smb_server *server, void (*visit)(void *argument, struct smb_segment *segment), void *argument);
 /* Gives all references up; the files stay. The loops have stopped. */
 void registry_clear(struct smb_server *server);
 
@@ -91,31 +122,72 @@ static inline void server_count(_Atomic uint64_t *counter, uint64_t by)
     atomic_fetch_add_explicit(counter, by, memory_order_relaxed);
 }
 
+static inline struct served *served_of(const struct smb_segment *segment)
+{
+    return smb_segment_companion(segment);
+}
+
 /* ---- gate (gate.c): the single door. Every data request, read or write, over every transport, passes here. */
 struct gate_request {
     struct smb_frame frame;
     struct smb_segment *segment;  /* a reference while the request is in hand */
     struct smb_segment *other;    /* ACCUMULATE_FROM: the source */
+    struct record *record;        /* of the change's lane, while it is carried out */
+    uint32_t record_hint;
     bool retried;                 /* was parked before */
 };
 /* Segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
  * is wanted; once more when it is all here. */
 int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request);
-/* With the payload in hand: do it. `payload` is the frame's, `sink` a chunk's worth of memory for new values, or NULL.
- * SMB_BUSY: park it. The old value of the 64-bit operations goes to *result. */
-int gate_execute(struct smb_server *server, struct gate_request *request, const uint8_t *payload, uint8_t *scratch,
-                 uint8_t *sink, uint64_t *result);
+/* With the payload in hand: do the change, unless it was done before. `payload` is the frame's, without the token, which lies before it;
+ * `slot` the journal's, whose payload it is, or NULL; `scratch` and `sink` a chunk's worth of memory for the source's bytes and
+ * the new values, or NULL. SMB_BUSY: park it. The old value of the 64-bit operations goes to *result. */
+int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
+                 uint8_t *scratch, uint8_t *sink, uint64_t *result);
 /* The other way to do it: the range itself, under its chunk's lock, for the socket to be sent from or received into. Not to
- * be held while anything is waited for. SMB_BUSY: park it, or go another way. */
+ * be held while anything is waited for. SMB_BUSY: park it, or go another way; SMB_EXISTS: this change was made before. */
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
-void gate_close(struct gate_request *request, bool to_change);
+/* `done`: the change was made, whole. */
+void gate_close(struct gate_request *request, bool to_change, bool done);
+/* How far the frame's lane has come on its segment. */
+int gate_watermark(struct gate_request *request, uint64_t *watermark);
 void gate_done(struct gate_request *request);
+
+/* ---- waits (waits.c): what waits by nature. */
+struct wait {
+    struct waiter waiter;
+    struct wait *next, *previous;     /* of the connection's; loop thread only */
+    struct wait *next_answer;
+    struct loop *loop;
+    struct connection *connection;    /* NULL: gone */
+    struct smb_segment *segment;      /* a reference: sync and words stay */
+    struct smb_frame frame;
+    struct sync_answer answer;
+};
+/* Gives a segment what it needs to be served; before it can be found. `left`: of an earlier run. */
+int waits_serve(struct smb_server *server, struct smb_segment *segment, bool left);
+/* It is deleted, or the daemon stops: everyone who waits there is told. Before the registry's reference goes. */
+void waits_close(struct smb_segment *segment, int status);
+int waits_start(struct smb_server *server);
+void waits_stop(struct smb_server *server);
+/* SMB_PARKED: the connection has one wait more; anything else is the answer. */
+int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload, struct sync_answer *answer);
+/* The connection's waits are taken back. */
+void waits_forget(struct connection *connection);
+void wait_free(struct wait *wait);
+bool session_has_ended(struct smb_server *server, uint64_t session);
+/* Wakes a loop, from any thread. */
+void loop_wake(struct loop *loop);
 
 /* ---- connection (connection.c): one peer; called by its loop only. */
 struct connection *connection_create(struct loop *loop, int fd, int transport);
 /* Reads, executes, answers until nothing more can be done now. false: close it. */
 bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
+/* No connection of the session does anything any more; their loops close them. */
+void lanes_fence_session(struct smb_server *server, uint64_t session);
+/* One of its waits is answered: the answer goes out at its next turn. */
+void connection_take_answer(struct connection *connection, struct wait *wait);
 
 enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_PARKED };
 
@@ -147,10 +219,17 @@ struct connection {
     uint32_t out_start, out_end;        /* small replies to be sent */
     uint32_t replies_held;
     uint32_t tail_start, tail_end;      /* what is left of a chunk being sent, in `tail` */
-    uint8_t *staging;                   /* one chunk: payload on its way in */
+    uint8_t *staging;                   /* one chunk: payload on its way in; the 8 bytes before it are for a token */
+    struct slot slot;                   /* where staging lies, if there is a journal */
+    uint8_t *own_staging;               /* else */
+    uint8_t from[SMB_TOKEN_BYTES + SMB_FROM_BYTES]; /* payload of ACCUMULATE_FROM: staging is for the source's bytes then */
     uint8_t *tail;                      /* one chunk: data on its way out */
     int pass_fd;                        /* goes with the one answer in `out`; -1: none */
     struct smb_segment *pass_segment;   /* keeps pass_fd open */
+    struct wait *waits;                 /* parked, of this connection */
+    struct wait *answered;              /* of which the answer is here, oldest first, and still to be sent */
+    struct connection *next_answered;   /* of those with new answers */
+    bool has_new_answers;
     uint8_t in[IN_BYTES];
     uint8_t out[OUT_BYTES];
 };

@@ -36,6 +36,11 @@ enum smb_status {
     SMB_EXISTS = 6,          /* that segment is there already */
     SMB_TIMEOUT = 7,         /* not done in time; outcome of what was sent unknown */
     SMB_BUSY = 8,            /* chunk lock held by another; only from the try functions, never on the wire */
+    SMB_LOCK_LOST = 9,       /* that token is not the lock's any more; nothing applied */
+    SMB_BROKEN = 10,         /* a party of the barrier died or gave up: this round is over for all */
+    SMB_EVICTED = 11,        /* the record that would tell a repeated change from a new one is gone: outcome unknown */
+    SMB_SESSION_ENDED = 12,  /* the session's lease ran out, or it was closed; nothing applied */
+    SMB_PARKED = 13,         /* will be answered later; only inside the server, never on the wire */
     SMB_DISCONNECTED = 16,   /* the link was down before anything of this call was sent: not applied */
     SMB_LINK_LOST = 17,      /* the link broke with frames in flight: outcome unknown */
     SMB_PROTOCOL = 18,       /* the peer sent a frame that is none; the link is closed */
@@ -69,9 +74,21 @@ enum smb_opcode {
     SMB_FILL = 6,
     SMB_ACCUMULATE_FROM = 7, /* source is another segment of the same server */
     SMB_FETCH_ADD = 8,
-    SMB_COMPARE_SWAP = 9
+    SMB_COMPARE_SWAP = 9,
+    SMB_WATERMARK = 10,      /* the last change of this session and lane that the segment has */
+    /* What waits, on the home segment; arguments and answers: sync.h. */
+    SMB_LOCK = 11,
+    SMB_UNLOCK = 12,
+    SMB_RENEW = 13,
+    SMB_FENCE = 14,
+    SMB_ARRIVE = 15,
+    SMB_AWAIT_BARRIER = 16,
+    SMB_AWAIT_VERSION = 17,
+    SMB_PUBLISH = 18,
+    SMB_PIN = 19,
+    SMB_UNPIN = 20
 };
-enum { SMB_OPCODE_COUNT = 10, SMB_STATUS_COUNT = 33 };
+enum { SMB_OPCODE_COUNT = 21, SMB_STATUS_COUNT = 33 };
 
 /* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames over the local socket. */
 enum smb_transport { SMB_TRANSPORT_SHM = 0, SMB_TRANSPORT_TCP = 1, SMB_TRANSPORT_UNIX = 2 };
@@ -142,6 +159,8 @@ void *smb_segment_data(struct smb_segment *segment);
 /* The descriptor, owned by the segment; and where in the file the data starts (page aligned). */
 int smb_segment_fd(const struct smb_segment *segment);
 uint64_t smb_segment_data_offset(const struct smb_segment *segment);
+/* What is published, and the publication that has begun (0: none ever), of the buffer whose first segment this is. */
+void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing);
 /* Marks it deleted: every later operation, from any process that maps it, gets SMB_NOT_FOUND. */
 void smb_segment_mark_deleted(struct smb_segment *segment);
 /* Counters of operations done by local clients on their own mapping: ops[opcode], bytes[opcode]. */
@@ -151,8 +170,8 @@ void smb_segment_counters(const struct smb_segment *segment, uint64_t *operation
 
 struct smb_server;
 struct smb_server_counters {
-    uint64_t operations[3][10];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
-    uint64_t bytes[3][10];
+    uint64_t operations[3][21];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
+    uint64_t bytes[3][21];
     uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[3];
     uint64_t connections_now[3];
@@ -174,6 +193,16 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
                               uint64_t data_bytes, uint32_t chunk_bytes);
 /* Serves a file left by an earlier run. */
 int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info);
+/* From here on additions are journalled in the file at path (made if it is not there), so that a kill does not tear them. Call
+ * it when every segment of an earlier run is adopted and before the server listens: it finishes what that run left half done. */
+struct smb_recovery {
+    uint64_t finished;       /* changes that were under way, and are made now */
+    uint64_t torn_chunks;    /* whose journal is gone: element by element old or new */
+    uint32_t journal_lost;   /* what lay at path was no journal of ours */
+};
+int smb_server_open_journal(struct smb_server *server, const char *path, struct smb_recovery *recovery);
+/* Everything that the session holds here is given up: connections, locks, seats, pins, waits. It is not let in again. */
+void smb_server_end_session(struct smb_server *server, uint64_t session);
 /* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters);
@@ -186,7 +215,8 @@ struct smb_client;
 struct smb_link;
 
 int smb_client_create(uint64_t session, struct smb_client **client);
-/* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A link is one lane. */
+/* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A link is one lane of the session:
+ * to each server at most one link of a lane number at any time. */
 int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane,
                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
@@ -194,14 +224,51 @@ int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_
 /* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses the link for calls. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
-/* 1 while usable. A link that broke stays broken: make another. */
+/* 1 unless it was closed, by either side of the library. One whose connection broke is alive: it is waiting for another. */
 int smb_link_alive(struct smb_link *link);
+/* 1 while it has a connection, as far as is known. */
+int smb_link_connected(struct smb_link *link);
+uint64_t smb_link_id(struct smb_link *link);
 void smb_link_close(struct smb_link *link);
+/* Waits until some link has calls but no connection, and puts it into the caller's hands: resume it, or let it go. SMB_TIMEOUT;
+ * SMB_DISCONNECTED once the client is closed. */
+int smb_client_wait_down(struct smb_client *client, uint32_t timeout_ms, uint64_t *link_id);
+/* Connects again, for a link that smb_client_wait_down named, blocking up to timeout_ms. SMB_NOT_FOUND: another server, or one
+ * that lost its memory, answers there (`instance` is its; with accept_instance equal to it, it is taken). SMB_SESSION_ENDED
+ * closes the link. The link stays in the caller's hands unless SMB_OK. */
+int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t port, uint64_t accept_instance,
+                        uint32_t timeout_ms, uint64_t *instance);
+int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
+                         uint64_t *instance);
+/* Out of the caller's hands, without a connection; 1 if it still wants one. */
+int smb_link_let_go(struct smb_link *link);
+int smb_link_wanted(struct smb_link *link);
 /* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every later one, with
  * SMB_DISCONNECTED; local segments go on working. */
 void smb_client_close(struct smb_client *client);
 /* Frees it. No call is in progress, no buffer or link of it will be used again. */
 void smb_client_destroy(struct smb_client *client);
+
+/* One request of those that wait, see sync.h for what the words mean. */
+struct smb_ask {
+    int opcode; uint64_t segment; uint32_t epoch; uint64_t argument; uint64_t words[4];
+};
+struct smb_told { int status; int sent; uint64_t a; uint64_t b; };
+struct smb_asking;
+/* Sends it; wait as often as you like: SMB_BUSY means not yet. The link's lane is one that is used for nothing else. */
+int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_asking **asking);
+int smb_ask_wait(struct smb_asking *asking, uint32_t timeout_ms, struct smb_told *told);
+/* Frees it; one that is not answered yet is given up. */
+void smb_ask_end(struct smb_asking *asking);
+
+/* What became of the parts of a call that failed before all was confirmed. */
+struct smb_doubt;
+enum smb_doubt_state { SMB_DOUBT_PENDING = 0, SMB_DOUBT_APPLIED = 1, SMB_DOUBT_NOT_APPLIED = 2, SMB_DOUBT_UNKNOWN = 3 };
+/* Blocks until it is known of every part, up to timeout_ms: SMB_TIMEOUT. What was not applied then never will be. */
+int smb_doubt_settle(struct smb_client *client, struct smb_doubt *doubt, uint32_t timeout_ms);
+/* Once settled. Part `index`, false past the last. */
+bool smb_doubt_part(const struct smb_doubt *doubt, uint32_t index, uint64_t *offset, uint32_t *bytes, int *state);
+void smb_doubt_release(struct smb_doubt *doubt);
 
 /* ---- transfer ----------------------------------------------------------------------------------------------------- */
 
@@ -229,6 +296,8 @@ struct smb_request {
     const void *source; void *sink;
     uint64_t argument; uint64_t expected;
     struct smb_buffer *other;
+    uint64_t token;            /* of a lock of this buffer, if fenced: all segments are reached over links then */
+    bool fenced;
     uint32_t timeout_ms;
 };
 struct smb_outcome {
@@ -237,6 +306,7 @@ struct smb_outcome {
     uint64_t result;           /* FETCH_ADD, COMPARE_SWAP */
     uint64_t bytes_applied;    /* acknowledged or done locally */
     int sent;                  /* 1 if any frame of this call may have reached a server or a local segment was changed */
+    struct smb_doubt *doubt;   /* the caller's to release, or NULL: parts of a change that are not confirmed */
 };
 
 /* Blocks until every piece is answered, failed, or timeout_ms passed. All servers of the range work at once: frames are

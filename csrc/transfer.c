@@ -235,7 +235,8 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
         const struct place *place = &buffer->places[i];
         const struct place *other = request->opcode == SMB_ACCUMULATE_FROM ? &request->other->places[i] : place;
-        if (!is_set(place) || (!place->segment) != (!other->segment)) {
+        bool beside_the_gate = request->fenced && place->segment;
+        if (!is_set(place) || (!place->segment) != (!other->segment) || beside_the_gate) {
             *missing = i;
             return false;
         }

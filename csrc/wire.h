@@ -1,7 +1,7 @@
 /* wire.h: the frame. One format on TCP, on the local Unix socket and (as SEND payload) on verbs; docs/protocol.md is its page.
  *
- * A frame is this header, little-endian, then `payload` bytes. Requests of one link carry growing sequence numbers; a reply
- * repeats opcode, lane, session and sequence, and may overtake others. A data frame never leaves one chunk: a chunk is the
+ * A frame is this header, little-endian, then `payload` bytes. Requests of one lane carry growing sequence numbers from 1 on; a
+ * reply repeats opcode, lane, session and sequence, and may overtake others. A data frame never leaves one chunk: a chunk is the
  * unit of atomicity, of locking and of staging memory, so that every limit follows from SMB_CHUNK_BYTES_MAX.
  *
  *   offset size field      why it is there
@@ -31,12 +31,21 @@ enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
 
 enum smb_frame_flag {
     SMB_FLAG_REPLY = 1 << 0,
-    SMB_FLAG_FETCH = 1 << 1, /* accumulate: send the new values back */
-    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH
+    SMB_FLAG_FETCH = 1 << 1,  /* accumulate: send the new values back */
+    SMB_FLAG_RETRY = 1 << 2,  /* was sent before, over a link that broke: it may have been applied */
+    SMB_FLAG_FENCED = 1 << 3, /* the payload begins with a lock's token: refused once the lock is another's */
+    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED
 };
 
-/* Payload of ACCUMULATE_FROM: where to read. */
-enum { SMB_FROM_BYTES = 16 };
+/* Payloads: of ACCUMULATE_FROM, where to read; of what waits, four words (sync.h); before the payload of a fenced change, the
+ * token. The token's lowest bit says which of the segment's locks it is of (enum sync_lock). */
+enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8 };
+
+/* Changes a segment's bytes: has a sequence number that counts, and may be fenced. */
+static inline bool smb_opcode_changes(int opcode)
+{
+    return opcode >= SMB_WRITE && opcode <= SMB_COMPARE_SWAP;
+}
 
 struct smb_frame {
     uint8_t opcode;

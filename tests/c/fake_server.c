@@ -80,11 +80,6 @@ void fake_server_start(struct fake_server *fake)
     CHECK_EQ(pthread_create(&fake->thread, NULL, run, fake), 0);
 }
 
-void fake_server_hang_up(struct fake_server *fake)
-{
-    shutdown(fake->connection, SHUT_RDWR);
-}
-
 void fake_server_join(struct fake_server *fake)
 {
     pthread_join(fake->thread, NULL);

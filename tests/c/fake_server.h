@@ -24,8 +24,6 @@ struct fake_server {
 };
 
 void fake_server_start(struct fake_server *fake);
-/* While it is silent. */
-void fake_server_hang_up(struct fake_server *fake);
 /* Waits until it has closed its connection: after its client has, or after it hung up itself. */
 void fake_server_join(struct fake_server *fake);
 

@@ -23,7 +23,10 @@ static struct smb_frame request(int opcode)
         frame.argument = smb_bits_of(-3.0);
         break;
     case SMB_COMPARE_SWAP: frame.payload = 8; break;
+    case SMB_WATERMARK: frame.dtype = 0, frame.length = 0, frame.offset = 0; break;
     }
+    if (opcode >= SMB_LOCK)
+        frame.dtype = 0, frame.length = 0, frame.offset = 0, frame.payload = SMB_SYNC_BYTES;
     return frame;
 }
 
@@ -86,24 +89,25 @@ static void golden_bytes(void)
 static void check_promises(const struct smb_frame *frame)
 {
     CHECK(frame->opcode >= SMB_HELLO && frame->opcode < SMB_OPCODE_COUNT);
-    CHECK(frame->payload <= SMB_CHUNK_BYTES_MAX && frame->length <= SMB_CHUNK_BYTES_MAX);
+    CHECK(frame->payload <= SMB_CHUNK_BYTES_MAX + SMB_TOKEN_BYTES && frame->length <= SMB_CHUNK_BYTES_MAX);
     if (frame->flags & SMB_FLAG_REPLY) {
         CHECK(frame->status < SMB_STATUS_COUNT);
         CHECK(frame->payload == 0 || frame->payload == frame->length);
         return;
     }
     CHECK_EQ(frame->status, 0);
-    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH) {
-        CHECK_EQ(frame->payload, 0);
+    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode >= SMB_WATERMARK) {
+        CHECK_EQ(frame->payload, frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES : 0);
         return;
     }
+    CHECK(frame->sequence > 0 || frame->opcode == SMB_READ);
     uint32_t element = smb_dtype_bytes(frame->dtype);
     CHECK(element > 0 && frame->length > 0 && frame->length % element == 0 && frame->offset % element == 0);
     CHECK(frame->offset + frame->length > frame->offset);
     if (frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM)
         CHECK(smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument)));
     if (frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE)
-        CHECK_EQ(frame->payload, frame->length);
+        CHECK_EQ(frame->payload, frame->length + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0));
 }
 
 /* Parses whatever is there. Accepted only if sound, and then the accepted fields are the bytes themselves. */
@@ -166,7 +170,7 @@ static void random_frames(void)
             memcpy(bytes, (const uint8_t[]){0x53, 0x4d, 1}, 3);
             bytes[3] %= SMB_OPCODE_COUNT + 1;
             bytes[4] %= 9;
-            bytes[6] &= 3, bytes[7] = 0;
+            bytes[6] &= SMB_FLAGS_KNOWN, bytes[7] = 0;
             memset(bytes + 8, 0, 2);
             memset(bytes + 50, 0, 2);
             memset(bytes + 54, 0, 2);
@@ -199,7 +203,18 @@ static void each_rule(void)
     frame = request(SMB_READ), frame.status = 1, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_READ), frame.flags = SMB_FLAG_FETCH, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_ACCUMULATE), frame.flags = SMB_FLAG_FETCH, expect(frame, SMB_OK);
-    frame.flags = 4, expect(frame, SMB_PROTOCOL);
+    frame.flags = SMB_FLAG_RETRY, expect(frame, SMB_OK);
+    frame.flags = SMB_FLAGS_KNOWN + 1, expect(frame, SMB_PROTOCOL);
+    frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL);
+    frame.payload += SMB_TOKEN_BYTES, expect(frame, SMB_OK);
+    frame = request(SMB_FILL), frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL);
+    frame.payload = SMB_TOKEN_BYTES, expect(frame, SMB_OK);
+    frame.sequence = 0, expect(frame, SMB_PROTOCOL);
+    frame = request(SMB_READ), frame.sequence = 0, expect(frame, SMB_OK);
+    frame.flags = SMB_FLAG_FENCED, frame.payload = SMB_TOKEN_BYTES, expect(frame, SMB_PROTOCOL);
+    frame = request(SMB_LOCK), frame.payload -= 8, expect(frame, SMB_PROTOCOL);
+    frame = request(SMB_UNPIN), frame.length = 8, expect(frame, SMB_PROTOCOL);
+    frame = request(SMB_WATERMARK), frame.payload = 8, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_ACCUMULATE), frame.payload = 16, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_ACCUMULATE), frame.op = 0, expect(frame, SMB_PROTOCOL);
     frame.op = 7, expect(frame, SMB_PROTOCOL);
@@ -224,7 +239,7 @@ static void names(void)
     int named = 0;
     for (int status = -1; status <= SMB_STATUS_COUNT; status++)
         named += smb_status_name(status) != NULL;
-    CHECK_EQ(named, 14);
+    CHECK_EQ(named, 19);
     CHECK(smb_status_name(SMB_SYSTEM) != NULL && smb_status_name(-1) == NULL && smb_version() != NULL);
 }
 

@@ -156,7 +156,7 @@ static void corrupted_headers(void)
     smb_segment_release(make("a", SMB_INT32));
     static const uint64_t wrong[] = {0, 1, 7, 4096, 4097, UINT32_MAX, (uint64_t)1 << 40, INT64_MAX, UINT64_MAX};
     check_field(path, 0, 8, 0, SMB_INVALID);            /* magic */
-    check_field(path, 8, 4, 2, SMB_VERSION);            /* format */
+    check_field(path, 8, 4, 3, SMB_VERSION);            /* format */
     check_field(path, 12, 4, 0x30028, SMB_VERSION);     /* another C library's locks */
     check_field(path, 16, 8, 0, SMB_INVALID);           /* id */
     check_field(path, 28, 4, 0, SMB_INVALID);           /* dtype */
@@ -166,9 +166,11 @@ static void corrupted_headers(void)
         check_field(path, 40, 8, wrong[i], SMB_INVALID);     /* file_bytes */
         if (wrong[i] != 4096)
             check_field(path, 48, 8, wrong[i], SMB_INVALID); /* chunks_offset */
-        check_field(path, 56, 8, wrong[i], SMB_INVALID);     /* data_offset */
+        check_field(path, 56, 8, wrong[i], SMB_INVALID);     /* records_offset */
+        check_field(path, 64, 8, wrong[i], SMB_INVALID);     /* data_offset */
         if ((uint32_t)wrong[i] != 4096)
-            check_field(path, 64, 4, wrong[i], SMB_INVALID); /* chunk_bytes */
+            check_field(path, 72, 4, wrong[i], SMB_INVALID); /* chunk_bytes */
+        check_field(path, 76, 4, wrong[i], SMB_INVALID);     /* record_count */
     }
 }
 

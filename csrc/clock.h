@@ -1,0 +1,27 @@
+/* clock.h: nanoseconds of the two clocks that are used. */
+#ifndef SMB_CLOCK_H
+#define SMB_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+static inline uint64_t smb_clock_ns(clockid_t clock)
+{
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
+}
+
+/* Of this process's waits and deadlines. */
+static inline uint64_t smb_now_ns(void)
+{
+    return smb_clock_ns(CLOCK_MONOTONIC);
+}
+
+/* Of what is stored in segments: the host's, the same for every process on it and every run of the daemon. */
+static inline uint64_t smb_boot_ns(void)
+{
+    return smb_clock_ns(CLOCK_BOOTTIME);
+}
+
+#endif

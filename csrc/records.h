@@ -1,0 +1,51 @@
+/* records.h: completion records: how far each lane of each session has come on a segment. docs/decisions/0008.
+ *
+ * The table lies in the segment's file and survives the daemon. Only the daemon writes it. A record's watermark is written by
+ * whoever carries out a change of its lane, one at a time (a lane has one connection, its changes are in order); which lane
+ * a record belongs to changes under the mutex, and not while somebody uses it.
+ */
+#ifndef SMB_RECORDS_H
+#define SMB_RECORDS_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "smb.h"
+
+/* At most as many fetch_add and compare_swap of a lane may be unanswered at any time. */
+enum { RECORD_RESULTS = 6, RECORD_BYTES = 128, RECORDS_MIN = 32, RECORDS_MAX = 1024 };
+
+struct record {
+    _Atomic uint64_t session;    /* 0: empty */
+    _Atomic uint64_t lane;
+    _Atomic uint64_t watermark;  /* changes up to this sequence number were applied; written last */
+    _Atomic uint64_t used_ns;    /* CLOCK_BOOTTIME; 0: its session has ended */
+    struct {
+        uint64_t sequence, result;
+    } results[RECORD_RESULTS];   /* of fetch_add and compare_swap */
+};
+_Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
+
+struct records;
+
+/* How many a segment of data_bytes has: about 1.6 % of it. */
+uint32_t records_count_for(uint64_t data_bytes);
+/* Over the table of a mapped segment; `evictions` lies in its header. */
+int records_create(struct record *table, uint32_t count, _Atomic uint64_t *evictions, struct records **records);
+void records_destroy(struct records *records);
+
+/* The record of a lane, kept from eviction until released. A new one is made, where `retry` says that the frame was sent
+ * before only if none was ever evicted here: SMB_EVICTED otherwise. *hint: where it was the last time. */
+int records_take(struct records *records, uint64_t session, uint16_t lane, bool retry, uint32_t *hint,
+                 struct record **record);
+void records_release(struct records *records, struct record *record);
+/* Read only: SMB_OK and the watermark, 0 where there is no record and never was; SMB_EVICTED where there may have been. */
+int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark);
+/* Its records are the first to be evicted. */
+void records_end_session(struct records *records, uint64_t session);
+
+/* The change has been made. `with_result`: one whose result a repetition must be told. */
+void record_note(struct record *record, uint64_t sequence, bool with_result, uint64_t result);
+bool record_result(const struct record *record, uint64_t sequence, uint64_t *result);
+
+#endif
