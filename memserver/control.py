@@ -1,4 +1,4 @@
-"""The gRPC service for the coordinator: make and drop segments. Runs in a few threads of gRPC's pool."""
+"""The gRPC service for the coordinator: make and drop segments, end sessions. Runs in a few threads of gRPC's pool."""
 
 # gRPC calls methods by the names of the .proto.
 # ruff: noqa: N802
@@ -25,6 +25,7 @@ from smb.errors import (
     OutOfMemoryError,
     UnavailableError,
 )
+from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
 
@@ -51,12 +52,14 @@ class ControlService(MemoryServerServicer):
         """See control.proto."""
 
         def create() -> pb.CreateSegmentReply:
+            failpoint("memserver.create.asked")
             dtype = DTYPES.get(request.dtype)
             if dtype is None or request.id == 0 or request.epoch == 0:
                 raise InvalidArgumentError(f"segment {request.id:016x}, epoch {request.epoch}, dtype {request.dtype!r}")
             self._segments.create(
                 SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes)
             )
+            failpoint("memserver.create.done")
             return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes())
 
         return _answer(context, create)
@@ -65,10 +68,21 @@ class ControlService(MemoryServerServicer):
         """See control.proto."""
 
         def drop() -> pb.DeleteSegmentReply:
+            failpoint("memserver.delete.asked")
             self._segments.drop(request.id)
+            failpoint("memserver.delete.done")
             return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
 
         return _answer(context, drop)
+
+    def EndSessions(self, request: pb.EndSessionsRequest, context: grpc.ServicerContext) -> pb.EndSessionsReply:
+        """See control.proto."""
+
+        def end() -> pb.EndSessionsReply:
+            self._segments.end_sessions(request.session_ids)
+            return pb.EndSessionsReply()
+
+        return _answer(context, end)
 
 
 class ControlServer:

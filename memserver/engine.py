@@ -31,6 +31,17 @@ KINDS: dict[int, str] = {
     lib.SMB_ACCUMULATE_FROM: "accumulate_from",
     lib.SMB_FETCH_ADD: "fetch_add",
     lib.SMB_COMPARE_SWAP: "compare_swap",
+    lib.SMB_WATERMARK: "watermark",
+    lib.SMB_LOCK: "lock",
+    lib.SMB_UNLOCK: "unlock",
+    lib.SMB_RENEW: "renew",
+    lib.SMB_FENCE: "fence",
+    lib.SMB_ARRIVE: "arrive",
+    lib.SMB_AWAIT_BARRIER: "await_barrier",
+    lib.SMB_AWAIT_VERSION: "await_version",
+    lib.SMB_PUBLISH: "publish",
+    lib.SMB_PIN: "pin",
+    lib.SMB_UNPIN: "unpin",
 }
 TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",
@@ -72,6 +83,16 @@ class Counters:
     segment_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was found in the journal of an earlier run: changes finished now, chunks whose journal is gone (element by
+    element old or new), and whether what lay there was no journal."""
+
+    finished: int
+    torn_chunks: int
+    journal_lost: bool
+
+
 class Engine:
     """The engine's server: listeners, loops and segments. `close` it."""
 
@@ -111,9 +132,20 @@ class Engine:
         _check(lib.smb_server_adopt_segment(self._server, os.fsencode(path), info), f"take over {path}")
         return SegmentForm(info.id, info.epoch, info.dtype, info.data_bytes, info.chunk_bytes)
 
+    def open_journal(self, path: Path) -> Recovery:
+        """Finish what an earlier run left half done, and journal additions from here on. After all segments are adopted,
+        before anything listens. Raises OutOfMemoryError, UnavailableError."""
+        found = ffi.new("struct smb_recovery *")
+        _check(lib.smb_server_open_journal(self._server, os.fsencode(path), found), f"open the journal {path}")
+        return Recovery(int(found.finished), int(found.torn_chunks), bool(found.journal_lost))
+
     def delete_segment(self, segment_id: int) -> None:
         """Stop serving it and unlink its file; users of its mapping get errors from now on. Raises NotFoundError."""
         _check(lib.smb_server_delete_segment(self._server, segment_id), f"delete segment {segment_id:016x}")
+
+    def end_session(self, session_id: int) -> None:
+        """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""
+        lib.smb_server_end_session(self._server, session_id)
 
     def counters(self) -> Counters:
         """Read the counters."""

@@ -32,6 +32,7 @@ class Place:
                 f"the Unix socket's path {self.socket_path} is longer than the system's {SOCKET_PATH_BYTES_MAX} bytes; "
                 f"use a shorter --memory-dir or --name"
             )
+        self.journal_path = directory / f"smb.{name}.journal"
         self._segment = re.compile(rf"smb\.{re.escape(name)}\.([0-9a-f]{{16}})\.segment(\.new)?")
         self._lock_path = directory / f"smb.{name}.lock"
         self._lock_fd = self._lock()
@@ -65,7 +66,9 @@ class Place:
             )
 
     def close(self) -> None:
-        """Give the name back."""
+        """Give the name back, and take the journal away if there is nothing left that it could be about."""
+        if not any(self.segment_files()):
+            self.journal_path.unlink(missing_ok=True)
         self._lock_path.unlink(missing_ok=True)
         os.close(self._lock_fd)
 

@@ -1,4 +1,5 @@
-"""What an earlier run of this server left: its segments are served again, its unfinished ones removed."""
+"""What an earlier run of this server left: its segments are served again, its unfinished ones removed, additions that
+were interrupted are finished."""
 
 from __future__ import annotations
 
@@ -40,3 +41,19 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
             _log.error("%s; the file is left aside", error)
     if adopted:
         _log.info("found %d segments of an earlier run, %s", adopted, format_bytes(segments.used_bytes()))
+    _recover_journal(engine, place)
+
+
+def _recover_journal(engine: Engine, place: Place) -> None:
+    """Finish the additions that a kill interrupted. Clients that come back are told that they were made."""
+    found = engine.open_journal(place.journal_path)
+    if found.journal_lost:
+        _log.warning("%s was no journal of ours; it was replaced", place.journal_path)
+    if found.finished:
+        _log.info("finished %d additions that an earlier run was making", found.finished)
+    if found.torn_chunks:
+        _log.error(
+            "%d chunks were being changed by an earlier run whose journal is gone: element by element they hold the old or "
+            "the new value",
+            found.torn_chunks,
+        )

@@ -15,6 +15,7 @@ import grpc
 from memserver.segments import Segments
 from smb.control import CHANNEL_OPTIONS
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError
+from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
 
@@ -57,6 +58,7 @@ class Registration:
         self._identity = identity
         self._segments = segments
         self._on_outcome = on_outcome
+        self._sessions_seen = pb.SessionsSeen()
         self._decided = False
         self._connected = False
         self._complained: grpc.StatusCode | None = None  # one line for an outage of a kind, not one for every try
@@ -111,22 +113,40 @@ class Registration:
             capacity_bytes=me.capacity_bytes,
             used_bytes=self._segments.used_bytes(),
             segment_ids=self._segments.ids(),
+            sessions_seen=self._sessions_seen,
         )
+        failpoint("memserver.register.asking")
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
+        failpoint("memserver.register.answered")
         for segment_id in reply.drop_segment_ids:
             try:
                 self._segments.drop(segment_id)
+                failpoint("memserver.register.dropped")
                 _log.info("dropped segment %016x: no buffer has it any more", segment_id)
             except Error as error:
                 _log.error("%s; it stays until the next registration", error)
+        self._end(reply.ended_sessions)
+        failpoint("memserver.register.done")
         _log.info('registered as "%s" at the coordinator %s', me.name, self._coordinator)
         return int(reply.lease_ms)
 
     def _renew(self) -> int:
         request = pb.RenewServerRequest(
-            name=self._identity.name, instance_id=self._identity.instance_id, used_bytes=self._segments.used_bytes()
+            name=self._identity.name,
+            instance_id=self._identity.instance_id,
+            used_bytes=self._segments.used_bytes(),
+            sessions_seen=self._sessions_seen,
         )
-        return int(self._stub.RenewServer(request, timeout=ANSWER_S).lease_ms)
+        failpoint("memserver.renew.asking")
+        reply = self._stub.RenewServer(request, timeout=ANSWER_S)
+        failpoint("memserver.renew.answered")
+        self._end(reply.ended_sessions)
+        return int(reply.lease_ms)
+
+    def _end(self, ended: pb.EndedSessions) -> None:
+        self._segments.end_sessions(ended.session_ids)
+        # Not before they have ended here: what we say that we have seen we are not told again.
+        self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 
     def _succeeded(self) -> None:
         if self._complained:

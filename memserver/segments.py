@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 
 from memserver.engine import Engine, SegmentForm
 from memserver.place import Place
 from smb.config import format_bytes
 from smb.engine import segment_file_bytes
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.failpoint import failpoint
 
 # Ids are never used twice, so a creation that comes after its drop is a straggler of one that was given up. So many are
 # remembered.
 DROPPED_MAX = 4096
+# As many ended sessions as the coordinator remembers: after its restart it tells of all of them again.
+ENDED_MAX = 65_536
 
 
 class Segments:
@@ -32,6 +36,7 @@ class Segments:
         self._held: dict[int, SegmentForm] = {}
         self._busy: set[int] = set()
         self._dropped: deque[int] = deque(maxlen=DROPPED_MAX)
+        self._ended: dict[int, None] = {}  # in the order in which they were told
 
     def adopt(self, form: SegmentForm) -> None:
         """Take note of a segment that the engine serves already."""
@@ -56,6 +61,7 @@ class Segments:
             self._busy.add(form.id)
         try:
             self._make(form)
+            failpoint("memserver.create.made")
             with self._lock:
                 self._held[form.id] = form
         finally:
@@ -70,10 +76,25 @@ class Segments:
             if self._held.pop(segment_id, None) is None:
                 return
             self._busy.add(segment_id)
+        failpoint("memserver.delete.booked")
         try:
             self._engine.delete_segment(segment_id)
         finally:
             self._end(segment_id)
+
+    def end_sessions(self, session_ids: Iterable[int]) -> None:
+        """Give up what these sessions hold of any segment, and let them in no more; a repetition costs nothing."""
+        for session_id in session_ids:
+            with self._lock:
+                if session_id in self._ended:
+                    continue
+            self._engine.end_session(session_id)
+            # Only now: whoever is told that it has ended may rely on it.
+            with self._lock:
+                self._ended[session_id] = None
+                if len(self._ended) > ENDED_MAX:
+                    del self._ended[next(iter(self._ended))]
+            failpoint("memserver.session.ended")
 
     def ids(self) -> list[int]:
         """Return the ids of all that is held or being made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import threading
@@ -15,10 +16,11 @@ import numpy as np
 
 from smb import arrays, engine
 from smb.dtypes import DTYPES, OPS, Dtype
-from smb.engine import BufferHandle, EngineError, Opcode, Outcome, Status
+from smb.engine import AskOpcode, BufferHandle, Doubt, DoubtState, EngineError, Opcode, Outcome, Status
 from smb.errors import (
     Error,
     InvalidArgumentError,
+    LockLostError,
     NotFoundError,
     OutOfMemoryError,
     PermissionDeniedError,
@@ -27,9 +29,11 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.layout import Layout, SegmentPlace
+from smb.lock import PUBLISHER_LOCK, Lock
 from smb.proto import control_pb2 as pb
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import describe
+from smb.waits import SESSION_ENDED, Home, wait_ms
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -39,8 +43,8 @@ Result = TypeVar("Result")
 
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
-# Doing these twice leaves what doing them once leaves; the others may have counted already.
-_REPEATABLE = frozenset({Opcode.READ, Opcode.WRITE, Opcode.FILL})
+_LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
+_PUBLISH_TTL_S = 10.0
 
 _LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 _ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
@@ -59,6 +63,8 @@ class BufferInfo:
     nbytes: int
     layout: Layout
     created: float
+    versions: int
+    copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
@@ -70,17 +76,30 @@ class BufferInfo:
         )
         layout = Layout(
             buffer.layout.epoch,
-            buffer.nbytes,
+            2 * buffer.copy_stride_bytes or buffer.nbytes,
             dtype.itemsize,
             buffer.layout.stripe_bytes,
             buffer.layout.chunk_bytes,
             places,
         )
-        return cls(buffer.name, buffer.id, tuple(buffer.shape), dtype.numpy, buffer.nbytes, layout, buffer.created_at)
+        return cls(
+            buffer.name,
+            buffer.id,
+            tuple(buffer.shape),
+            dtype.numpy,
+            buffer.nbytes,
+            layout,
+            buffer.created_at,
+            buffer.versions or 1,
+            buffer.copy_stride_bytes,
+        )
 
 
 class Buffer:
     """A named array of `shape` and `dtype` in the memory servers. Made by Client.create and Client.open.
+
+    An acknowledged call counts exactly once, also when connections break and servers are killed and restarted
+    meanwhile: within the client's timeout it is finished over a new connection (docs/promises.md).
 
     Offsets and counts are in elements of the flattened array. Every call blocks until all servers involved have
     answered, at most the client's timeout; the servers work at the same time, and the GIL is released. Calls may come
@@ -92,6 +111,10 @@ class Buffer:
 
     Every call may raise UnavailableError (a server was lost; the message says whether the call was applied),
     TimeoutError (outcome unknown), NotFoundError (the buffer was deleted) and InvalidArgumentError (nothing was done).
+    Where the outcome is unknown, settle(error) finds out.
+
+    With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held: LockLostError
+    otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
     """
 
     def __init__(self, client: Client, info: BufferInfo) -> None:
@@ -100,6 +123,8 @@ class Buffer:
         self._dtype: Dtype = DTYPES[info.dtype.name]
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
+        self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
+        self._homes: tuple[Home, ...] = ()
         self._ways: tuple[Way, ...] = ()
         self._ask_first = False  # the coordinator, before ways are looked for again: a server may have moved
 
@@ -154,30 +179,33 @@ class Buffer:
 
         The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` (a
         contiguous, writable array or CPU tensor of the buffer's dtype and of `count` elements) the bytes go straight
-        there and `out` is returned.
+        there and `out` is returned. Of a buffer with versions=2 it is all of one version: the latest published.
         """
         whole = offset == 0 and count is None
         offset, count = self._range(offset, self.size if whole else count, "read")
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         memory = arrays.writable(result, self._dtype, count)
-        self._call(Opcode.READ, offset, count, sink=memory.address)
+        if self._info.versions == 1:
+            self._call(Opcode.READ, offset, count, sink=memory.address)
+        else:
+            self._read_published(offset, count, memory.address)
         return cast(Array, result)
 
-    def write(self, array: Any, offset: int = 0) -> None:
+    def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None) -> None:
         """Replace the elements from `offset` on by the array's (any shape, flattened).
 
         Where two writes overlap, the last one wins, element by element.
         """
         memory = arrays.readable(array, self._dtype)
         offset, count = self._range(offset, memory.count, "write")
-        self._call(Opcode.WRITE, offset, count, source=memory.address)
+        self._call(Opcode.WRITE, offset, count, source=memory.address, fence=fence)
 
-    def fill(self, value: float) -> None:
+    def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
         element = arrays.scalar(value, self._dtype)
         if element is None:
             raise InvalidArgumentError(f"{self._asked('fill')}: {value!r} is no {self._dtype.name}")
-        self._call(Opcode.FILL, 0, self.size, argument=int.from_bytes(element.tobytes(), "little"))
+        self._call(Opcode.FILL, 0, self.size, argument=int.from_bytes(element.tobytes(), "little"), fence=fence)
 
     def view(self) -> Array:
         """Return the buffer's own memory as one array of its shape: no copy, same host only.
@@ -187,6 +215,8 @@ class Buffer:
         collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on this
         host, or not reached over shm.
         """
+        if self._info.versions > 1:
+            raise InvalidArgumentError(f"{self._asked('view')}: it has two copies that take turns; use read()")
         handle = self._ensure(Deadline(self._client.timeout))
         for place, way in zip(self.layout.segments, self._ways, strict=True):
             if way.segment is None:
@@ -203,7 +233,14 @@ class Buffer:
     # ---- changing in place
 
     def accumulate(
-        self, array: Any, offset: int = 0, *, op: str = "sum", scale: float = 1.0, fetch: bool = False
+        self,
+        array: Any,
+        offset: int = 0,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        fetch: bool = False,
+        fence: Lock | None = None,
     ) -> Array | None:
         """Combine the elements from `offset` on with the array's, where the memory is. Atomic per chunk.
 
@@ -213,7 +250,8 @@ class Buffer:
         scale is an integer.
 
         With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
-        contribution and may contain later ones of others. Otherwise None is returned.
+        contribution and may contain later ones of others (after a lost connection they are read anew: at least as new as
+        this contribution). Otherwise None is returned.
         """
         number = self._op(op, scale, "accumulate")
         memory = arrays.readable(array, self._dtype)
@@ -227,10 +265,11 @@ class Buffer:
             sink=result.__array_interface__["data"][0] if result is not None else 0,
             op=number,
             scale=scale,
+            fence=fence,
         )
         return result
 
-    def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0) -> None:
+    def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
         `other` has the same placement: create one of the two with like= the other.
@@ -243,7 +282,9 @@ class Buffer:
             raise InvalidArgumentError(
                 f"{asked}: {other!r} does not lie on the same servers in the same way; make it with like={self.name!r}"
             )
-        self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, other=other)
+        if other._info.versions > 1:
+            raise InvalidArgumentError(f"{asked}: {other!r} has two copies that take turns; read() it and accumulate")
+        self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, other=other, fence=fence)
 
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
@@ -257,6 +298,92 @@ class Buffer:
         """
         index, expected, new = self._counter("compare_swap", index, expected, new)
         return _signed(self._call(Opcode.COMPARE_SWAP, index, 1, argument=new & _MASK, expected=expected & _MASK))
+
+    # ---- locks and versions
+
+    def lock(self, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:
+        """Return this buffer's lock, not taken yet: `with buffer.lock() as lock: buffer.write(x, fence=lock)`.
+
+        As Client.lock; and its changes with fence= are refused once it is lost. It keeps nobody from changing the buffer
+        without it.
+        """
+        return Lock(self._sync_homes(), self._client.renewals, ttl, timeout, self)
+
+    @property
+    def version(self) -> int:
+        """The version published last, 0 before the first. Asks the home server, unless it is on this host."""
+        return self._look()[0]
+
+    def publish(self, array: Any) -> int:
+        """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
+
+        `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole, and
+        until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is write() and
+        a number. Publishers take turns. Blocks while readers have the copy pinned that is to be overwritten.
+        """
+        memory = arrays.readable(array, self._dtype)
+        if memory.count != self.size:
+            raise InvalidArgumentError(
+                f"{self._asked('publish')}: {memory.count} elements for its {self.size}; give all"
+            )
+        asked, homes = self._asked("publish"), self._sync_homes()
+        timeout = self._client.timeout
+        ttl_ms = round(1000 * max(timeout, _PUBLISH_TTL_S))  # all below ends within the client's timeouts
+        try:
+            turn = homes[0].ask(asked, AskOpcode.LOCK, PUBLISHER_LOCK, (ttl_ms, wait_ms(timeout), 0), wait=timeout)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"
+            ) from error
+        token, version = turn.a, turn.b
+        try:
+            askings = [(home, home.start(AskOpcode.FENCE, PUBLISHER_LOCK, (token,))) for home in homes[1:]]
+            try:
+                for home, asking in askings:
+                    home.finish(asked, asking, 0.0)
+            finally:
+                for _, asking in askings:
+                    asking.end()
+            base = self._copy_base(version)
+            self._call(Opcode.WRITE, base, self.size, source=memory.address, token=token)
+        except BaseException:
+            homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
+            raise
+        return homes[0].ask(asked, AskOpcode.PUBLISH, 0, (token, version)).a
+
+    def wait(self, version: int, *, timeout: float | None = None) -> int:
+        """Wait until `version` or a later one is published; return the latest. TimeoutError after `timeout` seconds."""
+        asked = self._asked(f"wait for version {version}")
+        if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
+            raise InvalidArgumentError(f"{asked}: version and timeout={timeout!r} must not be negative")
+        home = self._sync_homes()[0]
+        return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout).a
+
+    def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
+        """Find out what became of a call of this buffer that raised `error` with its outcome unknown.
+
+        Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all of it
+        counts. Do those again, and the call counts exactly once. Blocks up to `timeout` seconds (default: the client's)
+        until every server concerned has answered; TimeoutError then, and it may be called again. UnavailableError where it
+        can't be known any more, as the server has forgotten this session's record.
+        """
+        asked = self._asked("settle")
+        outcome = getattr(error, "_outcome", None)
+        if not isinstance(outcome, _Failed) or outcome.buffer is not self:
+            raise InvalidArgumentError(
+                f"{asked}: {error!r} is not of a change of this buffer that may have been applied"
+            )
+        if outcome.doubt is None:
+            return []
+        deadline = Deadline(self._client.timeout if timeout is None else timeout)
+        try:
+            parts = self._client.engine.settle(outcome.doubt, deadline.left_ms())
+        except EngineError as failure:
+            raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
+        if any(state is DoubtState.UNKNOWN for _, _, state in parts):
+            raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
+        missing = [(at, length) for at, length, state in parts if state is DoubtState.NOT_APPLIED]
+        return _ranges(missing, self._dtype.itemsize)
 
     # ---- asynchronously
 
@@ -340,15 +467,29 @@ class Buffer:
         argument: int = 0,
         expected: int = 0,
         other: Buffer | None = None,
+        fence: Lock | None = None,
+        token: int = 0,
     ) -> int:
-        """Do one call on the engine, over new links where the old ones broke and nothing can have been counted
-        twice."""
+        """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
+        if self._info.versions > 1 and opcode is not Opcode.READ and not token:
+            raise InvalidArgumentError(
+                f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
+            )
+        if fence is not None:
+            if fence.buffer is not self:
+                raise InvalidArgumentError(
+                    f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
+                )
+            token = fence.token
         deadline = Deadline(self._client.timeout)
         itemsize = self._dtype.itemsize
         pause = _RETRY_FIRST_S
         while True:
             self._client.check_open()
-            handle = self._handle or self._ensure(deadline)
+            handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
+            others = None
+            if other is not None:
+                others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
             result = handle.transfer(
                 opcode,
                 offset * itemsize,
@@ -360,19 +501,21 @@ class Buffer:
                 scale=scale,
                 argument=argument,
                 expected=expected,
-                other=(other._handle or other._ensure(deadline)) if other is not None else None,
+                other=others,
+                token=token,
             )
             if isinstance(result, int):
                 return result
-            again = not result.sent or opcode in _REPEATABLE
-            broken = result.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH)
+            if result.status is Status.LOCK_LOST and fence is not None:
+                fence.lose(token)
             if result.status is Status.NOT_FOUND:
                 self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
                 self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
                 if other is not None:
                     other._forget(other._handle)
                     other._refresh(deadline)
-            if not broken or not again or deadline.left() == 0.0:
+            elsewhere = result.status is Status.STALE_EPOCH or not _all_alive(self._ways)
+            if not elsewhere or result.sent or deadline.left() == 0.0:
                 raise self._error(opcode, result)
             self._forget(handle)
             if other is not None:
@@ -383,9 +526,89 @@ class Buffer:
     def _forget(self, handle: BufferHandle | None) -> None:
         """Look for new ways at the next call, unless another thread has done so already."""
         with self._lock:
-            if self._handle is handle:
-                self._handle = None
+            if handle is not None and handle in (self._handle, self._gated_handle):
+                self._handle = self._gated_handle = None
+                self._homes = ()
                 self._ask_first = True
+
+    def _gated(self, deadline: Deadline) -> BufferHandle:
+        """Return a handle all of whose segments are reached through their servers."""
+        self._ensure(deadline)
+        with self._lock:
+            if self._gated_handle is None:
+                handle = self._new_handle()
+                for index, place in enumerate(self.layout.segments):
+                    link = self._client.reach_gated(place, deadline)
+                    handle.set_link(index, place.id, self.layout.epoch, link)
+                self._gated_handle = handle
+            return self._gated_handle
+
+    def _new_handle(self) -> BufferHandle:
+        layout = self._info.layout
+        return BufferHandle(
+            self._client.engine,
+            layout.nbytes,
+            layout.stripe_bytes,
+            layout.chunk_bytes,
+            len(layout.segments),
+            self._dtype.number,
+        )
+
+    def _sync_homes(self) -> tuple[Home, ...]:
+        """What to ask about locks and versions: the home first, then the other segments."""
+        homes = self._homes
+        if not homes:
+            layout = self._info.layout
+            homes = self._homes = tuple(
+                Home(
+                    self._client,
+                    f"of buffer {self.name!r}",
+                    place,
+                    layout.epoch,
+                    functools.partial(self._relocated, index),
+                )
+                for index, place in enumerate(layout.segments)
+            )
+        return homes
+
+    def _relocated(self, index: int) -> SegmentPlace:
+        self._refresh(Deadline(1.0))
+        return self.layout.segments[index]
+
+    def _copy_base(self, version: int) -> int:
+        """First element of the copy in which a version lies."""
+        return version % 2 * self._info.copy_stride_bytes // self._dtype.itemsize
+
+    def _look(self) -> tuple[int, int]:
+        """(version published, version being written), from the home's own memory where it is mapped."""
+        self._client.check_open()
+        self._handle or self._ensure(Deadline(self._client.timeout))
+        segment = self._ways[0].segment
+        if segment is not None:
+            return segment.version()
+        told = self._sync_homes()[0].ask(self._asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
+        return told.a, told.b
+
+    def _read_published(self, offset: int, count: int, sink: int) -> None:
+        """Read from one version's copy: no byte of it changed if, after the read, publication version + 2 has not begun."""
+        version, _ = self._look()
+        for _ in range(_LOOKS):
+            self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
+            latest, writing = self._look()
+            if max(latest, writing) < version + 2:
+                return
+            version = latest
+        home, asked = self._sync_homes()[0], self._asked("read")
+        while True:
+            # The publisher is faster than we read: hold it back for once.
+            version = home.ask(asked, AskOpcode.PIN).a
+            try:
+                self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
+                latest, writing = self._look()
+            finally:
+                home.ask(asked, AskOpcode.UNPIN, 0, (version,))
+            if max(latest, writing) < version + 2:  # else a restarted server had forgotten the pin
+                return
 
     def _ensure(self, deadline: Deadline) -> BufferHandle:
         """Return a handle all of whose segments are reachable, waiting for servers that come back."""
@@ -419,14 +642,7 @@ class Buffer:
         except NotFoundError as error:
             self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
             raise UnavailableError(f"buffer {self.name!r}: {error}; {_LOST}") from error
-        handle = BufferHandle(
-            self._client.engine,
-            self._info.nbytes,
-            layout.stripe_bytes,
-            layout.chunk_bytes,
-            len(ways),
-            self._dtype.number,
-        )
+        handle = self._new_handle()
         for index, (place, way) in enumerate(zip(layout.segments, ways, strict=True)):
             way.apply(handle, index, place, layout.epoch)
         self._ways, self._handle = ways, handle
@@ -450,15 +666,32 @@ class Buffer:
         applied = (
             "nothing was applied" if not outcome.sent else
             "reading can be repeated" if opcode is Opcode.READ else
-            f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied"
+            f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
+            f"buffer.settle(error) finds out"
         )  # fmt: skip
+        error = self._error_of(asked, where, applied, opcode, outcome)
+        if opcode is not Opcode.READ and outcome.sent:
+            error._outcome = _Failed(self, outcome.doubt)  # type: ignore[attr-defined] # for settle
+        return error
+
+    def _error_of(self, asked: str, where: str, applied: str, opcode: Opcode, outcome: Outcome) -> Error:
         if outcome.status is Status.TIMEOUT:
             return TimeoutError(f"{asked}: no answer from {where} within {self._client.timeout:g} s; {applied}")
         if outcome.status is Status.NOT_FOUND:
             lost = _ONE_LOST if opcode is Opcode.ACCUMULATE_FROM else _LOST
             return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
         if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
-            return UnavailableError(f"{asked}: the connection to {where} was lost; {applied}")
+            return UnavailableError(
+                f"{asked}: the connection to {where} was lost, and not made again within {self._client.timeout:g} s; {applied}"
+            )
+        if outcome.status is Status.LOCK_LOST:
+            return LockLostError(
+                f"{asked}: the lock that it is fenced with was lost, and may be another's; nothing was applied"
+            )
+        if outcome.status is Status.EVICTED:
+            return UnavailableError(f"{asked}: {where} has forgotten how far this session had come; {applied}")
+        if outcome.status is Status.SESSION_ENDED:
+            return UnavailableError(f"{asked}: {SESSION_ENDED}; {applied}")
         if outcome.status is Status.INVALID:
             return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
         if outcome.status is Status.DENIED:
@@ -466,6 +699,30 @@ class Buffer:
         if outcome.status is Status.OUT_OF_MEMORY:
             return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
         return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A change that may have been applied, of which its error tells settle."""
+
+    buffer: Buffer
+    doubt: Doubt | None
+
+
+def _all_alive(ways: tuple[Way, ...]) -> bool:
+    return all(way.link is None or way.link.alive() for way in ways)
+
+
+def _ranges(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
+    """(offset, length) in bytes as ranges of elements, sorted, neighbours joined."""
+    ranges: list[range] = []
+    for at, length in sorted(parts):
+        start, stop = at // itemsize, (at + length) // itemsize
+        if ranges and ranges[-1].stop == start:
+            ranges[-1] = range(ranges[-1].start, stop)
+        else:
+            ranges.append(range(start, stop))
+    return ranges
 
 
 _MASK = 2**64 - 1

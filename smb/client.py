@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
 import numbers
 import operator
@@ -18,20 +19,24 @@ from typing import Any, TypeVar
 
 from smb.buffer import Buffer, BufferInfo
 from smb.config import COORDINATOR_VARIABLE, TRANSPORT_VARIABLE, parse_address, parse_bytes
-from smb.control import Coordinator
+from smb.control import Coordinator, SessionEndedError
 from smb.dtypes import dtype_of
-from smb.engine import EngineClient
+from smb.engine import AskOpcode, EngineClient, Link
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.layout import SegmentPlace
+from smb.lock import Lock, Renewals
 from smb.proto import control_pb2 as pb
 from smb.transport.base import Deadline, Way
-from smb.transport.choose import check_choice, choose, make_transports
+from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
+from smb.transport.links import Links, Whereabouts
+from smb.waits import SESSION_ENDED, Home, wait_ms
 
 Result = TypeVar("Result")
 
 _RENEWALS_PER_LEASE = 3
 _ASYNC_CALLS_MAX = 8  # threads for *_async, started as they are needed; further calls wait their turn
 _CLOSE_S = 1.0
+_LOCATE_S = 1.0
 _TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
 
 _log = logging.getLogger("smb")
@@ -97,7 +102,12 @@ class Client:
             raise
         self._session_id = session_id
         self.engine = EngineClient(session_id)
-        self._transports = make_transports(transport, self.engine)
+        weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
+        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)))
+        self._transports = make_transports(transport, self.engine, self._links)
+        self.renewals = Renewals()
+        self._homes: dict[tuple[pb.Kind, str], Home] = {}
+        self.session_ended = False
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
@@ -129,14 +139,17 @@ class Client:
         pay), or on which, by name. `stripe` is how many bytes ("256KiB") lie on one server before the next has its
         turn, a multiple of 4096; default 1 MiB. like= another buffer takes shape, dtype, servers and stripe from it,
         so that servers can combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead.
+        versions=2 keeps two copies, so that a read never mixes what publish() replaces; such a buffer changes by publish
+        alone, and takes twice the memory.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
         """
         _check_name("create", name)
-        for option, value in (("replicas", replicas), ("versions", versions)):
-            if value != 1:
-                raise InvalidArgumentError(f"create {name!r}: {option}={value} is not there yet; only {option}=1 is")
+        if replicas != 1:
+            raise InvalidArgumentError(f"create {name!r}: replicas={replicas} is not there yet; only replicas=1 is")
+        if versions not in (1, 2):
+            raise InvalidArgumentError(f"create {name!r}: versions={versions!r}; there are 1 and 2")
         if shape is None and like is None:
             raise InvalidArgumentError(f"create {name!r}: of which shape? pass one, or like= another buffer")
         model = (like if isinstance(like, Buffer) else self.open(like)) if like is not None else None
@@ -213,6 +226,58 @@ class Client:
 
     # ---- life
 
+    # ---- locks and barriers
+
+    def lock(self, name: str, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:
+        """Return the lock of that name, not taken yet: `with client.lock("x") as lock:` takes it and gives it back.
+
+        The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is how
+        long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds the waiting
+        (None: none); TimeoutError then. Who waited longest is next.
+        """
+        return Lock((self._home(pb.LOCK, name),), self.renewals, ttl, timeout)
+
+    def barrier(self, name: str, parties: int, *, timeout: float | None = None) -> int:
+        """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for the first.
+
+        Reusable: the next `parties` arrivals are the next round. If a party dies, leaves, or waits longer than its `timeout`
+        (seconds; None: no end), all parties of the round get BrokenBarrierError, and the next round starts clean. All say
+        the same `parties`; InvalidArgumentError otherwise. A party that loses its connection for longer than 3 s has left.
+        """
+        home = self._home(pb.BARRIER, name)
+        if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
+            raise InvalidArgumentError(f"barrier {name!r}: parties={parties!r} is no number of parties")
+        if timeout is not None and timeout < 0:
+            raise InvalidArgumentError(f"barrier {name!r}: timeout={timeout!r} is less than 0")
+        asked = f"barrier {name!r} of {parties} parties"
+        seat = home.ask(asked, AskOpcode.ARRIVE, 0, (parties,))
+        home.ask(asked, AskOpcode.AWAIT_BARRIER, 0, (seat.a, wait_ms(timeout)), wait=timeout)
+        return seat.b
+
+    def _home(self, kind: pb.Kind, name: str) -> Home:
+        word = pb.Kind.Name(kind).lower()
+        _check_name(word, name)
+        self.check_open()
+        with self._lock:
+            home = self._homes.get((kind, name))
+        if home is None:
+
+            def locate() -> SegmentPlace:
+                return BufferInfo.of(self.coordinator.place(kind, name, self.timeout)).layout.segments[0]
+
+            place = self.coordinator.place(kind, name, self.timeout)
+            info = BufferInfo.of(place)
+            home = Home(
+                self,
+                f"{word} {name!r}" if kind != pb.LOCK else repr(name),
+                info.layout.segments[0],
+                info.layout.epoch,
+                locate,
+            )
+            with self._lock:
+                home = self._homes.setdefault((kind, name), home)
+        return home
+
     def close(self) -> None:
         """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing."""
         if self._pid != _current_pid:
@@ -223,11 +288,13 @@ class Client:
             self._closed = True
             executor = self._executor
         self._stop.set()
+        self.renewals.close()
         self.engine.close()
         if executor is not None:
             executor.shutdown(cancel_futures=True)
         for transport in self._transports:
             transport.close()
+        self._links.close()
         self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
         try:
             self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
@@ -252,12 +319,22 @@ class Client:
         """Raise UnavailableError where the client was closed, Error in a child of fork."""
         if self._closed:
             raise UnavailableError("the client is closed; call smb.connect again")
+        if self.session_ended:
+            raise UnavailableError(SESSION_ENDED)
         if self._pid != _current_pid:
             raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
 
     def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
         """Return the way to a segment."""
         return choose(self._transports, place, epoch, deadline)
+
+    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return a link on which changes of a segment go through its server."""
+        return choose_gated(self._transports, place, deadline)
+
+    def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return the link for what waits at a segment's server."""
+        return choose_waits(self._transports, place, deadline)
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Run a call on a thread of the client's."""
@@ -271,6 +348,20 @@ class Client:
 
 # os.getpid() is a system call, and small operations ask for it every time.
 _current_pid = os.getpid()
+
+
+def _locate(client: weakref.ref[Client], server: str) -> Whereabouts | None:
+    """Ask the coordinator where a memory server is now."""
+    ours = client()
+    try:
+        servers = ours.coordinator.list_servers(_LOCATE_S) if ours is not None else []
+    except Error as error:
+        _log.debug("the coordinator does not say where %s is: %s", server, error)
+        return None
+    for found in servers:
+        if found.name == server:
+            return Whereabouts(found.data_address, found.unix_path, found.instance_id)
+    return None
 
 
 def _after_fork() -> None:
@@ -327,5 +418,12 @@ def _renew(
             return
         try:
             lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
+        except SessionEndedError as error:
+            _log.error("%s", error)
+            ours = client()
+            if ours is not None:
+                ours.session_ended = True
+                ours.engine.close()
+            return
         except Error as error:
             _log.debug("the session was not renewed: %s", error)

@@ -110,8 +110,9 @@ class LocalCluster:
     """One coordinator and `servers` memory servers as real processes on loopback; a context manager.
 
     `capacity` is each server's, in bytes or as text. Other options go to the memory servers: loops=2 becomes --loops
-    2. `listen` is the coordinator's address. The daemons end with the block, or with this process, and leave nothing.
-    Raises UnavailableError, with what the daemon said, where one does not start.
+    2. `listen` is the coordinator's address, `session_lease` (seconds) how long a silent client counts as alive. The
+    daemons end with the block, or with this process, and leave nothing. Raises UnavailableError, with what the daemon
+    said, where one does not start.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class LocalCluster:
         capacity: int | str = "256MiB",
         *,
         listen: str = "127.0.0.1:0",
+        session_lease: float | None = None,
         **daemon_options: object,
     ) -> None:
         if servers < 1:
@@ -127,6 +129,7 @@ class LocalCluster:
         self._count = servers
         self._capacity = parse_bytes(capacity)
         self._listen = listen
+        self._session_lease = session_lease
         self._daemon_options = {option: str(value) for option, value in daemon_options.items()}
         self._directories: list[Path] = []
         self.coordinator: Daemon
@@ -153,6 +156,8 @@ class LocalCluster:
         try:
             deadline = time.monotonic() + _START_S
             options = {"listen": self._listen, "state": str(private / "state"), "metrics": "127.0.0.1:0"}
+            if self._session_lease is not None:
+                options["session_lease"] = str(self._session_lease)
             self.coordinator = Daemon("smb.cli.main coordinator", "coordinator", options, private)
             self.coordinator.spawn()
             self.coordinator.wait_ready(deadline)

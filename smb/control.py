@@ -11,6 +11,11 @@ from smb import errors
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
 
+
+class SessionEndedError(errors.UnavailableError):
+    """The session's lease ran out, or it was closed. It never comes back: a new one is needed."""
+
+
 # As control.proto's head says.
 _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
@@ -20,6 +25,7 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.TimeoutError,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
+    grpc.StatusCode.FAILED_PRECONDITION: SessionEndedError,
 }
 # No proxy between daemons; no connection shared with other channels of the process, which in a child of fork would be
 # its parent's and fail; and quick reconnection: a restarted coordinator is found within a second.
@@ -61,7 +67,7 @@ class Coordinator:
         return reply.session_id, reply.lease_ms / 1000
 
     def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
-        """Return the lease in seconds."""
+        """Return the lease in seconds. Raises SessionEndedError where there is nothing left to renew."""
         request = pb.RenewSessionRequest(session_id=session_id, client_name=client_name)
         reply: pb.RenewSessionReply = self._call(self._stub.RenewSession, request, timeout)
         return reply.lease_ms / 1000
@@ -80,6 +86,10 @@ class Coordinator:
         request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000))
         buffer: pb.Buffer = self._call(self._stub.OpenBuffer, request, wait + timeout)
         return buffer
+
+    def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
+        """Return where the lock or barrier of that name lies; whoever asks first gives it its place, for good."""
+        return self.create_buffer(pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True), timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:
         """Return all of them, by name."""

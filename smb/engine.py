@@ -33,6 +33,10 @@ class Status(IntEnum):
     EXISTS = lib.SMB_EXISTS
     TIMEOUT = lib.SMB_TIMEOUT
     BUSY = lib.SMB_BUSY
+    LOCK_LOST = lib.SMB_LOCK_LOST
+    BROKEN = lib.SMB_BROKEN
+    EVICTED = lib.SMB_EVICTED
+    SESSION_ENDED = lib.SMB_SESSION_ENDED
     DISCONNECTED = lib.SMB_DISCONNECTED
     LINK_LOST = lib.SMB_LINK_LOST
     PROTOCOL = lib.SMB_PROTOCOL
@@ -50,6 +54,41 @@ class Opcode(IntEnum):
     ACCUMULATE_FROM = lib.SMB_ACCUMULATE_FROM
     FETCH_ADD = lib.SMB_FETCH_ADD
     COMPARE_SWAP = lib.SMB_COMPARE_SWAP
+
+
+class AskOpcode(IntEnum):
+    """enum smb_opcode, as far as it is asked of a segment's locks, barrier and version; csrc/sync.h says what the words
+    mean."""
+
+    LOCK = lib.SMB_LOCK
+    UNLOCK = lib.SMB_UNLOCK
+    RENEW = lib.SMB_RENEW
+    FENCE = lib.SMB_FENCE
+    ARRIVE = lib.SMB_ARRIVE
+    AWAIT_BARRIER = lib.SMB_AWAIT_BARRIER
+    AWAIT_VERSION = lib.SMB_AWAIT_VERSION
+    PUBLISH = lib.SMB_PUBLISH
+    PIN = lib.SMB_PIN
+    UNPIN = lib.SMB_UNPIN
+
+
+class Lane(IntEnum):
+    """What each link to a server is for. Changes of a lane are made in order; what waits has a lane of its own, so that
+    nothing waits behind it."""
+
+    TCP_DATA = 0
+    TCP_WAITS = 1
+    UNIX_DATA = 2
+    UNIX_WAITS = 3
+    UNIX_ATTACH = 4
+
+
+class DoubtState(IntEnum):
+    """enum smb_doubt_state."""
+
+    APPLIED = lib.SMB_DOUBT_APPLIED
+    NOT_APPLIED = lib.SMB_DOUBT_NOT_APPLIED
+    UNKNOWN = lib.SMB_DOUBT_UNKNOWN
 
 
 class EngineError(Error):
@@ -74,6 +113,7 @@ _WORDS = {
     Status.LINK_LOST: "the connection broke",
     Status.PROTOCOL: "it answers, but not as a memory server does",
     Status.VERSION: "it speaks another version of the protocol",
+    Status.SESSION_ENDED: "this client's session has ended there",
 }
 
 
@@ -123,6 +163,12 @@ class Segment:
     def __init__(self, pointer: Any) -> None:
         self.pointer = ffi.gc(pointer, lib.smb_segment_release)
 
+    def version(self) -> tuple[int, int]:
+        """(version published, version whose publication has begun, 0 for none ever)."""
+        version, writing = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        lib.smb_segment_version(self.pointer, version, writing)
+        return int(version[0]), int(writing[0])
+
 
 class EngineClient:
     """The links and calls of one session."""
@@ -136,35 +182,131 @@ class EngineClient:
         """Fail every call in progress over a link, and every later one. Local segments go on working."""
         lib.smb_client_close(self.pointer)
 
-    def connect_tcp(self, host: str, port: int, timeout_ms: int) -> tuple[Link, int]:
+    def connect_tcp(self, host: str, port: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
         """Return a link to a numeric address and the server's instance id. Blocks up to timeout_ms. EngineError."""
         made, instance = ffi.new("struct smb_link **"), ffi.new("uint64_t *")
-        _check(lib.smb_client_connect_tcp(self.pointer, host.encode(), port, 0, timeout_ms, made, instance))
+        _check(lib.smb_client_connect_tcp(self.pointer, host.encode(), port, lane, timeout_ms, made, instance))
         return Link(self, made[0]), int(instance[0])
 
-    def connect_unix(self, path: str, timeout_ms: int) -> tuple[Link, int]:
+    def connect_unix(self, path: str, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
         """As connect_tcp, over a server's Unix socket."""
         made, instance = ffi.new("struct smb_link **"), ffi.new("uint64_t *")
-        _check(lib.smb_client_connect_unix(self.pointer, os.fsencode(path), 0, timeout_ms, made, instance))
+        _check(lib.smb_client_connect_unix(self.pointer, os.fsencode(path), lane, timeout_ms, made, instance))
         return Link(self, made[0]), int(instance[0])
+
+    def wait_down(self, timeout_ms: int) -> int | None:
+        """Return the id of a link that has calls but no connection, None if there is none in time. EngineError once closed.
+
+        Whoever is told resumes it or lets it go.
+        """
+        link_id = ffi.new("uint64_t *")
+        status = lib.smb_client_wait_down(self.pointer, timeout_ms, link_id)
+        if status == Status.TIMEOUT:
+            return None
+        _check(status)
+        return int(link_id[0])
+
+    def settle(self, doubt: Doubt, timeout_ms: int) -> list[tuple[int, int, DoubtState]]:
+        """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError TIMEOUT."""
+        _check(lib.smb_doubt_settle(self.pointer, doubt.pointer, timeout_ms))
+        offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
+        parts: list[tuple[int, int, DoubtState]] = []
+        while lib.smb_doubt_part(doubt.pointer, len(parts), offset, length, state):
+            parts.append((int(offset[0]), int(length[0]), DoubtState(state[0])))
+        return parts
+
+
+class Doubt:
+    """Parts of a call that failed before all of it was confirmed."""
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = ffi.gc(pointer, lib.smb_doubt_release)
 
 
 class Link:
-    """One connection to a server."""
+    """A lane to a server, over one connection after the other."""
 
     def __init__(self, client: EngineClient, pointer: Any) -> None:
         self._client = client  # the C side points to the client's
         self.pointer = ffi.gc(pointer, functools.partial(_close_link, os.getpid()))
+        self.id = int(lib.smb_link_id(pointer))
 
     def alive(self) -> bool:
-        """Whether it has not broken so far."""
+        """Whether it may be used: it was not closed. It need not have a connection now."""
         return bool(lib.smb_link_alive(self.pointer))
+
+    def connected(self) -> bool:
+        """Whether it has a connection, as far as is known."""
+        return bool(lib.smb_link_connected(self.pointer))
+
+    def wanted(self) -> bool:
+        """Whether calls wait for it to have a connection."""
+        return bool(lib.smb_link_wanted(self.pointer))
+
+    def resume_tcp(self, host: str, port: int, accept_instance: int, timeout_ms: int) -> int:
+        """Connect it again, to the same server or to the run `accept_instance` of it; return the run. EngineError."""
+        instance = ffi.new("uint64_t *")
+        _check(lib.smb_link_resume_tcp(self.pointer, host.encode(), port, accept_instance, timeout_ms, instance))
+        return int(instance[0])
+
+    def resume_unix(self, path: str, accept_instance: int, timeout_ms: int) -> int:
+        """As resume_tcp, over the server's Unix socket."""
+        instance = ffi.new("uint64_t *")
+        _check(lib.smb_link_resume_unix(self.pointer, os.fsencode(path), accept_instance, timeout_ms, instance))
+        return int(instance[0])
+
+    def let_go(self) -> None:
+        """Stop trying to connect it."""
+        lib.smb_link_let_go(self.pointer)
 
     def attach(self, segment_id: int, epoch: int, timeout_ms: int) -> Segment:
         """Map a segment of the server behind this Unix link. One caller at a time. EngineError."""
         made = ffi.new("struct smb_segment **")
         _check(lib.smb_link_attach(self.pointer, segment_id, epoch, timeout_ms, made))
         return Segment(made[0])
+
+    def ask(self, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, *words: int) -> Asking:
+        """Send one request of those that may wait; the lane is one for waits."""
+        return Asking(self, opcode, segment_id, epoch, argument, words)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The answer to an Asking. `sent`: the request may have reached the server."""
+
+    status: Status
+    sent: bool
+    a: int
+    b: int
+
+
+class Asking:
+    """One request that may wait for long. `end` it."""
+
+    def __init__(
+        self, link: Link, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, words: tuple[int, ...]
+    ) -> None:
+        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_asking **")
+        ask.opcode, ask.segment, ask.epoch, ask.argument = opcode, segment_id, epoch, argument
+        for index, word in enumerate(words):
+            ask.words[index] = word
+        _check(lib.smb_ask_start(link.pointer, ask, made))
+        self.link = link
+        self._told = ffi.new("struct smb_told *")
+        self._pointer: Any = made[0]
+
+    def wait(self, timeout_ms: int) -> Told | None:
+        """Return the answer, None if there is none in time. May be called again."""
+        status = lib.smb_ask_wait(self._pointer, timeout_ms, self._told)
+        if status == Status.BUSY:
+            return None
+        return Told(Status(status), bool(self._told.sent), int(self._told.a), int(self._told.b))
+
+    def end(self) -> None:
+        """Forget it. A request without an answer is given up."""
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            lib.smb_ask_end(pointer)
 
 
 def _close_link(made_by_pid: int, pointer: Any) -> None:
@@ -181,6 +323,7 @@ class Outcome:
     segment: int
     bytes_applied: int
     sent: bool
+    doubt: Doubt | None = None
 
 
 class _Pairs(threading.local):
@@ -230,10 +373,12 @@ class BufferHandle:
         argument: int = 0,
         expected: int = 0,
         other: BufferHandle | None = None,
+        token: int = 0,
     ) -> Outcome | int:
         """Do one call; source and sink are addresses, sizes are bytes. Blocks up to timeout_ms.
 
-        Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
+        With a token the change is refused once the lock that it is of is another's; every segment is reached over a link
+        then. Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
         """
         free = _pairs.free
         request, outcome = pair = (
@@ -249,12 +394,15 @@ class BufferHandle:
         request.argument = argument
         request.expected = expected
         request.other = other.pointer if other is not None else ffi.NULL
+        request.token = token
+        request.fenced = token != 0
         request.timeout_ms = timeout_ms
         result: Outcome | int
         if lib.smb_transfer(self.pointer, request, outcome) == 0:
             result = int(outcome.result)
         else:
-            result = Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent))
+            doubt = Doubt(outcome.doubt) if outcome.doubt else None
+            result = Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent), doubt)
         free.append(pair)
         return result
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from smb.coordinator.process import Options, run
+from smb.coordinator.state import SESSION_LEASE_S
 from smb.daemon import start_log
 from smb.errors import Error
 
@@ -36,6 +37,14 @@ def coordinator(
             help="Gets a JSON object (address, metrics, name, pid) once serving; removed at the stop.",
         ),
     ] = None,
+    session_lease: Annotated[
+        float,
+        typer.Option(
+            envvar="SMB_SESSION_LEASE",
+            metavar="SECONDS",
+            help="How long a client may stay silent before its session is over and what it holds is given up.",
+        ),
+    ] = SESSION_LEASE_S,
     log_level: Annotated[
         str, typer.Option(envvar="SMB_COORDINATOR_LOG_LEVEL", help="debug, info, warning or error.")
     ] = "info",
@@ -47,7 +56,7 @@ def coordinator(
     """
     try:
         start_log(log_level)
-        run(Options(listen=listen, state=state, metrics=metrics, ready_file=ready_file))
+        run(Options(listen=listen, state=state, metrics=metrics, ready_file=ready_file, session_lease_s=session_lease))
     except Error as error:
         logging.getLogger("coordinator").error("%s", error)
         raise typer.Exit(1) from None

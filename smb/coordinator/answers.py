@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from smb import errors
-from smb.control import ANSWERED
+from smb.control import ANSWERED, SessionEndedError
 from smb.coordinator.metrics import CallMetrics
 
 _log = logging.getLogger("coordinator")
@@ -23,6 +23,7 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (errors.AlreadyExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (errors.OutOfMemoryError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
+    (SessionEndedError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (errors.TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.InvalidArgumentError, grpc.StatusCode.INVALID_ARGUMENT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord, SessionRecord
 from smb.coordinator.request import Creation
 
 
@@ -19,9 +19,11 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The records were just loaded: creations that were under way are taken back, servers are given one lease to
-    report.
+    """The records were just loaded: creations that were under way are taken back, servers and sessions are given one
+    lease to report. `incarnation` is a random number, not 0, for this run.
     """
+
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,14 @@ class BufferWanted:
 class BufferMade:
     """All segments of a pending buffer are there."""
 
-    name: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
 class BufferFailed:
     """A segment of a pending buffer could not be made."""
 
-    name: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class SaveBuffer:
 class EraseBuffer:
     """Take the record out of the store."""
 
-    name: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,20 @@ class EraseServer:
     """Take the record out of the store."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSession:
+    """Put the record into the store."""
+
+    record: SessionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EraseSession:
+    """Take the record out of the store."""
+
+    session_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +201,14 @@ class AnswerDrops:
 class WakeOpeners:
     """Those who wait for this name may look again."""
 
-    name: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellEnded:
+    """Tell the memory servers at once that these sessions are over; what one misses it hears at its next renewal."""
+
+    session_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,5 +219,5 @@ class Report:
     text: str
 
 
-StoreChange = SaveBuffer | EraseBuffer | SaveServer | EraseServer
-Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | WakeOpeners | Report
+StoreChange = SaveBuffer | EraseBuffer | SaveServer | EraseServer | SaveSession | EraseSession
+Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | WakeOpeners | TellEnded | Report

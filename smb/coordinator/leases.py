@@ -20,9 +20,10 @@ class Leases(Generic[Holder]):
         """Start or renew: the holder's lease runs for `duration_s` from now."""
         return replace(self, ends={**self.ends, holder: now + self.duration_s})
 
-    def end(self, holder: Holder) -> Leases[Holder]:
-        """Let go of a lease; one that is not held is no error."""
-        return replace(self, ends={other: at for other, at in self.ends.items() if other != holder})
+    def end(self, *holders: Holder) -> Leases[Holder]:
+        """Let go of leases; one that is not held is no error."""
+        gone = set(holders)
+        return replace(self, ends={other: at for other, at in self.ends.items() if other not in gone})
 
     def runs(self, holder: Holder, now: float) -> bool:
         """Whether the holder has a lease that has not run out. At its very end it has run out."""

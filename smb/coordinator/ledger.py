@@ -17,21 +17,23 @@ from smb.coordinator.events import (
     Effect,
     EraseBuffer,
     EraseServer,
+    EraseSession,
     Event,
     Instant,
     Report,
     Restarted,
     SaveBuffer,
     SaveServer,
+    SaveSession,
     WakeOpeners,
 )
-from smb.coordinator.records import BufferRecord, ServerRecord
-from smb.coordinator.state import State, load, step
+from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
+from smb.coordinator.state import SESSION_LEASE_S, State, load, step
 from smb.coordinator.store import Store, StoreError
 from smb.errors import UnavailableError
 
 _log = logging.getLogger("coordinator")
-_BUFFER, _SERVER = "buffer/", "server/"
+_BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
 
 
 def read_clocks() -> Instant:
@@ -59,10 +61,19 @@ class Ledger:
         self.state = state
 
     @staticmethod
-    async def open(store: Store, clock: Callable[[], Instant] = read_clocks) -> Ledger:
-        """Read the store and take back what was half done. Raises StoreError for records that cannot be read."""
-        ledger = Ledger(store, _read(await store.load()), clock)
-        await ledger.commit(Restarted())
+    async def open(
+        store: Store,
+        incarnation: int,
+        *,
+        session_lease_s: float = SESSION_LEASE_S,
+        clock: Callable[[], Instant] = read_clocks,
+    ) -> Ledger:
+        """Read the store and take back what was half done. `incarnation` is random, for this run of the coordinator.
+
+        Raises StoreError for records that cannot be read.
+        """
+        ledger = Ledger(store, _read(await store.load(), session_lease_s), clock)
+        await ledger.commit(Restarted(incarnation))
         return ledger
 
     def now(self) -> Instant:
@@ -81,27 +92,27 @@ class Ledger:
             if isinstance(effect, Report):
                 _log.log(effect.level, effect.text)
             elif isinstance(effect, WakeOpeners):
-                self._wake(effect.name)
+                self._wake(effect.key)
         return Committed(state, effects)
 
-    async def wait(self, name: str, timeout_s: float) -> bool:
-        """Wait until something becomes of the name (it may be gone again); False after timeout_s. Holds no thread.
+    async def wait(self, key: str, timeout_s: float) -> bool:
+        """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.
 
         Raises UnavailableError once the coordinator stops.
         """
         if self._stopping:
             raise _stopped()
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._openers[name].add(change)
+        self._openers[key].add(change)
         try:
             changed, _ = await asyncio.wait({change}, timeout=timeout_s)
             if changed:
                 change.result()
             return bool(changed)
         finally:
-            self._openers[name].discard(change)
-            if not self._openers[name]:
-                del self._openers[name]
+            self._openers[key].discard(change)
+            if not self._openers[key]:
+                del self._openers[key]
 
     def stop_waiting(self) -> None:
         """Fail every wait, also those that are yet to come: a stop must not last as long as they would."""
@@ -111,8 +122,8 @@ class Ledger:
                 if not change.done():
                     change.set_exception(_stopped())
 
-    def _wake(self, name: str) -> None:
-        for change in self._openers.get(name, ()):
+    def _wake(self, key: str) -> None:
+        for change in self._openers.get(key, ()):
             if not change.done():
                 change.set_result(None)
 
@@ -126,20 +137,25 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
     for effect in effects:
         match effect:
             case SaveBuffer(record):
-                changes[_BUFFER + record.name] = record.to_json()
-            case EraseBuffer(name):
-                changes[_BUFFER + name] = None
+                changes[_BUFFER + record.key] = record.to_json()
+            case EraseBuffer(key):
+                changes[_BUFFER + key] = None
             case SaveServer(server):
                 changes[_SERVER + server.name] = server.to_json()
             case EraseServer(name):
                 changes[_SERVER + name] = None
+            case SaveSession(session):
+                changes[f"{_SESSION}{session.id:016x}"] = session.to_json()
+            case EraseSession(session_id):
+                changes[f"{_SESSION}{session_id:016x}"] = None
     return changes
 
 
-def _read(texts: dict[str, str]) -> State:
+def _read(texts: dict[str, str], session_lease_s: float) -> State:
     try:
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
+        sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
-    return load(buffers, servers)
+    return load(buffers, servers, sessions, session_lease_s)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from smb.coordinator.events import Instant, ServerRegistered
-from smb.coordinator.records import BufferRecord, ServerRecord
-from smb.coordinator.request import Creation, check_creation
+from smb.coordinator.records import BufferRecord, Kind, ServerRecord
+from smb.coordinator.request import Creation, check_creation, first_use
+from smb.coordinator.sessions import EndedSessions
 from smb.coordinator.state import State
+from smb.errors import InvalidArgumentError
 from smb.proto import control_pb2 as pb
+
+_NUMBERS: dict[Kind, pb.Kind] = {Kind.BUFFER: pb.BUFFER, Kind.LOCK: pb.LOCK, Kind.BARRIER: pb.BARRIER}
+_KINDS: dict[int, Kind] = {number: kind for kind, number in _NUMBERS.items()}
+
+
+def kind_of(number: int) -> Kind:
+    """Return the kind of that number on the wire. Raises InvalidArgumentError for one that a later version has."""
+    if number not in _KINDS:
+        raise InvalidArgumentError(f"there is no kind {number} here: the coordinator is older than its client")
+    return _KINDS[number]
 
 
 def creation_of(request: pb.CreateBufferRequest) -> Creation:
     """Return the checked creation. Raises InvalidArgumentError."""
+    kind = kind_of(request.kind)
+    if kind is not Kind.BUFFER:
+        _check_bare(request, kind)
+        return first_use(kind, request.name)
     creation = Creation(
         name=request.name,
         shape=tuple(request.shape),
@@ -20,8 +36,9 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         stripe_bytes=request.stripe_bytes,
         like=request.like,
         exist_ok=request.exist_ok,
+        versions=request.versions or 1,
     )
-    return check_creation(creation, replicas=request.replicas, versions=request.versions)
+    return check_creation(creation, replicas=request.replicas)
 
 
 def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
@@ -56,6 +73,9 @@ def buffer_message(state: State, record: BufferRecord) -> pb.Buffer:
         nbytes=record.nbytes,
         layout=layout,
         created_at=record.created_at,
+        kind=_NUMBERS[record.kind],
+        versions=record.versions,
+        copy_stride_bytes=record.copy_stride_bytes,
     )
 
 
@@ -74,6 +94,23 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         last_seen_at=server.last_seen_at,
         metrics_address=server.metrics_address,
     )
+
+
+def ended_message(ended: EndedSessions, seen: pb.SessionsSeen) -> pb.EndedSessions:
+    """Return what a server that has seen so much has not heard of."""
+    return pb.EndedSessions(
+        incarnation=ended.incarnation,
+        last_number=ended.last_number,
+        session_ids=ended.after(seen.incarnation, seen.last_number),
+    )
+
+
+def _check_bare(request: pb.CreateBufferRequest, kind: Kind) -> None:
+    bare = pb.CreateBufferRequest(name=request.name, kind=request.kind, exist_ok=request.exist_ok)
+    if request != bare:
+        raise InvalidArgumentError(
+            f'{kind.value} "{request.name}": the coordinator decides its form and place; give its name alone'
+        )
 
 
 def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:

@@ -4,6 +4,7 @@ stale.
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -12,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from smb.coordinator.events import Instant
+from smb.coordinator.records import Kind
 from smb.coordinator.state import State
 
 # From an open of a known buffer to a create over many servers, or a waiting open.
@@ -49,14 +51,16 @@ class StateMetrics(Collector):
         """Yield the gauges."""
         state, now = self._look()
         alive = [name for name in state.servers if state.alive(name, now)]
-        ready = [record for record in state.buffers.values() if record.ready]
+        buffers = state.listed()
+        kinds = Counts(record.kind for record in state.buffers.values() if record.ready)
+        pending = sum(not record.ready for record in state.buffers.values())
         free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in alive)
-        yield GaugeMetricFamily("smb_coordinator_buffers", "Buffers that can be opened.", len(ready))
+        yield GaugeMetricFamily("smb_coordinator_buffers", "Buffers that can be opened.", len(buffers))
+        yield GaugeMetricFamily("smb_coordinator_pending_buffers", "Buffers, locks and barriers being made.", pending)
+        yield GaugeMetricFamily("smb_coordinator_locks", "Named locks that have a place.", kinds[Kind.LOCK])
+        yield GaugeMetricFamily("smb_coordinator_barriers", "Named barriers that have a place.", kinds[Kind.BARRIER])
         yield GaugeMetricFamily(
-            "smb_coordinator_pending_buffers", "Buffers being created.", len(state.buffers) - len(ready)
-        )
-        yield GaugeMetricFamily(
-            "smb_coordinator_buffer_bytes", "Bytes of data in all buffers.", sum(record.nbytes for record in ready)
+            "smb_coordinator_buffer_bytes", "Bytes of data in all buffers.", sum(record.nbytes for record in buffers)
         )
         yield GaugeMetricFamily(
             "smb_coordinator_allocated_bytes",
@@ -67,3 +71,8 @@ class StateMetrics(Collector):
         yield GaugeMetricFamily("smb_coordinator_servers_known", "Memory servers known.", len(state.servers))
         yield GaugeMetricFamily("smb_coordinator_servers_alive", "Memory servers whose lease runs.", len(alive))
         yield GaugeMetricFamily("smb_coordinator_sessions", "Clients whose lease runs.", len(state.client_names))
+        yield GaugeMetricFamily(
+            "smb_coordinator_ended_sessions",
+            "Sessions that ended and are still remembered, for servers that have not heard of it.",
+            len(state.ended_sessions.numbers),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -62,6 +63,14 @@ class MemoryServers:
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "drop a segment", error) from error
         return int(reply.used_bytes)
+
+    async def end_sessions(self, server: ServerRecord, session_ids: Sequence[int]) -> None:
+        """Tell that these sessions are over. Raises UnavailableError (outcome unknown)."""
+        try:
+            peer = await self._peer(server)
+            await peer.stub.EndSessions(pb.EndSessionsRequest(session_ids=session_ids), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "end sessions", error) from error
 
     async def answers(self, server: ServerRecord) -> bool:
         """Whether somebody speaks gRPC where this run of the server did: a dead one's port is closed, a stopped one is

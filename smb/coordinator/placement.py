@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from smb.config import format_bytes
-from smb.coordinator.records import BufferRecord
+from smb.coordinator.records import BufferRecord, copy_stride_bytes
 from smb.engine import segment_bytes, segment_file_bytes
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 
@@ -43,60 +43,80 @@ class Pool:
     dead: frozenset[str] = frozenset()
 
 
-def place(pool: Pool, nbytes: int, *, count: int = 0, names: Sequence[str] = (), stripe_bytes: int = 0) -> Placement:
+def place(
+    pool: Pool,
+    nbytes: int,
+    *,
+    count: int = 0,
+    names: Sequence[str] = (),
+    stripe_bytes: int = 0,
+    versions: int = 1,
+) -> Placement:
     """Place `nbytes` on `names`, or on `count` servers, or (both empty) on as many as have something to take.
 
     Servers with the most free bytes come first, by name where equal, so that small buffers go round. A buffer of fewer
     stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means 1 MiB, or less where that
-    would leave one of the wanted servers empty.
+    would leave one of the wanted servers empty. Two versions take two copies of whole stripes, for which the default
+    stripe is no larger than the data needs.
 
     Raises UnavailableError where servers are missing, OutOfMemoryError where they are full, InvalidArgumentError for
     names that nobody knows or more servers than a buffer can have.
     """
     _check_servers(pool, count, names)
-    if nbytes > sum(pool.free_bytes.values()):  # also keeps sizes within the engine's 64 bits from here on
-        raise _no_room(pool, nbytes, "")
+    free_bytes = sum(pool.free_bytes.values())
+    if versions * nbytes > free_bytes:  # also keeps sizes within the engine's 64 bits from here on
+        raise _no_room(pool, versions * nbytes, "")
     wanted = len(names) or count
-    stripe = stripe_bytes or _default_stripe(nbytes, wanted)
+    stripe = stripe_bytes or _default_stripe(nbytes, wanted, versions)
     stripes = -(-nbytes // stripe)
     order = list(names) or sorted(pool.free_bytes, key=lambda name: (-pool.free_bytes[name], name))
     most = min(wanted or len(order), stripes, SERVERS_PER_BUFFER_MAX)
     # Fewer servers means larger shares, but spares those with the least room.
     for segments in range(most, 0, -1):
-        placement = _cut(nbytes, stripe, order[:segments])
-        if _fits(pool, placement):
-            return placement
+        stored = _stored_bytes(nbytes, stripe, segments, versions)
+        if stored <= free_bytes:
+            placement = _cut(stored, stripe, chunk_bytes(stripe), order[:segments])
+            if _fits(pool, placement):
+                return placement
         if wanted:
             break
     where = f" over {most} servers" if most > 1 else ""
-    raise _no_room(pool, nbytes, where)
+    raise _no_room(pool, _stored_bytes(nbytes, stripe, most, versions), where)
 
 
-def place_like(pool: Pool, like: BufferRecord) -> Placement:
+def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placement:
     """Place on the same servers, in the same order and with the same cut as `like`. Raises as `place` does."""
     names = [segment.server for segment in like.segments]
     _check_servers(pool, 0, names)
-    shares = tuple(Share(segment.server, segment.nbytes, segment.file_bytes) for segment in like.segments)
-    placement = Placement(like.stripe_bytes, like.chunk_bytes, shares)
+    stored = _stored_bytes(like.nbytes, like.stripe_bytes, len(names), versions)
+    placement = _cut(stored, like.stripe_bytes, like.chunk_bytes, names)
     if not _fits(pool, placement):
-        raise _no_room(pool, like.nbytes, f' on the servers of "{like.name}"')
+        raise _no_room(pool, stored, f' on the servers of "{like.name}"')
     return placement
 
 
 def chunk_bytes(stripe_bytes: int) -> int:
-    """Return the chunk that goes with a stripe: the largest power of two up to 256 KiB that divides it."""
-    return min(stripe_bytes & -stripe_bytes, CHUNK_BYTES_MAX)
+    """Return the chunk that goes with a stripe: the largest whole number of pages up to 256 KiB that divides it."""
+    pages = stripe_bytes // STRIPE_BYTES_MIN
+    most = min(pages, CHUNK_BYTES_MAX // STRIPE_BYTES_MIN)
+    return next(count for count in range(most, 0, -1) if pages % count == 0) * STRIPE_BYTES_MIN
 
 
-def _default_stripe(nbytes: int, wanted: int) -> int:
+def _default_stripe(nbytes: int, wanted: int, versions: int) -> int:
+    if wanted <= 1 and versions == 1:
+        return STRIPE_BYTES_DEFAULT
     even = -(-nbytes // max(wanted, 1))
-    pages = -(-even // STRIPE_BYTES_MIN)
-    return min(STRIPE_BYTES_DEFAULT, pages * STRIPE_BYTES_MIN) if wanted > 1 else STRIPE_BYTES_DEFAULT
+    # Where the number of stripes is not at stake, 64 KiB steps leave chunks of at least that.
+    step = STRIPE_BYTES_MIN if wanted > 1 or even <= CHUNK_BYTES_MAX else CHUNK_BYTES_MAX // 4
+    return min(STRIPE_BYTES_DEFAULT, -(-even // step) * step)
 
 
-def _cut(nbytes: int, stripe_bytes: int, servers: Sequence[str]) -> Placement:
-    chunk = chunk_bytes(stripe_bytes)
-    sizes = [segment_bytes(nbytes, stripe_bytes, chunk, len(servers), index) for index in range(len(servers))]
+def _stored_bytes(nbytes: int, stripe_bytes: int, segments: int, versions: int) -> int:
+    return nbytes if versions == 1 else versions * copy_stride_bytes(nbytes, stripe_bytes, segments)
+
+
+def _cut(stored_bytes: int, stripe_bytes: int, chunk: int, servers: Sequence[str]) -> Placement:
+    sizes = [segment_bytes(stored_bytes, stripe_bytes, chunk, len(servers), index) for index in range(len(servers))]
     shares = (Share(name, size, segment_file_bytes(size, chunk)) for name, size in zip(servers, sizes, strict=True))
     return Placement(stripe_bytes, chunk, tuple(shares))
 

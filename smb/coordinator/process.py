@@ -17,19 +17,21 @@ from prometheus_client import CollectorRegistry
 
 from smb.config import format_address
 from smb.coordinator.answers import Answers
+from smb.coordinator.endings import Endings
 from smb.coordinator.events import Instant, Ticked
 from smb.coordinator.ledger import Ledger
 from smb.coordinator.metrics import CallMetrics, StateMetrics
 from smb.coordinator.peers import MemoryServers
-from smb.coordinator.service import CoordinatorService
-from smb.coordinator.state import State
+from smb.coordinator.service import CoordinatorService, new_id
+from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
 from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
-from smb.errors import UnavailableError
+from smb.errors import InvalidArgumentError, UnavailableError
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
 TICK_S = 0.5  # a lease is seen to have run out at most this late
 STOP_GRACE_S = 1.0  # for calls under way
+SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # below, a client on a busy host loses it; above, it is none
 
 _log = logging.getLogger("coordinator")
 
@@ -42,6 +44,7 @@ class Options:
     state: str
     metrics: str
     ready_file: Path | None = None
+    session_lease_s: float = SESSION_LEASE_S
 
 
 def run(options: Options) -> None:
@@ -63,12 +66,19 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = check_listen(options.listen)
+    lease_s = options.session_lease_s
+    if not SESSION_LEASE_S_MIN <= lease_s <= SESSION_LEASE_S_MAX:
+        raise InvalidArgumentError(
+            f"--session-lease {lease_s:g}: use {SESSION_LEASE_S_MIN:g} to {SESSION_LEASE_S_MAX:g} seconds"
+        )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
-    ledger = await Ledger.open(store)
+    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s)
     servers = MemoryServers()
     leaving.push_async_callback(servers.close)
-    service = CoordinatorService(ledger, servers)
+    endings = Endings(ledger, servers)
+    leaving.push_async_callback(endings.close)
+    service = CoordinatorService(ledger, servers, endings)
     leaving.push_async_callback(service.finish)
 
     registry = CollectorRegistry()
@@ -82,7 +92,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
     leaving.callback(ledger.stop_waiting)
-    ticking = asyncio.create_task(_tick(ledger))
+    ticking = asyncio.create_task(_tick(ledger, endings))
     leaving.push_async_callback(_cancel, ticking)
 
     _log.info("serving at %s, metrics at %s, state in %s", address, pages.address, options.state)
@@ -109,17 +119,17 @@ def _health(state: State, now: Instant, address: str) -> Mapping[str, Any]:
         "role": "coordinator",
         "address": address,
         "pid": os.getpid(),
-        "buffers": sum(record.ready for record in state.buffers.values()),
+        "buffers": len(state.listed()),
         "servers_alive": sum(state.alive(name, now) for name in state.servers),
         "servers_known": len(state.servers),
     }
 
 
-async def _tick(ledger: Ledger) -> None:
+async def _tick(ledger: Ledger, endings: Endings) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         try:
-            await ledger.commit(Ticked())
+            endings.tell(await ledger.commit(Ticked()))
         except StoreError as error:
             _log.error("%s", error)
 

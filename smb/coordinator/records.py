@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any
+
+
+class Kind(str, Enum):
+    """What a name stands for. Each kind has a name space of its own."""
+
+    BUFFER = "buffer"
+    LOCK = "lock"
+    BARRIER = "barrier"
+
+
+def key_of(kind: Kind, name: str) -> str:
+    """Return what a record is known by. No name of a buffer has a colon in it."""
+    return name if kind is Kind.BUFFER else f"{kind.value}:{name}"
+
+
+def copy_stride_bytes(nbytes: int, stripe_bytes: int, segments: int) -> int:
+    """Return how far apart two copies of so many bytes lie: by whole stripes on each segment, so as to be cut alike."""
+    turn = stripe_bytes * segments
+    return -(-nbytes // turn) * turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +39,11 @@ class SegmentRecord:
 
 @dataclass(frozen=True, slots=True)
 class BufferRecord:
-    """A named array and where it lies. Until `ready`, its segments are being made and nobody sees it."""
+    """A named array and where it lies. Until `ready`, its segments are being made and nobody sees it.
+
+    A lock or a barrier is one too, and stays where it is. With two versions the segments hold two copies side by side;
+    nbytes is one's.
+    """
 
     name: str
     id: int
@@ -32,6 +56,23 @@ class BufferRecord:
     segments: tuple[SegmentRecord, ...]
     created_at: float  # seconds since 1970
     ready: bool
+    kind: Kind = Kind.BUFFER  # from here on the defaults are those of records that were stored without it
+    versions: int = 1
+
+    @property
+    def key(self) -> str:
+        """What it is known by."""
+        return key_of(self.kind, self.name)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f'{self.kind.value} "{self.name}"'
+
+    @property
+    def copy_stride_bytes(self) -> int:
+        """From the start of one copy to the start of the next; 0 where there is one copy."""
+        return copy_stride_bytes(self.nbytes, self.stripe_bytes, len(self.segments)) if self.versions > 1 else 0
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
@@ -43,6 +84,7 @@ class BufferRecord:
         fields: dict[str, Any] = json.loads(text)
         fields["shape"] = tuple(fields["shape"])
         fields["segments"] = tuple(SegmentRecord(**segment) for segment in fields["segments"])
+        fields["kind"] = Kind(fields.get("kind", Kind.BUFFER))
         return BufferRecord(**fields)
 
 
@@ -68,3 +110,21 @@ class ServerRecord:
     def from_json(text: str) -> ServerRecord:
         """Read what `to_json` wrote. Raises TypeError or ValueError for anything else."""
         return ServerRecord(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A client's session. `ended` is its number among those that have ended, 0 while it lives."""
+
+    id: int
+    client_name: str
+    ended: int = 0
+
+    def to_json(self) -> str:
+        """Return the text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> SessionRecord:
+        """Read what `to_json` wrote. Raises TypeError or ValueError for anything else."""
+        return SessionRecord(**json.loads(text))

@@ -7,12 +7,15 @@ import re
 from dataclasses import dataclass
 
 from smb.config import parse_address
+from smb.coordinator.records import Kind, key_of
 from smb.dtypes import DTYPES
 from smb.errors import InvalidArgumentError
 
 NAME_CHARACTERS_MAX = 255
 DIMENSIONS_MAX = 32  # numpy 1's limit; a client could not show more
 STRIPE_BYTES_MULTIPLE = 4096  # a page: stripes are mapped side by side
+# Shapes, of int64, of what has no form of its own. A barrier's are seats: 16 bytes for each party, two rounds of them.
+SHAPES: dict[Kind, tuple[int, ...]] = {Kind.LOCK: (1,), Kind.BARRIER: (8192,)}
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _SERVER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -29,6 +32,19 @@ class Creation:
     stripe_bytes: int = 0
     like: str = ""
     exist_ok: bool = False
+    versions: int = 1
+    kind: Kind = Kind.BUFFER
+
+    @property
+    def key(self) -> str:
+        """What the record is known by."""
+        return key_of(self.kind, self.name)
+
+    @property
+    def asked(self) -> str:
+        """What messages call the request."""
+        doing = "create of" if self.kind is Kind.BUFFER else f"first use of {self.kind.value}"
+        return f'{doing} "{self.name}"'
 
     @property
     def nbytes(self) -> int:
@@ -36,16 +52,24 @@ class Creation:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype else 0
 
 
-def check_creation(creation: Creation, *, replicas: int, versions: int) -> Creation:
+def first_use(kind: Kind, name: str) -> Creation:
+    """Return what makes a lock or barrier, on one server, or finds it. Raises InvalidArgumentError."""
+    _check_name(kind, name)
+    return Creation(name, SHAPES[kind], "int64", server_count=1, exist_ok=True, kind=kind)
+
+
+def check_creation(creation: Creation, *, replicas: int) -> Creation:
     """Return the creation as it came, or raise InvalidArgumentError that names what was asked and what would do."""
-    asked = f'create of "{creation.name}"'
-    _check_name(creation.name)
+    asked = creation.asked
+    _check_name(creation.kind, creation.name)
     _check_array(creation, asked)
     _check_wishes(creation, asked)
     if replicas not in (0, 1):
         raise InvalidArgumentError(f"{asked} with replicas={replicas}: replication is not there yet; use replicas=1")
-    if versions not in (0, 1):
-        raise InvalidArgumentError(f"{asked} with versions={versions}: versions are not there yet; use versions=1")
+    if creation.versions not in (1, 2):
+        raise InvalidArgumentError(
+            f"{asked} with versions={creation.versions}: a buffer has 1 version, or 2: one published, one being written"
+        )
     return creation
 
 
@@ -62,14 +86,14 @@ def check_address(what: str, address: str) -> None:
         raise InvalidArgumentError(f'{what} "{address}" has port 0: nobody could connect to it')
 
 
-def _check_name(name: str) -> None:
+def _check_name(kind: Kind, name: str) -> None:
     if len(name) > NAME_CHARACTERS_MAX:
         raise InvalidArgumentError(
-            f"a buffer's name has at most {NAME_CHARACTERS_MAX} characters, this has {len(name)}"
+            f"a {kind.value}'s name has at most {NAME_CHARACTERS_MAX} characters, this has {len(name)}"
         )
     if not _NAME.fullmatch(name) or any(part in (".", "..") for part in name.split("/")):
         raise InvalidArgumentError(
-            f'"{name}" cannot name a buffer: use parts of A-Z a-z 0-9 . _ - separated by single slashes, '
+            f'"{name}" cannot name a {kind.value}: use parts of A-Z a-z 0-9 . _ - separated by single slashes, '
             f'none of them empty, "." or ".."'
         )
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from smb.coordinator.endings import Endings
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -33,19 +34,26 @@ from smb.coordinator.events import (
     SessionRenewed,
 )
 from smb.coordinator.ledger import Committed, Ledger
-from smb.coordinator.messages import buffer_message, creation_of, registration_of, server_message
+from smb.coordinator.messages import (
+    buffer_message,
+    creation_of,
+    ended_message,
+    kind_of,
+    registration_of,
+    server_message,
+)
 from smb.coordinator.peers import MemoryServers
-from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
 from smb.coordinator.request import Creation
-from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S
+from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.store import StoreError
 from smb.errors import AlreadyExistsError, Error, NotFoundError, UnavailableError
+from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorServicer
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
-_SESSION_LEASE_MS = int(SESSION_LEASE_S * 1000)
 # How long a create with exist_ok waits for another client's creation of the same name.
 _OTHERS_CREATION_S = 30.0
 _FINISH_S = 5.0
@@ -63,9 +71,11 @@ class CoordinatorService(CoordinatorServicer):
     `answers`.
     """
 
-    def __init__(self, ledger: Ledger, servers: MemoryServers) -> None:
+    def __init__(self, ledger: Ledger, servers: MemoryServers, endings: Endings) -> None:
         self._ledger = ledger
         self._servers = servers
+        self._endings = endings
+        self._session_lease_ms = int(ledger.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
 
     async def finish(self) -> None:
@@ -79,23 +89,27 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto."""
         session_id = new_id()
         await self._ledger.commit(SessionRenewed(session_id, request.client_name or "a client without a name"))
-        return pb.OpenSessionReply(session_id=session_id, lease_ms=_SESSION_LEASE_MS)
+        failpoint("coordinator.session.opened")
+        return pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms)
 
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
         """See control.proto."""
         name = request.client_name or "a client without a name"
+        failpoint("coordinator.session.renewal_asked")
         await self._ledger.commit(SessionRenewed(request.session_id, name))
-        return pb.RenewSessionReply(lease_ms=_SESSION_LEASE_MS)
+        failpoint("coordinator.session.renewed")
+        return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
         """See control.proto."""
-        await self._ledger.commit(SessionClosed(request.session_id))
+        self._endings.tell(await self._ledger.commit(SessionClosed(request.session_id)))
         return pb.CloseSessionReply()
 
     # Memory servers
 
     async def RegisterServer(self, request: pb.RegisterServerRequest, context: Context) -> pb.RegisterServerReply:
         """See control.proto. A run of the same name whose lease runs is asked: it keeps the name if it answers."""
+        failpoint("coordinator.register.asked")
         event = registration_of(request)
         rival = self._ledger.state.rival(event, self._ledger.now())
         if rival and rival.control_address != event.server.control_address and await self._servers.answers(rival):
@@ -105,12 +119,22 @@ class CoordinatorService(CoordinatorServicer):
             )
         committed = await self._ledger.commit(event)
         drops = next(effect.segment_ids for effect in committed.effects if isinstance(effect, AnswerDrops))
-        return pb.RegisterServerReply(lease_ms=_SERVER_LEASE_MS, drop_segment_ids=drops)
+        failpoint("coordinator.register.stored")
+        return pb.RegisterServerReply(
+            lease_ms=_SERVER_LEASE_MS,
+            drop_segment_ids=drops,
+            ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
+        )
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         """See control.proto."""
-        await self._ledger.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
-        return pb.RenewServerReply(lease_ms=_SERVER_LEASE_MS)
+        failpoint("coordinator.renew.asked")
+        committed = await self._ledger.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
+        failpoint("coordinator.renew.granted")
+        return pb.RenewServerReply(
+            lease_ms=_SERVER_LEASE_MS,
+            ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
+        )
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
         """See control.proto."""
@@ -127,6 +151,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def CreateBuffer(self, request: pb.CreateBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""
+        failpoint("coordinator.create.asked")
         creation = asyncio.create_task(self._create(creation_of(request)))
         self._creations.add(creation)
         creation.add_done_callback(self._forget_creation)
@@ -136,31 +161,36 @@ class CoordinatorService(CoordinatorServicer):
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""
         timeout_s = request.timeout_ms / 1000
-        record = await self._await_ready(request.name, timeout_s)
+        kind = kind_of(request.kind)
+        record = await self._await_ready(kind, request.name, timeout_s)
         if record is None:
             waited = f" appeared within {timeout_s:g} s" if timeout_s else ""
-            raise NotFoundError(f'no buffer "{request.name}"{waited}; create it, or see what there is with: smb ls')
+            advice = "create it, or see what there is with: smb ls" if kind is Kind.BUFFER else "nobody has used it yet"
+            raise NotFoundError(f'no {kind.value} "{request.name}"{waited}; {advice}')
         return buffer_message(self._ledger.state, record)
 
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
         """See control.proto. By name."""
         state = self._ledger.state
-        ready = sorted((record for record in state.buffers.values() if record.ready), key=lambda record: record.name)
-        return pb.ListBuffersReply(buffers=[buffer_message(state, record) for record in ready])
+        return pb.ListBuffersReply(buffers=[buffer_message(state, record) for record in state.listed()])
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""
-        await self._drop(await self._ledger.commit(BufferDeleted(request.name, request.missing_ok)))
+        failpoint("coordinator.delete.asked")
+        committed = await self._ledger.commit(BufferDeleted(request.name, request.missing_ok))
+        failpoint("coordinator.delete.erased")
+        await self._drop(committed)
+        failpoint("coordinator.delete.dropped")
         return pb.DeleteBufferReply()
 
-    async def _await_ready(self, name: str, timeout_s: float) -> BufferRecord | None:
+    async def _await_ready(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            record = self._ledger.state.buffers.get(name)
-            if record is not None and record.ready:
+            record = self._ledger.state.find(kind, name)
+            if record is not None:
                 return record
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not await self._ledger.wait(name, remaining_s):
+            if remaining_s <= 0 or not await self._ledger.wait(key_of(kind, name), remaining_s):
                 return None
 
     async def _create(self, creation: Creation) -> BufferRecord:
@@ -169,29 +199,35 @@ class CoordinatorService(CoordinatorServicer):
             committed = await self._ledger.commit(BufferWanted(creation, new_id))
             for effect in committed.effects:
                 if isinstance(effect, MakeSegments):
-                    return await self._make(committed, effect.record)
-            record = self._ledger.state.buffers.get(creation.name)
+                    failpoint("coordinator.create.pending_stored")
+                    return await self._make(committed, effect.record, creation.asked)
+            record = self._ledger.state.buffers.get(creation.key)
             if record is not None and record.ready:
                 return record
             # Another client is at it: what becomes of it decides.
             remaining_s = deadline - time.monotonic()
-            if record is not None and not await self._ledger.wait(creation.name, remaining_s):
+            if record is not None and not await self._ledger.wait(creation.key, remaining_s):
                 raise UnavailableError(
-                    f'"{creation.name}" is being created by another client and does not get ready; try again'
+                    f"{creation.asked}: another client is at it, and it does not get ready; try again"
                 )
 
-    async def _make(self, committed: Committed, record: BufferRecord) -> BufferRecord:
+    async def _make(self, committed: Committed, record: BufferRecord, asked: str) -> BufferRecord:
         try:
-            await self._make_segments(committed, record)
-            return (await self._ledger.commit(BufferMade(record.name))).state.buffers[record.name]
+            await self._make_segments(committed, record, asked)
+            failpoint("coordinator.create.segments_made")
+            made = (await self._ledger.commit(BufferMade(record.key))).state.buffers[record.key]
         except BaseException:
-            await self._drop(await self._ledger.commit(BufferFailed(record.name)))
+            failed = await self._ledger.commit(BufferFailed(record.key))
+            failpoint("coordinator.create.taken_back")
+            await self._drop(failed)
             raise
+        failpoint("coordinator.create.ready_stored")
+        return made
 
-    async def _make_segments(self, committed: Committed, record: BufferRecord) -> None:
+    async def _make_segments(self, committed: Committed, record: BufferRecord, asked: str) -> None:
         servers = [committed.state.servers[segment.server] for segment in record.segments]
         calls = (
-            self._servers.create(server, record, segment)
+            self._make_segment(server, record, segment)
             for server, segment in zip(servers, record.segments, strict=True)
         )
         # All answers are awaited, also after a failure: a drop must not overtake the segment's creation.
@@ -201,9 +237,14 @@ class CoordinatorService(CoordinatorServicer):
                 await self._ledger.commit(ServerCounted(server.name, server.instance_id, answer))
         for answer in answers:
             if isinstance(answer, Error):
-                raise type(answer)(f'create of "{record.name}": {answer}; nothing was created') from answer
+                raise type(answer)(f"{asked}: {answer}; nothing was created") from answer
             if isinstance(answer, BaseException):
                 raise answer
+
+    async def _make_segment(self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord) -> int:
+        used_bytes = await self._servers.create(server, record, segment)
+        failpoint("coordinator.create.segment_made")
+        return used_bytes
 
     async def _drop(self, committed: Committed) -> None:
         segments = [s for effect in committed.effects if isinstance(effect, DropSegments) for s in effect.segments]
@@ -216,6 +257,7 @@ class CoordinatorService(CoordinatorServicer):
             return
         try:
             used_bytes = await self._servers.drop(server, segment.id)
+            failpoint("coordinator.delete.segment_dropped")
             await self._ledger.commit(ServerCounted(server.name, server.instance_id, used_bytes))
         except UnavailableError as error:
             _log.warning("%s; it will be told when it registers again", error)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from smb.control import SessionEndedError
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -22,6 +23,7 @@ from smb.coordinator.events import (
     Effect,
     EraseBuffer,
     EraseServer,
+    EraseSession,
     Event,
     Instant,
     MakeSegments,
@@ -29,6 +31,7 @@ from smb.coordinator.events import (
     Restarted,
     SaveBuffer,
     SaveServer,
+    SaveSession,
     ServerCounted,
     ServerDoubted,
     ServerLeft,
@@ -36,17 +39,19 @@ from smb.coordinator.events import (
     ServerRenewed,
     SessionClosed,
     SessionRenewed,
+    TellEnded,
     Ticked,
     WakeOpeners,
 )
 from smb.coordinator.leases import Leases
 from smb.coordinator.placement import Placement, Pool, place, place_like
-from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
 from smb.coordinator.request import Creation, check_address, check_server_name
+from smb.coordinator.sessions import EndedSessions
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 
 SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
-SESSION_LEASE_S = 30.0  # long enough for a client that a page fault storm or a debugger holds up
+SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
 SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown this long
 BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
@@ -68,7 +73,10 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that the coordinator knows. Immutable: a step makes a new one, so what cannot be stored never was."""
+    """All that the coordinator knows. Immutable: a step makes a new one, so what cannot be stored never was.
+
+    `buffers` has locks and barriers too, each under its record's key.
+    """
 
     buffers: Mapping[str, BufferRecord] = field(default_factory=dict)
     servers: Mapping[str, ServerRecord] = field(default_factory=dict)
@@ -78,6 +86,7 @@ class State:
     server_leases: Leases[str] = field(default_factory=lambda: Leases(SERVER_LEASE_S))
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
     client_names: Mapping[int, str] = field(default_factory=dict)
+    ended_sessions: EndedSessions = field(default_factory=EndedSessions)
 
     def alive(self, server: str, now: Instant) -> bool:
         """Whether the server's lease runs."""
@@ -86,6 +95,17 @@ class State:
     def allocation(self, server: str) -> Allocation:
         """Return what buffers take on the server."""
         return self.allocated.get(server, Allocation())
+
+    def find(self, kind: Kind, name: str) -> BufferRecord | None:
+        """Return what is ready under that name."""
+        record = self.buffers.get(key_of(kind, name))
+        # A buffer's name is looked up as it came: one with a colon in it must not find a lock.
+        return record if record is not None and record.ready and record.kind is kind else None
+
+    def listed(self) -> tuple[BufferRecord, ...]:
+        """Return the buffers, by name, that are shown to everybody."""
+        ready = (record for record in self.buffers.values() if record.ready and record.kind is Kind.BUFFER)
+        return tuple(sorted(ready, key=lambda record: record.name))
 
     def pool(self, now: Instant) -> Pool:
         """Return what there is to place on now."""
@@ -101,9 +121,21 @@ class State:
         return known
 
 
-def load(buffers: Iterable[BufferRecord], servers: Iterable[ServerRecord]) -> State:
+def load(
+    buffers: Iterable[BufferRecord],
+    servers: Iterable[ServerRecord],
+    sessions: Iterable[SessionRecord] = (),
+    session_lease_s: float = SESSION_LEASE_S,
+) -> State:
     """Return the state that these records describe. Step it with Restarted before anything else."""
-    state = State(servers={server.name: server for server in servers})
+    known = sorted(sessions, key=lambda session: session.ended)
+    ended = {session.id: session.ended for session in known if session.ended}
+    state = State(
+        servers={server.name: server for server in servers},
+        session_leases=Leases(session_lease_s),
+        client_names={session.id: session.client_name for session in known if not session.ended},
+        ended_sessions=EndedSessions(0, max(ended.values(), default=0), ended),
+    )
     for record in buffers:
         state = _add(state, record)
     return state
@@ -114,19 +146,29 @@ def step(state: State, event: Event, now: Instant) -> Step:
     return _STEPS[type(event)](state, event, now)
 
 
-def _restarted(state: State, _: Restarted, now: Instant) -> Step:
+def _restarted(state: State, event: Restarted, now: Instant) -> Step:
     effects: list[Effect] = []
     for record in [record for record in state.buffers.values() if not record.ready]:
         state = _remove(state, record)
         effects += [
-            EraseBuffer(record.name),
-            Report(logging.WARNING, f'took back "{record.name}": half made at the stop'),
+            EraseBuffer(record.key),
+            Report(logging.WARNING, f"took back {record.title}: half made at the stop"),
         ]
     leases = state.server_leases
     for name in state.servers:
         leases = leases.grant(name, now.monotonic)
+    session_leases = state.session_leases
+    for session_id in state.client_names:
+        session_leases = session_leases.grant(session_id, now.monotonic)
     # Alive for one lease, so that creates go on; doubted, so that each tells again what it holds.
-    return replace(state, server_leases=leases, doubted=frozenset(state.servers)), tuple(effects)
+    state = replace(
+        state,
+        server_leases=leases,
+        doubted=frozenset(state.servers),
+        session_leases=session_leases,
+        ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
+    )
+    return state, tuple(effects)
 
 
 def _ticked(state: State, _: Ticked, now: Instant) -> Step:
@@ -135,9 +177,11 @@ def _ticked(state: State, _: Ticked, now: Instant) -> Step:
         state = replace(state, server_leases=state.server_leases.end(name))
         held = state.allocation(name).segments
         effects.append(Report(logging.WARNING, f'memory server "{name}" is gone: no renewal; it holds {held} segments'))
-    for session_id in state.session_leases.run_out(now.monotonic):
+    gone = state.session_leases.run_out(now.monotonic)
+    for session_id in gone:
         effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
-        state = _end_session(state, session_id)
+    state, ends = _end_sessions(state, gone)
+    effects += ends
     for server in list(state.servers.values()):
         dead_s = now.wall - server.last_seen_at
         if dead_s > SERVER_FORGOTTEN_AFTER_S and _forgettable(state, server.name, now):
@@ -221,7 +265,7 @@ def _server_doubted(state: State, event: ServerDoubted, _: Instant) -> Step:
 
 def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     creation = event.creation
-    existing = state.buffers.get(creation.name)
+    existing = state.buffers.get(creation.key)
     if existing is not None:
         _check_same(state, existing, creation)
         return state, ()
@@ -233,47 +277,58 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     try:
         placement = _placement(state, creation, now)
     except Error as error:
-        raise type(error)(f'create of "{creation.name}": {error}') from None
+        raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, event.new_id, now)
     return _add(state, record), (SaveBuffer(record), MakeSegments(record))
 
 
 def _buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
-    record = replace(state.buffers[event.name], ready=True)
-    state = replace(state, buffers={**state.buffers, record.name: record})
+    record = replace(state.buffers[event.key], ready=True)
+    state = replace(state, buffers={**state.buffers, record.key: record})
     servers = ", ".join(segment.server for segment in record.segments)
-    report = Report(logging.INFO, f'made "{record.name}", {record.nbytes} bytes on {servers}')
-    return state, (SaveBuffer(record), WakeOpeners(record.name), report)
+    report = Report(logging.INFO, f"made {record.title}, {record.nbytes} bytes on {servers}")
+    return state, (SaveBuffer(record), WakeOpeners(record.key), report)
 
 
 def _buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
-    record = state.buffers[event.name]
-    effects = (EraseBuffer(record.name), DropSegments(record.segments), WakeOpeners(record.name))
+    record = state.buffers[event.key]
+    effects = (EraseBuffer(record.key), DropSegments(record.segments), WakeOpeners(record.key))
     return _remove(state, record), effects
 
 
 def _buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
-    record = state.buffers.get(event.name)
-    if record is None or not record.ready:
+    record = state.find(Kind.BUFFER, event.name)
+    if record is None:
         if event.missing_ok:
             return state, ()
         raise NotFoundError(f'no buffer "{event.name}" to delete')
-    report = Report(logging.INFO, f'deleted "{record.name}"')
-    return _remove(state, record), (EraseBuffer(record.name), DropSegments(record.segments), report)
+    report = Report(logging.INFO, f"deleted {record.title}")
+    return _remove(state, record), (EraseBuffer(record.key), DropSegments(record.segments), report)
 
 
 def _session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
     if event.session_id == 0:
         raise InvalidArgumentError("a session's id is not 0")
+    if event.session_id in state.ended_sessions:
+        raise SessionEndedError(
+            f"the session of {event.client_name} is over: it was closed, or its lease ran out before it was renewed; "
+            f"what it held was given up, so connect again"
+        )
     if len(state.client_names) >= SESSIONS_MAX and event.session_id not in state.client_names:
         raise OutOfMemoryError(f"no place for a session of {event.client_name}: there are {SESSIONS_MAX} already")
     leases = state.session_leases.grant(event.session_id, now.monotonic)
+    if event.session_id in state.client_names:
+        return replace(state, session_leases=leases), ()
     names = {**state.client_names, event.session_id: event.client_name}
-    return replace(state, session_leases=leases, client_names=names), ()
+    session = SessionRecord(event.session_id, event.client_name)
+    return replace(state, session_leases=leases, client_names=names), (SaveSession(session),)
 
 
 def _session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
-    return _end_session(state, event.session_id), ()
+    # One that is not known may be of before the loss of our records: its servers still know it.
+    if event.session_id == 0 or event.session_id in state.ended_sessions:
+        return state, ()
+    return _end_sessions(state, (event.session_id,))
 
 
 _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
@@ -317,14 +372,16 @@ def _forgettable(state: State, name: str, now: Instant) -> bool:
 
 
 def _find_ready(state: State, name: str) -> BufferRecord:
-    record = state.buffers.get(name)
-    if record is None or not record.ready:
+    record = state.find(Kind.BUFFER, name)
+    if record is None:
         raise NotFoundError(f'no buffer "{name}"')
     return record
 
 
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
     """Raise AlreadyExistsError unless `existing` is what an exist_ok creation describes."""
+    if existing.kind is not Kind.BUFFER:
+        return  # its form was decided here, perhaps by an earlier version of ours, and stays
     if not creation.exist_ok:
         doing = "exists" if existing.ready else "is being created by another client"
         raise AlreadyExistsError(
@@ -339,6 +396,7 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
     differs = (
         _difference("shape", existing.shape, creation.shape)
         or _difference("dtype", existing.dtype, creation.dtype)
+        or _difference("versions", existing.versions, creation.versions)
         or differs
     )
     if differs:
@@ -381,13 +439,14 @@ def _shaped_like(creation: Creation, like: BufferRecord) -> Creation:
 def _placement(state: State, creation: Creation, now: Instant) -> Placement:
     pool = state.pool(now)
     if creation.like:
-        return place_like(pool, state.buffers[creation.like])
+        return place_like(pool, state.buffers[creation.like], versions=creation.versions)
     return place(
         pool,
         creation.nbytes,
         count=creation.server_count,
         names=creation.server_names,
         stripe_bytes=creation.stripe_bytes,
+        versions=creation.versions,
     )
 
 
@@ -405,17 +464,19 @@ def _pending(creation: Creation, placement: Placement, new_id: Callable[[], int]
         segments=tuple(segments),
         created_at=now.wall,
         ready=False,
+        kind=creation.kind,
+        versions=creation.versions,
     )
 
 
 def _add(state: State, record: BufferRecord) -> State:
     allocated = _allocate(state.allocated, record, +1)
-    return replace(state, buffers={**state.buffers, record.name: record}, allocated=allocated)
+    return replace(state, buffers={**state.buffers, record.key: record}, allocated=allocated)
 
 
 def _remove(state: State, record: BufferRecord) -> State:
     allocated = _allocate(state.allocated, record, -1)
-    return replace(state, buffers=_without(state.buffers, record.name), allocated=allocated)
+    return replace(state, buffers=_without(state.buffers, record.key), allocated=allocated)
 
 
 def _allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: int) -> dict[str, Allocation]:
@@ -426,13 +487,25 @@ def _allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: i
     return changed
 
 
-def _end_session(state: State, session_id: int) -> State:
-    return replace(
+def _end_sessions(state: State, session_ids: tuple[int, ...]) -> Step:
+    if not session_ids:
+        return state, ()
+    ended, forgotten = state.ended_sessions.end(session_ids)
+    names = state.client_names
+    saves = [
+        SaveSession(SessionRecord(session_id, names.get(session_id, ""), ended.numbers[session_id]))
+        for session_id in session_ids
+        if session_id in ended
+    ]
+    state = replace(
         state,
-        session_leases=state.session_leases.end(session_id),
-        client_names=_without(state.client_names, session_id),
+        session_leases=state.session_leases.end(*session_ids),
+        client_names=_without(state.client_names, *session_ids),
+        ended_sessions=ended,
     )
+    return state, (*saves, *map(EraseSession, forgotten), TellEnded(session_ids))
 
 
-def _without(mapping: Mapping[Key, Value], key: Key) -> dict[Key, Value]:
-    return {other: value for other, value in mapping.items() if other != key}
+def _without(mapping: Mapping[Key, Value], *keys: Key) -> dict[Key, Value]:
+    gone = set(keys)
+    return {other: value for other, value in mapping.items() if other not in gone}

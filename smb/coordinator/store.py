@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.failpoint import failpoint
 
 FILE_NAME = "coordinator.sqlite"
 SCHEMA_VERSION = 1
@@ -81,7 +82,9 @@ class SqliteStore:
             try:
                 self._connection.executemany("INSERT OR REPLACE INTO records (key, text) VALUES (?, ?)", put)
                 self._connection.executemany("DELETE FROM records WHERE key = ?", take)
+                failpoint("coordinator.store.written")
                 self._connection.execute("COMMIT")
+                failpoint("coordinator.store.committed")
             except sqlite3.Error:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")

@@ -64,5 +64,14 @@ class Transport(Protocol):
         server answers but has no such segment.
         """
 
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return a link on which changes of the segment go through its server: for those under a lock's token.
+
+        Raises as reach does.
+        """
+
+    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return the link for what waits at the segment's server: locks, barriers, versions. Raises as reach does."""
+
     def close(self) -> None:
         """Close what is open."""

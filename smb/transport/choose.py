@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from smb.engine import EngineClient
+from smb.engine import EngineClient, Link
 from smb.errors import InvalidArgumentError, TransportError, UnavailableError
 from smb.layout import SegmentPlace
 from smb.transport.base import Deadline, NoAnswerError, NoWayError, Transport, Way
+from smb.transport.links import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
+
+Found = TypeVar("Found")
 
 CHOICES = ("auto", "shm", "tcp")
 
@@ -23,13 +27,13 @@ def check_choice(transport: str) -> str:
     return transport
 
 
-def make_transports(choice: str, client: EngineClient) -> tuple[Transport, ...]:
+def make_transports(choice: str, client: EngineClient, links: Links) -> tuple[Transport, ...]:
     """Return the transports to be tried, in this order."""
     if choice == "shm":
-        return (SharedMemory(client),)
+        return (SharedMemory(client, links),)
     if choice == "tcp":
-        return (Tcp(client),)
-    return (SharedMemory(client), Tcp(client))
+        return (Tcp(links),)
+    return (SharedMemory(client, links), Tcp(links))
 
 
 def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
@@ -38,18 +42,34 @@ def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, dea
     Raises TransportError if none of the transports leads there, UnavailableError if that may be because the server is
     down, and what reach raises.
     """
+    way, refusals = _first(transports, place, lambda transport: transport.reach(place, epoch, deadline))
+    if refusals:
+        way = Way(way.transport, f"{way.why} ({'; '.join(refusals)})", way.link, way.segment)
+    return way
+
+
+def choose_gated(transports: Sequence[Transport], place: SegmentPlace, deadline: Deadline) -> Link:
+    """Return a link on which changes of the segment go through its server. Raises as choose does."""
+    return _first(transports, place, lambda transport: transport.gated(place, deadline))[0]
+
+
+def choose_waits(transports: Sequence[Transport], place: SegmentPlace, deadline: Deadline) -> Link:
+    """Return the link for what waits at the segment's server. Raises as choose does."""
+    return _first(transports, place, lambda transport: transport.waits(place, deadline))[0]
+
+
+def _first(
+    transports: Sequence[Transport], place: SegmentPlace, ask: Callable[[Transport], Found]
+) -> tuple[Found, list[str]]:
+    """Return what the first transport that leads there gives, and why those before it do not."""
     refusals: list[str] = []
     may_come_back = False
     for transport in transports:
         try:
-            way = transport.reach(place, epoch, deadline)
+            return ask(transport), refusals
         except NoWayError as error:
             refusals.append(str(error))
             may_come_back |= isinstance(error, NoAnswerError)
-            continue
-        if refusals:
-            way = Way(way.transport, f"{way.why} ({'; '.join(refusals)})", way.link, way.segment)
-        return way
     names = " or ".join(transport.name for transport in transports)
     text = f"server {place.server} can't be reached over {names}: {'; '.join(refusals)}"
     if may_come_back:

@@ -6,15 +6,18 @@ the coordinator knows. A mapping stays good when the server dies; operations on 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
-from smb.engine import EngineClient, EngineError, Link, Segment, Status
-from smb.errors import NotFoundError
+from smb.engine import EngineClient, EngineError, Lane, Link, Segment, Status
+from smb.errors import NotFoundError, UnavailableError
 from smb.layout import SegmentPlace
 from smb.transport.base import Deadline, NoAnswerError, NoWayError, Way
+from smb.transport.links import Links
 
 
 class SharedMemory:
@@ -22,12 +25,13 @@ class SharedMemory:
 
     name = "shm"
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, links: Links) -> None:
         self._client = client
+        self._resumable = links
         self._lock = (
             threading.Lock()
         )  # held while a socket is asked: attaching is rare, and one link takes one at a time
-        self._links: dict[int, Link] = {}  # by the server's instance
+        self._links: dict[int, Link] = {}  # for attaching, by the server's instance
         self._mapped: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
     def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
@@ -47,6 +51,14 @@ class SharedMemory:
                 self._mapped[place.id] = segment
         return Way(self.name, "same host", segment=segment)
 
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """See Transport."""
+        return self._resume(place, Lane.UNIX_DATA, deadline)
+
+    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """See Transport."""
+        return self._resume(place, Lane.UNIX_WAITS, deadline)
+
     def close(self) -> None:
         """See Transport."""
         with self._lock:
@@ -56,16 +68,29 @@ class SharedMemory:
         link = self._links.get(place.instance_id)
         if link is not None and link.alive():
             return link
-        if not place.unix_path or not Path(place.unix_path).exists():
-            raise NoWayError(f"no socket at {place.unix_path or 'any path'} on this host")
-        try:
-            link, instance_id = self._client.connect_unix(place.unix_path, deadline.left_ms())
-        except EngineError as error:
-            if error.status is Status.TIMEOUT or error.errno == errno.ECONNREFUSED:  # what a killed server leaves
-                raise NoAnswerError(f"nobody answers at the socket {place.unix_path}: {error}") from error
-            raise NoWayError(f"the socket at {place.unix_path} does not let us in: {error}") from error
+        with self._asking(place):
+            link, instance_id = self._client.connect_unix(place.unix_path, Lane.UNIX_ATTACH, deadline.left_ms())
         if instance_id != place.instance_id:
             # It was restarted, and the coordinator will know; or it belongs to another server.
             raise NoAnswerError(f"at the socket {place.unix_path} answers another run, or another server")
         self._links[place.instance_id] = link
         return link
+
+    def _resume(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
+        with self._asking(place):
+            try:
+                return self._resumable.reach(place, lane, deadline)
+            except UnavailableError as error:
+                raise NoAnswerError(str(error)) from error
+
+    @contextlib.contextmanager
+    def _asking(self, place: SegmentPlace) -> Iterator[None]:
+        """Say why a socket does not let us in."""
+        if not place.unix_path or not Path(place.unix_path).exists():
+            raise NoWayError(f"no socket at {place.unix_path or 'any path'} on this host")
+        try:
+            yield
+        except EngineError as error:
+            if error.status is Status.TIMEOUT or error.errno == errno.ECONNREFUSED:  # what a killed server leaves
+                raise NoAnswerError(f"nobody answers at the socket {place.unix_path}: {error}") from error
+            raise NoWayError(f"the socket at {place.unix_path} does not let us in: {error}") from error

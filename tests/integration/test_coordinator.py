@@ -145,7 +145,9 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
         ({"dtype": "complex64"}, 'no dtype "complex64"'),
         ({"stripe_bytes": 1000}, "multiple of 4096"),
         ({"replicas": 2}, "replication is not there yet"),
-        ({"versions": 2}, "versions are not there yet"),
+        ({"versions": 3}, "a buffer has 1 version, or 2"),
+        ({"kind": pb.LOCK}, 'lock "w": the coordinator decides its form and place'),
+        ({"kind": 7}, "there is no kind 7"),
         ({"server_names": ["a", "x"]}, 'no memory server "x"'),
     ):
         with refused(Code.INVALID_ARGUMENT, told):
@@ -330,8 +332,95 @@ def test_sessions_are_opened_renewed_made_again_and_closed(daemon: Daemon, coord
     coordinator.CloseSession(pb.CloseSessionRequest(session_id=12345))
     coordinator.CloseSession(pb.CloseSessionRequest(session_id=999))
     assert daemon.metric("smb_coordinator_sessions") == 2
+    assert daemon.metric("smb_coordinator_ended_sessions") == 2
     with refused(Code.INVALID_ARGUMENT):
         coordinator.RenewSession(pb.RenewSessionRequest(session_id=0))
+
+
+def test_an_ended_session_is_told_to_every_server_and_never_taken_back(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """At once where a server listens, with its next renewal or registration where it does not; once each."""
+    servers[1].deaf = servers[2].deaf = True
+    session = coordinator.OpenSession(pb.OpenSessionRequest(client_name="h:1")).session_id
+    other = coordinator.OpenSession(pb.OpenSessionRequest(client_name="h:2")).session_id
+    coordinator.CloseSession(pb.CloseSessionRequest(session_id=session))
+    wait_for(lambda: servers[0].ended, "word of the end")
+    assert [server.ended for server in servers] == [[session], [], []]
+    servers[1].renew(coordinator)
+    servers[2].instance_id = 33
+    servers[2].stop()
+    servers[2].start()
+    servers[2].register(coordinator)
+    assert [server.ended for server in servers] == [[session]] * 3
+    for server in servers[1:]:
+        server.renew(coordinator)
+        assert server.ended == [session]
+    with refused(Code.FAILED_PRECONDITION, "its lease ran out", "connect again"):
+        coordinator.RenewSession(pb.RenewSessionRequest(session_id=session, client_name="h:1"))
+    coordinator.RenewSession(pb.RenewSessionRequest(session_id=other, client_name="h:2"))
+
+
+def test_the_lease_of_a_session_is_an_option_and_its_end_outlives_a_kill(daemons: Daemons) -> None:
+    """With --session-lease 1 a silent session is over within seconds; the next run knows of it, and of the living."""
+    daemon = daemons.coordinator("127.0.0.1:0", None, "--session-lease", "1")
+    address = daemon.address
+    with coordinator_stub(address) as coordinator, fake_memory_servers("a") as (server,):
+        server.register(coordinator)
+        silent = coordinator.OpenSession(pb.OpenSessionRequest(client_name="h:1"))
+        assert silent.lease_ms == 1000
+        wait_for(lambda: server.ended, "end of the silent session")
+        living = coordinator.OpenSession(pb.OpenSessionRequest(client_name="h:2")).session_id
+        daemon.kill()
+        daemons.coordinator(address, None, "--session-lease", "1")
+        assert names(coordinator) == []
+        with refused(Code.FAILED_PRECONDITION, "connect again"):
+            coordinator.RenewSession(pb.RenewSessionRequest(session_id=silent.session_id, client_name="h:1"))
+        server.register(coordinator)
+        assert server.ended == [silent.session_id] * 2, "another run counts anew"
+        wait_for(lambda: server.ended[2:] == [living], "end of the session of before the kill")
+
+
+def test_a_lock_has_one_home_whoever_comes_first(coordinator: CoordinatorStub, servers: list[FakeMemoryServer]) -> None:
+    """Sixteen first uses at once: one segment on one server. A buffer and a barrier of that name are other things."""
+
+    def use(kind: pb.Kind) -> Any:
+        return coordinator.CreateBuffer(pb.CreateBufferRequest(name="w", kind=kind, exist_ok=True), timeout=20)
+
+    with ThreadPoolExecutor(16) as threads:
+        homes = {lock.SerializeToString() for lock in threads.map(use, [pb.LOCK] * 16)}
+    assert len(homes) == 1
+    assert sum(len(server.segments) for server in servers) == 1
+    lock, barrier = use(pb.LOCK), use(pb.BARRIER)
+    assert (lock.kind, list(lock.shape), lock.dtype, lock.nbytes) == (pb.LOCK, [1], "int64", 8)
+    assert (barrier.kind, list(barrier.shape), barrier.nbytes) == (pb.BARRIER, [8192], 65_536)
+    assert names(coordinator) == []
+    with refused(Code.NOT_FOUND, 'no buffer "w"'):
+        delete(coordinator, "w")
+    with refused(Code.NOT_FOUND, 'no buffer "lock:w"'):
+        delete(coordinator, "lock:w")
+    buffer = create(coordinator)
+    delete(coordinator, "w")
+    assert len({lock.id, barrier.id, buffer.id}) == 3
+    opened = coordinator.OpenBuffer(pb.OpenBufferRequest(name="w", kind=pb.LOCK))
+    assert opened == use(pb.LOCK) == lock
+    with refused(Code.NOT_FOUND, 'no barrier "x"; nobody has used it yet'):
+        coordinator.OpenBuffer(pb.OpenBufferRequest(name="x", kind=pb.BARRIER))
+
+
+def test_two_versions_are_two_copies_side_by_side(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """The message says how far apart; the segments hold both; one version has no stride."""
+    twice = create(coordinator, versions=2)
+    assert (twice.versions, twice.nbytes, twice.copy_stride_bytes) == (2, 3 * MIB, 3 * MIB)
+    assert [segment.nbytes for segment in twice.layout.segments] == [2 * MIB] * 3
+    assert [server.used_bytes() for server in servers] == [2 * MIB] * 3
+    assert open_buffer(coordinator, "w") == create(coordinator, versions=2, exist_ok=True) == twice
+    with refused(Code.ALREADY_EXISTS, "with versions 2, not 1"):
+        create(coordinator, exist_ok=True)
+    once = create(coordinator, "v")
+    assert (once.versions, once.copy_stride_bytes) == (1, 0)
 
 
 def test_pages_tell_the_truth(daemon: Daemon, coordinator: CoordinatorStub, servers: list[FakeMemoryServer]) -> None:

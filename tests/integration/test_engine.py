@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 
 from memserver.engine import Engine, SegmentForm
-from smb.engine import BufferHandle, EngineClient, EngineError, Link, Opcode, Outcome, Segment, Status, segment_bytes
+from smb.engine import (
+    BufferHandle,
+    EngineClient,
+    EngineError,
+    Lane,
+    Link,
+    Opcode,
+    Outcome,
+    Segment,
+    Status,
+    segment_bytes,
+)
 from tests.support.daemons import wait_for
 from tests.support.raw import HEADER, Dtype, Flag, Frame, Op
 
@@ -51,9 +62,9 @@ class Reach:
         for index in range(SERVERS):
             chosen = WAYS[index % 3] if way == "mixed" else way
             if chosen == "tcp":
-                link, _ = self.client.connect_tcp("127.0.0.1", place.ports[index], TIMEOUT_MS)
+                link, _ = self.client.connect_tcp("127.0.0.1", place.ports[index], Lane.TCP_DATA, TIMEOUT_MS)
             else:
-                link, _ = self.client.connect_unix(place.sockets[index], TIMEOUT_MS)
+                link, _ = self.client.connect_unix(place.sockets[index], Lane.UNIX_ATTACH, TIMEOUT_MS)
             self.links.append(link)
             if chosen == "shm":
                 self.handle.set_local(index, link.attach(index + 1, EPOCH, TIMEOUT_MS))
@@ -199,7 +210,7 @@ def silent() -> Iterator[tuple[SilentServer, EngineClient, BufferHandle]]:
     server = SilentServer()
     client = EngineClient(1)
     handle = BufferHandle(client, 4096, 4096, 4096, 1, Dtype.UINT8)
-    link, _ = client.connect_tcp("127.0.0.1", server.port, TIMEOUT_MS)
+    link, _ = client.connect_tcp("127.0.0.1", server.port, Lane.TCP_DATA, TIMEOUT_MS)
     handle.set_link(0, 1, 1, link)
     yield server, client, handle
     del link, handle, client
@@ -265,8 +276,8 @@ def test_nothing_is_kept_after_use(place: Place) -> None:
 def test_attach_is_refused_with_its_reason(place: Place) -> None:
     """A descriptor of a segment that is not there, of another epoch, or over TCP is an error that says which."""
     client = EngineClient(80)
-    unix, _ = client.connect_unix(place.sockets[0], TIMEOUT_MS)
-    tcp, _ = client.connect_tcp("127.0.0.1", place.ports[0], TIMEOUT_MS)
+    unix, _ = client.connect_unix(place.sockets[0], Lane.UNIX_ATTACH, TIMEOUT_MS)
+    tcp, _ = client.connect_tcp("127.0.0.1", place.ports[0], Lane.TCP_DATA, TIMEOUT_MS)
     cases = [(unix, 99, EPOCH, Status.NOT_FOUND), (unix, 1, 9, Status.STALE_EPOCH), (tcp, 1, EPOCH, Status.DENIED)]
     for link, segment, epoch, status in cases:
         with pytest.raises(EngineError) as caught:

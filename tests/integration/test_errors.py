@@ -104,7 +104,7 @@ BAD_CREATIONS: list[tuple[dict[str, Any], str]] = [
     ({"servers": [1, 2]}, "name"),
     ({"servers": ["server-0", "server-0"]}, "once"),
     ({"replicas": 2}, "replicas=2 is not there yet"),
-    ({"versions": 2}, "versions=2 is not there yet"),
+    ({"versions": 3}, "versions=3; there are 1 and 2"),
     ({"like": 5}, "name"),
 ]
 
@@ -315,8 +315,6 @@ def test_a_server_that_hangs(connect: Connect, cluster: smb.LocalCluster) -> Non
     with stopped(cluster.servers[1].pid):
         with pytest.raises(smb.TimeoutError, match=r"read of buffer 'w'.*server-1 at 127\..*within 1 s"):
             buffer.read()
-        with pytest.raises(smb.UnavailableError, match=r"buffer 'w'.*server-1 at 127\..*no answer in time"):
-            buffer.read()  # the connection with the unanswered call is given up: this asks for another
         with pytest.raises(smb.TimeoutError, match=r"accumulate of buffer 'w'.*outcome unknown"):
             other.accumulate([1.0])
         local.accumulate([1.0])

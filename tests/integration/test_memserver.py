@@ -68,7 +68,7 @@ def test_a_server_serves_registers_and_leaves_nothing(
     shown = servers(coordinator)["a"]
     assert (shown.data_address, shown.alive, shown.capacity_bytes) == (server.address, True, 64 * MIB)
     assert shown.metrics_address == server.metrics
-    assert daemons.files() == ["smb.a.lock", "smb.a.sock"]
+    assert daemons.files() == ["smb.a.journal", "smb.a.lock", "smb.a.sock"]
     for family, address in ((socket.AF_INET, (host, int(port))), (socket.AF_UNIX, shown.unix_path)):
         with socket.socket(family) as client:
             client.connect(address)
@@ -95,7 +95,7 @@ def test_a_buffer_lies_in_files_that_a_restart_finds_again(
         file.seek(-1, 2)
         file.write(b"!")
     assert server.stop() == 0
-    assert daemons.files() == names
+    assert daemons.files() == [*names, "smb.a.journal"]
     assert not servers(coordinator)["a"].alive
 
     server = daemons.memory_server(daemon.address, "a")

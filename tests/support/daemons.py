@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,11 +31,12 @@ def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEAD
 class Daemon:
     """One run of a daemon. Its standard error goes into `log`."""
 
-    def __init__(self, arguments: list[str], ready_file: Path, log: Path) -> None:
+    def __init__(self, arguments: list[str], ready_file: Path, log: Path, variables: Mapping[str, str]) -> None:
         self.ready_file = ready_file
         self.log = log
         command = [sys.executable, "-m", *arguments]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+        environment |= variables
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, stderr=out, stdout=out, env=environment)
         self.pid = self.process.pid
@@ -87,18 +88,19 @@ class Daemon:
 
 
 class Daemons:
-    """Starts daemons below one directory; memory goes below /dev/shm."""
+    """Starts daemons below one directory; memory goes below /dev/shm. `variables` go to each that is started then."""
 
     def __init__(self, directory: Path, memory: Path) -> None:
         self.directory = directory
         self.memory = memory
+        self.variables: dict[str, str] = {}
         self._started: list[Daemon] = []
 
-    def coordinator(self, listen: str = "127.0.0.1:0", state: str | None = None) -> Daemon:
-        """Start a coordinator, by default always on the same state."""
+    def coordinator(self, listen: str = "127.0.0.1:0", state: str | None = None, *options: str) -> Daemon:
+        """Start a coordinator, by default always on the same state; later options override the defaults here."""
         state = state or str(self.directory / "state")
         arguments = ["smb.cli.main", "coordinator", "--listen", listen, "--state", state, "--metrics", "127.0.0.1:0"]
-        return self._start("coordinator", arguments)
+        return self._start("coordinator", arguments, options)
 
     def memory_server(self, coordinator: str, name: str, *options: str) -> Daemon:
         """Start a memory server; later options override the defaults here."""
@@ -121,7 +123,7 @@ class Daemons:
         number = len(self._started)
         ready_file = self.directory / f"{name}.ready"
         arguments = [*arguments, "--ready-file", str(ready_file), *options]
-        daemon = Daemon(arguments, ready_file, self.directory / f"{number}-{name}.log")
+        daemon = Daemon(arguments, ready_file, self.directory / f"{number}-{name}.log", self.variables)
         self._started.append(daemon)
         return daemon
 

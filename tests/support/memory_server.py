@@ -26,6 +26,9 @@ class FakeMemoryServer(MemoryServerServicer):
         self.asked = threading.Event()  # set at each create, before it is answered
         self.refuse_creation: grpc.StatusCode | None = None
         self.hold: threading.Event | None = None  # creates wait for it
+        self.ended: list[int] = []  # sessions, as told
+        self.deaf = False  # to being told at once which sessions ended
+        self.seen = pb.SessionsSeen()
         self._server: grpc.Server | None = None
         self.port = 0
 
@@ -41,6 +44,12 @@ class FakeMemoryServer(MemoryServerServicer):
     def DeleteSegment(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         self.segments.pop(request.id, None)
         return pb.DeleteSegmentReply(used_bytes=self.used_bytes())
+
+    def EndSessions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        if self.deaf:
+            context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.name} is deaf")
+        self.ended += request.session_ids
+        return pb.EndSessionsReply()
 
     def used_bytes(self) -> int:
         return sum(segment.nbytes for segment in self.segments.values())
@@ -68,15 +77,25 @@ class FakeMemoryServer(MemoryServerServicer):
             capacity_bytes=capacity_bytes,
             used_bytes=self.used_bytes(),
             segment_ids=list(self.segments),
+            sessions_seen=self.seen,
         )
         reply = coordinator.RegisterServer(request, timeout=10)
         for segment_id in reply.drop_segment_ids:
             self.segments.pop(segment_id, None)
+        self._end(reply.ended_sessions)
         return reply
 
     def renew(self, coordinator: CoordinatorStub) -> Any:
-        request = pb.RenewServerRequest(name=self.name, instance_id=self.instance_id, used_bytes=self.used_bytes())
-        return coordinator.RenewServer(request, timeout=10)
+        request = pb.RenewServerRequest(
+            name=self.name, instance_id=self.instance_id, used_bytes=self.used_bytes(), sessions_seen=self.seen
+        )
+        reply = coordinator.RenewServer(request, timeout=10)
+        self._end(reply.ended_sessions)
+        return reply
+
+    def _end(self, ended: Any) -> None:
+        self.ended += ended.session_ids
+        self.seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 
 
 @contextmanager

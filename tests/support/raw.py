@@ -28,6 +28,17 @@ class Opcode(IntEnum):
     ACCUMULATE_FROM = 7
     FETCH_ADD = 8
     COMPARE_SWAP = 9
+    WATERMARK = 10
+    LOCK = 11
+    UNLOCK = 12
+    RENEW = 13
+    FENCE = 14
+    ARRIVE = 15
+    AWAIT_BARRIER = 16
+    AWAIT_VERSION = 17
+    PUBLISH = 18
+    PIN = 19
+    UNPIN = 20
 
 
 class Dtype(IntEnum):
@@ -52,6 +63,8 @@ class Op(IntEnum):
 class Flag(IntFlag):
     REPLY = 1
     FETCH = 2
+    RETRY = 4
+    FENCED = 8
 
 
 class Status(IntEnum):

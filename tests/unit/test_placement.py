@@ -75,7 +75,7 @@ def test_a_count_shrinks_the_default_stripe_so_that_every_server_takes_part() ->
     pool = Pool({"a": GIB, "b": GIB, "c": GIB})
     placement = place(pool, 100 * KIB, count=3)
     assert [share.nbytes for share in placement.shares] == [36 * KIB, 36 * KIB, 28 * KIB]
-    assert placement.chunk_bytes == 4 * KIB
+    assert placement.chunk_bytes == 36 * KIB
     assert len(place(pool, 4000, count=3).shares) == 1
 
 
@@ -103,18 +103,50 @@ def test_like_repeats_cut_and_servers_or_fails() -> None:
     placement = place_like(Pool({"a": MIB, "b": MIB, "c": GIB}), like)
     assert servers_of(placement) == ["b", "a"]
     assert (placement.stripe_bytes, placement.chunk_bytes) == (64 * KIB, 64 * KIB)
+    assert [share.nbytes for share in placement.shares] == [64 * KIB, 32 * KIB]
+    twice = place_like(Pool({"a": MIB, "b": MIB}), like, versions=2)
+    assert [share.nbytes for share in twice.shares] == [128 * KIB, 128 * KIB]
     with pytest.raises(errors.OutOfMemoryError, match='on the servers of "w"'):
-        place_like(Pool({"a": MIB, "b": 71 * KIB, "c": GIB}), like)
+        place_like(Pool({"a": MIB, "b": 64 * KIB, "c": GIB}), like)
     with pytest.raises(errors.UnavailableError, match='"b" is not alive'):
         place_like(Pool({"a": MIB, "c": GIB}, dead=frozenset({"b"})), like)
 
 
 @pytest.mark.parametrize(
-    ("stripe", "chunk"), [(4 * KIB, 4 * KIB), (12 * KIB, 4 * KIB), (96 * KIB, 32 * KIB), (GIB, 256 * KIB)]
+    ("stripe", "chunk"),
+    [
+        (4 * KIB, 4 * KIB),
+        (12 * KIB, 12 * KIB),
+        (96 * KIB, 96 * KIB),
+        (300 * KIB, 100 * KIB),
+        (268 * KIB, 4 * KIB),
+        (320 * KIB, 160 * KIB),
+        (GIB, 256 * KIB),
+    ],
 )
-def test_a_chunk_is_the_largest_power_of_two_that_divides_the_stripe(stripe: int, chunk: int) -> None:
-    """Between a page and 256 KiB."""
+def test_a_chunk_is_the_largest_number_of_pages_that_divides_the_stripe(stripe: int, chunk: int) -> None:
+    """Between a page and 256 KiB; a stripe of a prime number of pages beyond that has chunks of one page."""
     assert chunk_bytes(stripe) == chunk
+
+
+def test_two_versions_are_two_copies_of_whole_stripes_cut_alike() -> None:
+    """Every segment holds as much of one copy as of the other; small buffers get stripes no larger than they need."""
+    pool = Pool({"a": GIB, "b": GIB, "c": GIB})
+    small = place(pool, 100, versions=2)
+    assert (small.stripe_bytes, [share.nbytes for share in small.shares]) == (4 * KIB, [8 * KIB])
+    middling = place(pool, 300 * KIB, versions=2)
+    assert (middling.stripe_bytes, middling.chunk_bytes) == (320 * KIB, 160 * KIB)
+    large = place(pool, 4 * MIB + 1, versions=2)
+    assert [share.nbytes for share in large.shares] == [4 * MIB] * 3
+    assert large.stripe_bytes == MIB
+    with pytest.raises(errors.OutOfMemoryError, match="no room for 4 GiB"):
+        place(pool, 2 * GIB, versions=2)
+
+
+def test_an_absurd_stripe_of_two_versions_finds_no_room() -> None:
+    """The padding counts: it is refused before it can overflow anything."""
+    with pytest.raises(errors.OutOfMemoryError, match="no room for"):
+        place(Pool({"a": GIB, "b": GIB}), 8 * KIB, stripe_bytes=(1 << 64) - 4096, versions=2)
 
 
 @given(

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 
 from smb import errors
-from smb.coordinator.request import Creation, check_creation, check_server_name
+from smb.coordinator.records import Kind
+from smb.coordinator.request import Creation, check_creation, check_server_name, first_use
 
 GOOD = Creation("model/layer-1", (10, 10), "float32")
 
 
 def test_a_sound_creation_passes_unchanged() -> None:
     """Names with parts, scalars, and every wish at once are fine."""
-    assert check_creation(GOOD, replicas=1, versions=0) is GOOD
+    assert check_creation(GOOD, replicas=1) is GOOD
     for good in (replace(GOOD, shape=()), replace(GOOD, server_names=("a", "b"), server_count=2, stripe_bytes=8192)):
-        assert check_creation(good, replicas=0, versions=1) is good
+        assert check_creation(good, replicas=0) is good
     assert GOOD.nbytes == 400
     assert replace(GOOD, shape=(), dtype="bfloat16").nbytes == 2
 
@@ -25,7 +26,18 @@ def test_a_sound_creation_passes_unchanged() -> None:
 def test_bad_names_are_refused(name: str) -> None:
     """Anything that is no path of plain parts; the length's limit is named."""
     with pytest.raises(errors.InvalidArgumentError, match=r"cannot name a buffer|at most 255"):
-        check_creation(replace(GOOD, name=name), replicas=1, versions=1)
+        check_creation(replace(GOOD, name=name), replicas=1)
+    with pytest.raises(errors.InvalidArgumentError, match=r"cannot name a barrier|at most 255"):
+        first_use(Kind.BARRIER, name)
+
+
+def test_locks_and_barriers_have_their_form_and_one_server() -> None:
+    """Nothing about them is the client's but the name, and a buffer of that name is another thing."""
+    lock, barrier = first_use(Kind.LOCK, "a/b"), first_use(Kind.BARRIER, "a/b")
+    assert (lock.shape, lock.dtype, lock.server_count, lock.exist_ok) == ((1,), "int64", 1, True)
+    assert (barrier.shape, barrier.dtype, barrier.server_count) == ((8192,), "int64", 1)
+    assert len({lock.key, barrier.key, replace(GOOD, name="a/b").key}) == 3
+    assert check_creation(lock, replicas=1) is lock
 
 
 @pytest.mark.parametrize(
@@ -45,16 +57,18 @@ def test_bad_names_are_refused(name: str) -> None:
 def test_what_cannot_be_meant_is_refused_with_its_reason(change: dict[str, object], told: str) -> None:
     """Each refusal names the buffer and what is wrong."""
     with pytest.raises(errors.InvalidArgumentError, match=told) as refused:
-        check_creation(replace(GOOD, **change), replicas=1, versions=1)  # type: ignore[arg-type]
+        check_creation(replace(GOOD, **change), replicas=1)  # type: ignore[arg-type]
     assert "model/layer-1" in str(refused.value)
 
 
 def test_what_is_not_there_yet_is_said_to_be_so() -> None:
-    """replicas and versions other than 1 are refused, not ignored."""
+    """More than one replica is refused, not ignored, and so are numbers of versions that there are not."""
     with pytest.raises(errors.InvalidArgumentError, match="replicas=2: replication is not there yet"):
-        check_creation(GOOD, replicas=2, versions=1)
-    with pytest.raises(errors.InvalidArgumentError, match="versions=2: versions are not there yet"):
-        check_creation(GOOD, replicas=1, versions=2)
+        check_creation(GOOD, replicas=2)
+    check_creation(replace(GOOD, versions=2), replicas=1)
+    for versions in (0, 3):
+        with pytest.raises(errors.InvalidArgumentError, match=f"versions={versions}: a buffer has 1 version, or 2"):
+            check_creation(replace(GOOD, versions=versions), replicas=1)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 65, "../x"])

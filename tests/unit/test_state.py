@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import pytest
 
 from smb import errors
+from smb.control import SessionEndedError
+from smb.coordinator import sessions
 from smb.coordinator import state as states
 from smb.coordinator.events import (
     AnswerDrops,
@@ -20,6 +23,7 @@ from smb.coordinator.events import (
     Effect,
     EraseBuffer,
     EraseServer,
+    EraseSession,
     Event,
     Instant,
     MakeSegments,
@@ -27,6 +31,7 @@ from smb.coordinator.events import (
     Restarted,
     SaveBuffer,
     SaveServer,
+    SaveSession,
     ServerCounted,
     ServerDoubted,
     ServerLeft,
@@ -34,15 +39,16 @@ from smb.coordinator.events import (
     ServerRenewed,
     SessionClosed,
     SessionRenewed,
+    TellEnded,
     Ticked,
     WakeOpeners,
 )
-from smb.coordinator.records import BufferRecord, ServerRecord
-from smb.coordinator.request import Creation
+from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
+from smb.coordinator.request import Creation, first_use
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, State, load, step
 
 MIB = 1 << 20
-Kind = TypeVar("Kind")
+Found = TypeVar("Found")
 
 
 def server(name: str, instance_id: int = 1, capacity_bytes: int = 64 * MIB) -> ServerRecord:
@@ -79,10 +85,13 @@ class Cluster:
         self.do(BufferMade(name))
         return self.state.buffers[name]
 
+    def use(self, kind: Kind, name: str = "w") -> tuple[Effect, ...]:
+        return self.do(BufferWanted(first_use(kind, name), lambda: next(self.ids)))
+
     def renew(self, name: str, instance_id: int = 1, used_bytes: int = 0) -> None:
         self.do(ServerRenewed(name, instance_id, used_bytes))
 
-    def only(self, kind: type[Kind]) -> Kind:
+    def only(self, kind: type[Found]) -> Found:
         (found,) = (effect for effect in self.effects if isinstance(effect, kind))
         return found
 
@@ -104,7 +113,7 @@ def test_a_creation_is_stored_pending_made_and_only_then_shown(cluster: Cluster)
     assert len({pending.id, *(segment.id for segment in pending.segments)}) == 3
     cluster.do(BufferMade("w"))
     assert cluster.only(SaveBuffer).record == replace(pending, ready=True)
-    assert cluster.only(WakeOpeners).name == "w"
+    assert cluster.only(WakeOpeners).key == "w"
     assert pending.epoch == 1
     assert pending.created_at == cluster.now.wall
 
@@ -145,6 +154,7 @@ def test_a_taken_name_is_refused_or_opened(cluster: Cluster) -> None:
         ({"stripe_bytes": 8192}, "with stripe 1048576, not 8192"),
         ({"server_count": 1}, "with server count 2, not 1"),
         ({"server_names": ("b", "a")}, r"with servers \('a', 'b'\), not \('b', 'a'\)"),
+        ({"versions": 2}, "with versions 1, not 2"),
     ):
         with pytest.raises(errors.AlreadyExistsError, match=told):
             cluster.want("w", exist_ok=True, **wishes)
@@ -328,8 +338,8 @@ def test_a_restart_takes_back_what_was_half_made_and_asks_servers_to_register(cl
     ready = cluster.create("w")
     cluster.want("half")
     later = Cluster(load(cluster.state.buffers.values(), cluster.state.servers.values()), seconds=5.0)
-    later.do(Restarted())
-    assert later.only(EraseBuffer).name == "half"
+    later.do(Restarted(77))
+    assert later.only(EraseBuffer).key == "half"
     assert later.state.buffers == {"w": ready}
     assert later.state.allocated == {
         segment.server: states.Allocation(segment.file_bytes, 1) for segment in ready.segments
@@ -340,8 +350,72 @@ def test_a_restart_takes_back_what_was_half_made_and_asks_servers_to_register(cl
         later.renew("a")
 
 
+def test_two_versions_take_two_copies_of_the_capacity(cluster: Cluster) -> None:
+    """nbytes stays one copy's; segments, and what is promised of the servers, are for both. like= takes no versions."""
+    record = cluster.create("w", 3 * MIB // 4 + 1, versions=2)
+    assert (record.nbytes, record.versions, record.copy_stride_bytes) == (3 * MIB + 4, 2, 4 * MIB)
+    assert [segment.nbytes for segment in record.segments] == [4 * MIB, 4 * MIB]
+    assert cluster.state.allocation("a").nbytes > 4 * MIB
+    assert cluster.want("w", 3 * MIB // 4 + 1, versions=2, exist_ok=True) == ()
+    once = cluster.create("v", shape=(), dtype="", like="w")
+    assert (once.versions, once.copy_stride_bytes, once.nbytes) == (1, 0, record.nbytes)
+    assert sum(segment.nbytes for segment in once.segments) == once.nbytes
+    assert [segment.server for segment in once.segments] == [segment.server for segment in record.segments]
+    twice = cluster.create("u", shape=(), dtype="", like="v", versions=2)
+    assert [segment.nbytes for segment in twice.segments] == [4 * MIB, 4 * MIB]
+    with pytest.raises(errors.OutOfMemoryError):
+        cluster.want("x", 20 * MIB, versions=2)
+
+
+def test_a_lock_a_barrier_and_a_buffer_share_a_name(cluster: Cluster) -> None:
+    """Each is found by its kind alone; a buffer's delete and list leave the others alone."""
+    cluster.use(Kind.LOCK)
+    cluster.do(BufferMade("lock:w"))
+    cluster.use(Kind.BARRIER)
+    cluster.do(BufferMade("barrier:w"))
+    assert cluster.state.find(Kind.BUFFER, "w") is None
+    assert cluster.state.listed() == ()
+    for name in ("w", "lock:w"):
+        with pytest.raises(errors.NotFoundError):
+            cluster.do(BufferDeleted(name, missing_ok=False))
+    buffer = cluster.create("w")
+    assert cluster.state.listed() == (buffer,)
+    cluster.do(BufferDeleted("w", missing_ok=False))
+    for kind in (Kind.LOCK, Kind.BARRIER):
+        found = cluster.state.find(kind, "w")
+        assert found is not None
+        assert (found.kind, found.name, len(found.segments)) == (kind, "w", 1)
+    with pytest.raises(errors.NotFoundError, match='no buffer "lock:w"'):
+        cluster.want("v", like="lock:w")
+
+
+def test_a_lock_has_one_home_for_good(cluster: Cluster) -> None:
+    """Later uses find it where it is, also while it is being made, after its server died, and after a restart."""
+    cluster.use(Kind.LOCK)
+    assert cluster.use(Kind.LOCK) == ()
+    cluster.do(BufferMade("lock:w"))
+    assert cluster.use(Kind.LOCK) == ()
+    home = cluster.state.buffers["lock:w"]
+    cluster.seconds += SERVER_LEASE_S
+    cluster.do(Ticked())
+    assert cluster.use(Kind.LOCK) == ()
+    later = Cluster(load(cluster.state.buffers.values(), cluster.state.servers.values()))
+    later.do(Restarted(7))
+    assert later.use(Kind.LOCK) == ()
+    assert later.state.find(Kind.LOCK, "w") == home
+
+
+def test_a_record_of_before_there_were_kinds_and_versions_is_read(cluster: Cluster) -> None:
+    """It is a buffer of one version."""
+    record = cluster.create("w")
+    fields = json.loads(record.to_json())
+    assert BufferRecord.from_json(record.to_json()) == record
+    del fields["kind"], fields["versions"]
+    assert BufferRecord.from_json(json.dumps(fields)) == record
+
+
 def test_sessions_live_as_long_as_they_renew() -> None:
-    """A session ends by its close or by its lease, the latter with a log line; renewing an unknown one makes it."""
+    """A session ends by its close or by its lease, the latter with a log line; it is never taken back."""
     cluster = Cluster()
     cluster.do(SessionRenewed(1, "one"))
     cluster.do(SessionRenewed(2, "two"))
@@ -351,10 +425,71 @@ def test_sessions_live_as_long_as_they_renew() -> None:
     cluster.do(Ticked())
     assert cluster.only(Report).text == "session of two is gone: no renewal"
     assert not cluster.state.client_names
-    cluster.do(SessionRenewed(2, "two"))
-    assert cluster.state.client_names[2] == "two"
+    for session_id in (1, 2):
+        with pytest.raises(SessionEndedError, match=r"its lease ran out.*connect again"):
+            cluster.do(SessionRenewed(session_id, "late"))
+    cluster.do(SessionRenewed(3, "of before a restart"))
+    assert cluster.state.client_names[3] == "of before a restart"
     with pytest.raises(errors.InvalidArgumentError):
         cluster.do(SessionRenewed(0, "nobody"))
+
+
+def test_an_end_is_stored_told_at_once_and_answered_to_whoever_has_not_seen_it() -> None:
+    """Ends are numbered; a server hears of those after the last that it has seen, and of all in another incarnation."""
+    cluster = Cluster()
+    cluster.do(Restarted(77))
+    for session_id in (5, 6, 7):
+        cluster.do(SessionRenewed(session_id, f"client {session_id}"))
+        assert cluster.effects == (SaveSession(SessionRecord(session_id, f"client {session_id}")),)
+        assert cluster.do(SessionRenewed(session_id, "again")) == ()
+    cluster.do(SessionClosed(6))
+    assert cluster.effects == (SaveSession(SessionRecord(6, "client 6", 1)), TellEnded((6,)))
+    assert cluster.do(SessionClosed(6)) == ()
+    cluster.seconds += SESSION_LEASE_S
+    cluster.do(Ticked())
+    assert cluster.only(TellEnded).session_ids == (5, 7)
+    ended = cluster.state.ended_sessions
+    assert (ended.incarnation, ended.last_number) == (77, 3)
+    assert ended.after(77, 0) == ended.after(76, 3) == ended.after(0, 0) == (6, 5, 7)
+    assert ended.after(77, 1) == (5, 7)
+    assert ended.after(77, 3) == ()
+
+
+def test_a_restart_knows_who_lived_and_who_had_ended() -> None:
+    """The living have one lease to renew, or end; the ended stay ended and are told anew under another incarnation."""
+    store: dict[int, SessionRecord] = {}
+    cluster = Cluster()
+    cluster.do(Restarted(1))
+    for event in (SessionRenewed(1, "one"), SessionRenewed(2, "two"), SessionRenewed(3, "three"), SessionClosed(2)):
+        cluster.do(event)
+        store |= {e.record.id: e.record for e in cluster.effects if isinstance(e, SaveSession)}
+    later = Cluster(load((), (), store.values(), session_lease_s=2.0), seconds=5.0)
+    later.do(Restarted(9))
+    with pytest.raises(SessionEndedError):
+        later.do(SessionRenewed(2, "two"))
+    later.seconds += 1
+    later.do(SessionRenewed(1, "one"))
+    later.seconds += 1
+    later.do(Ticked())
+    assert later.only(TellEnded).session_ids == (3,)
+    assert later.state.ended_sessions.after(1, 1) == (2, 3)
+    assert later.state.ended_sessions.after(9, 1) == (3,)
+    assert set(later.state.client_names) == {1}
+
+
+def test_so_many_ended_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest make room, in the store too."""
+    monkeypatch.setattr(sessions, "ENDED_MAX", 2)
+    cluster = Cluster()
+    for session_id in (1, 2, 3, 4):
+        cluster.do(SessionRenewed(session_id, "one"))
+    cluster.do(SessionClosed(1))
+    cluster.seconds += SESSION_LEASE_S
+    cluster.do(Ticked())
+    assert [e.record.id for e in cluster.effects if isinstance(e, SaveSession)] == [3, 4]
+    assert [e.session_id for e in cluster.effects if isinstance(e, EraseSession)] == [1, 2]
+    assert cluster.only(TellEnded).session_ids == (2, 3, 4)
+    assert dict(cluster.state.ended_sessions.numbers) == {3: 3, 4: 4}
 
 
 def test_everything_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,11 +153,12 @@ def test_attach_hands_out_the_file(server: EngineServer) -> None:
         size = os.fstat(descriptor).st_size
         with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as file:
             os.close(descriptor)
-            fields = struct.unpack_from("<QIIQIIQQQQI", file)
-            magic, version, _, segment, epoch, dtype, data_bytes, file_bytes, chunks, data, chunk_bytes = fields
-            assert (magic, version) == (int.from_bytes(b"MSEGMENT", "little"), 1)
+            fields = struct.unpack_from("<QIIQIIQQQQQII", file)
+            magic, version, _, segment, epoch, dtype, data_bytes, file_bytes, chunks, records, data, chunk_bytes, count = fields
+            assert (magic, version) == (int.from_bytes(b"MSEGMENT", "little"), 2)
             assert (segment, epoch, dtype, data_bytes) == (WITNESS, EPOCH, Dtype.INT64, SEGMENT_BYTES)
             assert (file_bytes, chunks, data % 4096, chunk_bytes) == (size, 4096, 0, CHUNK_BYTES)
+            assert chunks < records < data and (data - records) // 128 >= count > 0
             assert file[data : data + SEGMENT_BYTES] == PATTERN
             sequence = struct.unpack_from("<I", file, chunks + 64 * 1 + 40)[0]
             assert sequence % 2 == 0

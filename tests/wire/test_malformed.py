@@ -37,10 +37,10 @@ def protocol_errors(server: EngineServer) -> int:
 MALFORMED = {
     "wrong magic": replace(READ, magic=0x4D54),
     "opcode 0": replace(READ, opcode=0),
-    "opcode too large": replace(READ, opcode=10),
+    "opcode too large": replace(READ, opcode=21),
     "opcode 255": replace(READ, opcode=255),
     "a reply": replace(READ, flags=Flag.REPLY),
-    "unknown flag": replace(READ, flags=4),
+    "unknown flag": replace(READ, flags=16),
     "high flag": replace(READ, flags=0x8000),
     "fetch of a read": replace(READ, flags=Flag.FETCH),
     "status in a request": replace(READ, status=1),

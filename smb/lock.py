@@ -1,0 +1,235 @@
+"""Locks: mutual exclusion between processes, with a lease and a fencing token."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from smb.engine import AskOpcode, Asking
+from smb.errors import (
+    Error,
+    InvalidArgumentError,
+    LockLostError,
+    TimeoutError,  # noqa: A004 - the contract's name
+)
+from smb.waits import Home, wait_ms
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+
+USER_LOCK = 0
+PUBLISHER_LOCK = 1
+_TTL_MIN_S, _TTL_MAX_S = 0.01, 86400.0
+_RENEWALS_PER_TTL = 3
+
+_log = logging.getLogger("smb")
+
+
+class Lock:
+    """A lock that one client at a time holds, in the order in which they asked. Made by Client.lock and Buffer.lock.
+
+    A context manager: entering takes it, leaving releases it. While it is held it is renewed in the background; a holder
+    that dies, or is stopped for longer than `ttl`, loses it, and the next one gets it. Leaving then raises LockLostError, and
+    the buffer's changes made with fence=lock are refused, so that nothing of a former holder gets in among those of the
+    present one. Not reentrant; one object belongs to one thread at a time.
+    """
+
+    def __init__(
+        self, homes: Sequence[Home], renewals: Renewals, ttl: float, timeout: float | None, buffer: Buffer | None = None
+    ) -> None:
+        if not _TTL_MIN_S <= ttl <= _TTL_MAX_S:
+            raise InvalidArgumentError(
+                f"lock {homes[0].what}: ttl={ttl!r} is not between {_TTL_MIN_S} and {_TTL_MAX_S:g} s"
+            )
+        if timeout is not None and timeout < 0:
+            raise InvalidArgumentError(f"lock {homes[0].what}: timeout={timeout!r} is less than 0")
+        self._home, self._others = homes[0], homes[1:]
+        self._renewals = renewals
+        self._ttl_ms = round(ttl * 1000)
+        self._timeout = timeout
+        self._token = 0
+        self._expires = 0.0
+        self._lost = False
+        self.buffer = buffer
+
+    @property
+    def token(self) -> int:
+        """The fencing token of this holding: every later one is higher. Raises InvalidArgumentError unless taken."""
+        if self._token == 0:
+            raise InvalidArgumentError(f"lock {self._home.what}: it is not taken; enter it first (with lock: ...)")
+        return self._token
+
+    @property
+    def held(self) -> bool:
+        """Whether we hold it, as far as can be known here without asking."""
+        return self._token != 0 and not self._lost and time.monotonic() < self._expires
+
+    def acquire(self) -> Lock:
+        """Take it. Blocks until it is ours, at most `timeout` seconds. Raises TimeoutError, UnavailableError."""
+        asked = f"lock {self._home.what}"
+        if self._token != 0:
+            raise InvalidArgumentError(f"{asked}: it is taken already, by this object; make another one to wait for it")
+        words = (self._ttl_ms, wait_ms(self._timeout), 0)
+        try:
+            told = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{asked}: others hold it, or wait before us, for {self._timeout:g} s") from error
+        self._token, self._lost = told.a, False
+        self._expires = time.monotonic() + self._ttl_ms / 1000
+        if self._others:
+            self._raise_fences(asked)
+        self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
+        return self
+
+    def release(self) -> None:
+        """Give it back. Raises LockLostError where it was lost before, InvalidArgumentError where it was not taken."""
+        token = self.token
+        self._renewals.remove(self)
+        self._token = 0
+        if self._lost:
+            raise self._lost_error("release")
+        self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+
+    def check(self) -> None:
+        """Ask the server whether we still hold it, and renew it. Raises LockLostError, UnavailableError."""
+        token = self.token
+        if self._lost:
+            raise self._lost_error("check")
+        asking = self.start_renewal()
+        try:
+            self.finish_renewal(asking, token)
+        finally:
+            asking.end()
+
+    def __enter__(self) -> Lock:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release()
+        except Error:
+            if error is None:
+                raise
+            _log.warning("lock %s was lost, or could not be released, on the way out of an error", self._home.what)
+
+    def __index__(self) -> int:
+        return operator.index(self.token)
+
+    # ---- for Renewals and Buffer
+
+    def start_renewal(self) -> Asking:
+        """Send a renewal."""
+        return self._home.start(AskOpcode.RENEW, USER_LOCK, (self._token, self._ttl_ms))
+
+    def finish_renewal(self, asking: Asking, token: int) -> None:
+        """Take its answer. Raises LockLostError, UnavailableError."""
+        began = time.monotonic()
+        try:
+            self._home.finish(f"renewal of lock {self._home.what}", asking, 0.0)
+        except LockLostError:
+            self.lose(token)
+            raise
+        if self._token == token:
+            self._expires = began + self._ttl_ms / 1000
+
+    def lose(self, token: int) -> None:
+        """It is known to be lost."""
+        if self._token == token:
+            self._lost = True
+
+    def _lost_error(self, call: str) -> LockLostError:
+        return LockLostError(
+            f"{call} of lock {self._home.what}: its lease of {self._ttl_ms / 1000:g} s ran out before it was renewed; another "
+            f"may hold it now; what you did under it without fence= may have met others' changes"
+        )
+
+    def _raise_fences(self, asked: str) -> None:
+        """Tell the other segments, before anything is done under the lock, that lower tokens are to be refused."""
+        askings = [(home, home.start(AskOpcode.FENCE, USER_LOCK, (self._token,))) for home in self._others]
+        try:
+            for home, asking in askings:
+                home.finish(asked, asking, 0.0)
+        except Error:
+            token, self._token = self._token, 0
+            self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+            raise
+        finally:
+            for _, asking in askings:
+                asking.end()
+
+
+class Renewals:
+    """Renews a client's held locks from one thread, started with the first one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[int, tuple[float, float, weakref.ref[Lock]]] = {}
+        self._wakes_at = 0.0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, lock: Lock, every_s: float) -> None:
+        """Renew it every so many seconds from now on."""
+        at = time.monotonic() + every_s
+        with self._changed:
+            self._due[id(lock)] = (at, every_s, weakref.ref(lock))
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="smb-locks", daemon=True)
+                self._thread.start()
+            elif at < self._wakes_at:
+                self._changed.notify()
+
+    def remove(self, lock: Lock) -> None:
+        """Stop renewing it."""
+        with self._changed:
+            self._due.pop(id(lock), None)
+
+    def close(self) -> None:
+        """Stop."""
+        with self._changed:
+            self._closed = True
+            self._due.clear()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                self._wakes_at = min((at for at, _, _ in self._due.values()), default=now + 3600.0)
+                if self._wakes_at > now:
+                    self._changed.wait(self._wakes_at - now)
+                    continue
+                due = [(key, every, ref()) for key, (at, every, ref) in self._due.items() if at <= now]
+                for key, every, lock in due:
+                    if lock is None:
+                        del self._due[key]
+                    else:
+                        self._due[key] = (now + every, every, weakref.ref(lock))
+            self._renew([lock for _, _, lock in due if lock is not None])
+            del due, lock
+
+    def _renew(self, locks: list[Lock]) -> None:
+        """All at once: one server that is away must not cost the locks of the others."""
+        started: list[tuple[Lock, int, Asking]] = []
+        for lock in locks:
+            try:
+                started.append((lock, lock.token, lock.start_renewal()))
+            except Error as error:  # released meanwhile, or its server is away: the next turn tries again
+                _log.debug("a lock was not renewed: %s", error)
+        for lock, token, asking in started:
+            try:
+                lock.finish_renewal(asking, token)
+            except Error as error:
+                _log.warning("%s", error)
+            finally:
+                asking.end()

@@ -1,0 +1,159 @@
+"""The client's links to servers, and the threads that give them a new connection when theirs broke.
+
+A link is a lane of the session to a server (csrc/client.h): the calls on it stay in progress while it has no connection.
+One thread waits until some link has calls but no connection; for each such link a thread looks for the server, at its
+last address and where the coordinator says, until it answers or nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from smb.config import parse_address
+from smb.engine import EngineClient, EngineError, Lane, Link, Status
+from smb.errors import Error, TransportError, UnavailableError
+from smb.layout import SegmentPlace
+from smb.transport.base import Deadline
+
+_PAUSE_FIRST_S = 0.01
+_PAUSE_MAX_S = 0.25
+_ATTEMPT_MS = 1000
+_WATCH_MS = 60_000
+_UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a server is now, as the coordinator knows it."""
+
+    address: str
+    unix_path: str
+    instance_id: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    server: str
+    lane: Lane
+    where: Whereabouts
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while it connects for the first time
+    link: Link | None = None
+
+
+class Links:
+    """All resumable links of a client, one for each server and lane."""
+
+    def __init__(self, client: EngineClient, locate: Callable[[str], Whereabouts | None]) -> None:
+        """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it."""
+        self._client = client
+        self._locate = locate
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, Lane], _Entry] = {}
+        self._watching = False
+
+    def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
+        """Return the link of this lane to the segment's server, connecting it if there is none.
+
+        Raises EngineError where nobody answers, UnavailableError where it is another server, or another run of it.
+        """
+        where = Whereabouts(place.address, place.unix_path, place.instance_id)
+        with self._lock:
+            entry = self._entries.setdefault((place.server, lane), _Entry(place.server, lane, where))
+            if not self._watching:
+                self._watching = True
+                threading.Thread(
+                    target=_watch, args=(self._client, weakref.ref(self)), name="smb-links", daemon=True
+                ).start()
+        with entry.lock:  # one connects, the others wait for its link
+            if entry.link is None or not entry.link.alive():
+                entry.link, entry.where = self._connect(entry, where, deadline), where
+            return entry.link
+
+    def close(self) -> None:
+        """Close all of them."""
+        with self._lock:
+            self._entries.clear()
+
+    def _connect(self, entry: _Entry, where: Whereabouts, deadline: Deadline) -> Link:
+        if entry.lane in _UNIX:
+            link, instance_id = self._client.connect_unix(where.unix_path, entry.lane, deadline.left_ms())
+        else:
+            host, port = _numeric(entry.server, where.address)
+            link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
+        if instance_id != where.instance_id:
+            # It was restarted, or another one has its address: the coordinator will know.
+            at = where.unix_path if entry.lane in _UNIX else where.address
+            raise UnavailableError(f"at {at} answers another run than the memory server {entry.server} known")
+        return link
+
+    def resume(self, link_id: int) -> None:
+        """Give that link a new connection; blocks until it has one, or nobody wants it any more."""
+        with self._lock:
+            entry = next((e for e in self._entries.values() if e.link is not None and e.link.id == link_id), None)
+        link = entry.link if entry is not None else None
+        if entry is None or link is None:
+            return  # it was closed meanwhile
+        _log.info("the connection to memory server %s broke; connecting again", entry.server)
+        pause, known = _PAUSE_FIRST_S, 0
+        while link.alive() and link.wanted():
+            try:
+                instance_id = self._attempt(entry, link, known)
+            except (EngineError, UnavailableError) as error:
+                if isinstance(error, EngineError) and error.status is Status.SESSION_ENDED:
+                    _log.warning("memory server %s: %s", entry.server, error)
+                    return
+                _log.debug("memory server %s: %s", entry.server, error)
+            else:
+                _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_MAX_S)
+            found = self._locate(entry.server)
+            if found is not None:
+                entry.where, known = found, found.instance_id
+        link.let_go()
+
+    def _attempt(self, entry: _Entry, link: Link, accept_instance: int) -> int:
+        if entry.lane in _UNIX:
+            return link.resume_unix(entry.where.unix_path, accept_instance, _ATTEMPT_MS)
+        host, port = _numeric(entry.server, entry.where.address)
+        return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
+
+
+def refused(place: SegmentPlace, error: EngineError) -> Error:
+    """Return what to raise where a server's TCP address does not let us in."""
+    text = f"memory server {place.server} at {place.address} can't be reached: {error}"
+    if error.status in (Status.VERSION, Status.PROTOCOL):
+        return TransportError(text)
+    return UnavailableError(text)
+
+
+def _numeric(server: str, address: str) -> tuple[str, int]:
+    host, port = parse_address(address)
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
+    except OSError as error:
+        raise UnavailableError(f"memory server {server}: no address for {host!r}: {error.strerror}") from error
+
+
+def _watch(client: EngineClient, links: weakref.ref[Links]) -> None:
+    """Wait for links without a connection, until the client is closed or forgotten."""
+    while True:
+        try:
+            link_id = client.wait_down(_WATCH_MS)
+        except EngineError:
+            return
+        owner = links()
+        if owner is None:
+            return
+        if link_id is not None:
+            threading.Thread(target=owner.resume, args=(link_id,), name="smb-resume", daemon=True).start()
+        del owner

@@ -1,0 +1,145 @@
+"""What waits at a segment's server, from the client's side: requests for locks, barriers and versions.
+
+A request that waits is parked at the server; here its thread waits in the engine, in short turns, so that Ctrl-C and
+close() get through. It survives a lost connection and a restart of the server: the link sends it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from smb.engine import AskOpcode, Asking, EngineError, Link, Status, Told
+from smb.errors import (
+    BrokenBarrierError,
+    Error,
+    InvalidArgumentError,
+    LockLostError,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    TransportError,
+    UnavailableError,
+)
+from smb.layout import SegmentPlace
+from smb.transport.base import Deadline
+
+if TYPE_CHECKING:
+    from smb.client import Client
+
+FOREVER_MS = 2**64 - 1
+_TURN_MS = 200
+_RETRY_S = 0.05
+
+
+def wait_ms(timeout: float | None) -> int:
+    """Return a timeout in seconds, None for none, as the server takes it."""
+    return FOREVER_MS if timeout is None else max(0, round(timeout * 1000))
+
+
+class Home:
+    """A segment and what it is called. `relocate` returns where it is now, e.g. after its server moved."""
+
+    def __init__(
+        self, client: Client, what: str, place: SegmentPlace, epoch: int, relocate: Callable[[], SegmentPlace]
+    ) -> None:
+        self.what = what
+        self._client = client
+        self._place = place
+        self._epoch = epoch
+        self._relocate = relocate
+        self._link: Link | None = None
+
+    def ask(
+        self, asked: str, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, wait: float | None = 0.0
+    ) -> Told:
+        """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of that.
+
+        Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the server
+        was not reached for the client's timeout).
+        """
+        asking = self.start(opcode, argument, words)
+        try:
+            return self.finish(asked, asking, wait)
+        finally:
+            asking.end()
+
+    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> Asking:
+        """Send the request and return at once; `finish` it, then `end` it."""
+        link = self._link
+        if link is None or not link.alive():
+            link = self._reach()
+        return link.ask(opcode, self._place.id, self._epoch, argument, *words)
+
+    def finish(self, asked: str, asking: Asking, wait: float | None) -> Told:
+        """Return the answer. Raises as `ask`."""
+        told = asking.wait(_TURN_MS)
+        if told is None:
+            told = self._wait(asked, asking, wait)
+        if told.status is not Status.OK:
+            raise self._error(asked, told)
+        return told
+
+    def _wait(self, asked: str, asking: Asking, wait: float | None) -> Told:
+        patience = self._client.timeout
+        began = connected = time.monotonic()
+        while True:
+            told = asking.wait(_TURN_MS)
+            if told is not None:
+                return told
+            self._client.check_open()
+            now = time.monotonic()
+            if asking.link.connected():
+                connected = now
+            if now - connected > patience:
+                raise UnavailableError(
+                    f"{asked}: {self._where()} can't be reached for {patience:g} s; it may be waiting there"
+                )
+            if wait is not None and now - began > wait + patience:
+                raise TimeoutError(
+                    f"{asked}: no answer from {self._where()} within {wait + patience:g} s; outcome unknown"
+                )
+
+    def _reach(self) -> Link:
+        deadline = Deadline(self._client.timeout)
+        while True:
+            self._client.check_open()
+            try:
+                self._link = self._client.reach_waits(self._place, deadline)
+            except (UnavailableError, TransportError) as error:
+                if deadline.left() <= _RETRY_S or not isinstance(error, UnavailableError):
+                    raise type(error)(f"{self.what}: {error}") from error
+                time.sleep(_RETRY_S)
+                self._place = self._relocate()
+            else:
+                return self._link
+
+    def _where(self) -> str:
+        return f"memory server {self._place.server} at {self._place.address}"
+
+    def _error(self, asked: str, told: Told) -> Error:
+        match told.status:
+            case Status.TIMEOUT:
+                return TimeoutError(f"{asked}: not within the time given")
+            case Status.LOCK_LOST:
+                return LockLostError(f"{asked}: its lease ran out; whoever waited may hold the lock now; take it again")
+            case Status.BROKEN:
+                return BrokenBarrierError(
+                    f"{asked}: one of the parties died, gave up or left; the next round starts clean"
+                )
+            case Status.NOT_FOUND:
+                return NotFoundError(f"{asked}: {self._where()} does not have it (any more): it was deleted")
+            case Status.INVALID:
+                return InvalidArgumentError(f"{asked}: {self._where()} refused it as invalid")
+            case Status.SESSION_ENDED:
+                return UnavailableError(f"{asked}: {SESSION_ENDED}")
+            case Status.DISCONNECTED | Status.LINK_LOST:
+                outcome = "outcome unknown" if told.sent else "nothing was done"
+                return UnavailableError(f"{asked}: the connection to {self._where()} was lost; {outcome}")
+            case _:
+                return TransportError(f"{asked}: {self._where()}: {EngineError(told.status, 0)}")
+
+
+SESSION_ENDED = (
+    "this client's session has ended (its lease ran out while the process was stopped?); call smb.connect again"
+)
