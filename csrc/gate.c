@@ -143,8 +143,10 @@ static int change_once(struct smb_server *server, struct gate_request *request, 
 {
     const struct smb_frame *frame = &request->frame;
     int status = take_record(request);
-    if (status == SMB_EXISTS)
+    if (status == SMB_EXISTS) {
+        server_count(&server->replayed_total, 1);
         return answer_again(request, sink, result);
+    }
     if (status != SMB_OK)
         return status;
     struct smb_change change = {.opcode = frame->opcode, .op = frame->op, .offset = frame->offset, .bytes = frame->length,

@@ -212,6 +212,8 @@ void smb_server_counters(struct smb_server *server, struct smb_server_counters *
     for (int i = 0; i < SMB_STATUS_COUNT; i++)
         counters->errors[i] = atomic_load_explicit(&server->errors[i], memory_order_relaxed);
     counters->parked_now = atomic_load_explicit(&server->parked_now, memory_order_relaxed);
+    counters->waits_now = atomic_load_explicit(&server->waits_now, memory_order_relaxed);
+    counters->replayed_total = atomic_load_explicit(&server->replayed_total, memory_order_relaxed);
     counters->parked_total = atomic_load_explicit(&server->parked_total, memory_order_relaxed);
 
     pthread_rwlock_rdlock(&server->registry_lock);

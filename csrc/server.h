@@ -87,6 +87,8 @@ struct smb_server {
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t parked_now;
     _Atomic uint64_t parked_total;
+    _Atomic uint64_t waits_now;
+    _Atomic uint64_t replayed_total;
     pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
     struct connection *lanes;
 };

@@ -177,6 +177,8 @@ struct smb_server_counters {
     uint64_t connections_now[3];
     uint64_t parked_now;          /* requests that wait for a chunk lock */
     uint64_t parked_total;
+    uint64_t waits_now;           /* requests parked at locks, barriers and versions */
+    uint64_t replayed_total;      /* repeated changes that had been made, and were answered without being made again */
     uint64_t recovered_locks;     /* chunk locks found held by a dead process */
     uint64_t segments;
     uint64_t segment_bytes;       /* file bytes, as counted against the capacity */

@@ -166,6 +166,7 @@ static void unlink_wait(struct wait *wait)
 
 void wait_free(struct wait *wait)
 {
+    atomic_fetch_sub_explicit(&wait->loop->server->waits_now, 1, memory_order_relaxed);
     smb_segment_release(wait->segment);
     free(wait);
 }
@@ -190,6 +191,7 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
     if (wait->next)
         wait->next->previous = wait;
     connection->waits = wait;
+    server_count(&wait->loop->server->waits_now, 1);
     int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(), answer);
     if (status != SMB_PARKED) {
         unlink_wait(wait);

@@ -78,6 +78,8 @@ class Counters:
     connections: dict[str, int]
     parked: int
     parked_total: int
+    waits: int
+    replayed_total: int
     recovered_locks: int
     segments: int
     segment_bytes: int
@@ -165,6 +167,8 @@ class Engine:
             connections={name: int(raw.connections_now[t]) for t, name in TRANSPORTS.items()},
             parked=int(raw.parked_now),
             parked_total=int(raw.parked_total),
+            waits=int(raw.waits_now),
+            replayed_total=int(raw.replayed_total),
             recovered_locks=int(raw.recovered_locks),
             segments=int(raw.segments),
             segment_bytes=int(raw.segment_bytes),

@@ -59,6 +59,14 @@ class EngineMetrics(Collector):
         yield CounterMetricFamily(
             "smb_server_parked_requests_total", "Requests that had to wait for a chunk's lock.", counters.parked_total
         )
+        yield GaugeMetricFamily(
+            "smb_server_waiting_requests", "Requests that wait for a lock, a barrier or a version now.", counters.waits
+        )
+        yield CounterMetricFamily(
+            "smb_server_replayed_requests_total",
+            "Changes sent again after a lost connection that had been made, and were not made twice.",
+            counters.replayed_total,
+        )
         yield CounterMetricFamily(
             "smb_server_recovered_locks_total", "Chunk locks found held by a dead process.", counters.recovered_locks
         )

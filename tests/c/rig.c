@@ -129,6 +129,8 @@ int reach_try(struct smb_buffer *buffer, struct smb_request request)
     if (request.timeout_ms == 0)
         request.timeout_ms = RIG_TIMEOUT_MS;
     CHECK_EQ(smb_transfer(buffer, &request, &outcome), outcome.status);
+    if (outcome.doubt)
+        smb_doubt_release(outcome.doubt);
     return outcome.status;
 }
 

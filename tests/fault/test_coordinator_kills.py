@@ -306,7 +306,8 @@ def test_a_memory_server_killed_at_any_step_leaves_nothing_half_done(
     if point == "memserver.register.dropped":
         cluster.delete()
     armed = cluster.start(VICTIM, point)
-    if act is not wait:
+    # Of sessions that ended before it hears while it registers, and then it never serves.
+    if act not in (wait, close_session):
         assert armed.address
     with killed(cluster, VICTIM):
         outcome = act(cluster)

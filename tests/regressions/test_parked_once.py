@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import urllib.request
 
 import numpy as np
 
 import smb
-from tests.support.daemons import wait_for
+from tests.support.daemons import cluster_metric, wait_for
 
 # Adds to one chunk without end, through shared memory.
 _ADDER = """
@@ -40,30 +38,23 @@ def test_a_request_behind_a_stopped_process_is_parked_once() -> None:
                 os.kill(pid, signal.SIGSTOP)
                 future = weights.accumulate_async(np.ones(65536, np.float32))
                 try:
-                    wait_for(lambda: future.done() or _metric(cluster, "smb_server_parked_requests") == 1, "an outcome")
+                    wait_for(lambda: future.done() or cluster_metric(cluster, "smb_server_parked_requests") == 1, "an outcome")
                     if future.done():
                         os.kill(pid, signal.SIGCONT)
                         return False
                     with smb.connect(cluster.address, transport="tcp") as third:
                         third.open("other").write(np.ones(4, np.float32))
-                    retries_later = _metric(cluster, "smb_server_parked_requests_total")
-                    assert _metric(cluster, "smb_server_parked_requests") == 1
-                    assert _metric(cluster, "smb_server_parked_requests_total") == retries_later
+                    retries_later = cluster_metric(cluster, "smb_server_parked_requests_total")
+                    assert cluster_metric(cluster, "smb_server_parked_requests") == 1
+                    assert cluster_metric(cluster, "smb_server_parked_requests_total") == retries_later
                     return True
                 finally:
                     os.kill(pid, signal.SIGCONT)
                     future.result(timeout=10)
 
             wait_for(stopped_inside, "a stop inside the lock")
-            assert _metric(cluster, "smb_server_parked_requests") == 0
+            assert cluster_metric(cluster, "smb_server_parked_requests") == 0
             assert other.read().tolist() == [1, 1, 1, 1]
         finally:
             adder.kill()
             adder.communicate()
-
-
-def _metric(cluster: smb.LocalCluster, name: str) -> float:
-    with urllib.request.urlopen(f"http://{cluster.servers[0].metrics}/metrics", timeout=5) as page:
-        match = re.search(rf"^{name} (\S+)$", page.read().decode(), re.M)
-    assert match, name
-    return float(match[1])

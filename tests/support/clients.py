@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,3 +165,47 @@ def spawn(task: Callable[..., None], *arguments: Any) -> Any:
 def make_event() -> Any:
     """Return an event that a spawned process can set."""
     return _context.Event()
+
+
+@contextlib.contextmanager
+def in_process(function: Callable[..., Any], *given: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Run function(messages, *given, **options) in a process of its own, to be killed or stopped.
+
+    Yields the process and the queue of what it tells.
+    """
+    messages: Any = _context.Queue()
+    process = _context.Process(target=function, args=(messages, *given), kwargs=options, daemon=True)
+    process.start()
+    try:
+        yield process, messages
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        messages.close()
+        messages.join_thread()
+
+
+def hold_lock(messages: Any, address: str, name: str, ttl: float, *, fenced: bool = False) -> None:
+    """Take the lock, tell the token, hold it; once it is lost try a fenced write, tell the errors."""
+    with smb.connect(address, transport="tcp") as client:
+        buffer = client.open(name) if fenced else None
+        lock = (buffer.lock(ttl=ttl) if buffer is not None else client.lock(name, ttl=ttl)).acquire()
+        messages.put(lock.token)
+        end = time.monotonic() + DEADLINE_S
+        while lock.held and time.monotonic() < end:
+            time.sleep(0.01)
+        for call in (lambda: buffer.write(np.zeros(buffer.size, np.int64), fence=lock) if buffer else None, lock.release):
+            try:
+                call()
+                messages.put("done")
+            except smb.Error as error:
+                messages.put(type(error).__name__)
+
+
+def arrive(messages: Any, address: str, name: str, parties: int) -> None:
+    """Arrive at a barrier and wait there."""
+    with smb.connect(address, transport="tcp") as client:
+        client.barrier("warm-up", 1)
+        messages.put("arriving")
+        client.barrier(name, parties, timeout=DEADLINE_S)

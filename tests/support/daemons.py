@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+import smb
 
 DEADLINE_S = 20.0
 Value = TypeVar("Value")
@@ -26,6 +29,22 @@ def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEAD
         assert time.monotonic() < end, f"no {what} within {deadline_s:g} s"
         time.sleep(0.01)
     return value
+
+
+def cluster_metric(cluster: smb.LocalCluster, name: str) -> float:
+    """A metric without labels, summed over the cluster's memory servers."""
+    total = 0.0
+    for server in cluster.servers:
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=5) as page:
+            match = re.search(rf"^{name} (\S+)$", page.read().decode(), re.M)
+        assert match, name
+        total += float(match[1])
+    return total
+
+
+def waiting(cluster: smb.LocalCluster) -> int:
+    """How many requests wait for a lock, a barrier or a version."""
+    return int(cluster_metric(cluster, "smb_server_waiting_requests"))
 
 
 class Daemon:
