@@ -75,6 +75,10 @@ class Status(IntEnum):
     DENIED = 4
     OUT_OF_MEMORY = 5
     TIMEOUT = 7
+    LOCK_LOST = 9
+    BROKEN = 10
+    EVICTED = 11
+    SESSION_ENDED = 12
     PROTOCOL = 18
     VERSION = 19
     SYSTEM = 32
