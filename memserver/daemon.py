@@ -97,8 +97,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
     engine.listen_unix(place.socket_path)
     control = ControlServer(numeric, segments)
     leaving.callback(control.close)
-    reachable = options.advertise or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
-    address = format_address(reachable, data_port)
+    reachable, advertised_port = _advertised(options.advertise)
+    reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
+    address = format_address(reachable, advertised_port or data_port)
 
     registry = CollectorRegistry()
     health = _Health(options, address, segments)
@@ -172,6 +173,13 @@ def _check(options: Options) -> None:
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if parse_address(options.coordinator)[1] == 0:
         raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")
+
+
+def _advertised(advertise: str) -> tuple[str, int]:
+    """Return --advertise as (host, port); port 0: none was given."""
+    if advertise.startswith("[") or advertise.count(":") == 1:
+        return parse_address(advertise)
+    return advertise, 0
 
 
 def _numeric(host: str) -> str:

@@ -209,3 +209,74 @@ def arrive(messages: Any, address: str, name: str, parties: int) -> None:
         client.barrier("warm-up", 1)
         messages.put("arriving")
         client.barrier(name, parties, timeout=DEADLINE_S)
+
+
+class Adders:
+    """Processes that add to a lane of their own and to a common one until told to stop."""
+
+    def __init__(self, address: str, ways: Sequence[str], count: int, timeout: float = 30.0) -> None:
+        """Create the lanes and start one process for each way."""
+        self.address = address
+        self.ways = ways
+        self.count = count
+        self._stop = _context.Event()
+        self._progress = [_context.Value("q", 0) for _ in ways]
+        self._failures: Any = _context.Queue()
+        with smb.connect(address) as client:
+            for name in (*(f"lane-{i}" for i in range(len(ways))), "common"):
+                client.create(name, count, "int64", stripe="64KiB")
+        self.processes = [
+            _context.Process(
+                target=_add_until,
+                args=(address, way, number, count, timeout, self._stop, self._progress[number], self._failures),
+                daemon=True,
+            )
+            for number, way in enumerate(ways)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def done(self) -> list[int]:
+        """Additions to each lane that were acknowledged so far."""
+        return [int(progress.value) for progress in self._progress]
+
+    def finish(self) -> list[int]:
+        """Stop them, and return how many additions of each were acknowledged. Raises what one of them raised."""
+        self._stop.set()
+        for process in self.processes:
+            process.join(DEADLINE_S)
+            alive = process.is_alive()
+            if alive:
+                process.kill()
+                process.join()
+            assert not alive, "a client hangs"
+        try:
+            raise AssertionError(f"a client failed: {self._failures.get(timeout=0.5)}")
+        except queue.Empty:
+            return self.done()
+
+    def kill(self) -> None:
+        """End them all, whatever they do."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def drop(self) -> None:
+        """Delete the lanes."""
+        with smb.connect(self.address) as client:
+            for name in (*(f"lane-{i}" for i in range(len(self.ways))), "common"):
+                client.delete(name)
+
+
+def _add_until(
+    address: str, way: str, number: int, count: int, timeout: float, stop: Any, progress: Any, failures: Any
+) -> None:
+    try:
+        with smb.connect(address, transport=way, timeout=timeout) as client:
+            own, common, delta = client.open(f"lane-{number}"), client.open("common"), pattern(0, count, "int64")
+            while not stop.is_set():
+                own.accumulate(delta)
+                common.accumulate(delta)
+                progress.value += 1
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        failures.put(f"{type(error).__name__}: {error}")

@@ -1,0 +1,20 @@
+"""How long the fault tests run: short as a part of `make test`, long with SMB_LONG=1 (`make fault`). The same code."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+LONG = os.environ.get("SMB_LONG") == "1"
+
+
+def times(short: int, long: int) -> int:
+    """Return the number for this run."""
+    return long if LONG else short
+
+
+def seed() -> int:
+    """Return $SMB_SEED, or a fresh one; printed, so that a failure shows how to repeat it."""
+    value = int(os.environ.get("SMB_SEED") or secrets.randbits(32))
+    print(f"seed {value}: repeat with SMB_SEED={value} SMB_LONG={int(LONG)} .venv/bin/pytest {os.environ.get('PYTEST_CURRENT_TEST', '').split(' ')[0]}")
+    return value

@@ -1,0 +1,151 @@
+"""Every operation through a proxy that cuts, swallows, doubles, holds back and spoils frames: nothing lost, nothing doubled."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import smb
+from tests.fault.long import seed, times
+from tests.support.checkers import Run, check_at_rest, delta
+from tests.support.daemons import running_daemons
+from tests.support.proxy import Fault, Plan, Proxy, RandomPlan
+from tests.support.raw import HEADER, Opcode
+
+COUNT = 700
+OPERATIONS = times(2000, 100_000)
+EVERY = 9.0  # frames for one fault
+
+
+@contextlib.contextmanager
+def behind_a_proxy(directory: Path, plan: Plan) -> Iterator[tuple[str, Proxy]]:
+    """A cluster of one server that says its address is the proxy's."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    proxy = Proxy(port, plan)
+    try:
+        with running_daemons(directory) as daemons:
+            address = daemons.coordinator().address
+            server = daemons.memory_server(
+                address, "a", "--listen", f"127.0.0.1:{port}", "--advertise", f"127.0.0.1:{proxy.port}"
+            )
+            assert server.address == f"127.0.0.1:{proxy.port}"
+            yield address, proxy
+    finally:
+        proxy.close()
+
+
+class Worker:
+    """One client's operations, and what it was told of them."""
+
+    def __init__(self, address: str, number: int, operations: int) -> None:
+        self._address, self._number, self._operations = address, number, operations
+        self.lane = self.common = self.combined = self.filled = 0
+        self.counted: list[int] = []
+        self.swaps = 0
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            with smb.connect(self._address, transport="tcp", timeout=60) as client:
+                self._work(client)
+        except BaseException as error:  # noqa: BLE001 - raised again by the test
+            self.failure = error
+
+    def _work(self, client: smb.Client) -> None:
+        lane, common = client.open(f"lane-{self._number}"), client.open("common")
+        combined, source = client.open(f"combined-{self._number}"), client.open("source")
+        counter, scratch = client.open("counter"), client.open(f"scratch-{self._number}")
+        ours = delta(COUNT)
+        for turn in range(self._operations):
+            match turn % 6:
+                case 0:
+                    lane.accumulate(ours)
+                    self.lane += 1
+                case 1:
+                    common.accumulate(ours)
+                    self.common += 1
+                case 2:
+                    self.counted.append(counter.fetch_add(0, 1))
+                case 3:
+                    before = counter.compare_swap(1 + self._number, self.swaps, self.swaps + 1)
+                    assert before == self.swaps, f"compare_swap saw {before}, not {self.swaps}"
+                    self.swaps += 1
+                case 4:
+                    combined.accumulate_from(source)
+                    self.combined += 1
+                case _:
+                    scratch.fill(turn)
+                    self.filled = turn
+                    lane_now = lane.accumulate(ours, fetch=True)
+                    self.lane += 1
+                    np.testing.assert_array_equal(lane_now, self.lane * ours)
+
+
+def test_random_faults(tmp_path: Path) -> None:
+    """Two clients, all operations, a fault for every tenth frame or so."""
+    workers_count = 2
+    plan = RandomPlan(seed(), EVERY)
+    plan.quiet = True
+    with behind_a_proxy(tmp_path, plan) as (address, proxy):
+        with smb.connect(address, transport="tcp", timeout=60) as client:
+            for name in ("common", "source", *(f"{kind}-{i}" for kind in ("lane", "combined", "scratch") for i in range(2))):
+                client.create(name, COUNT, "int64")
+            client.create("counter", 8, "int64")
+            client.open("source").write(delta(COUNT))
+        plan.quiet = False
+        workers = [Worker(address, number, OPERATIONS // workers_count) for number in range(workers_count)]
+        for worker in workers:
+            worker.thread.start()
+        for worker in workers:
+            worker.thread.join()
+        plan.quiet = True
+        for worker in workers:
+            if worker.failure is not None:
+                raise worker.failure
+        with smb.connect(address, transport="tcp") as client:
+            for number, worker in enumerate(workers):
+                check_at_rest(client.open(f"lane-{number}").read(), worker.lane, f"lane {number}")
+                check_at_rest(client.open(f"combined-{number}").read(), worker.combined, f"combined {number}")
+                assert (client.open(f"scratch-{number}").read() == worker.filled).all()
+            check_at_rest(client.open("common").read(), sum(worker.common for worker in workers), "common")
+            counted = sorted(value for worker in workers for value in worker.counted)
+            assert counted == list(range(len(counted)))
+        fired = sum(proxy.fired.values())
+        print(f"{OPERATIONS} operations, {fired} faults {dict(proxy.fired)}: 0 lost, 0 doubled")
+        Run(1000, 1.0, OPERATIONS // 12, fired, True).check(1)
+        assert len(proxy.fired) == 7, f"not every kind of fault fired: {dict(proxy.fired)}"
+
+
+class CutEachByte:
+    """Cuts the first answer of every request at the next byte; the second time it passes."""
+
+    def __init__(self, opcode: Opcode, reply: bool, length: int) -> None:
+        self._opcode, self._reply, self._length = opcode, reply, length
+        self._seen: set[bytes] = set()
+        self.cuts = 0
+
+    def __call__(self, reply: bool, header: bytes) -> Fault | None:
+        if header[3] != self._opcode or reply is not self._reply or header[24:32] in self._seen:
+            return None
+        self._seen.add(header[24:32])
+        self.cuts += 1
+        return Fault("cut reply" if reply else "cut request", self.cuts % self._length)
+
+
+@pytest.mark.parametrize("reply", [True, False], ids=["answer", "request"])
+def test_cut_at_each_byte(tmp_path: Path, reply: bool) -> None:
+    """A fetch_add's answer, and its request, cut at each of its bytes in turn: every number is given once."""
+    plan = CutEachByte(Opcode.FETCH_ADD, reply, HEADER.size)
+    with behind_a_proxy(tmp_path, plan) as (address, _), smb.connect(address, transport="tcp", timeout=60) as client:
+        counter = client.create("counter", 1, "int64")
+        for turn in range(HEADER.size + 1):
+            assert counter.fetch_add(0, 1) == turn
+        assert plan.cuts >= HEADER.size
