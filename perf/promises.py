@@ -21,7 +21,7 @@ import smb
 from memserver.engine import Engine, SegmentForm
 from smb.engine import AskOpcode, BufferHandle, EngineClient, Lane, Link, Opcode
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - what a memory server uses
+MEMORY = Path("/dev/shm")
 BYTES = 64 << 20
 CHUNK_BYTES = 256 << 10
 FLOAT32 = 2

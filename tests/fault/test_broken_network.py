@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import smb
-from tests.fault.long import seed, times
+from tests.fault.long import LIMIT_S, seed, times
 from tests.support.checkers import Run, check_at_rest, delta
 from tests.support.daemons import running_daemons
 from tests.support.proxy import Fault, Plan, Proxy, RandomPlan
 from tests.support.raw import HEADER, Opcode
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 COUNT = 700
 OPERATIONS = times(2000, 100_000)
@@ -96,7 +98,11 @@ def test_random_faults(tmp_path: Path) -> None:
     plan.quiet = True
     with behind_a_proxy(tmp_path, plan) as (address, proxy):
         with smb.connect(address, transport="tcp", timeout=60) as client:
-            for name in ("common", "source", *(f"{kind}-{i}" for kind in ("lane", "combined", "scratch") for i in range(2))):
+            for name in (
+                "common",
+                "source",
+                *(f"{kind}-{i}" for kind in ("lane", "combined", "scratch") for i in range(2)),
+            ):
                 client.create(name, COUNT, "int64")
             client.create("counter", 8, "int64")
             client.open("source").write(delta(COUNT))

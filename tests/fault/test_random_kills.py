@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import smb
-from tests.fault.long import seed, times
+from tests.fault.long import LIMIT_S, seed, times
 from tests.support.checkers import Run, check_at_rest, check_between
 from tests.support.clients import Adders
 from tests.support.daemons import running_daemons, wait_for
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 COUNT = 100_003
 ROUNDS = times(8, 200)
@@ -45,7 +47,9 @@ def test_kills_under_two_clients(tmp_path: Path, ways: tuple[str, ...]) -> None:
                 assert servers[index].address
                 seen = adders.done()
                 if "tcp" in ways:
-                    wait_for(lambda seen=seen: all(n > m for n, m in zip(adders.done(), seen, strict=True)), "additions", 60)
+                    wait_for(
+                        lambda seen=seen: all(n > m for n, m in zip(adders.done(), seen, strict=True)), "additions", 60
+                    )
             acknowledged = adders.finish()
         except BaseException:
             adders.kill()

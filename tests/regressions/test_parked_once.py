@@ -38,7 +38,10 @@ def test_a_request_behind_a_stopped_process_is_parked_once() -> None:
                 os.kill(pid, signal.SIGSTOP)
                 future = weights.accumulate_async(np.ones(65536, np.float32))
                 try:
-                    wait_for(lambda: future.done() or cluster_metric(cluster, "smb_server_parked_requests") == 1, "an outcome")
+                    wait_for(
+                        lambda: future.done() or cluster_metric(cluster, "smb_server_parked_requests") == 1,
+                        "an outcome",
+                    )
                     if future.done():
                         os.kill(pid, signal.SIGCONT)
                         return False

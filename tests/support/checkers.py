@@ -65,7 +65,9 @@ def check_untorn(chunk: Array, offset: int = 0, name: str = "chunk") -> None:
     torn = (rests != 0) | (counts != counts[0])
     if torn.any():
         first = int(np.argmax(torn))
-        raise BadHistoryError(f"{name}: torn at element {offset + first}: {int(chunk[first])} after {int(counts[0])} additions")
+        raise BadHistoryError(
+            f"{name}: torn at element {offset + first}: {int(chunk[first])} after {int(counts[0])} additions"
+        )
 
 
 def check_one_version(array: Array) -> int:
@@ -147,7 +149,9 @@ def check_locks(holdings: Sequence[Holding], writes: Sequence[FencedWrite] = ())
     for write in writes:
         later = bisect.bisect_right(tokens, write.token)
         if write.accepted and any(h.granted < write.began for h in ordered[later:]):
-            raise BadHistoryError(f"a write under the token {write.token} was accepted after a later holder was granted")
+            raise BadHistoryError(
+                f"a write under the token {write.token} was accepted after a later holder was granted"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +215,9 @@ class Run:
         """Raise VoidRunError unless it did enough before the fault, every fault fired, and the end was good."""
         rate = self.operations_before_fault / max(self.seconds_before_fault, 1e-9)
         if rate < rate_min:
-            raise VoidRunError(f"only {rate:.1f} operations a second before the fault; at least {rate_min:g} are needed")
+            raise VoidRunError(
+                f"only {rate:.1f} operations a second before the fault; at least {rate_min:g} are needed"
+            )
         if self.faults_fired < self.faults_armed:
             raise VoidRunError(f"{self.faults_fired} of {self.faults_armed} faults fired")
         if not self.last_operation_succeeded:

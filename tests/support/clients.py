@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import queue
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import smb
+from tests.support.raw import Frame, Opcode, RawClient
 
 PERIOD = 251
 DEADLINE_S = 60.0
@@ -195,7 +199,10 @@ def hold_lock(messages: Any, address: str, name: str, ttl: float, *, fenced: boo
         end = time.monotonic() + DEADLINE_S
         while lock.held and time.monotonic() < end:
             time.sleep(0.01)
-        for call in (lambda: buffer.write(np.zeros(buffer.size, np.int64), fence=lock) if buffer else None, lock.release):
+        for call in (
+            lambda: buffer.write(np.zeros(buffer.size, np.int64), fence=lock) if buffer else None,
+            lock.release,
+        ):
             try:
                 call()
                 messages.put("done")
@@ -280,3 +287,55 @@ def _add_until(
                 progress.value += 1
     except BaseException as error:  # noqa: BLE001 - told to the test
         failures.put(f"{type(error).__name__}: {error}")
+
+
+def publish_until_killed(_messages: Any, address: str, name: str, count: int) -> None:
+    """Publish version after version: n has n in every element."""
+    with smb.connect(address, transport="tcp") as client:
+        buffer = client.open(name)
+        while True:
+            buffer.publish(np.full(count, buffer.version + 1))
+
+
+def write_fenced_for_ever(messages: Any, address: str, name: str, ttl: float) -> None:
+    """Take the buffer's lock and write its token under it until it is lost, tell so; and again."""
+    with smb.connect(address, transport="tcp") as client:
+        buffer = client.open(name)
+        while True:
+            lock = buffer.lock(ttl=ttl).acquire()
+            messages.put(("holds", lock.token))
+            token = lock.token
+            try:
+                while True:
+                    buffer.write(np.full(buffer.size, token), fence=lock)
+            except smb.LockLostError:
+                messages.put(("lost", token))
+            try:
+                lock.release()
+            except smb.LockLostError:
+                pass
+
+
+def be_slow(messages: Any, port: int, segment: int, epoch: int, count: int) -> None:
+    """Open connections, all of which say hello; half of them send an addition a byte a second, the others ask for much and
+    never read it. Tells how many there are once all are slow."""
+    header = Frame(
+        Opcode.ACCUMULATE, dtype=2, op=1, sequence=1, segment=segment, epoch=epoch, length=4096, payload=4096
+    )
+    read = Frame(Opcode.READ, dtype=2, segment=segment, epoch=epoch, length=65536)
+    dripping: list[tuple[socket.socket, bytes]] = []
+    clients = []
+    for number in range(count):
+        session = (1 << 50) + number
+        client = RawClient(port).hello(session)
+        clients.append(client)
+        if number % 2:
+            dripping.append((client.socket, replace(header, session=session).pack() + bytes(4096)))
+        else:
+            for turn in range(64):
+                client.socket.sendall(replace(read, session=session, sequence=turn + 1).pack())
+    messages.put(count)
+    for at in itertools.count():
+        for one, frame in dripping:
+            one.sendall(frame[at : at + 1])
+        time.sleep(1)

@@ -138,7 +138,12 @@ def test_the_search_finds_an_order_where_there_is_one() -> None:
 
 
 def test_the_search_finds_two_holders_and_admits_defeat() -> None:
-    two = [LockEvent(0, "acquire", 0, 1), LockEvent(1, "acquire", 2, 3), LockEvent(0, "release", 4, 5), LockEvent(1, "release", 4, 5)]
+    two = [
+        LockEvent(0, "acquire", 0, 1),
+        LockEvent(1, "acquire", 2, 3),
+        LockEvent(0, "release", 4, 5),
+        LockEvent(1, "release", 4, 5),
+    ]
     with pytest.raises(BadHistoryError, match="no order"):
         search_lock_order(two)
     unheld = [LockEvent(0, "release", 0, 1)]

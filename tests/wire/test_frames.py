@@ -154,7 +154,21 @@ def test_attach_hands_out_the_file(server: EngineServer) -> None:
         with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as file:
             os.close(descriptor)
             fields = struct.unpack_from("<QIIQIIQQQQQII", file)
-            magic, version, _, segment, epoch, dtype, data_bytes, file_bytes, chunks, records, data, chunk_bytes, count = fields
+            (
+                magic,
+                version,
+                _,
+                segment,
+                epoch,
+                dtype,
+                data_bytes,
+                file_bytes,
+                chunks,
+                records,
+                data,
+                chunk_bytes,
+                count,
+            ) = fields
             assert (magic, version) == (int.from_bytes(b"MSEGMENT", "little"), 2)
             assert (segment, epoch, dtype, data_bytes) == (WITNESS, EPOCH, Dtype.INT64, SEGMENT_BYTES)
             assert (file_bytes, chunks, data % 4096, chunk_bytes) == (size, 4096, 0, CHUNK_BYTES)
