@@ -1,17 +1,19 @@
 # make demo   trains a real network through the box, on this machine, from nothing
 # make test   everything that must hold; what CI runs
+# make fault  kills, cuts and slow clients for long; make fuzz, make model, make sanitized: likewise (tests/README.md)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
 
-test: lint c-test
+test: lint c-test fuzz-short
+	-@$(MAKE) --no-print-directory spin
 	$(BIN)/pytest $(TESTS)
 
 lint: $(VENV)/test-installed
@@ -22,6 +24,35 @@ lint: $(VENV)/test-installed
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks.
 c-test:
 	$(MAKE) --no-print-directory -C tests/c check
+
+# Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
+RUNS ?= 1000000
+fuzz-short:
+	@$(MAKE) --no-print-directory -C tests/fuzz check RUNS=4000
+
+fuzz:
+	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
+	@$(MAKE) --no-print-directory -C tests/fuzz long RUNS=$(RUNS)
+
+# The fault tests with large numbers: hours on a small machine. One of them: make fault TESTS=tests/fault/test_random_kills.py
+fault: $(VENV)/test-installed
+	SMB_LONG=1 $(BIN)/pytest -s $(or $(TESTS),tests/fault tests/model)
+
+model: $(VENV)/test-installed spin
+	$(BIN)/python tests/model/run_models.py
+
+# What no package index has: a model checker. Without it its test is reported as not run.
+spin:
+	@command -v spin >/dev/null || { apt-get update -q && apt-get install -y -q spin; } >/dev/null 2>&1 || \
+		echo "spin is not here and could not be installed: the models are not run"
+
+# The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks.
+sanitized: $(VENV)/test-installed
+	$(BIN)/python -m tests.support.builds sanitized $(or $(TESTS),tests/wire tests/integration)
+
+# The figures of docs/promises.md that are ratios.
+promises: $(VENV)/installed
+	$(BIN)/python perf/promises.py
 
 install: $(VENV)/installed
 

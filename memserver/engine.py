@@ -135,8 +135,9 @@ class Engine:
         return SegmentForm(info.id, info.epoch, info.dtype, info.data_bytes, info.chunk_bytes)
 
     def open_journal(self, path: Path) -> Recovery:
-        """Finish what an earlier run left half done, and journal additions from here on. After all segments are adopted,
-        before anything listens. Raises OutOfMemoryError, UnavailableError."""
+        """Finish what an earlier run left half done, and journal additions from here on. After all segments are
+        adopted, before anything listens. Raises OutOfMemoryError, UnavailableError.
+        """
         found = ffi.new("struct smb_recovery *")
         _check(lib.smb_server_open_journal(self._server, os.fsencode(path), found), f"open the journal {path}")
         return Recovery(int(found.finished), int(found.torn_chunks), bool(found.journal_lost))

@@ -129,7 +129,7 @@ def waking_the_waiters(cluster: smb.LocalCluster) -> dict[str, float]:
 
 
 def serving_again() -> dict[str, float]:
-    """Seconds from the start of a daemon with 1 GiB of segments, killed before, until it serves a read and an addition."""
+    """Seconds from the start of a daemon with 1 GiB of segments, killed before, until it has made an addition."""
     times = []
     with (
         smb.LocalCluster(servers=1, capacity="1.2GiB") as cluster,

@@ -113,8 +113,8 @@ class Buffer:
     TimeoutError (outcome unknown), NotFoundError (the buffer was deleted) and InvalidArgumentError (nothing was done).
     Where the outcome is unknown, settle(error) finds out.
 
-    With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held: LockLostError
-    otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
+    With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
+    LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
     """
 
     def __init__(self, client: Client, info: BufferInfo) -> None:
@@ -244,14 +244,14 @@ class Buffer:
     ) -> Array | None:
         """Combine the elements from `offset` on with the array's, where the memory is. Atomic per chunk.
 
-        With b the buffer's element, a the array's and s = scale, each step rounded to the dtype as numpy does:
-        "sum" b + s*a; "min" minimum(b, s*a); "max" maximum(b, s*a); "prod" b * (s*a); "replace" s*a; "elastic"
-        b + s*(a - b) (the master's half of elastic averaging, Zhang et al. 2015). Integers wrap around, and their
-        scale is an integer.
+        With b the buffer's element, a the array's and s = scale, each step rounded to the dtype as numpy does: "sum" b
+        + s*a; "min" minimum(b, s*a); "max" maximum(b, s*a); "prod" b * (s*a); "replace" s*a; "elastic" b + s*(a - b)
+        (the master's half of elastic averaging, Zhang et al. 2015). Integers wrap around, and their scale is an
+        integer.
 
         With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
-        contribution and may contain later ones of others (after a lost connection they are read anew: at least as new as
-        this contribution). Otherwise None is returned.
+        contribution and may contain later ones of others (after a lost connection they are read anew: at least as new
+        as this contribution). Otherwise None is returned.
         """
         number = self._op(op, scale, "accumulate")
         memory = arrays.readable(array, self._dtype)
@@ -304,8 +304,8 @@ class Buffer:
     def lock(self, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:
         """Return this buffer's lock, not taken yet: `with buffer.lock() as lock: buffer.write(x, fence=lock)`.
 
-        As Client.lock; and its changes with fence= are refused once it is lost. It keeps nobody from changing the buffer
-        without it.
+        As Client.lock; and its changes with fence= are refused once it is lost. It keeps nobody from changing the
+        buffer without it.
         """
         return Lock(self._sync_homes(), self._client.renewals, ttl, timeout, self)
 
@@ -317,9 +317,10 @@ class Buffer:
     def publish(self, array: Any) -> int:
         """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
 
-        `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole, and
-        until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is write() and
-        a number. Publishers take turns. Blocks while readers have the copy pinned that is to be overwritten.
+        `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole,
+        and until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is
+        write() and a number. Publishers take turns. Blocks while readers have the copy pinned that is to be
+        overwritten.
         """
         memory = arrays.readable(array, self._dtype)
         if memory.count != self.size:
@@ -362,10 +363,10 @@ class Buffer:
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
         """Find out what became of a call of this buffer that raised `error` with its outcome unknown.
 
-        Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all of it
-        counts. Do those again, and the call counts exactly once. Blocks up to `timeout` seconds (default: the client's)
-        until every server concerned has answered; TimeoutError then, and it may be called again. UnavailableError where it
-        can't be known any more, as the server has forgotten this session's record.
+        Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all
+        of it counts. Do those again, and the call counts exactly once. Blocks up to `timeout` seconds (default: the
+        client's) until every server concerned has answered; TimeoutError then, and it may be called again.
+        UnavailableError where it can't be known any more, as the server has forgotten this session's record.
         """
         asked = self._asked("settle")
         outcome = getattr(error, "_outcome", None)
@@ -590,7 +591,9 @@ class Buffer:
         return told.a, told.b
 
     def _read_published(self, offset: int, count: int, sink: int) -> None:
-        """Read from one version's copy: no byte of it changed if, after the read, publication version + 2 has not begun."""
+        """Read from one version's copy: no byte of it changed if, after the read, publication version + 2 has not
+        begun.
+        """
         version, _ = self._look()
         for _ in range(_LOOKS):
             self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
@@ -682,7 +685,8 @@ class Buffer:
             return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
         if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
             return UnavailableError(
-                f"{asked}: the connection to {where} was lost, and not made again within {self._client.timeout:g} s; {applied}"
+                f"{asked}: the connection to {where} was lost, and not made again within {self._client.timeout:g} s; "
+                f"{applied}"
             )
         if outcome.status is Status.LOCK_LOST:
             return LockLostError(

@@ -135,12 +135,12 @@ class Client:
         """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
 
         `shape` is a tuple of positive extents (or one number; () for a single element), `dtype` one of float16, float32
-        (default), float64, bfloat16, int32, int64, uint8. `servers` says on how many servers (default: as many as
-        pay), or on which, by name. `stripe` is how many bytes ("256KiB") lie on one server before the next has its
-        turn, a multiple of 4096; default 1 MiB. like= another buffer takes shape, dtype, servers and stripe from it,
-        so that servers can combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead.
-        versions=2 keeps two copies, so that a read never mixes what publish() replaces; such a buffer changes by publish
-        alone, and takes twice the memory.
+        (default), float64, bfloat16, int32, int64, uint8. `servers` says on how many servers (default: as many as pay),
+        or on which, by name. `stripe` is how many bytes ("256KiB") lie on one server before the next has its turn, a
+        multiple of 4096; default 1 MiB. like= another buffer takes shape, dtype, servers and stripe from it, so that
+        servers can combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead.
+        versions=2 keeps two copies, so that a read never mixes what publish() replaces; such a buffer changes by
+        publish alone, and takes twice the memory.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -231,18 +231,20 @@ class Client:
     def lock(self, name: str, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:
         """Return the lock of that name, not taken yet: `with client.lock("x") as lock:` takes it and gives it back.
 
-        The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is how
-        long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds the waiting
-        (None: none); TimeoutError then. Who waited longest is next.
+        The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is
+        how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
+        the waiting (None: none); TimeoutError then. Who waited longest is next.
         """
         return Lock((self._home(pb.LOCK, name),), self.renewals, ttl, timeout)
 
     def barrier(self, name: str, parties: int, *, timeout: float | None = None) -> int:
-        """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for the first.
+        """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for
+        the first.
 
-        Reusable: the next `parties` arrivals are the next round. If a party dies, leaves, or waits longer than its `timeout`
-        (seconds; None: no end), all parties of the round get BrokenBarrierError, and the next round starts clean. All say
-        the same `parties`; InvalidArgumentError otherwise. A party that loses its connection for longer than 3 s has left.
+        Reusable: the next `parties` arrivals are the next round. If a party dies, leaves, or waits longer than its
+        `timeout` (seconds; None: no end), all parties of the round get BrokenBarrierError, and the next round starts
+        clean. All say the same `parties`; InvalidArgumentError otherwise. A party that loses its connection for longer
+        than 3 s has left.
         """
         home = self._home(pb.BARRIER, name)
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:

@@ -195,7 +195,8 @@ class EngineClient:
         return Link(self, made[0]), int(instance[0])
 
     def wait_down(self, timeout_ms: int) -> int | None:
-        """Return the id of a link that has calls but no connection, None if there is none in time. EngineError once closed.
+        """Return the id of a link that has calls but no connection, None if there is none in time. EngineError once
+        closed.
 
         Whoever is told resumes it or lets it go.
         """
@@ -207,7 +208,9 @@ class EngineClient:
         return int(link_id[0])
 
     def settle(self, doubt: Doubt, timeout_ms: int) -> list[tuple[int, int, DoubtState]]:
-        """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError TIMEOUT."""
+        """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
+        TIMEOUT.
+        """
         _check(lib.smb_doubt_settle(self.pointer, doubt.pointer, timeout_ms))
         offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
         parts: list[tuple[int, int, DoubtState]] = []
@@ -377,8 +380,9 @@ class BufferHandle:
     ) -> Outcome | int:
         """Do one call; source and sink are addresses, sizes are bytes. Blocks up to timeout_ms.
 
-        With a token the change is refused once the lock that it is of is another's; every segment is reached over a link
-        then. Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
+        With a token the change is refused once the lock that it is of is another's; every segment is reached over a
+        link then. Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that
+        failed.
         """
         free = _pairs.free
         request, outcome = pair = (

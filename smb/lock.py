@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from smb.engine import AskOpcode, Asking
+from smb.engine import Asking, AskOpcode
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -34,10 +34,10 @@ _log = logging.getLogger("smb")
 class Lock:
     """A lock that one client at a time holds, in the order in which they asked. Made by Client.lock and Buffer.lock.
 
-    A context manager: entering takes it, leaving releases it. While it is held it is renewed in the background; a holder
-    that dies, or is stopped for longer than `ttl`, loses it, and the next one gets it. Leaving then raises LockLostError, and
-    the buffer's changes made with fence=lock are refused, so that nothing of a former holder gets in among those of the
-    present one. Not reentrant; one object belongs to one thread at a time.
+    A context manager: entering takes it, leaving releases it. While it is held it is renewed in the background; a
+    holder that dies, or is stopped for longer than `ttl`, loses it, and the next one gets it. Leaving then raises
+    LockLostError, and the buffer's changes made with fence=lock are refused, so that nothing of a former holder gets in
+    among those of the present one. Not reentrant; one object belongs to one thread at a time.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Lock:
 
     def _lost_error(self, call: str) -> LockLostError:
         return LockLostError(
-            f"{call} of lock {self._home.what}: its lease of {self._ttl_ms / 1000:g} s ran out before it was renewed; another "
-            f"may hold it now; what you did under it without fence= may have met others' changes"
+            f"{call} of lock {self._home.what}: its lease of {self._ttl_ms / 1000:g} s ran out before it was renewed; "
+            f"another may hold it now; what you did under it without fence= may have met others' changes"
         )
 
     def _raise_fences(self, asked: str) -> None:

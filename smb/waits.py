@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from smb.engine import AskOpcode, Asking, EngineError, Link, Status, Told
+from smb.engine import Asking, AskOpcode, EngineError, Link, Status, Told
 from smb.errors import (
     BrokenBarrierError,
     Error,
@@ -53,10 +53,11 @@ class Home:
     def ask(
         self, asked: str, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, wait: float | None = 0.0
     ) -> Told:
-        """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of that.
+        """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of
+        that.
 
-        Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the server
-        was not reached for the client's timeout).
+        Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
+        server was not reached for the client's timeout).
         """
         asking = self.start(opcode, argument, words)
         try:

@@ -17,7 +17,6 @@ def times(short: int, long: int) -> int:
 def seed() -> int:
     """Return $SMB_SEED, or a fresh one; printed, so that a failure shows how to repeat it."""
     value = int(os.environ.get("SMB_SEED") or secrets.randbits(32))
-    print(
-        f"seed {value}: repeat with SMB_SEED={value} SMB_LONG={int(LONG)} .venv/bin/pytest {os.environ.get('PYTEST_CURRENT_TEST', '').split(' ')[0]}"
-    )
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
+    print(f"seed {value}: repeat with SMB_SEED={value} SMB_LONG={int(LONG)} .venv/bin/pytest {test}")
     return value

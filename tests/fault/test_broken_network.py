@@ -1,4 +1,6 @@
-"""Every operation through a proxy that cuts, swallows, doubles, holds back and spoils frames: nothing lost, nothing doubled."""
+"""Every operation through a proxy that cuts, swallows, doubles, holds back and spoils frames: nothing lost, nothing
+doubled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory servers are killed at random under accumulating clients: every acknowledged addition counts once, none fails."""
+"""Memory servers are killed at random under accumulating clients: each acknowledged addition counts once, none fails."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ ROUNDS = times(8, 200)
 
 @pytest.mark.parametrize("ways", [("tcp", "tcp"), ("shm", "shm"), ("tcp", "shm")], ids="+".join)
 def test_kills_under_two_clients(tmp_path: Path, ways: tuple[str, ...]) -> None:
-    """Two clients add to lanes of their own and a common one; a server dies at a random moment and comes back, on the same
-    port or another, again and again."""
+    """Two clients add to lanes of their own and a common one; a server dies at a random moment and comes back, on the
+    same port or another, again and again.
+    """
     rng = random.Random(seed())
     with running_daemons(tmp_path) as daemons:
         address = daemons.coordinator().address
@@ -64,12 +65,13 @@ def test_kills_under_two_clients(tmp_path: Path, ways: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("way", ["tcp", "shm"])
 def test_clients_that_die(tmp_path: Path, way: str) -> None:
-    """A client is killed between sending and its acknowledgement: what it was told counts, what it was not counts at most
-    once in every element; the others go on."""
+    """A client is killed between sending and its acknowledgement: what it was told counts, what it was not counts at
+    most once in every element; the others go on.
+    """
     rng = random.Random(seed())
     with running_daemons(tmp_path) as daemons:
         address = daemons.coordinator().address
-        assert all([daemons.memory_server(address, name).address for name in ("a", "b")])
+        assert [daemons.memory_server(address, name).address for name in ("a", "b")]
         rounds, at_once = times(3, 125), 4
         for _ in range(rounds):
             adders = Adders(address, (way,) * at_once, COUNT)

@@ -46,6 +46,6 @@ def test_slow_clients_hold_up_nobody() -> None:
         alone += [p99_us(buffer, CALLS) for _ in range(2)]
         ratio = statistics.median(beside) / statistics.median(alone)
         print(f"p99 of a small read: {alone} us alone, {beside} us beside {SLOW}: {ratio:.2f}")
-        # The ratio is a figure for docs/promises.md, to be taken on a quiet machine. Here: every call of the good client was
-        # answered within its timeout, and the slow ones are still there, not thrown out to make room.
+        # The ratio is a figure for docs/promises.md, to be taken on a quiet machine. Here: every call of the good
+        # client was answered within its timeout.
         assert cluster_metric(cluster, "smb_server_segments") == 1

@@ -1,4 +1,6 @@
-"""A lock's holder is stopped past its lease and wakes up: it is refused, and no change of it gets in among the next one's."""
+"""A lock's holder is stopped past its lease and wakes up: it is refused, and no change of it gets in among the next
+one's.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ TTL_S = 0.15
 
 
 def test_stale_writes() -> None:
-    """Each round: the holder writes under the lock without end, is stopped past its lease; another takes the lock and writes; the
-    first is woken and goes on writing: none of its writes is accepted, and it is told."""
+    """Each round: the holder writes under the lock without end, is stopped past its lease; another takes the lock and
+    writes; the first is woken and goes on writing: none of its writes is accepted, and it is told.
+    """
     stale = 0
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,

@@ -97,7 +97,12 @@ def test_misuse(cluster: smb.LocalCluster, client: smb.Client, connect: Connect)
     with pytest.raises(smb.InvalidArgumentError):
         client.barrier("x", 10**6)
     other = connect("tcp")
-    thread = threading.Thread(target=lambda: pytest.raises(smb.BrokenBarrierError, other.barrier, "two", 2, timeout=1))
+
+    def give_up() -> None:
+        with pytest.raises(smb.BrokenBarrierError):
+            other.barrier("two", 2, timeout=1)
+
+    thread = threading.Thread(target=give_up)
     thread.start()
     wait_for(lambda: waiting(cluster) == 1, "it to wait")
     with pytest.raises(smb.InvalidArgumentError, match="invalid"):

@@ -84,7 +84,9 @@ def _restart(server: object) -> None:
 
 
 def test_servers_combine_buffers_once_over_kills(cluster: smb.LocalCluster) -> None:
-    """accumulate_from and accumulate(fetch=True), repeated after a lost connection, count once; the fetched is new enough."""
+    """accumulate_from and accumulate(fetch=True), repeated after a lost connection, count once; the fetched is new
+    enough.
+    """
     with smb.connect(cluster.address, transport="tcp", timeout=30) as client:
         target = client.create("t", SIZE, "int64", stripe="64KiB")
         source = client.create("s", like=target)
@@ -103,7 +105,7 @@ def test_servers_combine_buffers_once_over_kills(cluster: smb.LocalCluster) -> N
 
 
 def test_what_became_of_a_failed_call_is_found_out(cluster: smb.LocalCluster) -> None:
-    """A call that ran out of time with a server gone: settle says which elements it missed; done again, it counts once."""
+    """A call that ran out of time with a server gone: settle says what it missed; that done again, it counts once."""
     with (
         smb.connect(cluster.address, transport="tcp", timeout=0.5) as hasty,
         smb.connect(cluster.address, transport="tcp", timeout=30) as patient,

@@ -83,7 +83,7 @@ def pieces(buffer: smb.Buffer, server: int) -> Iterator[tuple[int, int]]:
 
 
 def test_calls_in_progress_are_finished_after_a_restart(cluster: smb.LocalCluster) -> None:
-    """Additions of several threads whose connection breaks on the way are finished once the server is back: each once."""
+    """Additions of several threads whose connection breaks are finished once the server is back: each once."""
     server = cluster.servers[0]
     with smb.connect(cluster.address, transport="tcp", timeout=20) as client:
         buffer = client.create("w", 6 << 20, "float32", servers=["server-0"])

@@ -1,16 +1,17 @@
 """Judges of what was seen: they find lost, doubled, torn and misplaced additions, and locks with two holders.
 
-Pure: they look at numbers and times, and know nothing of how these came about. tests/unit/test_checkers.py tries them on
-planted bad histories first.
+Pure: they look at numbers and times, and know nothing of how these came about. tests/unit/test_checkers.py tries them
+on planted bad histories first.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,9 @@ class VoidRunError(AssertionError):
 
 
 def delta(count: int, offset: int = 0) -> Array:
-    """Return what every client adds: i mod 251 + 1 at element i. It differs from element to element, so that a misplaced
-    addition can't hide."""
+    """Return what every client adds: i mod 251 + 1 at element i. It differs from element to element, so that a
+    misplaced addition can't hide.
+    """
     return np.arange(offset, offset + count, dtype=np.int64) % PERIOD + 1
 
 
@@ -41,7 +43,7 @@ def check_at_rest(lane: Array, acknowledged: int, name: str = "lane") -> None:
 
 
 def check_between(lane: Array, acknowledged: int, attempted: int, name: str = "lane") -> None:
-    """Every element is a whole multiple of its delta, of at least the acknowledged and at most the attempted additions."""
+    """Every element is a multiple of its delta, by at least the acknowledged and at most the attempted additions."""
     unit = delta(lane.size)
     counts, rests = np.divmod(lane.reshape(-1).astype(np.int64), unit)
     for wrong, what in (
@@ -52,9 +54,9 @@ def check_between(lane: Array, acknowledged: int, attempted: int, name: str = "l
         if wrong.any():
             first = int(np.argmax(wrong))
             raise BadHistoryError(
-                f"{name}: {int(wrong.sum())} of {lane.size} elements {what}; the first is {first}: {int(lane.reshape(-1)[first])} "
-                f"= {int(counts[first])} x {int(unit[first])} + {int(rests[first])}, with {acknowledged} acknowledged and "
-                f"{attempted} attempted"
+                f"{name}: {int(wrong.sum())} of {lane.size} elements {what}; the first is {first}: "
+                f"{int(counts[first])} x {int(unit[first])} + {int(rests[first])}, with {acknowledged} acknowledged "
+                f"and {attempted} attempted"
             )
 
 
@@ -90,25 +92,43 @@ class Ticket:
 
 
 def check_tickets(tickets: Sequence[Ticket], first: int, last: int) -> None:
-    """A counter went from `first` to `last` by these: values are unique, and in the order of real time; those missing are no more
-    than the ones whose outcome is unknown. O(n log n)."""
+    """A counter went from `first` to `last` by these: values are unique, and in the order of real time; each of those
+    missing can be one whose outcome is unknown. O(n log n).
+    """
     known = sorted((t for t in tickets if t.value is not None), key=lambda t: t.value or 0)
-    values = [t.value for t in known]
-    for before, after in zip(values, values[1:], strict=False):
+    values = [t.value or 0 for t in known]
+    for before, after in itertools.pairwise(values):
         if before == after:
             raise BadHistoryError(f"the value {before} was given twice")
-    if values and not (first <= (values[0] or 0) and (values[-1] or 0) < last):
+    if values and not (first <= values[0] and values[-1] < last):
         raise BadHistoryError(f"values from {values[0]} to {values[-1]} of a counter that went from {first} to {last}")
-    unknown = len(tickets) - len(known)
-    missing = (last - first) - len(values)
-    if not 0 <= missing <= unknown:
-        raise BadHistoryError(f"{missing} values are missing, and {unknown} outcomes are unknown")
     # Whoever got a lower value must not have begun after another with a higher one had ended.
     latest_begin = float("-inf")
     for ticket in known:
         latest_begin = max(latest_begin, ticket.began)
         if ticket.ended < latest_begin:
             raise BadHistoryError(f"the value {ticket.value} came before a lower one was asked for")
+    _check_missing(known, sorted(t.began for t in tickets if t.value is None), first, last)
+
+
+def _check_missing(known: Sequence[Ticket], unknown: Sequence[float], first: int, last: int) -> None:
+    """Each missing value was taken by another one of unknown outcome, which had begun before a higher value was out.
+
+    Without the times a value that was counted twice could be put down to a call that came much later, and never
+    arrived. They end at no known time, so only when they began restricts what they can have taken; that the earliest
+    takes the lowest is then the best choice.
+    """
+    missing = (last - first) - len(known)
+    if not 0 <= missing <= len(unknown):
+        raise BadHistoryError(f"{missing} values are missing, and {len(unknown)} outcomes are unknown")
+    soonest_ends = list(itertools.accumulate((t.ended for t in reversed(known)), min, initial=float("inf")))
+    soonest_ends.reverse()  # [k]: by then a value of known[k:] was out
+    taken, begins, low = 0, iter(unknown), first
+    for value in [*(t.value or 0 for t in known), last]:
+        for gap in range(low, value):
+            if next(begins) > soonest_ends[taken]:
+                raise BadHistoryError(f"nobody can have taken the value {gap}: a higher one was out before")
+        taken, low = taken + 1, value + 1
 
 
 # ---- locks
@@ -135,15 +155,17 @@ class FencedWrite:
 
 
 def check_locks(holdings: Sequence[Holding], writes: Sequence[FencedWrite] = ()) -> None:
-    """Tokens are unique and grow in the order of time; no two hold at once; no write is accepted after a later holder was
-    granted."""
+    """Tokens are unique and grow in the order of time; no two hold at once; no write is accepted after a later holder
+    was granted.
+    """
     ordered = sorted(holdings, key=lambda h: h.token)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before.token == after.token:
             raise BadHistoryError(f"the token {after.token} was given to {before.client} and {after.client}")
         if after.granted < before.released:
             raise BadHistoryError(
-                f"{after.client} was granted {after.token} at {after.granted} while {before.client} held until {before.released}"
+                f"{after.client} was granted {after.token} at {after.granted} while {before.client} held until "
+                f"{before.released}"
             )
     tokens = [h.token for h in ordered]
     for write in writes:
@@ -156,46 +178,73 @@ def check_locks(holdings: Sequence[Holding], writes: Sequence[FencedWrite] = ())
 
 @dataclass(frozen=True, slots=True)
 class LockEvent:
-    """A client's acquire or release, from its call to its return."""
+    """What a client did with a lock, from the call to its return; `ended` is infinite where it never returned.
+
+    A holder that was killed has lost the lock, from when it was last heard of to no known end; one that was killed
+    while it asked may have acquired it, and lost it, at any time from then on.
+    """
 
     client: int
-    kind: str  # "acquire" or "release"
+    kind: str  # "acquire", "release" or "lost"
     began: float
     ended: float
+    token: int | None = None  # of an acquire, where it was told
+
+
+class _LockState(NamedTuple):
+    """Between two events: which are to come (a bit each), who holds it, the highest token so far."""
+
+    left: int
+    holder: int | None
+    token: int
 
 
 def search_lock_order(events: Sequence[LockEvent], seconds: float = 10.0) -> list[LockEvent]:
-    """Return an order of the events, one after the other, that a lock allows and that does not contradict their times (Wing
-    and Gong's search). Raises BadHistoryError where there is none, or none was found in time."""
+    """Return an order of the events, one after the other, that a lock allows and that does not contradict their times
+    (Wing and Gong's search). Raises BadHistoryError where there is none, or none was found in time.
+    """
     deadline = time.monotonic() + seconds
     pending = sorted(events, key=lambda e: e.began)
-    seen: set[tuple[frozenset[int], int | None]] = set()
+    state = _LockState((1 << len(pending)) - 1, None, 0)
+    seen = {state}
     order: list[LockEvent] = []
-
-    def extend(left: frozenset[int], holder: int | None) -> bool:
-        if not left:
-            return True
-        if (left, holder) in seen:
-            return False
-        seen.add((left, holder))
+    choices = [_next_events(pending, state)]
+    while state.left:
         if time.monotonic() > deadline:
             raise BadHistoryError(f"no order found within {seconds:g} s: that proves nothing, and so it is a failure")
-        soonest_end = min(pending[i].ended for i in left)
-        for i in sorted(left):
-            event = pending[i]
-            if event.began > soonest_end:
-                break  # something else had ended before it began
-            allowed = holder is None if event.kind == "acquire" else holder == event.client
-            if allowed:
-                order.append(event)
-                if extend(left - {i}, event.client if event.kind == "acquire" else None):
-                    return True
-                order.pop()
-        return False
-
-    if not extend(frozenset(range(len(pending))), None):
-        raise BadHistoryError("no order of these acquires and releases is one of a lock")
+        event, state = next(choices[-1], (None, state))
+        if event is None:
+            choices.pop()
+            if not order:
+                raise BadHistoryError("no order of these acquires and releases is one of a lock")
+            order.pop()
+        elif state not in seen:
+            seen.add(state)
+            order.append(event)
+            choices.append(_next_events(pending, state))
     return order
+
+
+def _next_events(pending: Sequence[LockEvent], state: _LockState) -> Iterator[tuple[LockEvent, _LockState]]:
+    """Give each event that may come next, and what is then. `pending` is in the order in which they began."""
+    soonest_end, rest, places = float("inf"), state.left, []
+    while rest:
+        place = (rest & -rest).bit_length() - 1
+        if pending[place].began > soonest_end:
+            break
+        soonest_end = min(soonest_end, pending[place].ended)
+        places.append(place)
+        rest &= rest - 1
+    for place in places:
+        event, left = pending[place], state.left & ~(1 << place)
+        if event.began > soonest_end:
+            continue  # another one had ended before it began
+        if event.kind == "acquire":
+            grows = event.token is None or event.token > state.token
+            if state.holder is None and grows:
+                yield event, _LockState(left, event.client, event.token or state.token)
+        elif state.holder == event.client:
+            yield event, _LockState(left, None, state.token)
 
 
 # ---- runs

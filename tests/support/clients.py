@@ -310,15 +310,14 @@ def write_fenced_for_ever(messages: Any, address: str, name: str, ttl: float) ->
                     buffer.write(np.full(buffer.size, token), fence=lock)
             except smb.LockLostError:
                 messages.put(("lost", token))
-            try:
+            with contextlib.suppress(smb.LockLostError):
                 lock.release()
-            except smb.LockLostError:
-                pass
 
 
 def be_slow(messages: Any, port: int, segment: int, epoch: int, count: int) -> None:
-    """Open connections, all of which say hello; half of them send an addition a byte a second, the others ask for much and
-    never read it. Tells how many there are once all are slow."""
+    """Open connections, all of which say hello; half of them send an addition a byte a second, the others ask for much
+    and never read it. Tells how many there are once all are slow.
+    """
     header = Frame(
         Opcode.ACCUMULATE, dtype=2, op=1, sequence=1, segment=segment, epoch=epoch, length=4096, payload=4096
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import smb
+from tests.support.builds import daemons_build
 
 DEADLINE_S = 20.0
 Value = TypeVar("Value")
@@ -107,12 +108,14 @@ class Daemon:
 
 
 class Daemons:
-    """Starts daemons below one directory; memory goes below /dev/shm. `variables` go to each that is started then."""
+    """Starts daemons below one directory; memory goes below /dev/shm. `variables` go to each that is started then; they
+    hold from the start what the build needs on which daemons are to run (SMB_TEST_DAEMON_BUILD)."""
 
     def __init__(self, directory: Path, memory: Path) -> None:
         self.directory = directory
         self.memory = memory
-        self.variables: dict[str, str] = {}
+        self.build = daemons_build()
+        self.variables: dict[str, str] = dict(self.build.environment) if self.build else {}
         self._started: list[Daemon] = []
 
     def coordinator(self, listen: str = "127.0.0.1:0", state: str | None = None, *options: str) -> Daemon:
@@ -153,8 +156,12 @@ def running_daemons(directory: Path) -> Iterator[Daemons]:
     memory = Path("/dev/shm") / f"smb-test-{os.getpid()}-{time.monotonic_ns()}"
     memory.mkdir()
     daemons = Daemons(directory, memory)
+    if daemons.build:
+        daemons.build.forget_reports()
     try:
         yield daemons
+        if daemons.build:
+            daemons.build.check_reports()
     finally:
         daemons.kill_all()
         for path in memory.iterdir():

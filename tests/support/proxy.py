@@ -1,8 +1,8 @@
 """A TCP proxy that breaks what passes: between a client and a memory server, aimed at single frames, by a seeded plan.
 
 It knows the 64-byte header, so it can cut a frame at a byte, swallow it, send it twice, or hold it back. What it did is
-counted by name. A frame that is damaged loses its magic number: a protocol without checksums can't tell a changed offset from
-a meant one, and TCP's own checksum is what keeps those away.
+counted by name. A frame that is damaged loses its magic number: a protocol without checksums can't tell a changed
+offset from a meant one, and TCP's own checksum is what keeps those away.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ REPLY_FAULTS = ("cut reply", "hold reply")
 Plan = Callable[[bool, bytes], "Fault | None"]  # (is it a reply, header)
 
 
-class Cut(Exception):
+class CutError(Exception):
     """This connection is over."""
 
 
 class RandomPlan:
-    """A fault for about one frame in `every`, never for HELLO, from a seed."""
+    """A fault for about one operation in `every`, which is a request and a reply; never for HELLO. From a seed."""
 
     def __init__(self, seed: int, every: float) -> None:
         self._random = random.Random(seed)
@@ -72,7 +72,8 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """End every connection."""
+        """End every connection, and take no more."""
+        _shut(self._listener)  # closing alone leaves a waiting accept(), which would take one more
         self._listener.close()
         with self._lock:
             left = list(self._sockets)
@@ -113,7 +114,7 @@ class Proxy:
                     if doubled[sequence] == 0:
                         continue  # the answer to the second of the two
                 self._forward(sink, header, payload, self.plan(reply, header), doubled)
-        except (OSError, Cut):
+        except (OSError, CutError):
             pass
         finally:
             _shut(source)
@@ -135,12 +136,12 @@ class Proxy:
         match fault.name:
             case "cut request" | "cut reply":
                 sink.sendall(frame[: min(fault.at, len(frame) - 1)])
-                raise Cut
+                raise CutError
             case "drop request":
-                raise Cut
+                raise CutError
             case "spoil request":
                 sink.sendall(b"XX" + frame[2:])
-                raise Cut
+                raise CutError
             case "double request":
                 doubled[header[24:32]] = 2
                 sink.sendall(frame + frame)

@@ -172,7 +172,8 @@ def test_attach_hands_out_the_file(server: EngineServer) -> None:
             assert (magic, version) == (int.from_bytes(b"MSEGMENT", "little"), 2)
             assert (segment, epoch, dtype, data_bytes) == (WITNESS, EPOCH, Dtype.INT64, SEGMENT_BYTES)
             assert (file_bytes, chunks, data % 4096, chunk_bytes) == (size, 4096, 0, CHUNK_BYTES)
-            assert chunks < records < data and (data - records) // 128 >= count > 0
+            assert chunks < records < data
+            assert (data - records) // 128 >= count > 0
             assert file[data : data + SEGMENT_BYTES] == PATTERN
             sequence = struct.unpack_from("<I", file, chunks + 64 * 1 + 40)[0]
             assert sequence % 2 == 0

@@ -65,7 +65,7 @@ def test_a_change_is_made_once(server: EngineServer, opcode: Opcode) -> None:
 
 
 def test_results_are_given_again(server: EngineServer) -> None:
-    """A repeated fetch_add or compare_swap is told the old value of the first time; a repeated fetch the values of now."""
+    """A repeated fetch_add or compare_swap is told its first old value; a repeated fetch the values of now."""
     with server.connect().hello(next(_sessions)) as client, server.hello() as other:
         client.ask(replace(whole(Opcode.FILL, SCRATCH, 0, 8), argument=10))
         fetch = replace(whole(Opcode.FETCH_ADD, SCRATCH, 0, 8), argument=3)
@@ -158,7 +158,7 @@ def lock(opcode: Opcode, *values: int) -> tuple[Frame, bytes]:
 
 
 def test_a_lock_by_hand(server: EngineServer) -> None:
-    """Granted, repeated with the same token, waited for on the same connection without holding up others, handed over."""
+    """Granted, repeated with the same token, waited for without holding up its connection, handed over."""
     with server.hello() as holder, server.hello() as waiter:
         reply, _ = holder.ask(*lock(Opcode.LOCK, 60_000, 0))
         token, at = reply.argument, holder.sequence

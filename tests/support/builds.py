@@ -1,0 +1,169 @@
+"""Special builds of the package beside the installed one: with failpoints, or under the sanitizers.
+
+    python -m tests.support.builds KIND [PYTEST ARGUMENT ...]
+
+makes the build under build/KIND, where sources are newer than it. With arguments it runs pytest on it: daemons, clients
+and the tests' own process. What a sanitizer has to say about any of them is a failure.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("smb", "memserver")
+BESIDE = ("tests", "docs", "csrc", "pyproject.toml")  # what tests look for where the packages are
+VARIABLE = "SMB_TEST_DAEMON_BUILD"  # a kind: daemons of tests/support/daemons.py run on that build
+
+# -O1, since who compiles waits for it; every result is that of the other levels (see build_engine.py).
+FLAGS = {
+    "failpoints": "-O1 -DSMB_FAILPOINTS",
+    "sanitized": "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all",
+}
+
+# In a process of its own: setuptools warns, and changes the process that it runs in.
+COMPILE = """
+import sys
+from setuptools import Distribution, Extension
+from csrc.build_engine import BuildEngine
+distribution = Distribution({"ext_modules": [Extension("smb._engine", [], py_limited_api=True)]})
+command = BuildEngine(distribution)
+command.build_lib, command.build_temp = sys.argv[1:]
+command.ensure_finalized()
+command.run()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Where a build is. `environment` is what a Python process needs to run on it."""
+
+    directory: Path
+    environment: dict[str, str]
+
+    @property
+    def packages(self) -> Path:
+        """The directory to import from."""
+        return self.directory / "packages"
+
+    def reports(self) -> list[Path]:
+        """What sanitizers wrote since forget_reports, a file for each process."""
+        return sorted((self.directory / "reports").iterdir())
+
+    def forget_reports(self) -> None:
+        """From here on only new ones count."""
+        for path in self.reports():
+            path.unlink()
+
+    def check_reports(self) -> None:
+        """Fail where there is one."""
+        found = [path.read_text(errors="replace") for path in self.reports()]
+        assert not found, "\n".join(found)
+
+
+def build(kind: str) -> Build:
+    """Make the build of that kind, unless it is there and up to date."""
+    directory = ROOT / "build" / kind
+    (directory / "reports").mkdir(parents=True, exist_ok=True)
+    made = Build(directory, {})
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs may want it at once
+        for package in PACKAGES:
+            _mirror(ROOT / package, made.packages / package)
+        for name in BESIDE:
+            if not (made.packages / name).is_symlink():
+                (made.packages / name).symlink_to(ROOT / name)
+        _compile(kind, made)
+    # Safe path: -m would look into the working directory first, where the other build may lie.
+    made.environment.update(PYTHONPATH=str(made.packages), PYTHONSAFEPATH="1")
+    if kind == "sanitized":
+        made.environment.update(_sanitizers(directory / "reports"))
+    return made
+
+
+def daemons_build() -> Build | None:
+    """Return the build that daemons are to run on, if not the installed one."""
+    kind = os.environ.get(VARIABLE)
+    return build(kind) if kind else None
+
+
+def run_tests(kind: str, arguments: list[str]) -> int:
+    """Run pytest on a build and return its exit code. What a sanitizer says is a failure, too."""
+    made = build(kind)
+    made.forget_reports()
+    environment = os.environ | made.environment
+    done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=made.packages, env=environment)
+    made.check_reports()
+    return done.returncode
+
+
+def _compile(kind: str, made: Build) -> None:
+    """Compile the engine where it is not of these sources."""
+    sources = sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in {".c", ".h", ".inc", ".py"})
+    digest = hashlib.sha256(FLAGS[kind].encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()
+    stamp = made.directory / "engine.sha256"
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    stamp.unlink(missing_ok=True)
+    objects = made.directory / "objects"
+    shutil.rmtree(objects, ignore_errors=True)  # setuptools compares times, not flags
+    command = [sys.executable, "-c", COMPILE, str(made.packages), str(objects)]
+    environment = os.environ | {"SMB_ENGINE_FLAGS": FLAGS[kind], "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stamp.write_text(digest)
+
+
+def _mirror(source: Path, target: Path) -> None:
+    """Make target hold source's files, bytecode and engines aside; files that are equal are not touched."""
+    wanted = {path.relative_to(source) for path in _files(source)}
+    for path in wanted:
+        copy = target / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if not copy.exists() or copy.read_bytes() != (source / path).read_bytes():
+            shutil.copyfile(source / path, copy)
+    for path in list(_files(target)):
+        if path.relative_to(target) not in wanted:
+            path.unlink()
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """Every file that a build has from its source."""
+    for path in directory.rglob("*"):
+        if path.is_file() and path.suffix != ".so" and "__pycache__" not in path.parts:
+            yield path
+
+
+def _sanitizers(reports: Path) -> dict[str, str]:
+    """Variables for a Python that was not compiled with the sanitizers, and loads what was.
+
+    Their library must come first; the C++ library with it, or the exceptions of others' extensions are not understood.
+    What Python itself never gives back is not ours: no leaks.
+    """
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    libraries = []
+    for name in ("libasan.so", "libstdc++.so"):
+        found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        libraries.append(str(Path(found.stdout.strip()).resolve()))
+    common = f"log_path={reports}/report:halt_on_error=1"
+    return {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": f"{common}:detect_leaks=0",
+        "UBSAN_OPTIONS": f"{common}:print_stacktrace=1",
+    }
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        print(build(sys.argv[1]).packages)
+    else:
+        sys.exit(run_tests(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,83 @@
+"""tests/support/builds.py: its builds are what they are called, and no sanitizer's report passes unseen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.builds import Build, build, run_tests
+
+OVERRUN = """
+import sys
+from smb._engine import ffi, lib
+print(sys.modules["smb._engine"].__file__, flush=True)
+numbers = ffi.new("int64_t[]", 4096)
+lib.smb_kernel_apply(lib.SMB_INT64, lib.SMB_SUM, numbers, numbers, {count}, 1.0)
+"""
+REOPENED = """
+import sys
+from pathlib import Path
+from memserver.engine import Engine
+for _ in range(2):
+    engine = Engine(1, loops=1, capacity_bytes=1 << 20)
+    engine.open_journal(Path(sys.argv[1]))
+    print("opened", flush=True)
+    engine.close()
+"""
+
+
+def run(made: Build, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on the build."""
+    environment = os.environ | made.environment | variables
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def sanitized() -> Build:
+    made = build("sanitized")
+    made.forget_reports()
+    return made
+
+
+def test_the_sanitized_engine_reports_a_planted_overrun(sanitized: Build) -> None:
+    """One element past the end is found; up to the end is not."""
+    good = run(sanitized, OVERRUN.format(count=4096))
+    assert (good.returncode, good.stderr) == (0, "")
+    assert Path(good.stdout.strip()).is_relative_to(sanitized.packages)
+    sanitized.check_reports()
+    assert run(sanitized, OVERRUN.format(count=4097)).returncode != 0
+    with pytest.raises(AssertionError, match="heap-buffer-overflow"):
+        sanitized.check_reports()
+
+
+@pytest.mark.timeout(300)
+def test_frames_find_nothing_in_the_sanitized_engine(sanitized: Build) -> None:
+    """tests/wire, the server under the sanitizers. `make sanitized` runs tests/integration so, clients included."""
+    assert run_tests("sanitized", ["tests/wire"]) == 0
+
+
+def test_failpoints_are_in_their_build_and_in_no_other(tmp_path: Path) -> None:
+    """An armed point kills the one, and is nothing to the other."""
+    made = build("failpoints")
+    armed = {"SMB_ENGINE_FAILPOINT": "recovery.slots_done"}
+    assert run(made, REOPENED, str(tmp_path / "journal")).stdout == "opened\nopened\n"
+    killed = run(made, REOPENED, str(tmp_path / "journal"), **armed)
+    assert killed.returncode == -signal.SIGKILL
+    installed = Build(made.directory, {})
+    assert run(installed, REOPENED, str(tmp_path / "journal"), **armed).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["failpoints", "sanitized"])
+def test_a_build_that_is_up_to_date_stays(kind: str) -> None:
+    """Nothing is compiled or copied twice."""
+    made = build(kind)
+    engine = next((made.packages / "smb").glob("_engine*.so"))
+    before = engine.stat().st_mtime_ns, (made.packages / "smb" / "client.py").stat().st_mtime_ns
+    build(kind)
+    assert (engine.stat().st_mtime_ns, (made.packages / "smb" / "client.py").stat().st_mtime_ns) == before
