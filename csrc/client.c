@@ -21,6 +21,7 @@ int smb_client_create(uint64_t session, struct smb_client **client)
     struct smb_client *made = calloc(1, sizeof *made);
     if (!made)
         return SMB_OUT_OF_MEMORY;
+    made->references = 1;
     made->session = session;
     made->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (made->wake_fd < 0) {
@@ -56,6 +57,19 @@ void smb_client_destroy(struct smb_client *client)
         client->active = link->next;
         link_release(link);
     }
+    client_release(client);
+}
+
+struct smb_client *client_retain(struct smb_client *client)
+{
+    atomic_fetch_add_explicit(&client->references, 1, memory_order_relaxed);
+    return client;
+}
+
+void client_release(struct smb_client *client)
+{
+    if (atomic_fetch_sub_explicit(&client->references, 1, memory_order_acq_rel) != 1)
+        return;
     pthread_cond_destroy(&client->link_wanted);
     pthread_mutex_destroy(&client->mutex);
     close(client->wake_fd);

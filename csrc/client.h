@@ -135,6 +135,7 @@ struct smb_link {
 };
 
 struct smb_client {
+    _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
     uint64_t session;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;
@@ -191,6 +192,8 @@ void client_run(struct smb_client *client, struct call *call, bool (*work)(void 
 /* The same in parts: submit once, then wait, as often as one likes, until it returns true: done. */
 void client_submit(struct smb_client *client, struct call *call);
 bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument);
+struct smb_client *client_retain(struct smb_client *client);
+void client_release(struct smb_client *client);
 /* Somebody should make a connection for the link (or no longer). */
 void client_want_link(struct smb_link *link, bool wanted);
 void client_wake_driver(struct smb_client *client);

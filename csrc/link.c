@@ -148,7 +148,7 @@ static int greet(struct smb_client *client, int fd, int status, uint16_t lane, u
         errno = saved;
         return status;
     }
-    made->client = client;
+    made->client = client_retain(client);
     made->id = atomic_fetch_add(&client->links_made, 1) + 1;
     made->identity = identity;
     made->references = 1;
@@ -293,6 +293,7 @@ void link_release(struct smb_link *link)
     free_flights(link->spare);
     free(link->watermarks);
     free(link);
+    client_release(client);
 }
 
 int smb_link_alive(struct smb_link *link)

@@ -1,4 +1,4 @@
-"""Memory servers are killed at random under accumulating clients: each acknowledged addition counts once, none fails."""
+"""Memory servers are killed at random under accumulating clients: an acknowledged addition counts once, none fails."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_clients_that_die(tmp_path: Path, way: str) -> None:
                 raise
             acknowledged = adders.done()
             with smb.connect(address, transport="tcp", timeout=20) as client:
-                # One addition to each lane may have been on its way; its acknowledgement is noted after both of a round.
+                # One addition to each lane may have been on its way; acknowledgements are noted after both of a round.
                 for number, done in enumerate(acknowledged):
                     check_between(client.open(f"lane-{number}").read(), done, done + 1, f"lane {number}")
                 check_between(client.open("common").read(), sum(acknowledged), sum(acknowledged) + at_once, "common")
