@@ -81,7 +81,7 @@ class BuildEngine(build_ext):
         wrapper = Path(self.build_temp) / "smb_engine_wrapper.c"
         wrapper.parent.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(wrapper))
-        # Flags for compiler and linker behind all others, separated by spaces: special builds, e.g. "-DSMB_FAILPOINTS" or
+        # Flags for compiler and linker behind all others, separated by spaces: special builds, "-DSMB_FAILPOINTS" or
         # "-O1 -fsanitize=address,undefined" (tests/support/builds.py). Users need none.
         extra = os.environ.get("SMB_ENGINE_FLAGS", "").split()
         ext.sources = [*(f"csrc/{name}.c" for name in SOURCES), str(wrapper)]

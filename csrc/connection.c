@@ -122,8 +122,8 @@ static enum step flush(struct connection *connection)
     if (all_sent(connection))
         return STEP_ON;
     uint32_t sent;
-    enum step step = send_with(connection, connection->tail + connection->tail_start,
-                               connection->tail_end - connection->tail_start, &sent);
+    const uint8_t *data = connection->tail ? connection->tail + connection->tail_start : NULL;
+    enum step step = send_with(connection, data, connection->tail_end - connection->tail_start, &sent);
     connection->tail_start += sent;
     if (connection->tail_start == connection->tail_end)
         connection->tail_start = connection->tail_end = 0;

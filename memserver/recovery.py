@@ -53,7 +53,7 @@ def _recover_journal(engine: Engine, place: Place) -> None:
         _log.info("finished %d additions that an earlier run was making", found.finished)
     if found.torn_chunks:
         _log.error(
-            "%d chunks were being changed by an earlier run whose journal is gone: element by element they hold the old "
-            "or the new value",
+            "%d chunks were being changed by an earlier run whose journal is gone: each element holds the old or the "
+            "new value",
             found.torn_chunks,
         )

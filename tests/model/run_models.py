@@ -1,6 +1,6 @@
 """Runs the Spin models of this folder, exhaustively: each must be clean, and each planted fault must be found.
 
-python tests/model/run_models.py [--quick]. Needs `spin` and a C compiler (`make model` installs the Debian package). The
+python tests/model/run_models.py [--quick]. Needs `spin` and a C compiler (`make model` installs it). The
 full form allows more crashes, cuts and lapses than the quick one.
 """
 

@@ -227,7 +227,7 @@ class Adders:
         self.ways = ways
         self.count = count
         self._stop = _context.Event()
-        self._progress = [_context.Value("q", 0) for _ in ways]
+        self._progress = [_context.Value("q", 0, lock=False) for _ in ways]
         self._failures: Any = _context.Queue()
         with smb.connect(address) as client:
             for name in (*(f"lane-{i}" for i in range(len(ways))), "common"):
