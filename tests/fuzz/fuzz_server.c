@@ -1,6 +1,6 @@
-/* A real server, spoken to over its socket: frames that are nearly right, and bytes that are none. Whatever comes, it goes on
- * serving, and the segment that nobody names keeps its bytes. */
-#include <fcntl.h>
+/* A real server, spoken to over its socket by several connections: frames that are right, nearly right, and bytes that are
+ * none; sessions that repeat themselves, take over their own lane, and end. Whatever comes, it goes on serving, and the segment
+ * that no frame changes keeps its bytes. */
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -10,24 +10,32 @@
 #include "segment.h"
 #include "wire.h"
 
-enum { WITNESS = 0x1111, SCRATCH = 0x2222, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PAYLOAD_MAX = 70000 };
+enum { WITNESS = 0x1111, SCRATCH = 0x2222, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, FRAME_MAX = 64 + 8 + CHUNK };
+
+struct peer {
+    int fd; /* -1: none now */
+    uint64_t session;
+    uint64_t sequence;
+};
 
 static struct smb_server *server;
+static struct smb_segment *witness;
 static char socket_path[128];
-static uint64_t session = 1;
+static uint64_t sessions;
+static uint64_t good_answers[SMB_OPCODE_COUNT];
+static uint64_t told[SMB_OPCODE_COUNT]; /* what it last answered: tokens, rounds, versions, to be said back to it */
 
-static int say_hello(void)
+/* Input that reaches nothing proves nothing. */
+static void tell_reached(void)
 {
-    struct sockaddr_un name = {.sun_family = AF_UNIX};
-    strcpy(name.sun_path, socket_path);
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    MUST(fd >= 0 && connect(fd, (struct sockaddr *)&name, sizeof name) == 0);
-    struct smb_frame hello = {.opcode = SMB_HELLO, .session = ++session, .lane = 3};
-    uint8_t bytes[SMB_FRAME_BYTES];
-    smb_frame_encode(&hello, bytes);
-    MUST(write(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes);
-    MUST(recv(fd, bytes, sizeof bytes, MSG_WAITALL) == (ssize_t)sizeof bytes);
-    return fd;
+    for (int opcode = SMB_READ; opcode < SMB_OPCODE_COUNT; opcode++)
+        printf("%s%llu", opcode == SMB_READ ? "  answered OK, by opcode: " : " ", (unsigned long long)good_answers[opcode]);
+    printf("\n");
+}
+
+static uint8_t pattern(uint64_t i)
+{
+    return (uint8_t)(i % 251 + 1);
 }
 
 static void start(void)
@@ -39,58 +47,196 @@ static void start(void)
     MUST(smb_server_create_segment(server, fuzz_path("scratch"), SCRATCH, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     MUST(smb_server_listen_unix(server, socket_path) == SMB_OK);
+    MUST(smb_segment_open(fuzz_path("witness"), &witness) == SMB_OK);
+    uint8_t *bytes = smb_segment_data(witness);
+    for (uint64_t i = 0; i < BYTES; i++)
+        bytes[i] = pattern(i);
+    atexit(tell_reached);
 }
 
-static const uint8_t *witness(void)
+static void check_witness(void)
 {
-    static struct smb_segment *segment;
-    if (!segment)
-        MUST(smb_segment_open(fuzz_path("witness"), &segment) == SMB_OK);
-    return smb_segment_data(segment);
+    const uint8_t *bytes = smb_segment_data(witness);
+    for (uint64_t i = 0; i < BYTES; i++)
+        MUST(bytes[i] == pattern(i));
 }
 
-/* A frame whose payload fits it, but for what the input changes about it. */
-static size_t make_frame(struct input *input, uint64_t sequence, uint8_t *bytes)
+static void count_answer(const uint8_t *bytes)
 {
-    static const uint16_t lengths[] = {8, 8, 16, 4096, 16384, 24, 65535, 0};
-    uint64_t what = take(input, 2);
-    struct smb_frame frame = {.opcode = (uint8_t)(what % (SMB_OPCODE_COUNT + 1)),
-                              .flags = (uint16_t)(take(input, 1) & SMB_FLAGS_KNOWN & ~SMB_FLAG_REPLY),
-                              .dtype = SMB_INT64, .op = (uint8_t)(take(input, 1) % 8), .lane = 3, .epoch = EPOCH,
-                              .session = session, .sequence = sequence, .segment = SCRATCH,
-                              .offset = take(input, 1) * 8 + take(input, 1) * 4096,
-                              .length = lengths[take(input, 1) % 8], .argument = smb_bits_of((double)(take(input, 1) % 4))};
-    bool fenced = frame.flags & SMB_FLAG_FENCED;
-    frame.payload = frame.opcode == SMB_WRITE || frame.opcode == SMB_ACCUMULATE ? frame.length
-                    : frame.opcode == SMB_ACCUMULATE_FROM ? SMB_FROM_BYTES
-                    : frame.opcode == SMB_COMPARE_SWAP ? 8
-                    : frame.opcode >= SMB_LOCK ? SMB_SYNC_BYTES : 0;
-    frame.payload += fenced ? SMB_TOKEN_BYTES : 0;
-    if (frame.opcode >= SMB_WATERMARK || frame.opcode <= SMB_ATTACH)
-        frame.dtype = 0, frame.length = 0, frame.offset = 0;
-    if (frame.opcode >= SMB_LOCK)
-        frame.argument = take(input, 1) % 3;
-    smb_frame_encode(&frame, bytes);
-    memset(bytes + SMB_FRAME_BYTES, 0, frame.payload);
-    for (uint32_t i = 0; i < frame.payload && i < 32; i += 8) /* small words: tokens, times, offsets, another segment */
-        smb_store64(bytes + SMB_FRAME_BYTES + i, take(input, 1) % 5 ? take(input, 1) : SCRATCH);
-    if (what >> 8 & 1) /* one byte of the header is something else, but never the name of the witness */
-        bytes[take(input, 1) % SMB_FRAME_BYTES] ^= (uint8_t)take(input, 1);
-    if (smb_load64(bytes + 32) == WITNESS)
-        smb_store64(bytes + 32, SCRATCH);
-    return SMB_FRAME_BYTES + frame.payload;
+    struct smb_frame frame;
+    if (smb_frame_parse(bytes, &frame) == SMB_OK && frame.flags & SMB_FLAG_REPLY && frame.status == SMB_OK)
+        good_answers[frame.opcode]++, told[frame.opcode] = frame.argument;
 }
 
-static void speak(int fd, struct input *input)
+/* A connection of the same session is of the same lane: it fences the one before. */
+static void peer_connect(struct peer *peer)
 {
-    static uint8_t bytes[SMB_FRAME_BYTES + PAYLOAD_MAX];
-    for (uint64_t sequence = 1; input->at < input->end; sequence++) {
-        size_t count = make_frame(input, sequence, bytes);
-        if (take(input, 1) % 16 == 0)
-            count = take(input, 2) % (count + 1); /* cut short: what follows is read as its rest */
-        if (send(fd, bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)count)
-            return;
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    strcpy(name.sun_path, socket_path);
+    peer->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    MUST(peer->fd >= 0 && connect(peer->fd, (struct sockaddr *)&name, sizeof name) == 0);
+    struct smb_frame hello = {.opcode = SMB_HELLO, .session = peer->session, .lane = 3};
+    uint8_t bytes[SMB_FRAME_BYTES];
+    smb_frame_encode(&hello, bytes);
+    MUST(write(peer->fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes);
+    MUST(recv(peer->fd, bytes, sizeof bytes, MSG_WAITALL) == (ssize_t)sizeof bytes);
+}
+
+/* Until it has closed the connection, or (not `to_the_end`) has nothing more to say now. */
+static void peer_listen(struct peer *peer, bool to_the_end)
+{
+    uint8_t bytes[SMB_FRAME_BYTES];
+    ssize_t count;
+    while ((count = recv(peer->fd, bytes, sizeof bytes, to_the_end ? 0 : MSG_DONTWAIT)) > 0)
+        if (count == (ssize_t)sizeof bytes)
+            count_answer(bytes); /* data in between is taken for what it is not, and not counted */
+}
+
+static void peer_leave(struct peer *peer)
+{
+    if (peer->fd < 0)
+        return;
+    shutdown(peer->fd, SHUT_WR);
+    peer_listen(peer, true);
+    close(peer->fd);
+    peer->fd = -1;
+}
+
+static uint32_t payload_of(const struct smb_frame *frame)
+{
+    uint32_t token = frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
+    switch (frame->opcode) {
+    case SMB_WRITE:
+    case SMB_ACCUMULATE: return token + frame->length;
+    case SMB_ACCUMULATE_FROM: return token + SMB_FROM_BYTES;
+    case SMB_COMPARE_SWAP: return token + 8;
+    default: return frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES : token;
     }
+}
+
+/* A frame that the server has nothing against; what a lock, a version or a round is now it may know better. */
+static struct smb_frame good_frame(struct input *input, struct peer *peer)
+{
+    static const uint32_t lengths[] = {8, 16, 24, 4096, 4104, 8192, 12288, CHUNK};
+    struct smb_frame frame = {.opcode = (uint8_t)(SMB_READ + take(input, 1) % (SMB_OPCODE_COUNT - SMB_READ)), .lane = 3,
+                              .epoch = EPOCH, .session = peer->session, .sequence = ++peer->sequence, .segment = SCRATCH};
+    if (frame.opcode == SMB_WATERMARK)
+        return frame;
+    if (frame.opcode >= SMB_LOCK) {
+        frame.argument = frame.opcode <= SMB_FENCE ? take(input, 1) % 2 : 0;
+        frame.payload = SMB_SYNC_BYTES;
+        return frame;
+    }
+    bool word = frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP;
+    uint64_t where = take(input, 2);
+    frame.dtype = SMB_INT64;
+    frame.length = word ? 8 : lengths[take(input, 1) % 8];
+    frame.offset = where % 4 * CHUNK + where / 4 * 8 % (CHUNK - frame.length + 8);
+    frame.op = (uint8_t)(SMB_SUM + where % 5);
+    bool scaled = frame.opcode == SMB_ACCUMULATE || frame.opcode == SMB_ACCUMULATE_FROM;
+    frame.argument = scaled ? smb_bits_of((double)(where % 3)) : where;
+    if (frame.opcode == SMB_ACCUMULATE && where & 64)
+        frame.flags |= SMB_FLAG_FETCH;
+    if (where & 128)
+        frame.flags |= SMB_FLAG_FENCED;
+    frame.payload = payload_of(&frame);
+    return frame;
+}
+
+/* One field is not what it was. */
+static void spoil(struct input *input, struct smb_frame *frame)
+{
+    uint64_t what = take(input, 1), value = take(input, 1);
+    switch (what % 12) {
+    case 0: frame->sequence = value % (frame->sequence + 1); break; /* said again, or never said */
+    case 1: frame->sequence += value << (value % 57); break;
+    case 2: frame->flags ^= SMB_FLAG_RETRY; break;
+    case 3: frame->flags ^= SMB_FLAG_FENCED; break;
+    case 4: frame->flags ^= SMB_FLAG_FETCH; break;
+    case 5: frame->offset = value << (value % 57); break;
+    case 6: frame->length = (uint32_t)value << (value % 16); break;
+    case 7: frame->segment = value % 2 ? WITNESS + 0x10000 : 0; break;
+    case 8: frame->epoch ^= (uint32_t)value; break;
+    case 9: frame->dtype = (uint8_t)(value % 9); break;
+    case 10: frame->argument = value % 2 ? smb_bits_of(1.0 / 0.0) : UINT64_MAX - value; break;
+    default: frame->op = (uint8_t)value; break;
+    }
+    frame->payload = payload_of(frame);
+    if (frame->payload > CHUNK + SMB_TOKEN_BYTES)
+        frame->payload = 0;
+    if (frame->opcode == SMB_READ || !smb_opcode_changes(frame->opcode) || what < 128)
+        return;
+    frame->payload = (uint32_t)value; /* and its length is a lie */
+}
+
+/* The words with which it would be granted. */
+static void fit_words(const struct smb_frame *frame, uint8_t *payload)
+{
+    switch (frame->opcode) {
+    case SMB_LOCK:
+        smb_store64(payload, 1000);
+        smb_store64(payload + 8, smb_load64(payload + 8) % 3);
+        break;
+    case SMB_RENEW: smb_store64(payload + 8, 1000); /* fallthrough */
+    case SMB_UNLOCK:
+    case SMB_FENCE: smb_store64(payload, told[SMB_LOCK]); break;
+    case SMB_ARRIVE: smb_store64(payload, 1 + told[SMB_PIN] % PEERS); break;
+    case SMB_AWAIT_BARRIER:
+        smb_store64(payload, told[SMB_ARRIVE]);
+        smb_store64(payload + 8, smb_load64(payload + 8) % 3);
+        break;
+    case SMB_AWAIT_VERSION: smb_store64(payload, told[SMB_AWAIT_VERSION] + smb_load64(payload) % 2); break;
+    case SMB_PUBLISH:
+        smb_store64(payload, told[SMB_LOCK]);
+        smb_store64(payload + 8, told[SMB_AWAIT_VERSION] + 1);
+        break;
+    case SMB_ACCUMULATE_FROM: smb_store64(payload, smb_load64(payload) % 2 ? WITNESS : SCRATCH); break;
+    case SMB_UNPIN: smb_store64(payload, told[SMB_PIN]); break;
+    default:
+        if (frame->flags & SMB_FLAG_FENCED)
+            smb_store64(payload, told[SMB_LOCK]);
+    }
+}
+
+/* Tokens, times, rounds, versions; another segment's name and a place in it. */
+static void fill_payload(struct input *input, const struct smb_frame *frame, uint8_t *payload)
+{
+    static const uint64_t words[] = {0, 1, 2, 3, 4, 5, 1000, SCRATCH, WITNESS, CHUNK, BYTES - 8, UINT64_MAX, UINT64_MAX / 2};
+    uint64_t fitting = take(input, 1) % 4;
+    memset(payload, 0, frame->payload);
+    for (uint32_t i = 0; i + 8 <= frame->payload && i < SMB_SYNC_BYTES; i += 8)
+        smb_store64(payload + i, words[take(input, 1) % (sizeof words / sizeof *words)]);
+    bool has_words = frame->payload >= SMB_FROM_BYTES && frame->opcode != SMB_WRITE && frame->opcode != SMB_ACCUMULATE;
+    if (fitting && (has_words || (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES)))
+        fit_words(frame, payload);
+}
+
+static size_t make_frame(struct input *input, struct peer *peer, uint8_t *bytes)
+{
+    uint64_t how = take(input, 1);
+    struct smb_frame frame = good_frame(input, peer);
+    if (how % 4 == 0)
+        spoil(input, &frame);
+    smb_frame_encode(&frame, bytes);
+    fill_payload(input, &frame, bytes + SMB_FRAME_BYTES);
+    size_t count = SMB_FRAME_BYTES + frame.payload;
+    if (how % 32 == 1)
+        bytes[take(input, 1) % SMB_FRAME_BYTES] ^= (uint8_t)take(input, 1);
+    if (how % 32 == 2)
+        count = take(input, 2) % (count + 1); /* what follows is read as its rest */
+    if (smb_load64(bytes + 32) == WITNESS) /* the header's segment: its bytes are to stay */
+        smb_store64(bytes + 32, SCRATCH);
+    return count;
+}
+
+static void speak(struct peer *peer, struct input *input)
+{
+    static uint8_t bytes[FRAME_MAX];
+    size_t count = make_frame(input, peer, bytes);
+    if (send(peer->fd, bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)count)
+        peer_leave(peer); /* closed by the server, or full: what waits there has been told */
+    else
+        peer_listen(peer, false);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
@@ -99,16 +245,29 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (!server)
         start();
     struct input input = {data, data + size};
-    int fd = say_hello();
-    speak(fd, &input);
-    shutdown(fd, SHUT_WR);
-    uint8_t ignored[4096];
-    while (recv(fd, ignored, sizeof ignored, 0) > 0) {
+    struct peer peers[PEERS];
+    for (int i = 0; i < PEERS; i++)
+        peers[i] = (struct peer){.fd = -1, .session = ++sessions};
+    while (input.at < input.end) {
+        uint64_t step = take(&input, 1);
+        struct peer *peer = &peers[step % PEERS];
+        struct peer older = *peer;
+        if (peer->fd >= 0 && step >= 250) {
+            peer_leave(peer);
+        } else if (peer->fd >= 0 && step >= 244) {
+            peer_connect(peer); /* the lane is this one's now */
+            peer_leave(&older);
+        }
+        if (peer->fd < 0)
+            peer_connect(peer);
+        else
+            speak(peer, &input);
     }
-    close(fd);
-    smb_server_end_session(server, session); /* what it still holds is given up */
-    if (++runs % 64 == 0)
-        for (int i = 0; i < BYTES; i++)
-            MUST(witness()[i] == 0);
+    for (int i = 0; i < PEERS; i++) {
+        peer_leave(&peers[i]);
+        smb_server_end_session(server, peers[i].session); /* what it still holds is given up */
+    }
+    if (++runs % 16 == 0)
+        check_witness();
     return 0;
 }
