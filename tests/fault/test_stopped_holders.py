@@ -25,8 +25,8 @@ TTL_S = 0.15
 
 
 def _holds(messages: Any, buffer: smb.Buffer) -> int:
-    """Wait until it holds the lock and has written under it; return its token. On a busy machine it may lose a lease that
-    nobody took from it: then it takes the lock again."""
+    """Wait until it holds the lock and has written under it; return its token. On a busy machine it may lose a
+    lease that nobody took from it: then it takes the lock again."""
     while True:
         kind, token = messages.get(timeout=30)
         if kind == "holds":

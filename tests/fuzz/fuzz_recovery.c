@@ -1,53 +1,49 @@
-/* What a killed daemon left, changed at will: segment header, completion records, sync words, journal. Recovery takes what is
- * sound or refuses it; it never leaves its files, and the server works afterwards. The chunks' locks are left alone: those of a
- * C library can't be checked, and only the daemon's own user can write them. */
+/* What a killed daemon left, changed at will: segment header, sync words, completion records, marks, journal. Recovery takes what
+ * is sound or refuses it. Whatever it finds, chunks that were not marked keep their bytes, no chunk stays marked, and the server
+ * works afterwards; a change whose journal is as it was left is made, exactly once. The chunks' locks are left alone: those of a C
+ * library can't be checked, and only the daemon's own user can write them. */
 #include <fcntl.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "fuzz.h"
 #include "journal.h"
 #include "server.h"
 
-enum { ID = 0x77, EPOCH = 3, BYTES = 65536, CHUNK = 16384, PATCHES = 24, HEADER_AT = 0, SYNC_AT = 2048, RECORDS_AT = 8192,
-       SLOT_AT = 4096 + 4 * JOURNAL_SLOTS_MAX, TEMPLATE = SLOT_AT + 3 * 4096 };
+enum { ID = 0x77, EPOCH = 3, BYTES = 65536, CHUNK = 16384, CHUNKS = BYTES / CHUNK, PATCHES = 24, SESSION = 9, SEQUENCE = 5,
+       AT = CHUNK + 64, BLOCKS = 3, CHANGED = (BLOCKS - 1) * JOURNAL_BLOCK_BYTES + 808 };
+/* Where things lie, of the files' own formats: checked by make_templates. */
+enum { SYNC_AT = 2048, CHUNKS_AT = 4096, MARK_AT = 44, RECORDS_AT = 8192, DATA_AT = 12288, READY_AT = 4096,
+       SLOT_AT = READY_AT + 4 * JOURNAL_SLOTS_MAX, WORDS_AT = SLOT_AT + 4096, PAYLOAD_AT = WORDS_AT + 4096,
+       JOURNAL_HEAD = PAYLOAD_AT + CHUNK };
+static const uint64_t JOURNAL_BYTES = SLOT_AT + (uint64_t)JOURNAL_SLOTS_MAX * (8192 + SMB_CHUNK_BYTES_MAX);
 
-static uint8_t *segment_template, *journal_template;
+static uint8_t *segment_template, *journal_template, *segment, *journal;
 static uint64_t segment_bytes;
+
+/* The changes that may have been under way. */
+static const struct smb_change CHANGES[] = {
+    {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 3.0, .offset = AT, .bytes = CHANGED},
+    {.opcode = SMB_FETCH_ADD, .offset = AT, .bytes = 8, .argument = 1000},
+    {.opcode = SMB_COMPARE_SWAP, .offset = AT, .bytes = 8, .argument = 1000},
+};
+enum { CHANGE_COUNT = sizeof CHANGES / sizeof *CHANGES };
+
+static int64_t content(uint64_t element)
+{
+    return (int64_t)(element % 251 * 1000 + 7);
+}
+
+static int64_t delta(uint64_t element)
+{
+    return (int64_t)(element % 241 + 1);
+}
 
 static void read_whole(const char *name, uint8_t *bytes, size_t count)
 {
     int fd = open(fuzz_path(name), O_RDONLY | O_CLOEXEC);
     MUST(fd >= 0 && pread(fd, bytes, count, 0) == (ssize_t)count);
     close(fd);
-}
-
-/* A segment and a journal with an addition that was stopped in its second block. */
-static void make_templates(void)
-{
-    struct smb_server *server;
-    struct smb_recovery recovery;
-    MUST(smb_server_create(1, 1, 1 << 26, &server) == SMB_OK);
-    MUST(smb_server_create_segment(server, fuzz_path("segment"), ID, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
-    MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
-    struct smb_segment *segment = server_find(server, ID);
-    struct slot slot;
-    MUST(journal_take_slot(server->journal, &slot) == SMB_OK && slot.number == 0);
-    MUST(journal_reserve(server->journal, &slot, 4096) == SMB_OK);
-    struct smb_change change = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = 4096, .source = slot.payload};
-    struct change_name name = {.session = 9, .sequence = 5, .lane = 0};
-    slot_describe(server->journal, &slot, ID, &change, &name);
-    slot_begin(server->journal, &slot, segment, &change);
-    segment_bytes = smb_segment_file_bytes(BYTES, CHUNK);
-    segment_template = malloc(segment_bytes);
-    journal_template = malloc(TEMPLATE);
-    read_whole("segment", segment_template, segment_bytes);
-    read_whole("journal", journal_template, TEMPLATE);
-    smb_segment_mark(segment, 0, 0);
-    smb_segment_change_end(segment, 0);
-    smb_segment_release(segment);
-    smb_server_destroy(server);
 }
 
 static void write_file(const char *name, const uint8_t *bytes, size_t count, uint64_t whole)
@@ -57,18 +53,112 @@ static void write_file(const char *name, const uint8_t *bytes, size_t count, uin
     close(fd);
 }
 
-static void patch(struct input *input, uint8_t *segment, uint8_t *journal)
+static void make_templates(void)
 {
+    struct smb_server *server;
+    struct smb_recovery recovery;
+    struct slot slot;
+    struct record *record;
+    uint32_t hint = 0;
+    segment_bytes = smb_segment_file_bytes(BYTES, CHUNK);
+    MUST((segment_template = malloc(segment_bytes)) && (segment = malloc(segment_bytes)));
+    MUST((journal_template = calloc(1, JOURNAL_HEAD)) && (journal = malloc(JOURNAL_HEAD)));
+    MUST(smb_server_create(1, 1, 1 << 26, &server) == SMB_OK);
+    MUST(smb_server_create_segment(server, fuzz_path("segment"), ID, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
+    MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
+    struct smb_segment *made = server_find(server, ID);
+    int64_t *data = smb_segment_data(made);
+    for (uint64_t i = 0; i < BYTES / 8; i++)
+        data[i] = content(i);
+    MUST(records_take(served_of(made)->records, SESSION, 0, false, &hint, &record) == SMB_OK);
+    record_note(record, SEQUENCE - 1, false, 0);
+    records_release(served_of(made)->records, record);
+    MUST(journal_take_slot(server->journal, &slot) == SMB_OK && slot.number == 0);
+    MUST(journal_reserve(server->journal, &slot, CHUNK) == SMB_OK);
+    for (uint64_t i = 0; i < CHUNK / 8; i++)
+        ((int64_t *)(void *)slot.payload)[i] = delta(i);
+    smb_segment_mark(made, AT, 1);
+    read_whole("segment", segment_template, segment_bytes);
+    read_whole("journal", journal_template, JOURNAL_HEAD);
+    MUST(smb_load64(segment_template + DATA_AT) == (uint64_t)content(0) && smb_segment_data_offset(made) == DATA_AT);
+    MUST(segment_template[CHUNKS_AT + AT / CHUNK * 64 + MARK_AT] == 1);
+    MUST(smb_load64(segment_template + RECORDS_AT + hint * RECORD_BYTES) == SESSION);
+    MUST(smb_load64(journal_template + PAYLOAD_AT) == (uint64_t)delta(0));
+    smb_segment_mark(made, AT, 0);
+    smb_segment_release(made);
+    smb_server_destroy(server);
+}
+
+/* As if the daemon had been killed in this block of the change (or after the last), before it was changed, or in its middle. */
+static void stop_in_block(const struct smb_change *change, uint64_t block, bool dirty)
+{
+    bool whole = change->opcode != SMB_ACCUMULATE;
+    uint64_t blocks = whole ? 1 : BLOCKS;
+    uint8_t *data = segment + DATA_AT + change->offset, *words = journal + WORDS_AT;
+    block %= blocks + 1;
+    dirty = dirty && block < blocks;
+    uint64_t last = block + dirty < blocks ? block + dirty : blocks; /* blocks whose undo was taken */
+    for (uint64_t b = 0; b < last; b++) {
+        uint64_t from = b * JOURNAL_BLOCK_BYTES, left = change->bytes - from;
+        uint64_t bytes = left < JOURNAL_BLOCK_BYTES ? left : JOURNAL_BLOCK_BYTES;
+        memcpy(journal + SLOT_AT, data + from, bytes);
+        uint64_t done = b < block ? bytes : bytes / 16 * 8; /* in the middle: half of it */
+        for (uint64_t i = from; i < from + done; i += 8)
+            smb_store64(data + i, whole ? smb_load64(data + i) + 1000 : smb_load64(data + i) + 3 * (uint64_t)delta(i / 8));
+    }
+    smb_store64(words, (uint64_t)SEQUENCE << 18 | block << 2 | 2 | dirty);
+    const uint64_t names[] = {ID, SESSION, SEQUENCE, 0, change->offset, change->bytes, change->argument, change->expected,
+                              smb_bits_of(change->scale), (uint64_t)(uint32_t)change->op << 32 | (uint32_t)change->opcode};
+    for (int i = 0; i < 10; i++)
+        smb_store64(words + 8 + 8 * i, names[i]);
+    segment[CHUNKS_AT + AT / CHUNK * 64 + MARK_AT - 4] |= 1; /* the sequence count is odd */
+}
+
+/* true: the change's own journal, its chunk's mark and its segment's name are as they were. */
+static bool patch(struct input *input)
+{
+    bool as_left = true;
     for (int i = 0; i < PATCHES && input->at < input->end; i++) {
         uint64_t where = take(input, 1), at = take(input, 2);
         uint8_t value = (uint8_t)take(input, 1);
-        switch (where % 6) {
-        case 0: segment[HEADER_AT + at % 160] = value; break;
+        switch (where % 8) {
+        case 0: segment[at % 160] = value, as_left = false; break;
         case 1: segment[SYNC_AT + at % 512] = value; break;
         case 2: segment[RECORDS_AT + at % 4096] = value; break;
-        case 3: journal[at % 32] = value; break;
-        case 4: journal[4096 + at % 64] = value; break;
-        default: journal[SLOT_AT + 4096 + at % 112] = value; break;
+        case 3: segment[CHUNKS_AT + at % CHUNKS * 64 + MARK_AT] = value % 4, as_left = false; break;
+        case 4: journal[at % 32] = value, as_left = false; break;
+        case 5: journal[READY_AT + at % 64] = value, as_left = false; break;
+        default: journal[WORDS_AT + at % 88] = value, as_left = false; break;
+        }
+    }
+    return as_left;
+}
+
+static bool was_marked(uint64_t chunk)
+{
+    return segment[CHUNKS_AT + chunk * 64 + MARK_AT] != 0;
+}
+
+/* Element i of the change's range, after it was made once. */
+static int64_t made_once(const struct smb_change *change, uint64_t i)
+{
+    int64_t old = content(change->offset / 8 + i);
+    return change->opcode == SMB_ACCUMULATE ? old + 3 * delta(i) : change->opcode == SMB_FETCH_ADD ? old + 1000 : 1000 + old;
+}
+
+static void check_data(struct smb_segment *found, const struct smb_change *made)
+{
+    const int64_t *data = smb_segment_data(found);
+    for (uint64_t chunk = 0; chunk < CHUNKS; chunk++) {
+        MUST(smb_segment_marked(found, chunk * CHUNK) == 0);
+        if (was_marked(chunk) && !made)
+            continue;
+        for (uint64_t i = chunk * CHUNK / 8; i < (chunk + 1) * CHUNK / 8; i++) {
+            bool changed = made && i >= made->offset / 8 && i < (made->offset + made->bytes) / 8;
+            if (changed)
+                MUST(data[i] == made_once(made, i - made->offset / 8));
+            else if (!was_marked(chunk) || made)
+                MUST(data[i] == (int64_t)smb_load64(segment + DATA_AT + 8 * i));
         }
     }
 }
@@ -81,7 +171,7 @@ static void use(struct smb_server *server)
     struct smb_client *client;
     struct smb_link *link;
     MUST(smb_server_listen_tcp(server, "127.0.0.1", 0, &port) == SMB_OK);
-    MUST(smb_client_create(9, &client) == SMB_OK);
+    MUST(smb_client_create(SESSION, &client) == SMB_OK);
     MUST(smb_client_connect_tcp(client, "127.0.0.1", port, 0, 5000, &link, &instance) == SMB_OK);
     static const int opcodes[] = {SMB_LOCK, SMB_ARRIVE, SMB_AWAIT_VERSION, SMB_PIN, SMB_FENCE, SMB_PUBLISH, SMB_UNLOCK};
     for (size_t i = 0; i < sizeof opcodes / sizeof *opcodes; i++) {
@@ -99,29 +189,39 @@ static void use(struct smb_server *server)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    static uint8_t *segment, *journal;
-    if (!segment_template) {
+    if (!segment_template)
         make_templates();
-        segment = malloc(segment_bytes);
-        journal = malloc(TEMPLATE);
-    }
     memcpy(segment, segment_template, segment_bytes);
-    memcpy(journal, journal_template, TEMPLATE);
+    memcpy(journal, journal_template, JOURNAL_HEAD);
     struct input input = {data, data + size};
-    bool whole = take(&input, 1) % 16 != 0;
-    bool talk = take(&input, 1) % 8 == 0;
-    patch(&input, segment, journal);
+    uint64_t how = take(&input, 1), where = take(&input, 1);
+    bool whole = how % 16 != 0, talk = how / 16 % 8 == 0;
+    struct smb_change change = CHANGES[where % CHANGE_COUNT];
+    if (change.opcode == SMB_COMPARE_SWAP) {
+        change.expected = (uint64_t)content(AT / 8);
+        change.argument = change.expected + 1000;
+    }
+    stop_in_block(&change, where / 4, where & 128);
+    bool as_left = patch(&input) && whole;
     write_file("segment", segment, segment_bytes, whole ? segment_bytes : take(&input, 2) * 64);
-    write_file("journal", journal, TEMPLATE, SLOT_AT + (uint64_t)JOURNAL_SLOTS_MAX * (8192 + SMB_CHUNK_BYTES_MAX));
+    write_file("journal", journal, JOURNAL_HEAD, JOURNAL_BYTES);
 
     struct smb_server *server;
     struct smb_segment_info info;
-    struct smb_recovery recovery;
+    struct smb_recovery recovery = {0};
     MUST(smb_server_create(2, 1, 1 << 26, &server) == SMB_OK);
     int adopted = smb_server_adopt_segment(server, fuzz_path("segment"), &info);
-    MUST(adopted != SMB_OK || (info.data_bytes == BYTES && info.chunk_bytes == CHUNK) || info.file_bytes == segment_bytes);
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
-    MUST(recovery.finished <= 1 && recovery.torn_chunks <= 1);
+    MUST(recovery.finished <= 1 && recovery.torn_chunks <= CHUNKS);
+    MUST(!as_left || (adopted == SMB_OK && recovery.finished == 1 && recovery.torn_chunks == 0));
+    if (adopted == SMB_OK) {
+        MUST(info.file_bytes == segment_bytes);
+        struct smb_segment *found = server_find(server, info.id);
+        MUST(found != NULL);
+        if (info.data_bytes == BYTES && info.chunk_bytes == CHUNK) /* another form may have the same size */
+            check_data(found, as_left ? &change : NULL);
+        smb_segment_release(found);
+    }
     if (talk && adopted == SMB_OK && info.id == ID && info.epoch == EPOCH)
         use(server);
     smb_server_destroy(server);

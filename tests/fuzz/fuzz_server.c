@@ -64,8 +64,10 @@ static void check_witness(void)
 static void count_answer(const uint8_t *bytes)
 {
     struct smb_frame frame;
-    if (smb_frame_parse(bytes, &frame) == SMB_OK && frame.flags & SMB_FLAG_REPLY && frame.status == SMB_OK)
-        good_answers[frame.opcode]++, told[frame.opcode] = frame.argument;
+    if (smb_frame_parse(bytes, &frame) != SMB_OK || !(frame.flags & SMB_FLAG_REPLY) || frame.status != SMB_OK)
+        return;
+    good_answers[frame.opcode]++;
+    told[frame.opcode] = frame.argument;
 }
 
 /* A connection of the same session is of the same lane: it fences the one before. */
