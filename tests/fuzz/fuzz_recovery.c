@@ -1,6 +1,6 @@
 /* What a killed daemon left, changed at will: segment header, sync words, completion records, marks, journal. Recovery takes what
  * is sound or refuses it. Whatever it finds, chunks that were not marked keep their bytes, no chunk stays marked, and the server
- * works afterwards; a change whose journal is as it was left is made, exactly once. The chunks' locks are left alone: those of a C
+ * works afterwards; a change whose journal is as it was left is made, exactly once, and any other touches at most what it names. The chunks' locks are left alone: those of a C
  * library can't be checked, and only the daemon's own user can write them. */
 #include <fcntl.h>
 #include <string.h>
@@ -114,21 +114,26 @@ static void stop_in_block(const struct smb_change *change, uint64_t block, bool 
     segment[CHUNKS_AT + AT / CHUNK * 64 + MARK_AT - 4] |= 1; /* the sequence count is odd */
 }
 
-/* true: the change's own journal, its chunk's mark and its segment's name are as they were. */
+/* Some kinds of place only, often few of them: a change elsewhere hides what these do. true: the change's own journal, its chunk's
+ * mark and its segment's name are as they were. */
 static bool patch(struct input *input)
 {
     bool as_left = true;
-    for (int i = 0; i < PATCHES && input->at < input->end; i++) {
-        uint64_t where = take(input, 1), at = take(input, 2);
-        uint8_t value = (uint8_t)take(input, 1);
-        switch (where % 8) {
-        case 0: segment[at % 160] = value, as_left = false; break;
-        case 1: segment[SYNC_AT + at % 512] = value; break;
-        case 2: segment[RECORDS_AT + at % 4096] = value; break;
-        case 3: segment[CHUNKS_AT + at % CHUNKS * 64 + MARK_AT] = value % 4, as_left = false; break;
-        case 4: journal[at % 32] = value, as_left = false; break;
-        case 5: journal[READY_AT + at % 64] = value, as_left = false; break;
-        default: journal[WORDS_AT + at % 88] = value, as_left = false; break;
+    uint64_t kinds = take(input, 1), patches = take(input, 1) % PATCHES;
+    while (patches-- > 0 && input->at < input->end) {
+        uint64_t kind = take(input, 1) % 8, at = take(input, 1), value = take(input, 1);
+        if (!(kinds & 1U << kind))
+            continue;
+        as_left = as_left && kind >= 6;
+        switch (kind) {
+        case 0: segment[at % 160] = (uint8_t)value; break;
+        case 1: segment[CHUNKS_AT + at % CHUNKS * 64 + MARK_AT] = value % 4; break;
+        case 2: journal[at % 32] = (uint8_t)value; break;
+        case 3: journal[READY_AT + at % 64] = (uint8_t)value; break;
+        case 4: journal[WORDS_AT + at % 8] = (uint8_t)value; break;
+        case 5: journal[WORDS_AT + 8 + at % 80] = (uint8_t)value; break;
+        case 6: segment[SYNC_AT + at % 256] = (uint8_t)value; break;
+        default: segment[RECORDS_AT + (at + take(input, 1) * 64) % 4096] = (uint8_t)value; break;
         }
     }
     return as_left;
@@ -146,21 +151,25 @@ static int64_t made_once(const struct smb_change *change, uint64_t i)
     return change->opcode == SMB_ACCUMULATE ? old + 3 * delta(i) : change->opcode == SMB_FETCH_ADD ? old + 1000 : 1000 + old;
 }
 
+/* What the journal names as being under way, as patched. */
+static bool is_named(uint64_t i)
+{
+    uint64_t offset = smb_load64(journal + WORDS_AT + 40), bytes = smb_load64(journal + WORDS_AT + 48);
+    return 8 * i + 7 >= offset && 8 * i - offset < bytes;
+}
+
 static void check_data(struct smb_segment *found, const struct smb_change *made)
 {
     const int64_t *data = smb_segment_data(found);
-    for (uint64_t chunk = 0; chunk < CHUNKS; chunk++) {
-        MUST(smb_segment_marked(found, chunk * CHUNK) == 0);
-        if (was_marked(chunk) && !made)
-            continue;
-        for (uint64_t i = chunk * CHUNK / 8; i < (chunk + 1) * CHUNK / 8; i++) {
-            bool changed = made && i >= made->offset / 8 && i < (made->offset + made->bytes) / 8;
-            if (changed)
-                MUST(data[i] == made_once(made, i - made->offset / 8));
-            else if (!was_marked(chunk) || made)
-                MUST(data[i] == (int64_t)smb_load64(segment + DATA_AT + 8 * i));
-        }
+    for (uint64_t i = 0; i < BYTES / 8; i++) {
+        int64_t left = (int64_t)smb_load64(segment + DATA_AT + 8 * i);
+        if (made && i >= made->offset / 8 && i < (made->offset + made->bytes) / 8)
+            MUST(data[i] == made_once(made, i - made->offset / 8));
+        else if (made || !was_marked(8 * i / CHUNK) || !is_named(i))
+            MUST(data[i] == left);
     }
+    for (uint64_t chunk = 0; chunk < CHUNKS; chunk++)
+        MUST(smb_segment_marked(found, chunk * CHUNK) == 0 && !smb_segment_changing(found, chunk * CHUNK));
 }
 
 /* The first frames of a client: everything that recovery left is used. */
