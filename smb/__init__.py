@@ -24,6 +24,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.layout import Layout
+from smb.lock import Lock
 
 __all__ = [
     "AlreadyExistsError",
@@ -35,6 +36,7 @@ __all__ = [
     "InvalidArgumentError",
     "Layout",
     "LocalCluster",
+    "Lock",
     "LockLostError",
     "NotFoundError",
     "OutOfMemoryError",

@@ -56,13 +56,19 @@ class Lock:
         self._token = 0
         self._expires = 0.0
         self._lost = False
+        self._released = False
         self.buffer = buffer
+
+    def __repr__(self) -> str:
+        state = "lost" if self._lost else f"held, token {self._token}" if self._token else "not held"
+        return f"<smb.Lock {self._home.what}, {state}>"
 
     @property
     def token(self) -> int:
         """The fencing token of this holding: every later one is higher. Raises InvalidArgumentError unless taken."""
         if self._token == 0:
-            raise InvalidArgumentError(f"lock {self._home.what}: it is not taken; enter it first (with lock: ...)")
+            when = "was released; take it again" if self._released else "is not taken; enter it first"
+            raise InvalidArgumentError(f"lock {self._home.what}: it {when} (with lock: ...)")
         return self._token
 
     @property
@@ -79,7 +85,9 @@ class Lock:
         try:
             told = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
         except TimeoutError as error:
-            raise TimeoutError(f"{asked}: others hold it, or wait before us, for {self._timeout:g} s") from error
+            raise TimeoutError(
+                f"{asked}: not ours within {self._timeout:g} s: another holds it, or waited longer"
+            ) from error
         self._token, self._lost = told.a, False
         self._expires = time.monotonic() + self._ttl_ms / 1000
         if self._others:
@@ -91,7 +99,7 @@ class Lock:
         """Give it back. Raises LockLostError where it was lost before, InvalidArgumentError where it was not taken."""
         token = self.token
         self._renewals.remove(self)
-        self._token = 0
+        self._token, self._released = 0, True
         if self._lost:
             raise self._lost_error("release")
         self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))

@@ -75,9 +75,10 @@ def test_timeouts_and_misuse(client: smb.Client, connect: Connect) -> None:
             lock.acquire()
         lock.check()
     assert not lock.held
-    with pytest.raises(smb.InvalidArgumentError, match="not taken"):
+    assert repr(lock) == "<smb.Lock 'busy', not held>"
+    with pytest.raises(smb.InvalidArgumentError, match="was released"):
         lock.release()
-    with pytest.raises(smb.InvalidArgumentError, match="not taken"):
+    with pytest.raises(smb.InvalidArgumentError, match="was released"):
         _ = lock.token
     for ttl in (0, -1, 10**9):
         with pytest.raises(smb.InvalidArgumentError, match="ttl"):
