@@ -172,7 +172,8 @@ static void abandon(struct call *call)
     }
     if (call->settles) {
         call->outcome->status = SMB_TIMEOUT;
-        call->settles->settler = NULL;
+        if (call->settles->settler == call)
+            call->settles->settler = NULL;
         call->settles = NULL;
         call->streams_left = 0;
     }
@@ -184,6 +185,10 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
     uint64_t next = UINT64_MAX;
     for (struct call *call = client->calls; call; call = call->next) {
         uint64_t deadline_ns = atomic_load_explicit(&call->deadline_ns, memory_order_relaxed);
+        if (call->settles && call->settles->pending == 0) { /* another one was told */
+            call->settles = NULL;
+            call->streams_left = 0;
+        }
         if (now_ns >= deadline_ns)
             abandon(call);
         else if (deadline_ns < next)

@@ -93,6 +93,7 @@ struct watermark {
     uint64_t segment_id;
     uint64_t sequence;             /* of the question */
     uint64_t value;
+    uint64_t refused;              /* up to here some changes were refused: the value alone does not speak for them */
     uint32_t epoch;
     int status;
     bool answered;

@@ -315,6 +315,7 @@ static enum step next_request(struct connection *connection)
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
+    connection->retried = connection->from_kept = false;
     connection->payload_have = 0;
     return STEP_ON;
 }
@@ -404,12 +405,15 @@ static enum step receive_payload(struct connection *connection)
 
 static enum step park(struct connection *connection)
 {
+    connection->retried = true;
     gate_done(&connection->request);
     return wait_for(connection, WAIT_PARKED);
 }
 
 static enum step answer_failure(struct connection *connection, int status)
 {
+    if (smb_opcode_changes(connection->request.frame.opcode))
+        gate_refused(connection->loop->server, &connection->request.frame);
     server_count(&connection->loop->server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     put_reply(connection, &reply);
@@ -475,8 +479,9 @@ static enum step answer_change(struct connection *connection)
     uint64_t result = 0;
     const uint8_t *payload = connection->staging;
     if (frame->opcode == SMB_ACCUMULATE_FROM) {
-        if (!request->retried)
+        if (!connection->from_kept)
             memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES, sizeof connection->from);
+        connection->from_kept = true;
         payload = connection->from + SMB_TOKEN_BYTES;
     }
     int status = gate_execute(connection->loop->server, request, connection->slot.payload ? &connection->slot : NULL, payload,
@@ -499,12 +504,13 @@ static enum step answer_change(struct connection *connection)
 
 static enum step answer_watermark(struct connection *connection)
 {
-    uint64_t watermark;
-    int status = gate_watermark(&connection->request, &watermark);
+    uint64_t watermark, refused;
+    int status = gate_watermark(&connection->request, &watermark, &refused);
     if (status != SMB_OK)
         return answer_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
     reply.argument = watermark;
+    reply.offset = refused;
     put_reply(connection, &reply);
     finish_request(connection, true);
     return STEP_ON;
@@ -537,6 +543,9 @@ static enum step answer_sync(struct connection *connection)
 
 static void put_late_answers(struct connection *connection)
 {
+    /* Not between a header and its data, nor before an answer that brings a descriptor. */
+    if (connection->tail_end > 0 || connection->pass_fd >= 0)
+        return;
     while (connection->answered && connection->out_end <= OUT_BYTES - SMB_FRAME_BYTES) {
         struct wait *wait = connection->answered;
         connection->answered = wait->next;
@@ -549,7 +558,7 @@ static enum step execute(struct connection *connection)
 {
     if (connection->admitted == SMB_OK && !connection->request.segment)
         connection->admitted = gate_admit(connection->loop->server, &connection->request.frame, &connection->request);
-    connection->request.retried = connection->counted_parked;
+    connection->request.retried = connection->retried;
     if (connection->admitted != SMB_OK)
         return answer_failure(connection, connection->admitted);
     switch (connection->request.frame.opcode) {

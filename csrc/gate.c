@@ -40,11 +40,9 @@ static uint64_t patience(const struct gate_request *request)
 static int take_record(struct gate_request *request)
 {
     const struct smb_frame *frame = &request->frame;
-    int status = records_take(served_of(request->segment)->records, frame->session, frame->lane,
+    int status = records_take(served_of(request->segment)->records, frame->session, frame->lane, frame->sequence,
                               frame->flags & SMB_FLAG_RETRY, &request->record_hint, &request->record);
-    if (status != SMB_OK)
-        return status;
-    return frame->sequence <= atomic_load_explicit(&request->record->watermark, memory_order_relaxed) ? SMB_EXISTS : SMB_OK;
+    return status == SMB_OK ? record_judge(request->record, frame->sequence) : status;
 }
 
 static void let_go(struct gate_request *request)
@@ -64,9 +62,23 @@ static bool is_journalled(int opcode)
     return opcode == SMB_ACCUMULATE || opcode == SMB_ACCUMULATE_FROM || has_result(opcode);
 }
 
-int gate_watermark(struct gate_request *request, uint64_t *watermark)
+int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused)
 {
-    return records_watermark(served_of(request->segment)->records, request->frame.session, request->frame.lane, watermark);
+    return records_watermark(served_of(request->segment)->records, request->frame.session, request->frame.lane, watermark,
+                             refused);
+}
+
+void gate_refused(struct smb_server *server, const struct smb_frame *frame)
+{
+    struct smb_segment *segment = server_find(server, frame->segment);
+    if (!segment)
+        return; /* nor will any later one be applied */
+    struct gate_request request = {.frame = *frame, .segment = segment};
+    int status = take_record(&request);
+    if (status == SMB_OK)
+        record_refuse(request.record, frame->sequence);
+    let_go(&request);
+    smb_segment_release(segment);
 }
 
 /* What a repeated change is answered: the old value that it was told before; of an accumulate the values of now, which contain
@@ -138,17 +150,11 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
     return smb_segment_apply(request->other, &read, patience(request));
 }
 
-static int change_once(struct smb_server *server, struct gate_request *request, const struct slot *slot,
-                       const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result)
+static int change_now(struct smb_server *server, struct gate_request *request, const struct slot *slot,
+                      const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result)
 {
     const struct smb_frame *frame = &request->frame;
-    int status = take_record(request);
-    if (status == SMB_EXISTS) {
-        server_count(&server->replayed_total, 1);
-        return answer_again(request, sink, result);
-    }
-    if (status != SMB_OK)
-        return status;
+    int status = SMB_OK;
     struct smb_change change = {.opcode = frame->opcode, .op = frame->op, .offset = frame->offset, .bytes = frame->length,
                                 .source = payload, .sink = sink, .argument = frame->argument};
     switch (frame->opcode) {
@@ -167,19 +173,25 @@ static int change_once(struct smb_server *server, struct gate_request *request, 
     return status;
 }
 
+/* The record first, then the fence: what was made under the lock was made, though the lock be lost by now. */
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
                  uint8_t *scratch, uint8_t *sink, uint64_t *result)
 {
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
     struct sync *sync = served_of(request->segment)->sync;
-    if (fenced) {
-        int status = sync_fence_enter(sync, smb_load64(payload - SMB_TOKEN_BYTES), smb_boot_ns());
-        if (status != SMB_OK)
-            return status;
+    int status = take_record(request);
+    if (status == SMB_EXISTS) {
+        server_count(&server->replayed_total, 1);
+        status = answer_again(request, sink, result);
+    } else if (status == SMB_OK) {
+        if (fenced)
+            status = sync_fence_enter(sync, smb_load64(payload - SMB_TOKEN_BYTES), smb_boot_ns());
+        if (status == SMB_OK) {
+            status = change_now(server, request, slot, payload, scratch, sink, result);
+            if (fenced)
+                sync_fence_leave(sync);
+        }
     }
-    int status = change_once(server, request, slot, payload, scratch, sink, result);
-    if (fenced)
-        sync_fence_leave(sync);
     let_go(request);
     return status;
 }

@@ -648,18 +648,39 @@ static int state_after(int status)
 static void take_failure(struct smb_link *link, struct flight *flight, int status)
 {
     struct stream *stream = flight->stream;
-    settle(flight, state_after(status));
+    /* What is known to have been applied was, also if the answer can't be had any more. */
+    int state = flight->fate == SMB_DOUBT_APPLIED ? SMB_DOUBT_APPLIED : state_after(status);
+    settle(flight, state);
     if (stream) {
         if (smb_opcode_changes(flight->opcode))
-            call_doubt(stream->call, flight->buffer_offset, flight->length, state_after(status));
+            call_doubt(stream->call, flight->buffer_offset, flight->length, state);
         call_failed(stream, status);
     }
     landed(link, flight);
 }
 
+/* A lock was granted to a caller that has left: it goes back at once. If the connection breaks first, its ttl ends it. */
+static void give_back(struct smb_link *link, const struct flight *lock, uint64_t token)
+{
+    struct flight *flight = take_flight(link);
+    if (!flight)
+        return;
+    *flight = (struct flight){.sequence = link->made++, .segment_id = lock->segment_id, .epoch = lock->epoch,
+                              .opcode = SMB_UNLOCK, .fate = SMB_DOUBT_NOT_APPLIED};
+    struct smb_frame frame = {.opcode = SMB_UNLOCK, .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
+    put_small(flight, token);
+    for (int i = 1; i < SMB_SYNC_WORDS; i++)
+        put_small(flight, 0);
+    encode(link, flight, &frame);
+    append(&link->unsent_end, flight);
+    link->flying++;
+}
+
 static void take_success(struct smb_link *link, struct flight *flight, uint64_t a, uint64_t b)
 {
     struct stream *stream = flight->stream;
+    if (!stream && flight->opcode == SMB_LOCK)
+        give_back(link, flight, a);
     settle(flight, SMB_DOUBT_APPLIED);
     if (stream && stream->told) {
         stream->told->a = a;
@@ -708,6 +729,7 @@ static int take_watermark(struct smb_link *link, const struct smb_frame *reply)
             watermark->answered = true;
             watermark->status = reply->status;
             watermark->value = reply->argument;
+            watermark->refused = reply->offset;
             link->watermarks_answered++;
             return SMB_OK;
         }
@@ -897,8 +919,12 @@ static bool decided(struct smb_link *link, struct flight *flight)
     if (!in_doubt(flight))
         return false;
     const struct watermark *watermark = watermark_of(link, flight);
-    flight->fate = watermark->status != SMB_OK                  ? SMB_DOUBT_UNKNOWN
-                   : flight->sequence <= watermark->value ? SMB_DOUBT_APPLIED : SMB_DOUBT_NOT_APPLIED;
+    if (watermark->status != SMB_OK || flight->fate == SMB_DOUBT_UNKNOWN)
+        flight->fate = SMB_DOUBT_UNKNOWN; /* once forgotten, whatever the lane has done since */
+    else if (flight->sequence > watermark->value)
+        flight->fate = SMB_DOUBT_NOT_APPLIED;
+    else
+        flight->fate = flight->sequence > watermark->refused ? SMB_DOUBT_APPLIED : SMB_DOUBT_UNKNOWN; /* its repetition tells */
     return !flight->stream || (flight->fate == SMB_DOUBT_APPLIED && !flight->sink && !is_atomic(flight->opcode));
 }
 
@@ -995,6 +1021,17 @@ bool link_progress(struct smb_link *link)
     return moved;
 }
 
+/* What of the stream was never made into frames. */
+static void note_unmade(struct stream *stream)
+{
+    while (stream->have_piece && !stream->ask) {
+        if (smb_opcode_changes(stream->request->opcode))
+            call_doubt(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
+        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+    }
+    stream->have_piece = false;
+}
+
 static void fail_flights(struct smb_link *link, int status)
 {
     while (link->unsent) {
@@ -1007,7 +1044,7 @@ static void fail_flights(struct smb_link *link, int status)
                 call_doubt(stream->call, flight->buffer_offset, flight->length, fate);
             bool nothing_sent = stream->told ? !stream->told->sent : !stream->call->outcome->sent;
             call_failed(stream, status == SMB_LINK_LOST && nothing_sent ? SMB_DISCONNECTED : status);
-            stream->have_piece = false;
+            note_unmade(stream);
         }
         landed(link, flight);
     }
@@ -1026,7 +1063,7 @@ void link_shut(struct smb_link *link, int status)
         dequeue(link);
         bool nothing_sent = stream->told ? !stream->told->sent : !stream->call->outcome->sent;
         call_failed(stream, status == SMB_LINK_LOST && nothing_sent ? SMB_DISCONNECTED : status);
-        stream->have_piece = false;
+        note_unmade(stream);
         if (stream->in_flight == 0)
             call_stream_finished(stream);
     }
@@ -1049,21 +1086,21 @@ static void leave(struct flight *flight)
     atomic_fetch_add_explicit(&flight->doubt->references, 1, memory_order_relaxed);
 }
 
-/* One that is half sent takes its connection along: its caller's memory can't be used any more. */
+/* One that is half sent takes its connection along: its caller's memory can't be used any more. So does one of a data lane that
+ * was sent: it may be parked at the server, and all that comes after it with it; on the next connection it is not there. */
 void link_abandon(struct smb_link *link, struct stream *stream)
 {
     if (stream->queued)
         take_out_of_queue(link, stream);
-    while (stream->have_piece && !stream->ask) {
-        if (smb_opcode_changes(stream->request->opcode))
-            call_doubt(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
-        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
-    }
-    stream->have_piece = false;
+    note_unmade(stream);
     bool half_sent = link->unsent && link->unsent->stream == stream && link->sent_bytes > 0;
-    for (struct flight *flight = link->sent; flight; flight = flight->next)
-        if (flight->stream == stream)
+    bool parked = false;
+    for (struct flight *flight = link->sent; flight; flight = flight->next) {
+        if (flight->stream == stream) {
             leave(flight);
+            parked |= !stream->ask;
+        }
+    }
     for (struct flight **at = &link->unsent; *at;) {
         struct flight *flight = *at;
         if (flight->stream == stream) {
@@ -1075,7 +1112,7 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         }
         at = &flight->next;
     }
-    if (half_sent)
+    if (half_sent || (parked && state_of(link) == LINK_UP))
         break_connection(link);
     call_stream_finished(stream);
 }

@@ -53,17 +53,24 @@ static bool is_of(const struct record *record, uint64_t session, uint16_t lane)
     return read_word(&record->session) == session && read_word(&record->lane) == lane;
 }
 
-/* The lane's index, or that of the first empty record, or count. Records are never emptied, so that a search may end at one. */
+/* The lane's index, or that of the first empty record, or count. Records are emptied only for a moment, when one makes room
+ * for another; a kill in that moment leaves a hole, so that after the first eviction a search does not end at one. */
 static uint32_t search(const struct records *records, uint64_t session, uint16_t lane)
 {
     uint32_t at = (uint32_t)(((session ^ lane) * 0x9E3779B97F4A7C15U) >> 32) % records->count;
+    uint32_t empty = records->count;
+    bool evicted = read_word(records->evictions) > 0;
     for (uint32_t i = 0; i < records->count; i++) {
         const struct record *record = &records->table[at];
-        if (is_of(record, session, lane) || read_word(&record->session) == 0)
+        if (is_of(record, session, lane))
             return at;
+        if (read_word(&record->session) == 0 && empty == records->count)
+            empty = at;
+        if (empty < records->count && !evicted)
+            break;
         at = at + 1 == records->count ? 0 : at + 1;
     }
-    return records->count;
+    return empty;
 }
 
 static uint32_t longest_unused(const struct records *records)
@@ -77,19 +84,23 @@ static uint32_t longest_unused(const struct records *records)
 }
 
 /* A daemon killed between these stores leaves an empty record, or one of the lane with no watermark: both are true. */
-static void begin_record(struct record *record, uint64_t session, uint16_t lane)
+static void begin_record(struct record *record, uint64_t session, uint16_t lane, uint64_t forgotten)
 {
     write_word(&record->session, 0);
     FAILPOINT("records.emptied");
     write_word(&record->watermark, 0);
     for (int i = 0; i < RECORD_RESULTS; i++)
         record->results[i].sequence = record->results[i].result = 0;
+    for (int i = 0; i < RECORD_REFUSALS; i++)
+        record->refused[i] = 0;
+    record->refused_floor = forgotten;
     write_word(&record->lane, lane);
     write_word(&record->session, session);
     FAILPOINT("records.begun");
 }
 
-static int take_locked(struct records *records, uint64_t session, uint16_t lane, bool retry, uint32_t *index)
+static int take_locked(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry,
+                       uint32_t *index)
 {
     *index = search(records, session, lane);
     if (*index < records->count && is_of(&records->table[*index], session, lane))
@@ -104,18 +115,19 @@ static int take_locked(struct records *records, uint64_t session, uint16_t lane,
         atomic_fetch_add_explicit(records->evictions, 1, memory_order_release);
         FAILPOINT("records.counted");
     }
-    begin_record(&records->table[*index], session, lane);
+    /* What came before may have had a record that was evicted. */
+    begin_record(&records->table[*index], session, lane, read_word(records->evictions) > 0 ? sequence - 1 : 0);
     return SMB_OK;
 }
 
-int records_take(struct records *records, uint64_t session, uint16_t lane, bool retry, uint32_t *hint,
+int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry, uint32_t *hint,
                  struct record **record)
 {
     pthread_mutex_lock(&records->mutex);
     uint32_t index = *hint;
     int status = SMB_OK;
     if (index >= records->count || !is_of(&records->table[index], session, lane))
-        status = take_locked(records, session, lane, retry, &index);
+        status = take_locked(records, session, lane, sequence, retry, &index);
     if (status == SMB_OK)
         records->in_use[index]++;
     pthread_mutex_unlock(&records->mutex);
@@ -134,12 +146,20 @@ void records_release(struct records *records, struct record *record)
     pthread_mutex_unlock(&records->mutex);
 }
 
-int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark)
+int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark, uint64_t *refused)
 {
     pthread_mutex_lock(&records->mutex);
     uint32_t index = search(records, session, lane);
     bool found = index < records->count && is_of(&records->table[index], session, lane);
     *watermark = found ? read_word(&records->table[index].watermark) : 0;
+    *refused = 0;
+    if (found) {
+        const struct record *record = &records->table[index];
+        *refused = record->refused_floor;
+        for (int i = 0; i < RECORD_REFUSALS; i++)
+            if (record->refused[i] > *refused)
+                *refused = record->refused[i];
+    }
     bool unknown = !found && read_word(records->evictions) > 0;
     pthread_mutex_unlock(&records->mutex);
     return unknown ? SMB_EVICTED : SMB_OK;
@@ -169,7 +189,35 @@ void record_note(struct record *record, uint64_t sequence, bool with_result, uin
         record->results[place].result = result;
         record->results[place].sequence = sequence;
     }
-    write_word(&record->watermark, sequence);
+    for (int i = 0; i < RECORD_REFUSALS; i++)
+        if (record->refused[i] == sequence)
+            record->refused[i] = 0; /* refused at first, and made now */
+    if (sequence > read_word(&record->watermark))
+        write_word(&record->watermark, sequence);
+}
+
+int record_judge(const struct record *record, uint64_t sequence)
+{
+    if (sequence > read_word(&record->watermark))
+        return SMB_OK;
+    for (int i = 0; i < RECORD_REFUSALS; i++)
+        if (record->refused[i] == sequence)
+            return SMB_OK;
+    return sequence <= record->refused_floor ? SMB_EVICTED : SMB_EXISTS;
+}
+
+void record_refuse(struct record *record, uint64_t sequence)
+{
+    int oldest = 0;
+    for (int i = 0; i < RECORD_REFUSALS; i++) {
+        if (record->refused[i] == sequence)
+            return;
+        if (record->refused[i] < record->refused[oldest])
+            oldest = i;
+    }
+    if (record->refused[oldest] > record->refused_floor)
+        record->refused_floor = record->refused[oldest];
+    record->refused[oldest] = sequence;
 }
 
 bool record_result(const struct record *record, uint64_t sequence, uint64_t *result)

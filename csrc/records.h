@@ -13,7 +13,7 @@
 #include "smb.h"
 
 /* At most as many fetch_add and compare_swap of a lane may be unanswered at any time. */
-enum { RECORD_RESULTS = 6, RECORD_BYTES = 128, RECORDS_MIN = 32, RECORDS_MAX = 1024 };
+enum { RECORD_RESULTS = 4, RECORD_REFUSALS = 3, RECORD_BYTES = 128, RECORDS_MIN = 32, RECORDS_MAX = 1024 };
 
 struct record {
     _Atomic uint64_t session;    /* 0: empty */
@@ -23,6 +23,9 @@ struct record {
     struct {
         uint64_t sequence, result;
     } results[RECORD_RESULTS];   /* of fetch_add and compare_swap */
+    /* Changes that were refused although later ones were applied: the watermark does not speak for them. */
+    uint64_t refused[RECORD_REFUSALS];
+    uint64_t refused_floor;      /* up to here there may be others, which are forgotten: unknown */
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
 
@@ -36,14 +39,18 @@ void records_destroy(struct records *records);
 
 /* The record of a lane, kept from eviction until released. A new one is made, where `retry` says that the frame was sent
  * before only if none was ever evicted here: SMB_EVICTED otherwise. *hint: where it was the last time. */
-int records_take(struct records *records, uint64_t session, uint16_t lane, bool retry, uint32_t *hint,
+int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry, uint32_t *hint,
                  struct record **record);
 void records_release(struct records *records, struct record *record);
 /* Read only: SMB_OK and the watermark, 0 where there is no record and never was; SMB_EVICTED where there may have been. */
-int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark);
+int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark, uint64_t *refused);
 /* Its records are the first to be evicted. */
 void records_end_session(struct records *records, uint64_t session);
 
+/* SMB_OK: the change was not made. SMB_EXISTS: it was. SMB_EVICTED: that is forgotten. */
+int record_judge(const struct record *record, uint64_t sequence);
+/* The change was refused. */
+void record_refuse(struct record *record, uint64_t sequence);
 /* The change has been made. `with_result`: one whose result a repetition must be told. */
 void record_note(struct record *record, uint64_t sequence, bool with_result, uint64_t result);
 bool record_result(const struct record *record, uint64_t sequence, uint64_t *result);

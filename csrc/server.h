@@ -47,6 +47,7 @@ struct served {
     struct smb_segment *segment;
     struct records *records;
     struct sync *sync;
+    bool closed;                  /* due_lock: it never becomes due again */
     uint64_t due_ns;              /* of sync_tick; in the server's list if not UINT64_MAX */
     struct served *next_due;
 };
@@ -151,8 +152,10 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 /* `done`: the change was made, whole. */
 void gate_close(struct gate_request *request, bool to_change, bool done);
-/* How far the frame's lane has come on its segment. */
-int gate_watermark(struct gate_request *request, uint64_t *watermark);
+/* How far the frame's lane has come on its segment, and up to where some changes were refused. */
+int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
+/* A change is answered with a failure: a later one of the lane must not make it look applied. */
+void gate_refused(struct smb_server *server, const struct smb_frame *frame);
 void gate_done(struct gate_request *request);
 
 /* ---- waits (waits.c): what waits by nature. */
@@ -203,6 +206,8 @@ struct connection {
     uint32_t armed;                     /* epoll events asked for now */
     bool in_list;                       /* linked in `again` or `parked` */
     bool counted_parked;                /* since the request in hand was parked for the first time */
+    bool retried;                       /* the request in hand was parked before */
+    bool from_kept;                     /* its payload, of ACCUMULATE_FROM, is in `from` */
     bool greeted;
     uint64_t session;
     uint16_t lane;

@@ -21,7 +21,7 @@ struct party {
 
 struct pin {
     struct pin *next;
-    uint64_t session, version, count;
+    uint64_t session, name, version, expires_ns;
 };
 
 struct sync {
@@ -150,11 +150,11 @@ static void set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t
     pthread_rwlock_unlock(&sync->fence);
 }
 
-static bool publisher_may_begin(const struct sync *sync)
+static bool publisher_may_begin(const struct sync *sync, uint64_t now_ns)
 {
     uint64_t version = get(&sync->words->version);
     for (const struct pin *pin = sync->pins; pin; pin = pin->next)
-        if (pin->version + 1 == version)
+        if (pin->version + 1 == version && pin->expires_ns > now_ns)
             return false;
     return true;
 }
@@ -162,7 +162,7 @@ static bool publisher_may_begin(const struct sync *sync)
 static bool may_grant(const struct sync *sync, int which, uint64_t now_ns)
 {
     return now_ns >= sync->grace_ns && !held(&sync->words->locks[which], now_ns) &&
-           (which == SYNC_USER || publisher_may_begin(sync));
+           (which == SYNC_USER || publisher_may_begin(sync, now_ns));
 }
 
 static struct sync_answer granted(const struct sync *sync, int which)
@@ -516,6 +516,8 @@ static int ask_publish(struct sync *sync, const struct sync_request *request, ui
     uint64_t token = request->words[0], version = request->words[1], published = get(&sync->words->version);
     bool holds = is_holder(lock, token, now_ns);
     told->a = version;
+    if (!holds && token != 0 && token == get(&lock->token) && version > 0 && version <= published)
+        return SMB_OK; /* published, and killed before it was also released; nobody was granted since */
     if (!holds)
         return published >= version && version > 0 && ask_unlock(sync, &(struct sync_request){.argument = SYNC_PUBLISHER,
                                                                                               .words = {token}},
@@ -536,30 +538,32 @@ static int ask_publish(struct sync *sync, const struct sync_request *request, ui
     return SMB_OK;
 }
 
-static int ask_pin(struct sync *sync, const struct sync_request *request, struct sync_answer *told)
+static int ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
+                   struct news *news)
 {
-    uint64_t version = get(&sync->words->version);
     struct pin *pin = sync->pins;
-    while (pin && (pin->session != request->session || pin->version != version))
+    while (pin && (pin->session != request->session || pin->name != request->sequence))
         pin = pin->next;
     if (!pin) {
         pin = calloc(1, sizeof *pin);
         if (!pin)
             return SMB_OUT_OF_MEMORY;
-        *pin = (struct pin){.next = sync->pins, .session = request->session, .version = version};
+        *pin = (struct pin){.next = sync->pins, .session = request->session, .name = request->sequence,
+                            .version = get(&sync->words->version), .expires_ns = later(now_ns, SYNC_PIN_MS)};
         sync->pins = pin;
+        due(news, pin->expires_ns);
     }
-    pin->count++;
-    told->a = version;
+    told->a = pin->version;
+    told->b = pin->name;
     return SMB_OK;
 }
 
-/* `session`'s pins on `version`: one, or all on every version. */
-static void unpin(struct sync *sync, uint64_t session, uint64_t version, bool all)
+/* `session`'s pin of that name, or all of its pins; and those that are over. */
+static void unpin(struct sync *sync, uint64_t session, uint64_t name, bool all, uint64_t now_ns)
 {
     for (struct pin **at = &sync->pins; *at;) {
         struct pin *pin = *at;
-        if (pin->session == session && (all || (pin->version == version && --pin->count == 0))) {
+        if (pin->expires_ns <= now_ns || (pin->session == session && (all || pin->name == name))) {
             *at = pin->next;
             free(pin);
         } else {
@@ -651,9 +655,9 @@ static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
     case SMB_AWAIT_BARRIER: return ask_await_barrier(sync, waiter, now_ns, news);
     case SMB_AWAIT_VERSION: return ask_await_version(sync, waiter, now_ns, told, news);
     case SMB_PUBLISH: return ask_publish(sync, request, now_ns, told, news);
-    case SMB_PIN: return ask_pin(sync, request, told);
+    case SMB_PIN: return ask_pin(sync, request, now_ns, told, news);
     case SMB_UNPIN:
-        unpin(sync, request->session, request->words[0], false);
+        unpin(sync, request->session, request->words[0], false, now_ns);
         grant_next(sync, SYNC_PUBLISHER, now_ns, news);
         return SMB_OK;
     default: return SMB_INVALID;
@@ -701,7 +705,7 @@ void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
     answer_all(sync, &sync->barrier, session, SMB_SESSION_ENDED, &news);
     if (party_of(sync, session))
         end_round(sync, true, &news);
-    unpin(sync, session, 0, true);
+    unpin(sync, session, 0, true, now_ns);
     for (int i = 0; i < SYNC_LOCKS; i++) {
         struct sync_lock_words *lock = &sync->words->locks[i];
         if (held(lock, now_ns) && get(&lock->session) == session)
@@ -744,6 +748,9 @@ uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
 {
     struct news news = acquire(sync);
     if (!sync->closed) {
+        unpin(sync, 0, 0, false, now_ns);
+        for (const struct pin *pin = sync->pins; pin; pin = pin->next)
+            due(&news, pin->expires_ns);
         for (int i = 0; i < SYNC_LOCKS; i++) {
             struct sync_lock_words *lock = &sync->words->locks[i];
             if (get(&lock->expires_ns) != 0 && !held(lock, now_ns))

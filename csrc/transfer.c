@@ -96,12 +96,20 @@ struct local_work {
     uint8_t *scratch;            /* ACCUMULATE_FROM: one chunk */
 };
 
-static void local_failed(struct local_work *work, int status)
+/* The piece, and those of the segment after it. The other segments still do their part. */
+static void local_failed(struct local_work *work, struct smb_piece piece, int status)
 {
+    struct call account = {.outcome = work->outcome};
     if (work->outcome->status == SMB_OK) {
         work->outcome->status = status;
         work->outcome->segment = work->index;
     }
+    bool more = true;
+    while (more && smb_opcode_changes(work->request->opcode)) {
+        call_doubt(&account, piece.buffer_offset, (uint32_t)piece.bytes, SMB_DOUBT_NOT_APPLIED);
+        more = smb_cursor_next(&work->cursor, &piece);
+    }
+    work->cursor.position = work->cursor.end;
 }
 
 static int local_piece(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
@@ -165,8 +173,7 @@ static bool local_step(void *argument)
                 work->cursor = here; /* again, after a look at the links */
                 return true;
             }
-            local_failed(work, status);
-            work->cursor.position = work->cursor.end; /* the other segments still do their part */
+            local_failed(work, piece, status);
         }
         if (work->bytes_here > 0)
             smb_segment_count(place->segment, work->request->opcode, work->bytes_here);
@@ -244,8 +251,14 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     return true;
 }
 
+/* The local part's account into the call's, when the driver is done with that. */
 static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 {
+    struct call account = {.outcome = sum};
+    for (uint32_t i = 0; part->doubt && i < part->doubt->count; i++)
+        call_doubt(&account, part->doubt->pieces[i].buffer_offset, part->doubt->pieces[i].bytes, part->doubt->pieces[i].state);
+    if (part->doubt)
+        smb_doubt_release(part->doubt);
     if (sum->status == SMB_OK && part->status != SMB_OK) {
         sum->status = part->status;
         sum->segment = part->segment;

@@ -21,7 +21,7 @@ static void due_sooner(void *argument, uint64_t at_ns)
     struct served *served = argument;
     struct smb_server *server = served->server;
     pthread_mutex_lock(&server->due_lock);
-    if (at_ns < served->due_ns) {
+    if (at_ns < served->due_ns && !served->closed) {
         if (served->due_ns == UINT64_MAX) {
             served->next_due = server->due;
             server->due = served;
@@ -131,8 +131,9 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
 void waits_close(struct smb_segment *segment, int status)
 {
     struct served *served = served_of(segment);
-    sync_close(served->sync, status); /* from here on it never becomes due again */
+    sync_close(served->sync, status);
     pthread_mutex_lock(&served->server->due_lock);
+    served->closed = true; /* whoever is about to say that it is due comes too late */
     take_out(served->server, served);
     pthread_mutex_unlock(&served->server->due_lock);
 }

@@ -33,7 +33,7 @@ from smb.lock import PUBLISHER_LOCK, Lock
 from smb.proto import control_pb2 as pb
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import describe
-from smb.waits import SESSION_ENDED, Home, wait_ms
+from smb.waits import SESSION_ENDED, Home, raise_fences, wait_ms
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -338,13 +338,7 @@ class Buffer:
             ) from error
         token, version = turn.a, turn.b
         try:
-            askings = [(home, home.start(AskOpcode.FENCE, PUBLISHER_LOCK, (token,))) for home in homes[1:]]
-            try:
-                for home, asking in askings:
-                    home.finish(asked, asking, 0.0)
-            finally:
-                for _, asking in askings:
-                    asking.end()
+            raise_fences(homes[1:], PUBLISHER_LOCK, token, asked)
             base = self._copy_base(version)
             self._call(Opcode.WRITE, base, self.size, source=memory.address, token=token)
         except BaseException:
@@ -375,7 +369,7 @@ class Buffer:
                 f"{asked}: {error!r} is not of a change of this buffer that may have been applied"
             )
         if outcome.doubt is None:
-            return []
+            raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
         deadline = Deadline(self._client.timeout if timeout is None else timeout)
         try:
             parts = self._client.engine.settle(outcome.doubt, deadline.left_ms())
@@ -604,12 +598,13 @@ class Buffer:
         home, asked = self._sync_homes()[0], self._asked("read")
         while True:
             # The publisher is faster than we read: hold it back for once.
-            version = home.ask(asked, AskOpcode.PIN).a
+            pin = home.ask(asked, AskOpcode.PIN)
+            version = pin.a
             try:
                 self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
                 latest, writing = self._look()
             finally:
-                home.ask(asked, AskOpcode.UNPIN, 0, (version,))
+                home.ask(asked, AskOpcode.UNPIN, 0, (pin.b,))
             if max(latest, writing) < version + 2:  # else a restarted server had forgotten the pin
                 return
 

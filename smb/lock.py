@@ -18,7 +18,7 @@ from smb.errors import (
     LockLostError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
-from smb.waits import Home, wait_ms
+from smb.waits import Home, raise_fences, wait_ms
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -109,9 +109,10 @@ class Lock:
         token = self.token
         if self._lost:
             raise self._lost_error("check")
+        began = time.monotonic()
         asking = self.start_renewal()
         try:
-            self.finish_renewal(asking, token)
+            self.finish_renewal(asking, token, began)
         finally:
             asking.end()
 
@@ -137,9 +138,8 @@ class Lock:
         """Send a renewal."""
         return self._home.start(AskOpcode.RENEW, USER_LOCK, (self._token, self._ttl_ms))
 
-    def finish_renewal(self, asking: Asking, token: int) -> None:
+    def finish_renewal(self, asking: Asking, token: int, began: float) -> None:
         """Take its answer. Raises LockLostError, UnavailableError."""
-        began = time.monotonic()
         try:
             self._home.finish(f"renewal of lock {self._home.what}", asking, 0.0)
         except LockLostError:
@@ -161,17 +161,12 @@ class Lock:
 
     def _raise_fences(self, asked: str) -> None:
         """Tell the other segments, before anything is done under the lock, that lower tokens are to be refused."""
-        askings = [(home, home.start(AskOpcode.FENCE, USER_LOCK, (self._token,))) for home in self._others]
         try:
-            for home, asking in askings:
-                home.finish(asked, asking, 0.0)
-        except Error:
+            raise_fences(self._others, USER_LOCK, self._token, asked)
+        except BaseException:
             token, self._token = self._token, 0
             self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
             raise
-        finally:
-            for _, asking in askings:
-                asking.end()
 
 
 class Renewals:
@@ -183,6 +178,7 @@ class Renewals:
         self._wakes_at = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._busy: set[int] = set()  # being renewed now
 
     def add(self, lock: Lock, every_s: float) -> None:
         """Renew it every so many seconds from now on."""
@@ -223,21 +219,24 @@ class Renewals:
                         del self._due[key]
                     else:
                         self._due[key] = (now + every, every, weakref.ref(lock))
-            self._renew([lock for _, _, lock in due if lock is not None])
+            for key, _, lock in due:
+                if lock is not None and key not in self._busy:
+                    # A thread each: one server that is away must not cost the locks of the others.
+                    self._busy.add(key)
+                    threading.Thread(target=self._renew, args=(key, lock), name="smb-renewal", daemon=True).start()
             del due, lock
 
-    def _renew(self, locks: list[Lock]) -> None:
-        """All at once: one server that is away must not cost the locks of the others."""
-        started: list[tuple[Lock, int, Asking]] = []
-        for lock in locks:
+    def _renew(self, key: int, lock: Lock) -> None:
+        try:
+            began, token = time.monotonic(), lock.token
+            asking = lock.start_renewal()
             try:
-                started.append((lock, lock.token, lock.start_renewal()))
-            except Error as error:  # released meanwhile, or its server is away: the next turn tries again
-                _log.debug("a lock was not renewed: %s", error)
-        for lock, token, asking in started:
-            try:
-                lock.finish_renewal(asking, token)
-            except Error as error:
-                _log.warning("%s", error)
+                lock.finish_renewal(asking, token, began)
             finally:
                 asking.end()
+        except InvalidArgumentError:
+            pass  # released meanwhile
+        except Error as error:
+            _log.warning("%s", error)
+        finally:
+            self._busy.discard(key)

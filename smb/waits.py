@@ -7,7 +7,7 @@ close() get through. It survives a lost connection and a restart of the server: 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from smb.engine import Asking, AskOpcode, EngineError, Link, Status, Told
@@ -139,6 +139,18 @@ class Home:
                 return UnavailableError(f"{asked}: the connection to {self._where()} was lost; {outcome}")
             case _:
                 return TransportError(f"{asked}: {self._where()}: {EngineError(told.status, 0)}")
+
+
+def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> None:
+    """Have these segments refuse lower tokens from now on; all at once. Raises what Home.finish raises."""
+    askings: list[tuple[Home, Asking]] = []
+    try:
+        askings.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
+        for home, asking in askings:
+            home.finish(asked, asking, 0.0)
+    finally:
+        for _, asking in askings:
+            asking.end()
 
 
 SESSION_ENDED = (

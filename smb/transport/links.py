@@ -101,6 +101,12 @@ class Links:
         link = entry.link if entry is not None else None
         if entry is None or link is None:
             return  # it was closed meanwhile
+        try:
+            self._resume(entry, link)
+        finally:
+            link.let_go()
+
+    def _resume(self, entry: _Entry, link: Link) -> None:
         _log.info("the connection to memory server %s broke; connecting again", entry.server)
         pause, known = _PAUSE_FIRST_S, 0
         while link.alive() and link.wanted():
@@ -119,7 +125,6 @@ class Links:
             found = self._locate(entry.server)
             if found is not None:
                 entry.where, known = found, found.instance_id
-        link.let_go()
 
     def _attempt(self, entry: _Entry, link: Link, accept_instance: int) -> int:
         if entry.lane in _UNIX:

@@ -476,7 +476,7 @@ static void stopped_holder_parks_requests(void)
         CHECK(!parked[i].done);
     struct smb_request late = {.opcode = SMB_READ, .bytes = 1, .sink = &value, .timeout_ms = SHORT_MS};
     CHECK_EQ(reach_try(reach.buffer, late), SMB_TIMEOUT);
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == PARKED)); /* asked for, though nobody waits for it any more */
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == PARKED - 1)); /* it went with its connection */
     CHECK_EQ(kill(holder, SIGCONT), 0);
     for (int i = 0; i < PARKED; i++)
         pthread_join(parked[i].thread, NULL);
@@ -528,6 +528,38 @@ static void waiting_for_a_local_chunk_holds_up_nobody(void)
     rig_stop(&rig);
 }
 
+/* Sums of two segments that are asked for in one go, the first of them parked behind a stopped process: each adds its own source. */
+static void parked_sums_keep_their_sources(void)
+{
+    enum { CHUNK = 4096, CHUNKS = 4 };
+    struct rig rig;
+    struct reach reach;
+    struct smb_server_counters counters;
+    uint8_t content[CHUNKS * CHUNK];
+    pid_t holder = fork_stopped_holder(rig_segment_path(0, 0));
+    rig_start(&rig, (struct smb_layout){CHUNKS * CHUNK, CHUNKS * CHUNK, CHUNK, 1}, SMB_UINT8);
+    wait_for_stop(holder);
+    rig_add_buffer(&rig, 1);
+    reach_make(&reach, &rig, BY_TCP, 40);
+    struct smb_buffer *source = reach_buffer(&reach, &rig, BY_TCP, 1);
+    for (int i = 0; i < CHUNKS * CHUNK; i++)
+        content[i] = (uint8_t)(1 + i / CHUNK);
+    must(source, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof content, .source = content});
+    struct shared waiting = {.buffer = reach.buffer, .request = {.opcode = SMB_ACCUMULATE_FROM, .op = SMB_SUM, .scale = 1.0,
+                                                                 .bytes = sizeof content, .other = source}};
+    CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == 1));
+    CHECK_EQ(kill(holder, SIGCONT), 0);
+    pthread_join(waiting.thread, NULL);
+    CHECK_EQ(waitpid(holder, NULL, 0), holder);
+    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof content, .sink = content});
+    for (int i = 0; i < CHUNKS * CHUNK; i++)
+        CHECK_EQ(content[i], 1 + i / CHUNK);
+    smb_buffer_destroy(source);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
 /* The server stops while requests are parked and connections are open, and waits for none of them. */
 static void server_stops_with_requests_parked(void)
 {
@@ -564,6 +596,7 @@ int main(void)
         TEST(short_and_long_calls),
         TEST(peer_that_reads_late),
         TEST(stopped_holder_parks_requests),
+        TEST(parked_sums_keep_their_sources),
         TEST(waiting_for_a_local_chunk_holds_up_nobody),
         TEST(server_stops_with_requests_parked),
     };

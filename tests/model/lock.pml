@@ -1,11 +1,19 @@
-/* A lock with a lease, a queue and a fencing token, its holders stopped past their leases at any moment, and its home killed and started
- * again. Fenced writes go to the home and to a second segment. The steps are those of csrc/sync.c, gate.c and smb/lock.py.
+/* A lock with a lease, a queue and a fencing token. Its holders may be stopped past their leases at any moment, and its home killed and
+ * started again. Fenced writes go to the home and to a second segment. The steps are those of csrc/sync.c, gate.c and smb/lock.py.
  *
- * Stopping a client is just not scheduling it; a lease runs out at any moment (up to LAPSES times). Once lock() has returned to
- * a later holder, no write under an earlier token may be accepted anywhere. Each planted fault (-D...) must be found. */
-#define CLIENTS 2
+ * Stopping a client is just not scheduling it; a lease runs out at any moment (up to LAPSES times). What is checked:
+ *   once lock() has returned to a later holder, no write under an earlier token is accepted anywhere;
+ *   tokens grow; the lock goes to whoever has waited longest, also over a restart (of those who are back in its grace);
+ *   who released the lock is not told, when it asks again, that it had lost it.
+ * Each planted fault (-D...) must be found: run_models.py. */
+#ifndef CLIENTS
+#define CLIENTS 3
+#endif
+#ifndef TURNS
+#define TURNS 1
+#endif
 #ifndef LAPSES
-#define LAPSES 2
+#define LAPSES 1
 #endif
 #ifndef CRASHES
 #define CRASHES 1
@@ -14,62 +22,115 @@
 byte token;                 /* persistent: the last one granted */
 bool held;                  /*             the expiry */
 byte holder, holder_request;
-bool released[8];           /*             by token */
-byte fence[2];              /*             of the home and of the second segment */
+bool released[16];          /*             by token */
+byte fence[2];              /*             of the home and of the second segment; each on its own server */
+
+byte queue[CLIENTS + 1];    /* the home's: 0, or when the client's request was first sent */
+byte answer[CLIENTS + 1];   /* on its way to the client: a token */
+bool grace;                 /* the home was started again: nobody is granted before those who waited are back */
 
 byte lapses = LAPSES, crashes = CRASHES;
-byte life;                  /* of the home's daemon: what waits there is gone with it */
+byte asks[CLIENTS + 1];     /* the request that waits, less one */
+byte asked;                 /* counts first requests: time */
+byte since[CLIENTS + 1];    /* ghost: 0, or since when the client waits */
 byte entered;               /* ghost: the highest token whose lock() has returned */
-byte last_token;            /* ghost */
-byte asked, served;         /* ghosts: order of arrival, of those that never lost their place */
-bool disturbed;             /* ghost: a restart; the order is then the clients' ages */
+byte ended;
 
-/* Persistent stores one by one, a crash between any two: what was not finished is as if it had not been begun. */
-inline grant(client, request)
+/* kill -9 of the home: the words stay, queue and answers are gone. */
+inline crash()
+{
+    crashes--;
+    grace = true;
+    for (each : 1 .. CLIENTS) {
+        queue[each] = 0;
+        answer[each] = 0
+    }
+#ifdef TOKEN_FORGOTTEN
+    token = 0
+#endif
+}
+
+#define FIRST(c) (queue[c] > 0 && (queue[1] == 0 || queue[c] <= queue[1]) && (queue[2] == 0 || queue[c] <= queue[2]) && \
+                  (queue[CLIENTS] == 0 || queue[c] <= queue[CLIENTS]))
+
+/* Store by store, with a kill between any two: what was not finished is as if it had not been begun. */
+inline grant(to, request)
 {
     token++;
-#ifdef TOKEN_FORGOTTEN
-    if :: crashes > 0 -> crashes--; life++; disturbed = true; token = 0 :: true fi;
-#endif
     if
-    :: crashes > 0 -> crashes--; life++; disturbed = true; holding = false
+    :: crashes > 0 -> crash()
     :: true ->
         released[token] = false;
         fence[0] = token;
-        holder = client;
+        holder = to;
         holder_request = request;
-        held = true;
-        holding = true
+        if
+        :: crashes > 0 -> crash()
+        :: true ->
+            for (each : 1 .. CLIENTS) {
+                assert(each == to || since[each] == 0 || since[each] > since[to])
+            }
+            assert(token > entered);
+            held = true;
+            queue[to] = 0;
+            answer[to] = token;
+            since[to] = 0
+        fi
     fi
+}
+
+/* The home, at its one kind of spontaneous step, and time. */
+active proctype home()
+{
+    byte c, each;
+    do
+    :: ended == CLIENTS -> break
+    :: atomic {
+           !held && !grace && (queue[1] > 0 || queue[2] > 0 || queue[CLIENTS] > 0) ->
+           c = (FIRST(1) -> 1 : (FIRST(2) -> 2 : CLIENTS));
+           grant(c, 1 + asks[c])
+       }
+    :: atomic { held && lapses > 0 -> lapses--; held = false }
+    :: atomic { crashes > 0 -> crash() }
+#ifdef NO_GRACE
+    :: atomic { grace -> grace = false }
+#else
+    :: atomic {
+           grace && (since[1] == 0 || queue[1] > 0) && (since[2] == 0 || queue[2] > 0) &&
+           (since[CLIENTS] == 0 || queue[CLIENTS] > 0) -> grace = false
+       }
+#endif
+    od
 }
 
 proctype client(byte me)
 {
-    byte mine, request = 1, place, born; bool holding, repeated, told_lost, accepted;
-    byte turns = 2, segment;
+    byte mine, turns = TURNS, segment, request, each;
+    bool repeated, told_lost, accepted;
     do
     :: turns == 0 -> break
     :: else ->
         turns--;
-        /* LOCK: parked until it is granted; repeated with the same request number after a restart or a lost answer */
-        atomic { asked++; place = asked };
-        holding = false;
+        request++;
+        /* LOCK: waits until it is granted; asked again with the same number, and its age, when the answer was lost */
+        atomic { asked++; since[me] = asked; mine = asked; queue[me] = asked; asks[me] = request - 1 };
         do
+        :: atomic { answer[me] > 0 -> mine = answer[me]; answer[me] = 0 }; break
         :: atomic {
-               held && holder == me && holder_request == request -> holding = true /* granted before: the same answer */
-           };
-           break
-        :: atomic {
-               !held && (disturbed || place == served + 1) -> grant(me, request);
+               answer[me] == 0 && queue[me] == 0 ->
                if
-               :: holding -> if :: !disturbed -> served++ :: else fi
-               :: else
+               :: held && holder == me && holder_request == request -> mine = token; break
+               :: else ->
+                   if :: since[me] == 0 -> since[me] = mine :: else fi; /* granted, lapsed, and never known to it */
+#ifdef AGE_FORGOTTEN
+                   asked++;
+                   queue[me] = asked
+#else
+                   queue[me] = since[me]
+#endif
                fi
-           };
-           if :: holding -> break :: else fi
+           }
         od;
-        mine = token;
-        atomic { assert(mine > last_token || held == false || holder != me || mine == last_token); if :: mine > last_token -> last_token = mine :: else fi };
         /* FENCE on the second segment, before lock() returns */
         told_lost = false;
 #ifndef FENCE_NOT_RAISED
@@ -77,17 +138,14 @@ proctype client(byte me)
 #endif
         if
         :: !told_lost ->
-            atomic {
-                /* only who still holds it when lock() returns has entered; who lost it meanwhile will be refused */
-                if :: held && token == mine -> assert(mine > entered || mine == entered); entered = mine :: else fi
-            };
+            /* Who still holds it when lock() returns has entered; who lost it meanwhile will be refused. */
+            atomic { if :: held && token == mine -> entered = mine :: else fi };
             segment = 0;
             do
             :: segment == 2 -> break
             :: else ->
 #ifdef CHECK_THEN_WRITE
                 accepted = (segment == 0 -> (held && token == mine) : mine >= fence[1]);
-                skip;
                 atomic { assert(!accepted || mine >= entered) };
 #else
                 atomic {
@@ -100,7 +158,7 @@ proctype client(byte me)
             od
         :: else
         fi;
-        /* UNLOCK, perhaps repeated because the answer was lost */
+        /* UNLOCK, perhaps said again because the answer was lost */
         repeated = false;
         do
         :: atomic {
@@ -119,22 +177,17 @@ proctype client(byte me)
            :: break
            fi
         od;
-        request++;
         mine = 0
-    od
-}
-
-/* Time: a lease runs out. */
-active proctype clock()
-{
-    do
-    :: atomic { held && lapses > 0 -> held = false; lapses-- }
-    :: atomic { crashes > 0 -> crashes--; life++; disturbed = true } /* kill -9 of the home: the words stay */
-    :: break
-    od
+    od;
+    ended++
 }
 
 init
 {
-    atomic { run client(1); run client(2) }
+    byte each;
+    atomic {
+        for (each : 1 .. CLIENTS) {
+            run client(each)
+        }
+    }
 }

@@ -95,7 +95,7 @@ def test_a_result_of_long_ago_is_not_invented(server: EngineServer) -> None:
             client.ask(fetch)
         last = client.sequence
         assert again(client, last - 9, fetch)[0].status == Status.EVICTED
-        assert again(client, last - 5, fetch)[0].argument == 4
+        assert again(client, last - 3, fetch)[0].argument == 6
         assert number(client) == 10
 
 
@@ -149,6 +149,31 @@ def test_a_forgotten_record_is_called_so(server: EngineServer) -> None:
         assert number(client, CHUNK_BYTES) == before + 1
 
 
+def test_a_refused_change_does_not_look_applied(server: EngineServer) -> None:
+    """A later change moves the watermark past one that was refused: the answer says so, and its repetition is made."""
+    with server.connect().hello(next(_sessions)) as client:
+        client.ask(replace(whole(Opcode.FILL, SCRATCH, 0, 8), argument=0))
+        frame, payload = add(1)
+        fenced = replace(frame, flags=Flag.FENCED)
+        client.ask(*lock(Opcode.FENCE, 1 << 40))
+        assert client.ask(fenced, struct.pack("<Q", 12345 * 2) + payload)[0].status == Status.LOCK_LOST
+        refused = client.sequence
+        client.ask(*add(10))
+        reply = watermark(client)
+        assert (reply.argument, reply.offset) == (refused + 1, refused)
+        assert again(client, refused, frame, payload)[0].status == Status.OK
+        assert number(client) == 11
+        assert again(client, refused, frame, payload)[0].status == Status.OK
+        assert again(client, refused + 1, frame, payload)[0].status == Status.OK
+        assert number(client) == 11
+        for _ in range(5):
+            client.sequence = max(client.sequence, 1000)
+            client.ask(fenced, struct.pack("<Q", 12345 * 2) + payload)
+        client.ask(*add(100))
+        assert again(client, 1001, frame, payload)[0].status == Status.EVICTED  # one of those that are forgotten
+        assert number(client) == 111
+
+
 def words(*values: int) -> bytes:
     return struct.pack("<4Q", *values, *(0,) * (4 - len(values)))
 
@@ -172,8 +197,15 @@ def test_a_lock_by_hand(server: EngineServer) -> None:
         fenced = replace(frame, flags=Flag.FENCED)
         assert holder.ask(fenced, struct.pack("<Q", token) + payload)[0].status == Status.OK
         assert holder.ask(fenced, struct.pack("<Q", token + 2) + payload)[0].status == Status.LOCK_LOST
+        fetched = replace(fenced, flags=Flag.FENCED | Flag.FETCH)
+        assert holder.ask(fetched, struct.pack("<Q", token) + payload)[0].status == Status.OK
+        made = holder.sequence
         before = number(waiter)
+        holder.sequence += 100
         assert holder.ask(*lock(Opcode.UNLOCK, token))[0].status == Status.OK
+        after = holder.sequence
+        assert again(holder, made, fetched, struct.pack("<Q", token) + payload)[0].status == Status.OK  # it was made
+        holder.sequence = after
         reply, _ = waiter.receive()
         assert (reply.opcode, reply.sequence, reply.status) == (Opcode.LOCK, waiting, Status.OK)
         assert reply.argument > token
@@ -182,6 +214,18 @@ def test_a_lock_by_hand(server: EngineServer) -> None:
         assert holder.ask(fenced, struct.pack("<Q", token) + payload)[0].status == Status.LOCK_LOST
         assert number(waiter) == before
         waiter.ask(*lock(Opcode.UNLOCK, reply.argument))
+
+
+def test_a_repeated_pin_is_one_pin(server: EngineServer) -> None:
+    """PIN sent again after a lost answer is the same pin; one UNPIN lets it go."""
+    with server.hello() as client:
+        first, _ = client.ask(*lock(Opcode.PIN))
+        at = client.sequence
+        second, _ = again(client, at, *lock(Opcode.PIN))
+        assert (first.argument, first.offset) == (second.argument, second.offset)
+        assert first.offset == at
+        assert client.ask(*lock(Opcode.UNPIN, at))[0].status == Status.OK
+        assert client.ask(*lock(Opcode.UNPIN, at))[0].status == Status.OK
 
 
 def test_a_waiter_that_goes_leaves_the_line(server: EngineServer) -> None:
