@@ -528,6 +528,42 @@ static void waiting_for_a_local_chunk_holds_up_nobody(void)
     rig_stop(&rig);
 }
 
+/* A call on mapped memory that ran out of time: the account names what it did not reach, and nothing else. */
+static void account_of_a_local_call(void)
+{
+    enum { CHUNK = 4096 };
+    struct rig rig;
+    struct reach reach;
+    uint8_t ones[4 * CHUNK];
+    memset(ones, 1, sizeof ones);
+    pid_t holder = fork_stopped_holder(rig_segment_path(0, 0));
+    rig_start(&rig, (struct smb_layout){4 * CHUNK, CHUNK, CHUNK, 2}, SMB_UINT8);
+    wait_for_stop(holder);
+    reach_make(&reach, &rig, BY_MAPPING, 41);
+    struct smb_request add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = sizeof ones, .source = ones,
+                              .timeout_ms = SHORT_MS};
+    struct smb_outcome outcome;
+    CHECK_EQ(smb_transfer(reach.buffer, &add, &outcome), SMB_TIMEOUT);
+    CHECK(outcome.sent && outcome.doubt);
+    CHECK_EQ(smb_doubt_settle(reach.client, outcome.doubt, RIG_TIMEOUT_MS), SMB_OK);
+    uint64_t offset;
+    uint32_t bytes;
+    int state;
+    for (uint32_t part = 0; part < 2; part++) { /* stripes 0 and 2 lie on the segment whose first chunk is held */
+        CHECK(smb_doubt_part(outcome.doubt, part, &offset, &bytes, &state));
+        CHECK(offset == 2 * part * CHUNK && bytes == CHUNK && state == SMB_DOUBT_NOT_APPLIED);
+    }
+    CHECK(!smb_doubt_part(outcome.doubt, 2, &offset, &bytes, &state));
+    smb_doubt_release(outcome.doubt);
+    CHECK_EQ(kill(holder, SIGCONT), 0);
+    CHECK_EQ(waitpid(holder, NULL, 0), holder);
+    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof ones, .sink = ones});
+    for (int i = 0; i < 4 * CHUNK; i++)
+        CHECK_EQ(ones[i], i / CHUNK % 2);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
 /* Sums of two segments that are asked for in one go, the first of them parked behind a stopped process: each adds its own source. */
 static void parked_sums_keep_their_sources(void)
 {
@@ -597,6 +633,7 @@ int main(void)
         TEST(peer_that_reads_late),
         TEST(stopped_holder_parks_requests),
         TEST(parked_sums_keep_their_sources),
+        TEST(account_of_a_local_call),
         TEST(waiting_for_a_local_chunk_holds_up_nobody),
         TEST(server_stops_with_requests_parked),
     };
