@@ -70,7 +70,7 @@ static void make_templates(void)
     int64_t *data = smb_segment_data(made);
     for (uint64_t i = 0; i < BYTES / 8; i++)
         data[i] = content(i);
-    MUST(records_take(served_of(made)->records, SESSION, 0, false, &hint, &record) == SMB_OK);
+    MUST(records_take(served_of(made)->records, SESSION, 0, SEQUENCE - 1, false, &hint, &record) == SMB_OK);
     record_note(record, SEQUENCE - 1, false, 0);
     records_release(served_of(made)->records, record);
     MUST(journal_take_slot(server->journal, &slot) == SMB_OK && slot.number == 0);
