@@ -4,7 +4,7 @@
 
 #include "failpoint.h"
 
-enum { ROUND_SHIFT = 24, PARTIES_MAX = (1 << ROUND_SHIFT) - 1, ROUNDS_KEPT = 62 };
+enum { ROUND_SHIFT = 24, ARRIVED_MASK = (1 << ROUND_SHIFT) - 1, ROUNDS_KEPT = 62, PARTY_LISTS = 256, SESSION_PINS_MAX = 1024 };
 static const uint64_t MS = 1000000;
 
 struct queue {
@@ -31,7 +31,7 @@ struct sync {
     uint64_t (*seats)[2];          /* session, sequence */
     uint64_t capacity;             /* seats of one round */
     struct queue locks[SYNC_LOCKS], barrier, versions;
-    struct party *parties;
+    struct party *parties[PARTY_LISTS]; /* by party_list */
     struct pin *pins;
     uint64_t grace_ns;             /* nothing is granted before */
     uint64_t broken_rounds;
@@ -133,8 +133,7 @@ static uint64_t released_bit(uint64_t token)
 
 static bool held(const struct sync_lock_words *lock, uint64_t now_ns)
 {
-    uint64_t expires_ns = get(&lock->expires_ns);
-    return expires_ns > now_ns && expires_ns <= later(now_ns, SYNC_TTL_MS_MAX); /* later than that is garbage */
+    return get(&lock->expires_ns) > now_ns;
 }
 
 static bool is_holder(const struct sync_lock_words *lock, uint64_t token, uint64_t now_ns)
@@ -171,6 +170,13 @@ static struct sync_answer granted(const struct sync *sync, int which)
     return (struct sync_answer){SMB_OK, get(&sync->words->locks[which].token), version};
 }
 
+/* After garbage the count may wrap; 0 is no token. */
+static uint64_t next_token(const struct sync_lock_words *lock, int which)
+{
+    uint64_t token = (get(&lock->token) / SYNC_LOCKS + 1) * SYNC_LOCKS + (uint64_t)which;
+    return token < SYNC_LOCKS ? token + SYNC_LOCKS : token;
+}
+
 /* The expiry last: until then nobody holds it, whatever else was written. */
 static struct sync_answer grant(struct sync *sync, int which, const struct sync_request *request, uint64_t now_ns,
                                 struct news *news)
@@ -179,7 +185,7 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     uint64_t expires_ns = later(now_ns, request->words[0]);
     pthread_rwlock_wrlock(&sync->fence);
     put(&lock->expires_ns, 0);
-    uint64_t token = (get(&lock->token) / 2 + 1) * 2 + (uint64_t)which;
+    uint64_t token = next_token(lock, which);
     put(&lock->released, get(&lock->released) & ~released_bit(token));
     put(&lock->token, token);
     FAILPOINT("sync.token");
@@ -347,11 +353,11 @@ static uint64_t round_of(const struct sync *sync)
     return get(&sync->words->round) >> ROUND_SHIFT;
 }
 
-/* 0 where the words can't be: more seats taken than there are, or than parties. */
+/* 0 where the words can't be: more parties than there are seats, or more seats taken than parties. */
 static uint64_t arrived_of(const struct sync *sync)
 {
-    uint64_t arrived = get(&sync->words->round) & PARTIES_MAX;
-    return arrived <= sync->capacity && arrived < get(&sync->words->parties) ? arrived : 0;
+    uint64_t arrived = get(&sync->words->round) & ARRIVED_MASK, parties = get(&sync->words->parties);
+    return parties <= sync->capacity && arrived < parties ? arrived : 0;
 }
 
 static uint64_t (*seats_of(const struct sync *sync, uint64_t round))[2]
@@ -359,9 +365,15 @@ static uint64_t (*seats_of(const struct sync *sync, uint64_t round))[2]
     return sync->seats + round % 2 * sync->capacity;
 }
 
+/* Lists by session: after a restart as many parties as there are seats may have to be found, garbage or not. */
+static struct party **party_list(struct sync *sync, uint64_t session)
+{
+    return &sync->parties[session * 0x9E3779B97F4A7C15U >> 56];
+}
+
 static struct party *party_of(struct sync *sync, uint64_t session)
 {
-    struct party *party = sync->parties;
+    struct party *party = *party_list(sync, session);
     while (party && party->session != session)
         party = party->next;
     return party;
@@ -384,8 +396,9 @@ static bool seat_party(struct sync *sync, uint64_t session, uint64_t now_ns, str
         party = calloc(1, sizeof *party);
         if (!party)
             return false;
-        *party = (struct party){.next = sync->parties, .session = session, .absent_ns = UINT64_MAX};
-        sync->parties = party;
+        struct party **list = party_list(sync, session);
+        *party = (struct party){.next = *list, .session = session, .absent_ns = UINT64_MAX};
+        *list = party;
     }
     party->seats++;
     judge_presence(party, now_ns, news);
@@ -394,19 +407,22 @@ static bool seat_party(struct sync *sync, uint64_t session, uint64_t now_ns, str
 
 static void clear_parties(struct sync *sync)
 {
-    while (sync->parties) {
-        struct party *party = sync->parties;
-        sync->parties = party->next;
-        free(party);
+    for (int i = 0; i < PARTY_LISTS; i++) {
+        while (sync->parties[i]) {
+            struct party *party = sync->parties[i];
+            sync->parties[i] = party->next;
+            free(party);
+        }
     }
 }
 
-/* The round under way is over. Its own bit is right before the word moves on, and the next round's is clear. */
+/* The round under way is over. Its own bit is right before the word moves on: until then nobody looks at it, so what an older
+ * round, or a judgement that a kill interrupted, left there does not matter. */
 static void end_round(struct sync *sync, bool broken, struct news *news)
 {
     uint64_t round = round_of(sync);
-    uint64_t bits = get(&sync->words->broken), own = (uint64_t)1 << (round % 64), next = (uint64_t)1 << ((round + 1) % 64);
-    put(&sync->words->broken, ((bits & ~own) | (broken ? own : 0)) & ~next);
+    uint64_t bits = get(&sync->words->broken), own = (uint64_t)1 << (round % 64);
+    put(&sync->words->broken, broken ? bits | own : bits & ~own);
     FAILPOINT("sync.round_judged");
     put(&sync->words->round, (round + 1) << ROUND_SHIFT);
     FAILPOINT("sync.round_ended");
@@ -482,12 +498,15 @@ static int ask_await_barrier(struct sync *sync, struct waiter *waiter, uint64_t 
     return SMB_PARKED;
 }
 
-/* After a restart: who had a seat is expected back. */
-static void find_parties(struct sync *sync, uint64_t now_ns, struct news *news)
+/* After a restart: who had a seat is expected back. False: out of memory. */
+static bool find_parties(struct sync *sync, uint64_t now_ns)
 {
+    struct news untold = {.due_ns = UINT64_MAX}; /* the first sync_tick finds it */
     uint64_t(*row)[2] = seats_of(sync, round_of(sync));
-    for (uint64_t i = 0; i < arrived_of(sync); i++)
-        seat_party(sync, row[i][0], now_ns, news);
+    for (uint64_t i = 0, arrived = arrived_of(sync); i < arrived; i++)
+        if (!seat_party(sync, row[i][0], now_ns, &untold))
+            return false;
+    return true;
 }
 
 /* ---- versions ----------------------------------------------------------------------------------------------------- */
@@ -516,14 +535,12 @@ static int ask_publish(struct sync *sync, const struct sync_request *request, ui
     uint64_t token = request->words[0], version = request->words[1], published = get(&sync->words->version);
     bool holds = is_holder(lock, token, now_ns);
     told->a = version;
-    if (!holds && token != 0 && token == get(&lock->token) && version > 0 && version <= published)
-        return SMB_OK; /* published, and killed before it was also released; nobody was granted since */
     if (!holds)
         return published >= version && version > 0 && ask_unlock(sync, &(struct sync_request){.argument = SYNC_PUBLISHER,
                                                                                               .words = {token}},
                                                                  now_ns, news) == SMB_OK
                    ? SMB_OK : SMB_LOCK_LOST;
-    if (version != published + 1 && version != published)
+    if (version == 0 || version != published + 1) /* 0: after garbage the count may wrap */
         return SMB_INVALID;
     put(&sync->words->version, version);
     FAILPOINT("sync.published");
@@ -541,11 +558,14 @@ static int ask_publish(struct sync *sync, const struct sync_request *request, ui
 static int ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
                    struct news *news)
 {
+    uint64_t pins = 0;
     struct pin *pin = sync->pins;
-    while (pin && (pin->session != request->session || pin->name != request->sequence))
+    while (pin && (pin->session != request->session || pin->name != request->sequence)) {
+        pins += pin->session == request->session;
         pin = pin->next;
+    }
     if (!pin) {
-        pin = calloc(1, sizeof *pin);
+        pin = pins < SESSION_PINS_MAX ? calloc(1, sizeof *pin) : NULL;
         if (!pin)
             return SMB_OUT_OF_MEMORY;
         *pin = (struct pin){.next = sync->pins, .session = request->session, .name = request->sequence,
@@ -574,6 +594,26 @@ static void unpin(struct sync *sync, uint64_t session, uint64_t name, bool all, 
 
 /* ---- the whole ---------------------------------------------------------------------------------------------------- */
 
+/* What an earlier run left. Here only: afterwards the words are ours, and calls whose times are a little apart must not take
+ * each other's longest lease for garbage. */
+static void mend_words(struct sync_words *words, uint64_t now_ns)
+{
+    struct sync_lock_words *publisher = &words->locks[SYNC_PUBLISHER];
+    uint64_t version = get(&words->version), writing = get(&words->writing);
+    for (int i = 0; i < SYNC_LOCKS; i++)
+        if (get(&words->locks[i].expires_ns) > later(now_ns, SYNC_TTL_MS_MAX))
+            put(&words->locks[i].expires_ns, 0);
+    /* A holder writes the version after the published one: this one has published, and was killed before it let go. Its
+     * repeated PUBLISH is told so for as long as any UNLOCK is, whether its lease went on or not. */
+    if (get(&publisher->expires_ns) != 0 && writing == version) {
+        put(&publisher->released, get(&publisher->released) | released_bit(get(&publisher->token)));
+        FAILPOINT("sync.mended");
+        put(&publisher->expires_ns, 0);
+    }
+    if (writing != version && writing != version + 1)
+        put(&words->writing, version + 1); /* garbage: that may have begun */
+}
+
 int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, bool grace, uint64_t now_ns, struct sync **sync)
 {
     struct sync *made = calloc(1, sizeof *made);
@@ -589,14 +629,16 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     made->words = words;
     made->seats = seats;
     made->capacity = seats_bytes / SYNC_SEAT_BYTES / 2;
-    if (made->capacity > PARTIES_MAX)
-        made->capacity = PARTIES_MAX;
+    if (made->capacity > SYNC_PARTIES_MAX)
+        made->capacity = SYNC_PARTIES_MAX;
+    mend_words(words, now_ns);
     bool locked_before = get(&words->locks[SYNC_USER].token) || get(&words->locks[SYNC_PUBLISHER].token);
     made->grace_ns = grace && locked_before ? later(now_ns, SYNC_GRACE_MS) : 0;
     made->due_ns = UINT64_MAX;
-    struct news news = {.due_ns = UINT64_MAX};
-    if (grace)
-        find_parties(made, now_ns, &news);
+    if (grace && !find_parties(made, now_ns)) {
+        sync_destroy(made);
+        return SMB_OUT_OF_MEMORY;
+    }
     *sync = made;
     return SMB_OK;
 }
@@ -732,10 +774,12 @@ static void time_out(struct sync *sync, struct queue *queue, uint64_t now_ns, st
 static bool barrier_is_late(struct sync *sync, uint64_t now_ns, struct news *news)
 {
     bool late = false;
-    for (struct party *party = sync->parties; party; party = party->next) {
-        uint64_t end_ns = party->absent_ns == UINT64_MAX ? UINT64_MAX : later(party->absent_ns, SYNC_ABSENCE_MS);
-        late |= end_ns <= now_ns;
-        due(news, end_ns);
+    for (int i = 0; i < PARTY_LISTS; i++) {
+        for (const struct party *party = sync->parties[i]; party; party = party->next) {
+            uint64_t end_ns = party->absent_ns == UINT64_MAX ? UINT64_MAX : later(party->absent_ns, SYNC_ABSENCE_MS);
+            late |= end_ns <= now_ns;
+            due(news, end_ns);
+        }
     }
     for (struct waiter *waiter = sync->barrier.first; waiter; waiter = waiter->next) {
         late |= waiter->deadline_ns <= now_ns;

@@ -13,14 +13,15 @@
  *   FENCE          argument: which lock. w: token. From now on this segment refuses lower ones. OK, LOCK_LOST if it knows a
  *                  higher one.
  *   ARRIVE         w: parties. OK: a round, b index (0 for the first). INVALID: parties differ from those of the round under
- *                  way, are 0, or more than the segment has seats for. Repeated: the same answer, also when the round is over.
+ *                  way, are 0, or more than the segment has seats for, or than SYNC_PARTIES_MAX. Repeated: the same answer,
+ *                  also when the round is over.
  *   AWAIT_BARRIER  w: round, timeout_ms. OK once the round is complete; BROKEN once it is broken, also by this timeout.
  *   AWAIT_VERSION  w: version, timeout_ms. OK once version >= w[0] (at once for 0): a version, b version being written or 0.
  *                  TIMEOUT: likewise a and b.
  *   PUBLISH        w: token of the publisher's lock, version. OK: a the version; the lock is released; waiters are woken. Also
  *                  repeated. LOCK_LOST. INVALID if it is not the next one.
  *   PIN            OK: a version, b the pin's name. Nobody may begin to overwrite its copy until UNPIN, until the session ends, or
- *                  for SYNC_PIN_MS. Repeated: the same pin.
+ *                  for SYNC_PIN_MS. Repeated: the same pin. OUT_OF_MEMORY: the session has very many.
  *   UNPIN          w: the pin's name. OK, also where there is none.
  *
  * Threads. Every function may be called from any thread; one mutex per struct sync guards the queues and the words (which
@@ -44,6 +45,7 @@ enum {
     SYNC_GRACE_MS = 500,       /* after the start, so that those who waited longest are back before somebody is granted */
     SYNC_PIN_MS = 30000,       /* a reader that takes longer looks again, and sees that it has lost */
     SYNC_ABSENCE_MS = 3000,    /* a barrier's party without a connection for so long has left */
+    SYNC_PARTIES_MAX = 65536,  /* bounds what one ARRIVE, and a restart over garbage, looks through */
     SYNC_SEAT_BYTES = 16       /* session, sequence */
 };
 
@@ -108,8 +110,9 @@ void sync_close(struct sync *sync, int status);
  * other waiters before it returns. */
 int sync_ask(struct sync *sync, const struct sync_request *request, struct waiter *waiter, uint64_t now_ns,
              struct sync_answer *answer);
-/* The owner's connection is gone: takes the waiter back unless it was answered already or is being answered (false). A barrier
- * seat is kept for SYNC_ABSENCE_MS; a place in a lock's queue is lost (its request, repeated, says its age). */
+/* The owner's connection is gone: takes the waiter back unless it was answered already or is being answered (false). In the
+ * last case `answer` may run on another thread even after this returned: the waiter must live until it has. A barrier seat is
+ * kept for SYNC_ABSENCE_MS; a place in a lock's queue is lost (its request, repeated, says its age). */
 bool sync_forget(struct waiter *waiter, uint64_t now_ns);
 /* Its locks are free, its pins are gone, the round of the barrier in which it has a seat is broken, its waiters are answered
  * SESSION_ENDED. */

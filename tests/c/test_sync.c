@@ -1,92 +1,8 @@
-/* What waits: locks, fences, barriers and versions, with the time passed in; killed at every store; with garbage for words; and by
- * many threads at once. */
+/* What waits: the rules of locks, fences, barriers and versions, with the time passed in. */
 #include <pthread.h>
-#include <signal.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
 
-#include "check.h"
-#include "failpoint.h"
 #include "random.h"
-#include "sync.h"
-
-enum { SEATS_BYTES = 1024, CAPACITY = SEATS_BYTES / SYNC_SEAT_BYTES / 2, WAITERS = 64 };
-static const uint64_t SECOND = 1000000000U, FOREVER = UINT64_MAX;
-
-/* ---- one client after the other */
-
-struct asked {
-    struct waiter waiter;
-    struct sync_answer answer;
-    _Atomic int answers;
-};
-
-struct place {
-    struct sync_words *words;
-    uint8_t *seats;
-    struct sync *sync;
-    uint64_t now;
-};
-
-static void place_make(struct place *place)
-{
-    /* Shared, so that a child's work is seen when it was killed. */
-    uint8_t *memory = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(memory != MAP_FAILED);
-    *place = (struct place){.words = (struct sync_words *)memory, .seats = memory + 4096, .now = 1000 * SECOND};
-    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, false, place->now, &place->sync), SMB_OK);
-}
-
-static void place_restart(struct place *place)
-{
-    sync_close(place->sync, SMB_DISCONNECTED);
-    sync_destroy(place->sync);
-    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, true, place->now, &place->sync), SMB_OK);
-}
-
-static void place_end(struct place *place)
-{
-    sync_close(place->sync, SMB_NOT_FOUND);
-    sync_destroy(place->sync);
-}
-
-static void told(struct waiter *waiter, struct sync_answer answer)
-{
-    struct asked *asked = waiter->owner;
-    asked->answer = answer;
-    asked->answers++;
-}
-
-static int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, uint64_t sequence, uint64_t argument,
-               uint64_t a, uint64_t b, uint64_t c)
-{
-    struct sync_request request = {.opcode = opcode, .session = session, .sequence = sequence, .argument = argument,
-                                   .words = {a, b, c, 0}};
-    struct sync_answer answer;
-    *asked = (struct asked){.waiter = {.answer = told, .owner = asked}};
-    int status = sync_ask(place->sync, &request, &asked->waiter, place->now, &answer);
-    if (status != SMB_PARKED) /* else it may be answered by now, by another thread */
-        asked->answer = answer;
-    return status;
-}
-
-static int lock(struct place *place, struct asked *asked, uint64_t session, uint64_t sequence, uint64_t timeout, uint64_t age)
-{
-    return ask(place, asked, SMB_LOCK, session, sequence, SYNC_USER, 1000, timeout, age);
-}
-
-static int quick(struct place *place, int opcode, uint64_t argument, uint64_t a, uint64_t b)
-{
-    struct asked asked;
-    return ask(place, &asked, opcode, 1, 1, argument, a, b, 0);
-}
-
-static void pass(struct place *place, uint64_t ns)
-{
-    place->now += ns;
-    sync_tick(place->sync, place->now);
-}
+#include "sync_place.h"
 
 /* Who asked first is first; a repetition keeps its place by its age; tokens grow; a lease that runs out frees it. */
 static void locks(void)
@@ -143,6 +59,80 @@ static void locks_over_a_restart(void)
     place_end(&place);
 }
 
+static void told_sooner(void *argument, uint64_t at_ns)
+{
+    *(uint64_t *)argument = at_ns;
+}
+
+/* In the grace its holder is answered at once, who only tries is sent away, and the clock is told when it is over. */
+static void grace(void)
+{
+    struct place place;
+    struct asked a, b, c;
+    uint64_t at_ns = 0;
+    place_make(&place);
+    CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
+    place_restart(&place);
+    sync_on_sooner(place.sync, told_sooner, &at_ns);
+    CHECK_EQ(lock(&place, &b, 1, 1, 0, 0), SMB_OK); /* repeated */
+    CHECK_EQ(b.answer.a, a.answer.a);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, a.answer.a, 0), SMB_OK);
+    CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(at_ns, place.now + SYNC_GRACE_MS * MS);
+    pass(&place, SYNC_GRACE_MS * MS - 1);
+    CHECK_EQ(c.answers, 0);
+    pass(&place, 1);
+    CHECK(c.answers == 1 && c.answer.status == SMB_OK);
+    place_end(&place);
+}
+
+/* A call whose time is a little behind does not take the longest lease for garbage; later than that is garbage. */
+static void longest_lease(void)
+{
+    struct place place;
+    struct asked a, b;
+    place_make(&place);
+    CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 1, SYNC_USER, SYNC_TTL_MS_MAX, 0, 0), SMB_OK);
+    place.now -= MS;
+    CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(sync_fence_enter(place.sync, a.answer.a, place.now), SMB_OK);
+    sync_fence_leave(place.sync);
+    place.now += MS;
+    place_restart(&place);
+    CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, a.answer.a, 1000), SMB_OK);
+    place.words->locks[SYNC_USER].expires_ns = place.now + SYNC_TTL_MS_MAX * MS + 1;
+    place_restart(&place);
+    CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, a.answer.a, 1000), SMB_LOCK_LOST);
+    place_end(&place);
+}
+
+/* Ten thousand that wait are granted in the order in which they first asked, whatever the order in which they came back. */
+static void long_queue(void)
+{
+    enum { MANY = 10000 };
+    struct place place;
+    struct asked holder, *many = calloc(MANY, sizeof *many);
+    struct random random = random_make(7);
+    place_make(&place);
+    place.now += 1000 * SECOND;
+    CHECK_EQ(lock(&place, &holder, MANY + 1, 1, 0, 0), SMB_OK);
+    for (uint64_t i = 0; i < MANY; i++)
+        CHECK_EQ(lock(&place, &many[i], i + 1, 1, FOREVER, random_below(&random, 50)), SMB_PARKED);
+    uint64_t token = holder.answer.a, since = 0;
+    for (int granted = 0; granted < MANY; granted++) {
+        struct waiter *next = NULL;
+        CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_OK);
+        uint64_t session = place.words->locks[SYNC_USER].session;
+        next = &many[session - 1].waiter;
+        CHECK(many[session - 1].answers == 1 && next->since_ns >= since);
+        since = next->since_ns;
+        token = many[session - 1].answer.a;
+    }
+    place_end(&place);
+    free(many);
+}
+
 /* Only the holder's token is let through at the home; elsewhere the highest that was told. */
 static void fences(void)
 {
@@ -165,6 +155,39 @@ static void fences(void)
     CHECK_EQ(sync_fence_enter(other.sync, 0, other.now), SMB_LOCK_LOST);
     place_end(&home);
     place_end(&other);
+}
+
+struct next_holder {
+    struct place place;
+    struct asked asked;
+    _Atomic int status;
+};
+
+static void *take_next(void *argument)
+{
+    struct next_holder *next = argument;
+    next->status = lock(&next->place, &next->asked, 2, 1, 0, 0);
+    return NULL;
+}
+
+/* A change that was let in ends before the next one holds the lock, also when its lease is over by then. */
+static void fenced_change_under_way(void)
+{
+    struct place place;
+    struct asked a;
+    pthread_t thread;
+    place_make(&place);
+    CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
+    CHECK_EQ(sync_fence_enter(place.sync, a.answer.a, place.now), SMB_OK);
+    struct next_holder next = {.place = place, .status = SMB_PARKED};
+    next.place.now += 2 * SECOND;
+    CHECK_EQ(pthread_create(&thread, NULL, take_next, &next), 0);
+    for (uint64_t end_ns = check_now_ns() + 50 * MS; check_now_ns() < end_ns;)
+        CHECK(next.status == SMB_PARKED && place.words->locks[SYNC_USER].token == a.answer.a);
+    sync_fence_leave(place.sync);
+    pthread_join(thread, NULL);
+    CHECK_EQ(next.status, SMB_OK);
+    place_end(&place);
 }
 
 /* All arrive, all leave; repetitions change nothing; the next round follows; other numbers of parties are refused. */
@@ -230,6 +253,60 @@ static void broken_barriers(void)
     }
 }
 
+/* A party is there while as many of its calls wait as it has seats; else it has SYNC_ABSENCE_MS. */
+static void presence(void)
+{
+    struct place place;
+    struct asked seat, one, two, again;
+    place_make(&place);
+    seat_and_wait(&place, 1, FOREVER, &one);
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 1, 77, 0, 3, 0, 0), SMB_OK); /* a second thread of it */
+    CHECK_EQ(seat.answer.b, 1);
+    pass(&place, (SYNC_ABSENCE_MS - 1) * MS);
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_PARKED);
+    pass(&place, 100 * SECOND);
+    CHECK(one.answers + two.answers == 0);
+    CHECK(sync_forget(&two.waiter, place.now));
+    pass(&place, (SYNC_ABSENCE_MS - 1) * MS);
+    CHECK_EQ(ask(&place, &again, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_PARKED);
+    pass(&place, 100 * SECOND);
+    CHECK(one.answers + again.answers == 0);
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 1, 0, 0, FOREVER, 0), SMB_INVALID); /* it has no seat */
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 2, 1, 0, 3, 0, 0), SMB_OK);
+    CHECK(one.answer.status == SMB_OK && again.answer.status == SMB_OK && one.answers + again.answers == 2);
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 2, 2, 0, 3, 0, 0), SMB_OK);
+    pass(&place, SYNC_ABSENCE_MS * MS); /* it never waited */
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 3, 0, 1, FOREVER, 0), SMB_BROKEN);
+    seat_and_wait(&place, 1, FOREVER, &one);
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 1, 80, 0, 3, 0, 0), SMB_OK);
+    pass(&place, SYNC_ABSENCE_MS * MS); /* one of its two threads never did */
+    CHECK(one.answers == 1 && one.answer.status == SMB_BROKEN);
+    place_end(&place);
+}
+
+/* What became of a round is known for 62 rounds, over restarts; older ones are called broken. */
+static void old_rounds(void)
+{
+    struct place place;
+    struct asked asked;
+    struct random random = random_make(11);
+    bool broken[300];
+    place_make(&place);
+    for (uint64_t round = 0; round < 300; round++) {
+        broken[round] = random_below(&random, 2);
+        CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, 1, 2 * round + 1, 0, 1 + broken[round], 0, 0), SMB_OK);
+        CHECK(asked.answer.a == round && asked.answer.b == 0);
+        if (broken[round])
+            CHECK_EQ(ask(&place, &asked, SMB_AWAIT_BARRIER, 1, 2 * round + 2, 0, round, 0, 0), SMB_BROKEN);
+        if (random_below(&random, 4) == 0)
+            place_restart(&place);
+        uint64_t old = round - (round < 80 ? round : random_below(&random, 80));
+        CHECK_EQ(ask(&place, &asked, SMB_AWAIT_BARRIER, 1, 0, 0, old, FOREVER, 0),
+                 broken[old] || round + 1 - old > 62 ? SMB_BROKEN : SMB_OK);
+    }
+    place_end(&place);
+}
+
 /* Publications are numbered, wake who waits, and wait for pins on the copy that they overwrite. */
 static void versions(void)
 {
@@ -244,6 +321,7 @@ static void versions(void)
         CHECK_EQ(ask(&place, &pin, SMB_AWAIT_VERSION, 5, 3, 0, 0, 0, 0), SMB_OK);
         CHECK(pin.answer.a == version - 1 && pin.answer.b == version);
         CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version + 1), SMB_INVALID);
+        CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version - 1), SMB_INVALID);
         CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a + 2, version), SMB_LOCK_LOST);
         CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version), SMB_OK);
         CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version), SMB_OK); /* repeated */
@@ -263,6 +341,61 @@ static void versions(void)
     place_end(&place);
 }
 
+/* A pin is one for each request, also if it is repeated; holds for SYNC_PIN_MS; and a session has not without end. */
+static void pins(void)
+{
+    struct place place;
+    struct asked one, two, turn;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &one, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &two, SMB_PIN, 6, 2, 0, 0, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &turn, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK); /* repeated */
+    CHECK(turn.answer.a == 1 && turn.answer.b == one.answer.b && one.answer.b != two.answer.b);
+    publish(&place, 2);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 9, SYNC_PUBLISHER, 1000, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+    for (int twice = 0; twice < 2; twice++)
+        CHECK_EQ(ask(&place, &one, SMB_UNPIN, 6, 3, 0, one.answer.b ? one.answer.b : 1, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &one, SMB_UNPIN, 7, 3, 0, two.answer.b, 0, 0), SMB_OK); /* another's */
+    CHECK_EQ(turn.answers, 0);
+    pass(&place, SYNC_PIN_MS * MS);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 3);
+    uint64_t made = 0;
+    while (made < 100000 && ask(&place, &one, SMB_PIN, 8, made + 1, 0, 0, 0, 0) == SMB_OK)
+        made++;
+    CHECK(made >= 100 && made < 100000);
+    CHECK_EQ(ask(&place, &one, SMB_PIN, 9, 1, 0, 0, 0, 0), SMB_OK);
+    place_end(&place);
+}
+
+/* Whoever waits is told once that the session or the segment is gone; then nothing is done there any more. */
+static void ends(void)
+{
+    struct place place;
+    struct asked held, waits[4], late;
+    for (int whole = 0; whole < 2; whole++) {
+        place_make(&place);
+        CHECK_EQ(lock(&place, &held, 1, 1, 0, 0), SMB_OK);
+        CHECK_EQ(lock(&place, &waits[0], 2, 1, FOREVER, 0), SMB_PARKED);
+        CHECK_EQ(ask(&place, &waits[1], SMB_AWAIT_VERSION, 2, 2, 0, 5, FOREVER, 0), SMB_PARKED);
+        seat_and_wait(&place, 2, FOREVER, &waits[2]);
+        seat_and_wait(&place, 3, FOREVER, &waits[3]);
+        if (whole)
+            sync_close(place.sync, SMB_NOT_FOUND);
+        else
+            sync_end_session(place.sync, 2, place.now);
+        for (int i = 0; i < 4; i++)
+            CHECK(waits[i].answers == 1 && !sync_forget(&waits[i].waiter, place.now));
+        for (int i = 0; i < 3; i++)
+            CHECK_EQ(waits[i].answer.status, whole ? SMB_NOT_FOUND : SMB_SESSION_ENDED);
+        CHECK_EQ(waits[3].answer.status, whole ? SMB_NOT_FOUND : SMB_BROKEN);
+        CHECK_EQ(lock(&place, &late, 3, 9, 0, 0), whole ? SMB_NOT_FOUND : SMB_TIMEOUT);
+        CHECK_EQ(sync_tick(place.sync, place.now) == UINT64_MAX, whole);
+        place_end(&place);
+    }
+}
+
 /* A thousand that wait are told by one publication, each once. */
 static void thousand_waiters(void)
 {
@@ -280,170 +413,12 @@ static void thousand_waiters(void)
     free(many);
 }
 
-/* ---- killed */
-
-/* What the child did and was told before it was killed; in shared memory. */
-struct diary {
-    _Atomic uint64_t locked, unlocked, published, seats;
-};
-
-static void live(struct place *place, struct diary *diary)
-{
-    struct asked asked;
-    uint64_t version = 0;
-    for (uint64_t turn = 1; turn < 50; turn++) {
-        CHECK_EQ(lock(place, &asked, 1, turn, 0, 0), SMB_OK);
-        diary->locked = asked.answer.a;
-        CHECK_EQ(quick(place, SMB_UNLOCK, SYNC_USER, diary->locked, 0), SMB_OK);
-        diary->unlocked = diary->locked;
-        CHECK_EQ(ask(place, &asked, SMB_LOCK, 2, turn, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
-        CHECK_EQ(quick(place, SMB_PUBLISH, 0, asked.answer.a, ++version), SMB_OK);
-        diary->published = version;
-        for (uint64_t party = 1; party <= 3; party++) {
-            CHECK_EQ(ask(place, &asked, SMB_ARRIVE, party, turn, 0, 3, 0, 0), SMB_OK);
-            diary->seats = turn << 8 | party;
-        }
-    }
-    exit(0);
-}
-
-/* What was acknowledged holds after a kill at every store, and all of it works on. */
-static void killed_at_every_store(void)
-{
-    static const char *const points[] = {"sync.token", "sync.granting", "sync.granted", "sync.releasing", "sync.released",
-                                         "sync.published", "sync.seated", "sync.arrived", "sync.round_judged",
-                                         "sync.round_ended"};
-    for (size_t p = 0; p < sizeof points / sizeof *points; p++) {
-        for (long count = 1; count < 24; count += 1 + count / 3) {
-            struct place place;
-            struct asked asked;
-            int status;
-            place_make(&place);
-            struct diary *diary = (struct diary *)((uint8_t *)place.words + 2048);
-            pid_t child = check_fork();
-            if (child == 0) {
-                failpoint_arm(points[p], count);
-                live(&place, diary);
-            }
-            CHECK_EQ(waitpid(child, &status, 0), child);
-            CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL); /* the point was reached */
-            place_restart(&place);
-            pass(&place, 2 * SECOND); /* the grace, and whatever lease was running */
-            CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, diary->unlocked, 0), diary->unlocked ? SMB_OK : SMB_LOCK_LOST);
-            CHECK_EQ(lock(&place, &asked, 9, 1, 0, 0), SMB_OK);
-            CHECK(asked.answer.a > diary->locked); /* no token twice */
-            CHECK_EQ(ask(&place, &asked, SMB_AWAIT_VERSION, 9, 2, 0, 0, 0, 0), SMB_OK);
-            CHECK(asked.answer.a == diary->published || asked.answer.a == diary->published + 1);
-            if (diary->seats) { /* the last acknowledged seat is the same seat still */
-                uint64_t turn = diary->seats >> 8, party = diary->seats & 255;
-                CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, party, turn, 0, 3, 0, 0), SMB_OK);
-                CHECK(asked.answer.b == party - 1 && asked.answer.a == turn - 1);
-            }
-            place_end(&place);
-        }
-    }
-}
-
-/* ---- garbage, and threads */
-
-/* Whatever the words say: nothing leaves the seats, nothing hangs, and of two that ask one at most holds. */
-static void garbage(void)
-{
-    struct random random = random_make(20261122);
-    for (int round = 0; round < 3000; round++) {
-        struct place place;
-        struct asked a, b;
-        place_make(&place);
-        for (size_t i = 0; i < sizeof *place.words / 8; i++)
-            if (random_below(&random, 2))
-                ((uint64_t *)place.words)[i] = random_below(&random, 3) ? random_next(&random) >> random_below(&random, 60)
-                                                                       : UINT64_MAX;
-        for (int i = 0; i < SEATS_BYTES; i++)
-            place.seats[i] = (uint8_t)random_next(&random);
-        place_restart(&place);
-        pass(&place, 2 * SECOND);
-        int first = lock(&place, &a, 1, 1, 0, 0), second = lock(&place, &b, 2, 1, 0, 0);
-        CHECK(!(first == SMB_OK && second == SMB_OK));
-        ask(&place, &a, SMB_ARRIVE, 1, 1, 0, 2, 0, 0);
-        ask(&place, &a, SMB_ARRIVE, 2, 1, 0, 2, 0, 0);
-        ask(&place, &a, SMB_AWAIT_BARRIER, 1, 2, 0, a.answer.a, 0, 0);
-        if (ask(&place, &a, SMB_LOCK, 3, 1, SYNC_PUBLISHER, 1000, 0, 0) == SMB_OK)
-            quick(&place, SMB_PUBLISH, 0, a.answer.a, a.answer.b);
-        pass(&place, 10 * SECOND);
-        place_end(&place);
-        munmap(place.words, 8192);
-    }
-}
-
-struct many {
-    struct place *place;
-    pthread_t thread;
-    uint64_t session;
-    _Atomic bool *stop;
-};
-
-static _Atomic int holders;
-static _Atomic uint64_t highest;
-
-static void *use(void *argument)
-{
-    struct many *many = argument;
-    struct place place = *many->place; /* its own clock: time stands still here */
-    struct random random = random_make(many->session);
-    for (uint64_t turn = 1; turn < 400; turn++) {
-        struct asked asked;
-        int status = lock(&place, &asked, many->session, turn, FOREVER, 0);
-        WAIT_UNTIL(status != SMB_PARKED || asked.answers == 1);
-        uint64_t token = asked.answer.a;
-        CHECK_EQ(asked.answer.status, SMB_OK);
-        CHECK_EQ(holders++, 0);
-        CHECK(token > highest);
-        highest = token;
-        CHECK_EQ(sync_fence_enter(place.sync, token, place.now), SMB_OK);
-        sync_fence_leave(place.sync);
-        holders--;
-        CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_OK);
-        if (random_below(&random, 4) == 0) {
-            status = ask(&place, &asked, SMB_AWAIT_VERSION, many->session, turn, 0, UINT64_MAX, FOREVER, 0);
-            CHECK_EQ(status, SMB_PARKED);
-            CHECK(sync_forget(&asked.waiter, place.now));
-        }
-    }
-    return NULL;
-}
-
-static void *tick_on(void *argument)
-{
-    struct many *many = argument;
-    while (!*many->stop)
-        sync_tick(many->place->sync, many->place->now);
-    return NULL;
-}
-
-/* Eight threads and a clock: one holder at a time, tokens grow, every waiter is told once. */
-static void threads(void)
-{
-    enum { THREADS = 8 };
-    struct place place;
-    _Atomic bool stop = false;
-    struct many many[THREADS + 1];
-    place_make(&place);
-    for (int i = 0; i <= THREADS; i++) {
-        many[i] = (struct many){.place = &place, .session = (uint64_t)i + 1, .stop = &stop};
-        CHECK_EQ(pthread_create(&many[i].thread, NULL, i < THREADS ? use : tick_on, &many[i]), 0);
-    }
-    for (int i = 0; i < THREADS; i++)
-        pthread_join(many[i].thread, NULL);
-    stop = true;
-    pthread_join(many[THREADS].thread, NULL);
-    place_end(&place);
-}
-
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(locks),    TEST(locks_over_a_restart), TEST(fences),  TEST(barriers), TEST(broken_barriers), TEST(versions),
-        TEST(thousand_waiters), TEST(killed_at_every_store), TEST(garbage), TEST(threads),
+        TEST(locks), TEST(locks_over_a_restart), TEST(grace), TEST(longest_lease), TEST(long_queue), TEST(fences),
+        TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
+        TEST(versions), TEST(pins), TEST(ends), TEST(thousand_waiters),
     };
     return RUN_TESTS(tests);
 }
