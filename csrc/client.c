@@ -349,6 +349,9 @@ bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns
     if (!done && !client->driving)
         hand_over(client); /* the one that was to drive next may have been us */
     pthread_mutex_unlock(&client->mutex);
+    /* Another thread may have carried the call's frames to their end before this one came to its own part. */
+    while (work && work(work_argument)) {
+    }
     if (done && call->has_wake) {
         pthread_cond_destroy(&call->wake);
         call->has_wake = false;
