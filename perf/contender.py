@@ -1,0 +1,133 @@
+"""What is measured, and the one interface of all that is measured: us, the physical limits and the peers.
+
+A contender is entered once a round; it starts what it needs (daemons, a store, a launcher) and ends it on exit,
+whatever happened in between. `measure` runs one case and checks the bytes: a benchmark of wrong results is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+WRITE, READ, ACCUMULATE, FETCH_ADD = OPERATIONS = ("write", "read", "accumulate", "fetch_add")
+SHM, TCP, VERBS = TRANSPORTS = ("shm", "tcp", "verbs")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell: `clients` processes do `operation` at once, each call on all `nbytes` of ONE float32 array that they
+    share (fetch_add: on one int64, nbytes is 8), each for about `seconds` after a common start and a warm-up.
+
+    accumulate is `array += contribution`, done where the array is; every element must end as its start plus all that
+    was added. Contributions are small whole numbers, so that float32 sums are exact: the check is equality.
+    """
+
+    transport: str
+    operation: str
+    nbytes: int
+    clients: int = 1
+    seconds: float = 0.3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was seen in one round of one case.
+
+    `bytes_per_second` sums over the clients: calls done in the common window times nbytes by its length. Latencies are
+    per call, of all clients. CPU seconds are per 1e9 bytes moved; `server_cpu` None where no process serves (one-sided)
+    or it can't be told apart.
+    """
+
+    bytes_per_second: float
+    p50_seconds: float
+    p99_seconds: float
+    calls: int
+    client_cpu: float
+    server_cpu: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Contender(Protocol):
+    """Something that can do some of the cases."""
+
+    name: str  # in tables: "smb", "memcpy", "bare socket, polling", "Open MPI 5", ...
+
+    def missing(self) -> str | None:
+        """Why it can't run here (a module, a program), in words for the table's footnotes; None if it can."""
+
+    def takes(self, case: Case) -> bool:
+        """Whether it has that operation over that transport, at that size and with so many clients."""
+
+    def __enter__(self) -> Contender: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def measure(self, case: Case) -> Sample:
+        """Run it. Blocks. RuntimeError with what differs where the bytes are wrong."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one client process saw: start and end (time.monotonic) of every call that counts, and its CPU seconds."""
+
+    starts: list[float]
+    ends: list[float]
+    cpu_seconds: float
+    calls: int  # warm-up included: what the check must find added
+
+
+WARM_UP_CALLS = 3
+
+
+def run_calls(call: Callable[[], object], seconds: float, wait_for_start: Callable[[], object]) -> Run:
+    """What every client process of every contender does: warm up, wait for the others, call for about `seconds`.
+
+    At least 3 calls count; clocks are read around each.
+    """
+    for _ in range(WARM_UP_CALLS):
+        call()
+    wait_for_start()
+    starts: list[float] = []
+    ends: list[float] = []
+    cpu = time.process_time()
+    now = time.monotonic()
+    deadline = now + seconds
+    while now < deadline or len(ends) < 3:
+        starts.append(now)
+        call()
+        now = time.monotonic()
+        ends.append(now)
+    return Run(starts, ends, time.process_time() - cpu, WARM_UP_CALLS + len(ends))
+
+
+def sample_of(case: Case, runs: list[Run], server_cpu_seconds: float | None) -> Sample:
+    """Put the clients' runs together. Bandwidth is taken over the window in which all of them were at work, unless that
+    is less than half of the whole (then over the whole)."""
+    first, last = max(run.starts[0] for run in runs), min(run.ends[-1] for run in runs)
+    whole_first, whole_last = min(run.starts[0] for run in runs), max(run.ends[-1] for run in runs)
+    if last - first < 0.5 * (whole_last - whole_first):
+        first, last = whole_first, whole_last
+    done = sum(_calls_in(run, first, last) for run in runs)
+    times = np.concatenate([np.subtract(run.ends, run.starts) for run in runs])
+    gigabytes = len(times) * case.nbytes / 1e9
+    return Sample(
+        bytes_per_second=done * case.nbytes / (last - first),
+        p50_seconds=float(np.median(times)),
+        p99_seconds=float(np.quantile(times, 0.99, method="higher")),
+        calls=len(times),
+        client_cpu=sum(run.cpu_seconds for run in runs) / gigabytes,
+        server_cpu=None if server_cpu_seconds is None else server_cpu_seconds / gigabytes,
+    )
+
+
+def _calls_in(run: Run, first: float, last: float) -> float:
+    """Calls within the window, the ones at its edges by their share."""
+    starts, ends = np.array(run.starts), np.array(run.ends)
+    inside = np.minimum(ends, last) - np.maximum(starts, first)
+    return float(np.sum(np.clip(inside, 0, None) / (ends - starts)))
