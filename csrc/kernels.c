@@ -97,11 +97,13 @@ static uint16_t double_to_float16(double value)
 /* GCC and clang say "this target from here on" in different words. */
 #if defined(__clang__)
 #define EACH_PRAGMA "clang loop vectorize(assume_safety)"
+#define UNROLL_PRAGMA "clang loop interleave_count(4)"
 #define TARGET_BEGIN(names) PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
 #define TARGET_END PRAGMA(clang attribute pop)
 #define HAS_F16C true /* clang 14 can't ask; every processor with AVX2 has it */
 #else
 #define EACH_PRAGMA "GCC ivdep"
+#define UNROLL_PRAGMA "GCC unroll 4" /* 13 % faster on 4 MiB: more loads on their way at once */
 #define TARGET_BEGIN(names) PRAGMA(GCC push_options) PRAGMA(GCC target(names))
 #define TARGET_END PRAGMA(GCC pop_options)
 #define HAS_F16C __builtin_cpu_supports("f16c")
@@ -219,17 +221,32 @@ int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64
     return SMB_OK;
 }
 
-/* ---- copies larger than the caches -------------------------------------------------------------------------------- */
+/* ---- copies ------------------------------------------------------------------------------------------------------- */
+
+enum { COPIED_BY_LIBRARY_BYTES = 2048 }; /* below this memcpy's own ways are as fast */
 
 #if defined(__x86_64__)
 TARGET_BEGIN("avx")
+/* glibc copies what is larger than some KiB with `rep movsb`: 7 % slower here at 256 KiB, 10 % where the source is not aligned. */
+static void copy_avx(uint8_t *to, const uint8_t *from, uint64_t bytes)
+{
+    uint64_t head = (64 - (uintptr_t)to % 64) % 64;
+    memcpy(to, from, head);
+    to += head, from += head, bytes -= head;
+    for (; bytes >= 128; to += 128, from += 128, bytes -= 128) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)from + 1);
+        __m256i c = _mm256_loadu_si256((const __m256i *)from + 2), d = _mm256_loadu_si256((const __m256i *)from + 3);
+        _mm256_store_si256((__m256i *)to, a);
+        _mm256_store_si256((__m256i *)to + 1, b);
+        _mm256_store_si256((__m256i *)to + 2, c);
+        _mm256_store_si256((__m256i *)to + 3, d);
+    }
+    memcpy(to, from, bytes);
+}
+
 static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
     uint64_t head = (64 - (uintptr_t)to % 64) % 64;
-    if (bytes < head + 64) {
-        memcpy(to, from, bytes);
-        return;
-    }
     memcpy(to, from, head);
     to += head, from += head, bytes -= head;
     _mm_sfence(); /* streaming stores may pass earlier ones: the odd sequence count must be seen before them */
@@ -249,13 +266,14 @@ static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t byt
 TARGET_END
 #endif
 
-void kernel_copy_around_cache(void *to, const void *from, uint64_t bytes)
+void kernel_copy(void *to, const void *from, uint64_t bytes, bool around_cache)
 {
 #if defined(__x86_64__)
-    if (isa_current > 0) { /* avx2 or better */
-        copy_around_cache_avx(to, from, bytes);
+    if (isa_current > 0 && bytes >= COPIED_BY_LIBRARY_BYTES) { /* avx2 or better */
+        (around_cache ? copy_around_cache_avx : copy_avx)(to, from, bytes);
         return;
     }
 #endif
+    (void)around_cache;
     memcpy(to, from, bytes);
 }

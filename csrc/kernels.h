@@ -4,8 +4,8 @@
 
 #include "smb.h"
 
-/* memcpy with stores that go around the cache: a line that is overwritten whole need not be read first, which saves a third
- * of the memory traffic. For data that does not fit the caches anyway. */
-void kernel_copy_around_cache(void *to, const void *from, uint64_t bytes);
+/* memcpy of ranges that do not overlap. around_cache: with stores that go around the cache, for data that does not fit there
+ * anyway; a line that is overwritten whole need not be read first, which saves a third of the memory traffic. */
+void kernel_copy(void *to, const void *from, uint64_t bytes, bool around_cache);
 
 #endif

@@ -526,14 +526,6 @@ uint64_t smb_segment_clear_marks(struct smb_segment *segment)
 
 /* ---- operations --------------------------------------------------------------------------------------------------- */
 
-static void copy(const struct smb_change *change, void *to, const void *from, uint64_t bytes)
-{
-    if (change->streaming)
-        kernel_copy_around_cache(to, from, bytes);
-    else
-        memcpy(to, from, bytes);
-}
-
 /* The copy of an unlocked reader races with writers by design: what it got is thrown away if the count moved. ThreadSanitizer
  * can't know that, so under it the copy is a loop that it does not look into. */
 #if defined(__SANITIZE_THREAD__)
@@ -545,7 +537,7 @@ __attribute__((no_sanitize_thread, noinline)) static void racing_copy(const stru
 #else
 static void racing_copy(const struct smb_change *change, const void *from)
 {
-    copy(change, change->sink, from, change->bytes);
+    kernel_copy(change->sink, from, change->bytes, change->streaming);
 }
 #endif
 
@@ -588,7 +580,7 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
     uint8_t *target = segment->data + change->offset + from;
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     switch (change->opcode) {
-    case SMB_WRITE: copy(change, target, (const uint8_t *)change->source + from, bytes); break;
+    case SMB_WRITE: kernel_copy(target, (const uint8_t *)change->source + from, bytes, change->streaming); break;
     case SMB_ACCUMULATE:
     case SMB_ACCUMULATE_FROM:
         smb_kernel_apply((int)segment->dtype, change->op, target, (const uint8_t *)change->source + from, bytes / element,
@@ -647,7 +639,7 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
     if (status != SMB_OK)
         return status;
     if (change->opcode == SMB_READ) {
-        copy(change, change->sink, segment->data + change->offset, change->bytes);
+        kernel_copy(change->sink, segment->data + change->offset, change->bytes, change->streaming);
     } else {
         smb_segment_change_begin(segment, change->offset);
         smb_segment_change_range(segment, change, 0, change->bytes);

@@ -19,7 +19,7 @@ import numpy as np
 
 import smb
 from memserver.engine import Engine, SegmentForm
-from smb.engine import AskOpcode, BufferHandle, EngineClient, Lane, Link, Opcode
+from smb.engine import AskOpcode, BufferHandle, EngineClient, Lane, Link, Opcode, memory_of
 
 MEMORY = Path("/dev/shm")
 BYTES = 64 << 20
@@ -69,8 +69,7 @@ def cost_of_the_journal() -> dict[str, float]:
 
                     def run(handle: BufferHandle = handle, nbytes: int = nbytes, repeats: int = repeats) -> None:
                         for _ in range(repeats):
-                            at = source.ctypes.data
-                            result = handle.transfer(Opcode.ACCUMULATE, 0, nbytes, 20000, source=at, op=SUM)
+                            result = handle.transfer(Opcode.ACCUMULATE, 0, nbytes, 20000, memory_of(source), op=SUM)
                             assert isinstance(result, int), result
 
                     taken = seconds(run)

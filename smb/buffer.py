@@ -16,7 +16,7 @@ import numpy as np
 
 from smb import arrays, engine
 from smb.dtypes import DTYPES, OPS, Dtype
-from smb.engine import AskOpcode, BufferHandle, Doubt, DoubtState, EngineError, Opcode, Outcome, Status
+from smb.engine import NOWHERE, AskOpcode, BufferHandle, Doubt, DoubtState, EngineError, Opcode, Outcome, Status
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -121,6 +121,10 @@ class Buffer:
         self._client = client
         self._info = info
         self._dtype: Dtype = DTYPES[info.dtype.name]
+        # Looked up at every call, so kept: a small call's time is Python's.
+        self._itemsize = self._dtype.itemsize
+        self._size = info.nbytes // self._itemsize
+        self._counters = self._size if self._dtype.name == "int64" else 0
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
@@ -148,7 +152,7 @@ class Buffer:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self._info.nbytes // self._dtype.itemsize
+        return self._size
 
     @property
     def nbytes(self) -> int:
@@ -186,9 +190,9 @@ class Buffer:
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         memory = arrays.writable(result, self._dtype, count)
         if self._info.versions == 1:
-            self._call(Opcode.READ, offset, count, sink=memory.address)
+            self._call(Opcode.READ, offset, count, sink=memory.place)
         else:
-            self._read_published(offset, count, memory.address)
+            self._read_published(offset, count, memory.place)
         return cast(Array, result)
 
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None) -> None:
@@ -198,7 +202,7 @@ class Buffer:
         """
         memory = arrays.readable(array, self._dtype)
         offset, count = self._range(offset, memory.count, "write")
-        self._call(Opcode.WRITE, offset, count, source=memory.address, fence=fence)
+        self._call(Opcode.WRITE, offset, count, memory.place, fence=fence)
 
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
@@ -261,8 +265,8 @@ class Buffer:
             Opcode.ACCUMULATE,
             offset,
             count,
-            source=memory.address,
-            sink=result.__array_interface__["data"][0] if result is not None else 0,
+            memory.place,
+            arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE,
             op=number,
             scale=scale,
             fence=fence,
@@ -288,7 +292,8 @@ class Buffer:
 
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
-        index, value = self._counter("fetch_add", index, value)
+        if not (type(index) is type(value) is int and 0 <= index < self._counters and _LOWEST <= value <= _HIGHEST):
+            index, value = self._counter("fetch_add", index, value)
         return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
 
     def compare_swap(self, index: int, expected: int, new: int) -> int:
@@ -340,7 +345,7 @@ class Buffer:
         try:
             raise_fences(homes[1:], PUBLISHER_LOCK, token, asked)
             base = self._copy_base(version)
-            self._call(Opcode.WRITE, base, self.size, source=memory.address, token=token)
+            self._call(Opcode.WRITE, base, self.size, memory.place, token=token)
         except BaseException:
             homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
             raise
@@ -406,6 +411,8 @@ class Buffer:
 
     def _range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
         """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""
+        if type(offset) is type(count) is int and 0 <= offset <= self._size and 0 < count <= self._size - offset:
+            return offset, count
         try:
             offset = operator.index(offset)
             count = operator.index(count) if count is not None else self.size - offset
@@ -429,11 +436,13 @@ class Buffer:
         except TypeError as error:
             raise InvalidArgumentError(f"{self._asked(call)}: {values} are not whole numbers") from error
         for value in integers:
-            if not -(2**63) <= value < 2**63:
+            if not _LOWEST <= value <= _HIGHEST:
                 raise InvalidArgumentError(f"{self._asked(call)}: {value} does not fit 64 bits")
         return index, *integers
 
     def _op(self, op: str, scale: float, call: str) -> int:
+        if type(scale) is float and self._dtype.numpy.kind not in "iu" and op in OPS:
+            return OPS[op]
         if op not in OPS:
             raise InvalidArgumentError(f"{self._asked(call)}: there is no op {op!r}; there are {', '.join(OPS)}")
         try:
@@ -454,9 +463,9 @@ class Buffer:
         opcode: Opcode,
         offset: int,
         count: int,
+        source: Any = NOWHERE,
+        sink: Any = NOWHERE,
         *,
-        source: int = 0,
-        sink: int = 0,
         op: int = 0,
         scale: float = 1.0,
         argument: int = 0,
@@ -477,28 +486,33 @@ class Buffer:
                 )
             token = fence.token
         deadline = Deadline(self._client.timeout)
-        itemsize = self._dtype.itemsize
+        start, nbytes = offset * self._itemsize, count * self._itemsize
         pause = _RETRY_FIRST_S
         while True:
             self._client.check_open()
-            handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
-            others = None
-            if other is not None:
-                others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
-            result = handle.transfer(
-                opcode,
-                offset * itemsize,
-                count * itemsize,
-                deadline.left_ms(),
-                source=source,
-                sink=sink,
-                op=op,
-                scale=scale,
-                argument=argument,
-                expected=expected,
-                other=others,
-                token=token,
-            )
+            result: Outcome | int
+            if token or other is not None:
+                handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
+                others = None
+                if other is not None:
+                    others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
+                result = handle.transfer_gated(
+                    opcode,
+                    start,
+                    nbytes,
+                    deadline.left_ms(),
+                    source=source,
+                    op=op,
+                    scale=scale,
+                    argument=argument,
+                    other=others,
+                    token=token,
+                )
+            else:
+                handle = self._handle or self._ensure(deadline)
+                result = handle.transfer(
+                    opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
+                )
             if isinstance(result, int):
                 return result
             if result.status is Status.LOCK_LOST and fence is not None:
@@ -584,7 +598,7 @@ class Buffer:
         told = self._sync_homes()[0].ask(self._asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
         return told.a, told.b
 
-    def _read_published(self, offset: int, count: int, sink: int) -> None:
+    def _read_published(self, offset: int, count: int, sink: Any) -> None:
         """Read from one version's copy: no byte of it changed if, after the read, publication version + 2 has not
         begun.
         """
@@ -725,10 +739,11 @@ def _ranges(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
 
 
 _MASK = 2**64 - 1
+_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 
 
 def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+    return value - 2**64 if value > _HIGHEST else value
 
 
 def _same_placement(a: Layout, b: Layout) -> bool:

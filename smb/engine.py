@@ -329,17 +329,29 @@ class Outcome:
     doubt: Doubt | None = None
 
 
-class _Pairs(threading.local):
-    """This thread's requests and outcomes, kept because a small operation would spend its time making them.
+class _Outcomes(threading.local):
+    """This thread's outcomes, kept because a small operation would spend its time making them.
 
-    A list and not one pair: a signal handler, or a finalizer, may make a call in the middle of another one.
+    A list and not one: a signal handler, or a finalizer, may make a call in the middle of another one.
     """
 
     def __init__(self) -> None:
-        self.free: list[tuple[Any, Any]] = []
+        self.free: list[Any] = []
 
 
-_pairs = _Pairs()
+_outcomes = _Outcomes()
+NOWHERE: Any = ffi.NULL
+
+
+def memory_of(array: Any) -> Any:
+    """Return where the bytes of a contiguous array lie, for `transfer`; keeps the array alive. TypeError, ValueError or
+    BufferError where it has no buffer protocol."""
+    return ffi.from_buffer(array)
+
+
+def memory_at(address: int) -> Any:
+    """Return an address for `transfer`."""
+    return ffi.cast("void *", address)
 
 
 class BufferHandle:
@@ -368,53 +380,65 @@ class BufferHandle:
         offset: int,
         nbytes: int,
         timeout_ms: int,
-        *,
-        source: int = 0,
-        sink: int = 0,
+        source: Any = NOWHERE,
+        sink: Any = NOWHERE,
         op: int = 0,
         scale: float = 1.0,
         argument: int = 0,
         expected: int = 0,
+    ) -> Outcome | int:
+        """Do one call; source and sink are of memory_of or memory_at, sizes are bytes. Blocks up to timeout_ms.
+
+        Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
+        """
+        free = _outcomes.free
+        outcome = free.pop() if free else ffi.new("struct smb_outcome *")
+        status = lib.smb_call(
+            self.pointer, opcode, offset, nbytes, source, sink, op, scale, argument, expected, timeout_ms, outcome
+        )
+        result: Outcome | int = outcome.result if status == 0 else _outcome(outcome)
+        free.append(outcome)
+        return result
+
+    def transfer_gated(
+        self,
+        opcode: int,
+        offset: int,
+        nbytes: int,
+        timeout_ms: int,
+        *,
+        source: Any = NOWHERE,
+        op: int = 0,
+        scale: float = 1.0,
+        argument: int = 0,
         other: BufferHandle | None = None,
         token: int = 0,
     ) -> Outcome | int:
-        """Do one call; source and sink are addresses, sizes are bytes. Blocks up to timeout_ms.
+        """As transfer, with another buffer as the source or under a lock's token, or both.
 
         With a token the change is refused once the lock that it is of is another's; every segment is reached over a
-        link then. Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that
-        failed.
+        link then.
         """
-        free = _pairs.free
-        request, outcome = pair = (
-            free.pop() if free else (ffi.new("struct smb_request *"), ffi.new("struct smb_outcome *"))
-        )
-        request.opcode = opcode
-        request.op = op
-        request.scale = scale
-        request.offset = offset
-        request.bytes = nbytes
-        request.source = ffi.cast("void *", source)
-        request.sink = ffi.cast("void *", sink)
+        request, outcome = ffi.new("struct smb_request *"), ffi.new("struct smb_outcome *")
+        request.opcode, request.op, request.scale = opcode, op, scale
+        request.offset, request.bytes = offset, nbytes
+        request.source = source
         request.argument = argument
-        request.expected = expected
         request.other = other.pointer if other is not None else ffi.NULL
-        request.token = token
-        request.fenced = token != 0
+        request.token, request.fenced = token, token != 0
         request.timeout_ms = timeout_ms
-        result: Outcome | int
-        if lib.smb_transfer(self.pointer, request, outcome) == 0:
-            result = int(outcome.result)
-        else:
-            doubt = Doubt(outcome.doubt) if outcome.doubt else None
-            result = Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent), doubt)
-        free.append(pair)
-        return result
+        return 0 if lib.smb_transfer(self.pointer, request, outcome) == 0 else _outcome(outcome)
 
     def map(self) -> tuple[int, int]:
         """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""
         address, nbytes = ffi.new("void **"), ffi.new("uint64_t *")
         _check(lib.smb_buffer_map(self.pointer, address, nbytes))
         return int(ffi.cast("uintptr_t", address[0])), int(nbytes[0])
+
+
+def _outcome(outcome: Any) -> Outcome:
+    doubt = Doubt(outcome.doubt) if outcome.doubt else None
+    return Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent), doubt)
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -10,6 +10,8 @@ from smb.engine import BufferHandle, Link, Segment
 from smb.errors import TransportError
 from smb.layout import SegmentPlace
 
+_MS_MAX = 2**31
+
 
 class Deadline:
     """A point in time; seconds. What blocks takes what is left."""
@@ -23,7 +25,8 @@ class Deadline:
 
     def left_ms(self) -> int:
         """Milliseconds left, at least 1, as the engine takes them."""
-        return min(max(1, round(self.left() * 1000)), 2**31)
+        ms = int((self._end - time.monotonic()) * 1000)
+        return ms if 0 < ms <= _MS_MAX else 1 if ms <= 0 else _MS_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from smb.engine import (
     Outcome,
     Segment,
     Status,
+    memory_of,
     segment_bytes,
 )
 from tests.support.daemons import wait_for
@@ -74,13 +75,13 @@ class Reach:
     def add(self, array: np.ndarray, offset: int = 0) -> None:
         at = offset * array.itemsize
         result = self.handle.transfer(
-            Opcode.ACCUMULATE, at, array.nbytes, TIMEOUT_MS, source=array.ctypes.data, op=Op.SUM, scale=1.0
+            Opcode.ACCUMULATE, at, array.nbytes, TIMEOUT_MS, source=memory_of(array), op=Op.SUM, scale=1.0
         )
         assert result == 0
 
     def read(self, dtype: np.dtype, count: int) -> np.ndarray:
         array = np.empty(count, dtype)
-        assert self.handle.transfer(Opcode.READ, 0, array.nbytes, TIMEOUT_MS, sink=array.ctypes.data) == 0
+        assert self.handle.transfer(Opcode.READ, 0, array.nbytes, TIMEOUT_MS, sink=memory_of(array)) == 0
         return array
 
 
@@ -224,7 +225,7 @@ def test_waiting_holds_no_lock_of_python(silent: tuple[SilentServer, EngineClien
     outcomes: list[Outcome | int] = []
     start = time.monotonic()
     waiting = threading.Thread(
-        target=lambda: outcomes.append(handle.transfer(Opcode.READ, 0, 16, 400, sink=sink.ctypes.data))
+        target=lambda: outcomes.append(handle.transfer(Opcode.READ, 0, 16, 400, sink=memory_of(sink)))
     )
     waiting.start()
     assert server.asked.wait(10)
@@ -236,7 +237,7 @@ def test_waiting_holds_no_lock_of_python(silent: tuple[SilentServer, EngineClien
     assert turns > 10
     assert outcomes == [Outcome(Status.TIMEOUT, 0, 0, True)]
     client.close()
-    later = handle.transfer(Opcode.READ, 0, 16, TIMEOUT_MS, sink=sink.ctypes.data)
+    later = handle.transfer(Opcode.READ, 0, 16, TIMEOUT_MS, sink=memory_of(sink))
     assert later == Outcome(Status.DISCONNECTED, 0, 0, False)
 
 
@@ -246,7 +247,7 @@ def test_close_ends_calls_in_progress(silent: tuple[SilentServer, EngineClient, 
     sink = np.zeros(16, np.uint8)
     outcomes: list[Outcome | int] = []
     waiting = threading.Thread(
-        target=lambda: outcomes.append(handle.transfer(Opcode.READ, 0, 16, 60_000, sink=sink.ctypes.data))
+        target=lambda: outcomes.append(handle.transfer(Opcode.READ, 0, 16, 60_000, sink=memory_of(sink)))
     )
     waiting.start()
     assert server.asked.wait(10)
