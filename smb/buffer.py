@@ -16,7 +16,18 @@ import numpy as np
 
 from smb import arrays, engine
 from smb.dtypes import DTYPES, OPS, Dtype
-from smb.engine import NOWHERE, AskOpcode, BufferHandle, Doubt, DoubtState, EngineError, Opcode, Outcome, Status
+from smb.engine import (
+    NOWHERE,
+    AskOpcode,
+    BufferHandle,
+    Doubt,
+    DoubtState,
+    EngineError,
+    Opcode,
+    Outcome,
+    Status,
+    memory_of,
+)
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -41,6 +52,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Result = TypeVar("Result")
 
+# An enum's member is slow to look up.
+_READ, _WRITE, _ACCUMULATE, _FETCH_ADD = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE, Opcode.FETCH_ADD
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
@@ -124,6 +137,7 @@ class Buffer:
         # Looked up at every call, so kept: a small call's time is Python's.
         self._itemsize = self._dtype.itemsize
         self._size = info.nbytes // self._itemsize
+        self._plain = info.versions == 1
         self._counters = self._size if self._dtype.name == "int64" else 0
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
@@ -190,7 +204,7 @@ class Buffer:
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         memory = arrays.writable(result, self._dtype, count)
         if self._info.versions == 1:
-            self._call(Opcode.READ, offset, count, sink=memory.place)
+            self._call(_READ, offset, count, sink=memory.place)
         else:
             self._read_published(offset, count, memory.place)
         return cast(Array, result)
@@ -200,9 +214,9 @@ class Buffer:
 
         Where two writes overlap, the last one wins, element by element.
         """
-        memory = arrays.readable(array, self._dtype)
-        offset, count = self._range(offset, memory.count, "write")
-        self._call(Opcode.WRITE, offset, count, memory.place, fence=fence)
+        place, count, _owner = self._source(array)
+        offset, count = self._range(offset, count, "write")
+        self._call(_WRITE, offset, count, place, fence=fence)
 
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
@@ -258,14 +272,14 @@ class Buffer:
         as this contribution). Otherwise None is returned.
         """
         number = self._op(op, scale, "accumulate")
-        memory = arrays.readable(array, self._dtype)
-        offset, count = self._range(offset, memory.count, "accumulate")
-        result = np.empty(memory.shape, self.dtype) if fetch else None
+        place, count, owner = self._source(array)
+        offset, count = self._range(offset, count, "accumulate")
+        result = np.empty(owner.shape, self.dtype) if fetch else None
         self._call(
-            Opcode.ACCUMULATE,
+            _ACCUMULATE,
             offset,
             count,
-            memory.place,
+            place,
             arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE,
             op=number,
             scale=scale,
@@ -294,7 +308,8 @@ class Buffer:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
         if not (type(index) is type(value) is int and 0 <= index < self._counters and _LOWEST <= value <= _HIGHEST):
             index, value = self._counter("fetch_add", index, value)
-        return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
+        old = self._call(_FETCH_ADD, index, 1, argument=value & _MASK)
+        return old if old <= _HIGHEST else old - 2**64
 
     def compare_swap(self, index: int, expected: int, new: int) -> int:
         """Set element `index` of an int64 buffer to `new` if it is `expected`; return what it was before. Atomic.
@@ -409,6 +424,13 @@ class Buffer:
     def _asked(self, call: str) -> str:
         return f"{call} of buffer {self.name!r}"
 
+    def _source(self, array: Any) -> tuple[Any, int, Any]:
+        """Return (place, elements, what keeps it alive and has its shape) of an array to be read from."""
+        if type(array) is np.ndarray and array.dtype is self._info.dtype and array.flags.c_contiguous:
+            return memory_of(array), array.size, array
+        memory = arrays.readable(array, self._dtype)
+        return memory.place, memory.count, memory
+
     def _range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
         """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""
         if type(offset) is type(count) is int and 0 <= offset <= self._size and 0 < count <= self._size - offset:
@@ -475,6 +497,18 @@ class Buffer:
         token: int = 0,
     ) -> int:
         """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
+        client, handle = self._client, self._handle
+        started = time.monotonic()
+        start, nbytes = offset * self._itemsize, count * self._itemsize
+        result: Outcome | int | None = None
+        if self._plain and handle is not None and fence is None and other is None and not token:
+            # The usual case by itself: what a small call takes is Python's time.
+            client.check_open()
+            result = handle.transfer(
+                opcode, start, nbytes, client.timeout_ms, source, sink, op, scale, argument, expected
+            )
+            if type(result) is int:
+                return result
         if self._info.versions > 1 and opcode is not Opcode.READ and not token:
             raise InvalidArgumentError(
                 f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
@@ -485,13 +519,13 @@ class Buffer:
                     f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
                 )
             token = fence.token
-        deadline = Deadline(self._client.timeout)
-        start, nbytes = offset * self._itemsize, count * self._itemsize
+        deadline = Deadline(client.timeout, started)
         pause = _RETRY_FIRST_S
         while True:
-            self._client.check_open()
-            result: Outcome | int
-            if token or other is not None:
+            if result is not None:
+                pass
+            elif token or other is not None:
+                client.check_open()
                 handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
                 others = None
                 if other is not None:
@@ -509,6 +543,7 @@ class Buffer:
                     token=token,
                 )
             else:
+                client.check_open()
                 handle = self._handle or self._ensure(deadline)
                 result = handle.transfer(
                     opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
@@ -529,6 +564,7 @@ class Buffer:
             self._forget(handle)
             if other is not None:
                 other._forget(other._handle)
+            result = None
             time.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, _RETRY_MAX_S)
 
