@@ -1,18 +1,21 @@
-/* The physical limits: what a C program that does nothing else reaches. One start measures one case and checks its bytes.
+/* The physical limits: what a C program that does nothing else reaches. A start measures one case and checks its bytes.
  *
  *     limits operation=accumulate transport=tcp bytes=1048576 clients=2 seconds=0.3 polling=1 connections=2 ...
  *
  * shm: client processes copy between private memory and one tmpfs file that all have mapped, or add to it.
- * tcp, unix: client processes talk to a server process that has the array. A write is the bytes and a 1-byte answer, a
- * read a 1-byte question and the bytes, fetch_add 8 bytes each way. For accumulate the server adds piece by piece, while
- * it receives, under a lock per stripe.
+ * tcp, unix: client processes talk to a server process that has the array, over one connection or, to use more cores,
+ * over several with a part of the array each. A write is the bytes and a 1-byte answer, a read a 1-byte question and
+ * the bytes, fetch_add 8 bytes each way. For accumulate the server adds piece by piece, while it receives, under a lock
+ * per stripe. Bytes are received straight into the array: of two writes at once an element may have bytes of both, so
+ * all clients write the same there.
  *
- * Processes: this one forks the server (a thread for every connection, or one that polls them all) and the clients,
- * starts all clients at once and waits. What they count lies in shared memory; children end with this process.
+ * Processes: this one forks the server (a thread for every connection, or one that polls them all) and the clients (a
+ * thread for every connection), starts all clients at once and waits. What they count lies in shared memory; children
+ * end with this process.
  *
  * Output: a line of JSON (for each client: batches, calls of a batch, calls in all, CPU seconds), then for each client
- * the batches' start times and end times, in seconds of CLOCK_MONOTONIC, as binary doubles. Batches, since a clock takes
- * longer than a small copy. Exit status 1, and why on stderr, where bytes are wrong or a call failed.
+ * the batches' start times and end times, in seconds of CLOCK_MONOTONIC, as binary doubles. Batches, since a clock
+ * takes longer than a small copy. Exit status 1, and why on stderr, where bytes are wrong or a call failed.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -20,6 +23,7 @@
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -53,6 +57,7 @@ enum { CLIENTS_MAX = 64, CONNECTIONS_MAX = 8 };
 #define RECORDS_PER_SECOND 1000000
 /* A poller that found nothing so often lets others run: with more pollers than cores they would wait for each other. */
 #define POLLS_BEFORE_YIELD 32
+#define YIELDS_BEFORE_SLEEP 200
 
 enum operation { WRITE, READ, ACCUMULATE, FETCH_ADD };
 enum transport { SHM, TCP, UNIX };
@@ -66,9 +71,9 @@ static struct {
     bool nontemporal; /* shm: stores that go around the caches */
     bool locks;       /* shm: a lock for every stripe; accumulate of several clients always has them */
     bool polling;     /* sockets: never sleep */
-    unsigned connections;   /* of each client */
+    unsigned connections;   /* of each client, each with a part of the array and a thread on both sides */
     uint64_t buffer_bytes;  /* SO_SNDBUF and SO_RCVBUF; 0: the system's own */
-    uint64_t piece_bytes;   /* what is added at once, and what goes over one connection before the next has its turn */
+    uint64_t piece_bytes;   /* what the server adds at once */
 } plan = {.clients = 1, .seconds = 0.3, .connections = 1, .piece_bytes = 128 << 10};
 
 /* What all processes share. `ready`, `finished`: released by clients, acquired by the parent; `go` the other way. */
@@ -159,7 +164,7 @@ static uint32_t hash(uint64_t index)
 /* What is written by each client and read by all: whole numbers below 2^18, exact in float32. */
 static float written(uint64_t index, unsigned client)
 {
-    return (float)((hash(index) >> 21) + 2048 * client + 1);
+    return (float)((hash(index) >> 21) + (plan.transport == SHM ? 2048 * client : 0) + 1);
 }
 
 /* What one accumulate adds: 1 or 2. */
@@ -345,10 +350,10 @@ static void call_memory(struct client *client)
     }
 }
 
-/* ---- sockets: both sides do the same to one stream of pieces. Connection c of n has pieces c, c + n, ... */
+/* ---- sockets */
 
-/* Send or receive at most `bytes` at `at`: the bytes moved; 0 where a poller has nothing to do now. `ended` is set where
- * the other side is gone. A blocking call moves all. */
+/* Send or receive at most `bytes` at `at`: the bytes moved; 0 where a poller has nothing to do now. `ended` is set
+ * where the other side is gone. A blocking call moves all. */
 static uint64_t pump(int socket, void *at, uint64_t bytes, bool sending, bool *ended)
 {
     int flags = plan.polling ? MSG_DONTWAIT : 0;
@@ -369,48 +374,23 @@ static uint64_t pump(int socket, void *at, uint64_t bytes, bool sending, bool *e
     }
 }
 
-/* Where a connection is in its stream of pieces. */
-struct cursor {
-    uint64_t piece, filled; /* index in the array; bytes of it that are done */
-};
-
-static uint64_t piece_at(uint64_t piece)
+/* Where the part of a connection begins; that of the one behind the last one is where the array ends. Whole pieces, so
+ * that none lies in two stripes. */
+static uint64_t part_at(unsigned connection)
 {
-    return piece * plan.piece_bytes;
-}
-
-static uint64_t piece_length(uint64_t piece)
-{
-    uint64_t left = plan.bytes - piece_at(piece);
-    return left < plan.piece_bytes ? left : plan.piece_bytes;
-}
-
-static uint64_t piece_count(void)
-{
-    return (plan.bytes + plan.piece_bytes - 1) / plan.piece_bytes;
-}
-
-/* One system call's worth of the connection's current piece, in `memory` at the piece's place or, where `staging` is
- * given, there. True when a piece is complete. */
-static bool pump_piece(int socket, struct cursor *cursor, float *memory, char *staging, bool sending, bool *ended,
-                       bool *moved)
-{
-    uint64_t length = piece_length(cursor->piece);
-    char *at = staging ? staging : (char *)memory + piece_at(cursor->piece);
-    uint64_t bytes = pump(socket, at + cursor->filled, length - cursor->filled, sending, ended);
-    *moved |= bytes > 0;
-    cursor->filled += bytes;
-    return !*ended && cursor->filled == length;
+    uint64_t pieces = (plan.bytes + plan.piece_bytes - 1) / plan.piece_bytes;
+    uint64_t at = (pieces + plan.connections - 1) / plan.connections * plan.piece_bytes * connection;
+    return at < plan.bytes ? at : plan.bytes;
 }
 
 /* ---- the server */
 
 struct connection {
     int socket;
-    unsigned index;
     bool answering; /* read: the question is here, the array goes out */
-    struct cursor cursor;
-    char *staging;  /* what was received and is not yet added */
+    uint64_t at, begin, end; /* bytes of the array: the next one, and the connection's part */
+    char *staging;  /* accumulate and fetch_add: what was received and is not yet added */
+    uint64_t staged;
     bool ended;
 };
 
@@ -424,59 +404,69 @@ static void answer(struct connection *connection, void *at, uint64_t bytes)
     }
 }
 
-static bool serve_counter(struct connection *connection)
+static void add_piece(struct connection *connection)
 {
-    int64_t value;
-    bool moved = false;
-    connection->cursor.piece = 0;
-    if (pump_piece(connection->socket, &connection->cursor, NULL, connection->staging, false, &connection->ended, &moved)) {
+    if (plan.operation == FETCH_ADD) {
+        int64_t value;
         memcpy(&value, connection->staging, sizeof value);
         value = atomic_fetch_add(&shared->counter, value);
-        connection->cursor.filled = 0;
         answer(connection, &value, sizeof value);
+    } else {
+        _Atomic unsigned *lock = lock_stripe(connection->at);
+        add(array + connection->at / sizeof(float), (float *)(void *)connection->staging, connection->staged);
+        unlock_stripe(lock);
     }
-    return moved;
+    connection->at += connection->staged;
+    connection->staged = 0;
 }
 
-/* One step for the connection: a system call, and what follows from it. False where there was nothing to do. */
+/* One system call, and what follows from it. False where there was nothing to do. */
 static bool serve_step(struct connection *connection)
 {
-    bool moved = false, sending = plan.operation == READ;
-    struct cursor *cursor = &connection->cursor;
-    if (plan.operation == FETCH_ADD) {
-        return serve_counter(connection);
-    }
+    bool sending = plan.operation == READ;
     if (sending && !connection->answering) {
         char question;
         connection->answering = pump(connection->socket, &question, 1, false, &connection->ended) == 1;
         return connection->answering;
     }
-    if (!pump_piece(connection->socket, cursor, array, connection->staging, sending, &connection->ended, &moved)) {
-        return moved;
+    uint64_t left = connection->end - connection->at, moved;
+    if (connection->staging == NULL) {
+        moved = pump(connection->socket, (char *)array + connection->at, left, sending, &connection->ended);
+        connection->at += moved;
+    } else {
+        uint64_t piece = left < plan.piece_bytes ? left : plan.piece_bytes;
+        moved = pump(connection->socket, connection->staging + connection->staged, piece - connection->staged, false,
+                     &connection->ended);
+        connection->staged += moved;
+        if (connection->staged < piece) {
+            return moved > 0;
+        }
+        add_piece(connection);
     }
-    if (plan.operation == ACCUMULATE) {
-        uint64_t at = piece_at(cursor->piece);
-        _Atomic unsigned *lock = lock_stripe(at);
-        add(array + at / sizeof(float), (float *)(void *)connection->staging, cursor->filled);
-        unlock_stripe(lock);
-    }
-    cursor->filled = 0;
-    cursor->piece += plan.connections;
-    if (cursor->piece >= piece_count()) {
-        cursor->piece = connection->index % plan.connections;
+    if (connection->at == connection->end) {
+        connection->at = connection->begin;
         connection->answering = false;
-        if (!sending) {
+        if (plan.operation == WRITE || plan.operation == ACCUMULATE) {
             answer(connection, "", 1);
         }
     }
-    return true;
+    return moved > 0;
+}
+
+/* A poller that found nothing again and again lets others run. */
+static void count_idle(unsigned *idle, bool moved)
+{
+    *idle = moved ? 0 : *idle + 1;
+    if (*idle % POLLS_BEFORE_YIELD == POLLS_BEFORE_YIELD - 1) {
+        sched_yield();
+    }
 }
 
 static void *serve_one(void *argument)
 {
     struct connection *connection = argument;
-    while (!connection->ended) {
-        serve_step(connection);
+    for (unsigned idle = 0; !connection->ended;) {
+        count_idle(&idle, serve_step(connection));
     }
     return NULL;
 }
@@ -491,10 +481,7 @@ static void serve_by_polling(unsigned count)
             moved |= !served[i].ended && serve_step(&served[i]);
             open += !served[i].ended;
         }
-        idle = moved ? 0 : idle + 1;
-        if (idle % POLLS_BEFORE_YIELD == POLLS_BEFORE_YIELD - 1) {
-            sched_yield();
-        }
+        count_idle(&idle, moved);
     }
 }
 
@@ -553,15 +540,16 @@ static void server(int listener)
             fail("accept: %s", strerror(errno));
         }
         set_socket(fd);
-        served[i] = (struct connection){.socket = fd, .index = index, .cursor.piece = index};
+        uint64_t begin = part_at(index);
+        served[i] = (struct connection){.socket = fd, .at = begin, .begin = begin, .end = part_at(index + 1u)};
         if (plan.operation == ACCUMULATE || plan.operation == FETCH_ADD) {
             served[i].staging = allocate(plan.piece_bytes);
         }
         char hello = 0;
         answer(&served[i], &hello, 1);
     }
-    if (plan.polling) {
-        serve_by_polling(count);
+    if (plan.polling && 2 * count > (unsigned)sysconf(_SC_NPROCESSORS_ONLN)) {
+        serve_by_polling(count); /* a core for each poller there is not */
     } else {
         pthread_t threads[CLIENTS_MAX * CONNECTIONS_MAX];
         for (unsigned i = 0; i < count; i++) {
@@ -596,67 +584,81 @@ static void connect_all(struct client *client)
 static void pump_all(int socket, void *memory, uint64_t bytes, bool sending)
 {
     bool ended = false;
-    for (uint64_t done = 0, idle = 0; done < bytes;) {
+    unsigned idle = 0;
+    for (uint64_t done = 0; done < bytes;) {
         uint64_t moved = pump(socket, (char *)memory + done, bytes - done, sending, &ended);
         if (ended) {
             fail("the server ended early");
         }
         done += moved;
-        if (moved == 0 && ++idle % POLLS_BEFORE_YIELD == 0) {
-            sched_yield();
-        }
+        count_idle(&idle, moved > 0);
     }
 }
 
-/* The array's pieces over all connections in turns. Blocking ones take one whole piece after the other. */
-static void pump_array(struct client *client, float *memory, bool sending)
+/* One connection's part of a call. */
+static void call_over(struct client *client, unsigned connection)
 {
-    struct cursor cursors[CONNECTIONS_MAX];
-    unsigned open = plan.connections;
-    bool ended = false;
-    for (unsigned i = 0; i < plan.connections; i++) {
-        cursors[i] = (struct cursor){i, 0};
+    int socket = client->sockets[connection];
+    bool sending = plan.operation != READ;
+    char byte = 0;
+    if (!sending) {
+        pump_all(socket, &byte, 1, true);
     }
-    for (unsigned idle = 0; open > 0;) {
-        bool moved = false;
-        open = 0;
-        for (unsigned i = 0; i < plan.connections; i++) {
-            struct cursor *cursor = &cursors[i];
-            if (cursor->piece >= piece_count()) {
-                continue;
-            }
-            if (pump_piece(client->sockets[i], cursor, memory, NULL, sending, &ended, &moved)) {
-                *cursor = (struct cursor){cursor->piece + plan.connections, 0};
-            }
-            open += cursor->piece < piece_count();
-        }
-        if (ended) {
-            fail("the server ended early");
-        }
-        idle = moved ? 0 : idle + 1;
-        if (idle % POLLS_BEFORE_YIELD == POLLS_BEFORE_YIELD - 1) {
-            sched_yield();
-        }
+    float *memory = sending ? client->source : client->own;
+    uint64_t at = part_at(connection);
+    pump_all(socket, (char *)memory + at, part_at(connection + 1) - at, sending);
+    if (sending) {
+        pump_all(socket, &byte, 1, false);
     }
+}
+
+/* A thread for each of the client's connections but the first one. */
+struct helper {
+    struct client *client;
+    unsigned connection;
+    sem_t called, done;
+};
+
+static struct helper helpers[CONNECTIONS_MAX];
+
+/* Sleeping and waking would take longer than a small call. */
+static void take(sem_t *semaphore)
+{
+    for (unsigned turn = 0; turn < YIELDS_BEFORE_SLEEP; turn++) {
+        if (sem_trywait(semaphore) == 0) {
+            return;
+        }
+        sched_yield();
+    }
+    while (sem_wait(semaphore) != 0) {
+    }
+}
+
+static void *help(void *argument)
+{
+    struct helper *helper = argument;
+    for (;;) {
+        take(&helper->called);
+        call_over(helper->client, helper->connection);
+        sem_post(&helper->done);
+    }
+    return NULL;
 }
 
 static void call_server(struct client *client)
 {
-    char byte = 0;
     if (plan.operation == FETCH_ADD) {
         int64_t value = client->source == client->own ? 1 : -1;
         pump_all(client->sockets[0], &value, sizeof value, true);
         pump_all(client->sockets[0], &value, sizeof value, false);
-    } else if (plan.operation == READ) {
-        for (unsigned i = 0; i < plan.connections; i++) {
-            pump_all(client->sockets[i], &byte, 1, true);
-        }
-        pump_array(client, client->own, false);
-    } else {
-        pump_array(client, client->source, true);
-        for (unsigned i = 0; i < plan.connections; i++) {
-            pump_all(client->sockets[i], &byte, 1, false);
-        }
+        return;
+    }
+    for (unsigned i = 1; i < plan.connections; i++) {
+        sem_post(&helpers[i].called);
+    }
+    call_over(client, 0);
+    for (unsigned i = 1; i < plan.connections; i++) {
+        take(&helpers[i].done);
     }
 }
 
@@ -677,6 +679,15 @@ static void prepare_client(struct client *client)
     }
     if (plan.transport != SHM) {
         connect_all(client);
+        for (unsigned i = 1; i < plan.connections; i++) {
+            helpers[i] = (struct helper){.client = client, .connection = i};
+            sem_init(&helpers[i].called, 0, 0);
+            sem_init(&helpers[i].done, 0, 0);
+            pthread_t thread;
+            if (pthread_create(&thread, NULL, help, &helpers[i]) != 0) {
+                fail("no thread for a connection");
+            }
+        }
     }
 }
 
@@ -691,7 +702,8 @@ static void run_batch(struct client *client, uint64_t batch_calls)
         __asm__ volatile("" ::: "memory"); /* every call is made */
     }
     shared->clients[client->index].calls += batch_calls;
-    shared->clients[client->index].balance += client->source == client->own ? (int64_t)batch_calls : -(int64_t)batch_calls;
+    int64_t sign = client->source == client->own ? 1 : -1;
+    shared->clients[client->index].balance += sign * (int64_t)batch_calls;
     if (client->negated) {
         client->source = client->source == client->own ? client->negated : client->own;
     }
@@ -832,9 +844,7 @@ static void read_plan(int count, char **words)
         fail("fetch_add is of 8 bytes");
     }
     plan.locks |= plan.operation == ACCUMULATE && plan.clients > 1;
-    if (plan.connections == 1 && plan.operation != ACCUMULATE) {
-        plan.piece_bytes = plan.bytes; /* straight from memory to memory: no reason to stop on the way */
-    } else if (piece_count() < plan.connections) {
+    if (plan.bytes <= part_at(plan.connections - 1)) {
         fail("%llu bytes are too few for %u connections", (unsigned long long)plan.bytes, plan.connections);
     }
 }

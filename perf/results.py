@@ -42,9 +42,13 @@ class Cell:
         return self.median("bytes_per_second") or 0.0
 
     def spread(self) -> float:
-        """Highest less lowest speed of the rounds, as a part of their median."""
+        """How far the rounds' speeds are apart, as a part of their median: twice the middle half. Of three rounds that
+        is highest less lowest; of more, one bad round has no say."""
         speeds = [sample.bytes_per_second for sample in self.samples]
-        return (max(speeds) - min(speeds)) / statistics.median(speeds) if speeds else 0.0
+        if not speeds:
+            return 0.0
+        low, middle, high = np.quantile(speeds, (0.25, 0.5, 0.75))
+        return float(2 * (high - low) / middle)
 
     def to_json(self) -> dict[str, Any]:
         medians = {each.name: self.median(each.name) for each in fields(Sample)}
