@@ -72,11 +72,14 @@ def _lines(results: Results, transport: str, path: Path, *, over_clients: bool) 
         for name, (style, points) in lines.items():
             axis.plot(*zip(*sorted(points), strict=True), label=name, **_STYLES[style])
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        if not over_clients:
+            axis.set_yscale("log")
         ticks = sorted(set(at.values()))
         axis.set_xticks(ticks, [str(tick) if over_clients else size_name(tick) for tick in ticks])
         axis.tick_params(axis="x", rotation=0 if over_clients else 60)
-        axis.minorticks_off() if over_clients else None
+        if over_clients:
+            axis.minorticks_off()
+            axis.set_ylim(bottom=0)
         axis.set_title(f"{transport} {operation}" + (f", {size_name(cases[0].nbytes)}" if over_clients else ""))
         axis.set_xlabel("clients on one array" if over_clients else "")
         axis.grid(alpha=0.3)

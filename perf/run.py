@@ -56,11 +56,10 @@ def _peers(missing: dict[str, str]) -> Iterator[Contender]:
     for path in sorted(PEERS.glob("[!_]*.py")):
         try:
             module = importlib.import_module(f"perf.peers.{path.stem}")
+            items = getattr(module, "CONTENDERS", [])
+            yield from [item() if isinstance(item, type) or not hasattr(item, "measure") else item for item in items]
         except Exception as error:  # noqa: BLE001 - an optional package's own troubles
-            missing[path.stem] = f"its module can't be imported: {error}"
-            continue
-        for item in getattr(module, "CONTENDERS", []):
-            yield item() if isinstance(item, type) or not hasattr(item, "measure") else item
+            missing[path.stem] = f"its module can't be used: {type(error).__name__}: {error}"
 
 
 def kind_of(contender: Contender) -> str:

@@ -56,14 +56,16 @@ def _about(results: Results) -> str:
         f"- `{results.command}`, {results.when}, commit {results.commit}",
         f"- {m['cpu']}, {m['cores']} cores, {(m['memory_bytes'] or 0) >> 30} GiB, Linux {m['kernel']}, governor "
         f"{m['governor'] or 'not known'}, load {m['load_average_before']:.1f} before",
-        f"- {results.rounds} round{'s'[: results.rounds > 1]}; medians over them",
+        f"- medians of {results.rounds} rounds" if results.rounds > 1 else "- one round: no spread is known",
     ]
     lines += [f"- not here: {name}: {why}" for name, why in sorted(results.missing.items())]
     return "\n".join(lines)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
+    head, rows = list(head), list(rows)
+    if not rows:
+        return "Nothing was measured."
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -164,7 +166,7 @@ def _faster(results: Results, name: str, case: Case) -> str:
     if cell is None or ours is None or ratio is None or ratio >= 1:
         return _NONE
     apart = 1 / ratio - 1 > max(cell.spread(), ours.spread())
-    within = "" if apart and results.rounds > 1 else " (within the rounds' spread)"
+    within = "" if apart or results.rounds == 1 else " (within the rounds' spread)"
     return f"- {describe(case)}: {name} {_speed(cell.speed)}, ours {_speed(ours.speed)}: {ratio:.2f}{within}"
 
 
