@@ -2,8 +2,8 @@
 
 Rank 0 holds the window, the others are the clients: Put, Get, Accumulate and Fetch_and_op under lock_all, each with its
 flush. Over TCP neither is one-sided: rank 0 has to be within MPI, so it waits there, which is what its CPU seconds are.
-Over shared memory it sleeps. `python -m perf.peers.mpi CASE FILE` is what a rank runs; rank 0 leaves the runs in the file
-(a launcher takes half a minute to pass on the times of 400,000 calls through its output).
+Over shared memory it sleeps. `python -m perf.peers.mpi CASE FILE` is what a rank runs; rank 0 leaves the runs in
+the file (a launcher takes half a minute to pass on the times of 400,000 calls through its output).
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ class OpenMpi(Mpi):
                 "OMPI_MCA_btl": "tcp,self",
                 "OMPI_MCA_osc": "rdma",
                 "OMPI_MCA_btl_tcp_if_include": "lo",
+                "OMPI_MCA_btl_tcp_sndbuf": str(4 << 20),
+                "OMPI_MCA_btl_tcp_rcvbuf": str(4 << 20),
             },
         ),
     }
