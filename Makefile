@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf perf-peers install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -58,6 +58,11 @@ promises: $(VENV)/installed
 # Us beside the physical limits and the peers, into perf/results; make perf PERF="--quick" for a look (perf/README.md).
 perf: $(VENV)/perf-installed
 	$(BIN)/python -m perf.run $(PERF)
+
+# The peers that perf/ measures beside us (perf/peers/README.md); LARGE=1 for those that bring hundreds of megabytes.
+perf-peers: $(VENV)/demo-installed
+	$(PIP) install --requirement perf/peers/requirements.txt $(if $(LARGE),--requirement perf/peers/requirements-large.txt)
+	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -y -q redis-server; }
 
 install: $(VENV)/installed
 
