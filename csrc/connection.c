@@ -100,7 +100,9 @@ static enum step send_with(struct connection *connection, struct iovec *parts, s
         memcpy(CMSG_DATA(header), &connection->pass_fd, sizeof(int));
     }
     *sent = 0;
-    ssize_t done = sendmsg(connection->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t done = count == 1 && connection->pass_fd < 0
+                       ? send(connection->fd, parts->iov_base, parts->iov_len, MSG_NOSIGNAL | MSG_DONTWAIT)
+                       : sendmsg(connection->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (done < 0)
         return errno == EAGAIN || errno == EINTR ? STEP_ON : STEP_CLOSE; /* the peer is gone: no error of ours */
     if (connection->pass_fd >= 0) {
@@ -202,7 +204,7 @@ static uint32_t token_bytes(const struct smb_frame *frame)
 /* *have: bytes read. STEP_WAIT: nothing there now. */
 static enum step receive(struct connection *connection, struct iovec *parts, int count, size_t *have)
 {
-    ssize_t done = readv(connection->fd, parts, count);
+    ssize_t done = count == 1 ? read(connection->fd, parts->iov_base, parts->iov_len) : readv(connection->fd, parts, count);
     if (done > 0) {
         *have = (size_t)done;
         return STEP_ON;

@@ -610,7 +610,8 @@ static int send_some(struct smb_link *link, bool *moved)
         skip = 0;
     }
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
-    ssize_t done = sendmsg(link->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t done = count == 1 ? send(link->fd, parts->iov_base, parts->iov_len, MSG_NOSIGNAL | MSG_DONTWAIT)
+                              : sendmsg(link->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (done < 0)
         return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
     *moved = true;
@@ -772,7 +773,7 @@ static int receive_some(struct smb_link *link, bool *moved)
         parts[count++] = (struct iovec){(uint8_t *)link->reading->sink + link->reading_have, missing};
     }
     parts[count++] = (struct iovec){link->in + link->in_end, LINK_IN_BYTES - link->in_end};
-    ssize_t done = readv(link->fd, parts, count);
+    ssize_t done = count == 1 ? read(link->fd, parts->iov_base, parts->iov_len) : readv(link->fd, parts, count);
     if (done < 0)
         return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
     if (done == 0)
