@@ -46,7 +46,8 @@ _log = logging.getLogger("smb")
 class ServerInfo:
     """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
 
-    `used` counts whole segment files, a little more than their data. `alive`: its lease runs.
+    `used` counts whole segment files, a little more than their data. `alive`: its lease runs. `weight`: how much of a
+    new buffer's traffic it takes, beside the other servers.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ServerInfo:
     segments: int
     last_seen: float
     metrics: str
+    weight: float = 1.0
 
     @property
     def free(self) -> int:
@@ -219,6 +221,7 @@ class Client:
                 segments=server.segment_count,
                 last_seen=server.last_seen_at,
                 metrics=server.metrics_address,
+                weight=server.weight or 1.0,  # an older coordinator tells none
             )
             for server in self.coordinator.list_servers(self.timeout)
         ]

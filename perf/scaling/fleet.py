@@ -199,9 +199,7 @@ class Fleet:
 _PAGE = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
 
 
-def links_per_second(
-    bare: Process, fleet: Fleet, names: Sequence[str], operation: str, nbytes: int
-) -> list[float]:
+def links_per_second(bare: Process, fleet: Fleet, names: Sequence[str], operation: str, nbytes: int) -> list[float]:
     """Bytes of payload per second of each of the servers' links, all at work at once, by bare sockets."""
     addresses = [fleet.address(name) for name in names]
     bare.tell(do="move", addresses=addresses, operation=operation, nbytes=nbytes, start=time.monotonic() + LEAD_S)

@@ -1,12 +1,12 @@
 """A client process of an experiment: takes a request a line (JSON) on stdin and answers each by a line on stdout.
 
-    {"do": "connect", "coordinator": "HOST:PORT", "count": 1}        that many clients, each with its own connections
-    {"do": "create", "buffer": "NAME", "nbytes": N, ...}             options of Client.create -> servers, stripe_bytes
-    {"do": "open", "buffer": "NAME"}                                 by all of them, and the first call done
-    {"do": "run", "operation": "write", "nbytes": N, "start": T, "seconds": S}
-        from time.monotonic() T on, calls of N bytes for about S seconds, by each client in turn -> starts, ends, cpu
-    {"do": "check", "nbytes": N, "value": V}                         -> wrong: how many of the elements are not V
-    {"do": "fill", "value": V}
+{"do": "connect", "coordinator": "HOST:PORT", "count": 1}        that many clients, each with its own connections
+{"do": "create", "buffer": "NAME", "nbytes": N, ...}             options of Client.create -> servers, stripe_bytes
+{"do": "open", "buffer": "NAME"}                                 by all of them, and the first call done
+{"do": "run", "operation": "write", "nbytes": N, "start": T, "seconds": S}
+    from time.monotonic() T on, calls of N bytes for about S seconds, by each client in turn -> starts, ends, cpu
+{"do": "check", "nbytes": N, "value": V}                         -> wrong: how many of the elements are not V
+{"do": "fill", "value": V}
 """
 
 from __future__ import annotations

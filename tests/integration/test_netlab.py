@@ -86,7 +86,8 @@ def test_hosts_see_each_other_and_nothing_else() -> None:
     # Networks exist in which every address answers: what it answers tells who it is.
     serve = "import socket, sys; s = socket.create_server((sys.argv[1], 7001)); print(s.fileno(), flush=True)\n"
     serve += "while True: s.accept()[0].sendall(sys.argv[2].encode())"
-    ask = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])), 2); print(s.recv(9).decode())"
+    ask = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])), 2); "
+    ask += "print(s.recv(9).decode())"
 
     def answer(lab: Lab, host: str, address: str, port: int = 7001) -> str:
         command = [sys.executable, "-c", ask, address, str(port)]

@@ -316,6 +316,8 @@ def test_another_run_of_a_live_server_is_a_rival_until_the_lease_ends(cluster: C
         replace(server("c"), data_address="nowhere"),
         replace(server("c"), control_address="10.0.0.1:0"),
         replace(server("c"), capacity_bytes=0),
+        replace(server("c"), weight=-1.0),
+        replace(server("c"), weight=float("nan")),
         replace(server("c"), instance_id=0),
     ],
 )
@@ -323,6 +325,20 @@ def test_a_registration_that_makes_no_sense_is_refused(cluster: Cluster, bad: Se
     """A name that is no file name, an address one cannot connect to, no capacity, no instance."""
     with pytest.raises(errors.InvalidArgumentError):
         cluster.do(ServerRegistered(bad, frozenset()))
+
+
+def test_servers_of_unequal_weights_are_compared_each_once() -> None:
+    """An existing buffer that lies on a server several times is what its wishes describe, in whatever order."""
+    cluster = Cluster()
+    for name, weight in (("a", 1.0), ("b", 3.0)):
+        cluster.do(ServerRegistered(replace(server(name), weight=weight), frozenset()))
+    record = cluster.create("w", server_names=("a", "b"))
+    assert [segment.server for segment in record.segments] == ["b", "a", "b", "b"]
+    assert cluster.state.allocation("b").segments == 3
+    assert cluster.want("w", exist_ok=True, server_count=2) == ()
+    assert cluster.want("w", exist_ok=True, server_names=("a", "b")) == ()
+    with pytest.raises(errors.AlreadyExistsError, match="servers"):
+        cluster.want("w", exist_ok=True, server_names=("b",))
 
 
 def test_counts_of_an_earlier_run_are_ignored(cluster: Cluster) -> None:
