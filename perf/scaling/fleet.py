@@ -129,22 +129,27 @@ class Fleet:
         return sum(cpu_seconds(self._daemons[name].pid) for name in self.names)
 
     def server_resident_bytes(self, name: str) -> int:
-        """Private memory of a memory server: what its connections take is in it, what its segments take is not."""
+        """Memory of a memory server, shared memory that it has touched included: its segments, and its journal, in which
+        additions of a connection are staged.
+        """
         status = Path(f"/proc/{self._daemons[name].pid}/status").read_text()
-        return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", status)[0])
+        return 1024 * sum(int(kib) for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+)", status, re.M))
 
     def coordinator_cpu_seconds(self) -> float:
         return cpu_seconds(self._daemons["coordinator"].pid)
 
-    def coordinator_rpcs(self) -> float:
-        """Calls that the coordinator has answered so far."""
+    def coordinator_calls(self) -> dict[str, float]:
+        """Calls that the coordinator has answered so far, by method."""
         command = [sys.executable, "-c", _PAGE, f"http://{self._coordinator_pages}/metrics"]
         if self.lab:
             page = self.lab.run(CLIENTS, command, capture_output=True, text=True).stdout
         else:
             with urllib.request.urlopen(command[-1], timeout=10) as answer:
                 page = answer.read().decode()
-        return sum(float(value) for value in re.findall(r"^smb_coordinator_rpcs_total\{.*\} (\S+)$", page, re.M))
+        calls: dict[str, float] = {}
+        for method, count in re.findall(r'^smb_coordinator_rpcs_total\{.*method="(\w+)".*\} (\S+)$', page, re.M):
+            calls[method] = calls.get(method, 0.0) + float(count)
+        return calls
 
     def _start(self) -> None:
         listen = f"{self.address(CLIENTS)}:0"

@@ -1,4 +1,5 @@
-"""A client process of an experiment: takes a request a line (JSON) on stdin and answers each by a line on stdout.
+"""A client process of an experiment: takes a request a line on stdin, {"do": NAME, ARGUMENT: ...} as JSON, and answers
+each by a line on stdout.
 
 {"do": "connect", "coordinator": "HOST:PORT", "count": 1}        that many clients, each with its own connections
 {"do": "create", "buffer": "NAME", "nbytes": N, ...}             options of Client.create -> servers, stripe_bytes
@@ -15,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,6 @@ class Worker:
     def __init__(self) -> None:
         self._clients: list[smb.Client] = []
         self._buffers: list[smb.Buffer] = []
-        self._array = np.zeros(0, np.float32)
 
     def connect(self, coordinator: str, count: int = 1, transport: str = "tcp") -> dict[str, Any]:
         for _ in range(count):
@@ -48,40 +49,53 @@ class Worker:
 
     def open(self, buffer: str) -> dict[str, Any]:
         self._buffers = [client.open(buffer) for client in self._clients]
-        if self._array.size != self._buffers[0].size:
-            self._array = np.ones(self._buffers[0].size, np.float32)
         for opened in self._buffers:
             opened.read(offset=0, count=1)
         return {}
-
-    def run(self, operation: str, nbytes: int, start: float, seconds: float) -> dict[str, Any]:
-        calls = [self._call(buffer, operation, self._array[: nbytes // 4]) for buffer in self._buffers]
-        while (left := start - time.monotonic()) > 0:
-            time.sleep(left)
-        starts, ends = [], []
-        cpu = time.process_time()
-        now = time.monotonic()
-        while now < start + seconds or not ends:
-            starts.append(now)
-            calls[len(ends) % len(calls)]()
-            now = time.monotonic()
-            ends.append(now)
-        return {"starts": starts, "ends": ends, "cpu": time.process_time() - cpu}
 
     def fill(self, value: float) -> dict[str, Any]:
         self._buffers[0].fill(value)
         return {}
 
     def check(self, value: float, nbytes: int) -> dict[str, Any]:
-        found = self._buffers[0].read(offset=0, count=nbytes // 4)
-        return {"wrong": int(np.count_nonzero(found != value))}
+        return {"wrong": int(np.count_nonzero(self._buffers[0].read(0, nbytes // 4) != value))}
 
-    def _call(self, buffer: smb.Buffer, operation: str, array: np.ndarray[Any, Any]) -> Callable[[], object]:
-        if operation == "write":
-            return lambda: buffer.write(array)
-        if operation == "read":
-            return lambda: buffer.read(0, array.size, out=array)
-        return lambda: buffer.accumulate(array)
+    def run(self, operation: str, nbytes: int, start: float, seconds: float) -> dict[str, Any]:
+        reads = operation == "read"
+        # What is written may be common to all; what is read goes to an array of each client's own.
+        common = np.ones(nbytes // 4, np.float32)
+        arrays = [np.zeros_like(common) if reads else common for _ in self._buffers]
+        calls = [_call(buffer, operation, array) for buffer, array in zip(self._buffers, arrays, strict=True)]
+        cpu = time.process_time()
+        if len(calls) == 1:
+            times = [_repeat(calls[0], start, seconds)]
+        else:
+            with ThreadPoolExecutor(len(calls)) as threads:
+                times = list(threads.map(lambda call: _repeat(call, start, seconds), calls))
+        cpu = time.process_time() - cpu
+        wrong = sum(int(np.count_nonzero(array != arrays[0][0])) for array in arrays) if reads else 0
+        return {"calls": times, "cpu": cpu, "wrong": wrong, "first": float(arrays[0][0])}
+
+
+def _call(buffer: smb.Buffer, operation: str, array: np.ndarray[Any, Any]) -> Callable[[], object]:
+    if operation == "write":
+        return lambda: buffer.write(array)
+    if operation == "read":
+        return lambda: buffer.read(0, array.size, out=array)
+    return lambda: buffer.accumulate(array)
+
+
+def _repeat(call: Callable[[], object], start: float, seconds: float) -> list[tuple[float, float]]:
+    """Call for about `seconds` from `start` on, once at least; return start and end of each call."""
+    time.sleep(max(0.0, start - time.monotonic()))
+    times: list[tuple[float, float]] = []
+    now = time.monotonic()
+    while now < start + seconds or not times:
+        before = now
+        call()
+        now = time.monotonic()
+        times.append((before, now))
+    return times
 
 
 def main() -> None:
