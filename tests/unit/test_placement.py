@@ -23,7 +23,7 @@ def test_a_buffer_is_spread_over_all_servers_with_room_most_free_first() -> None
     """Without a wish a large buffer takes every server, those with the most free bytes first."""
     placement = place(Pool({"a": 1 * GIB, "b": 3 * GIB, "c": 2 * GIB}), 64 * MIB)
     assert servers_of(placement) == ["b", "c", "a"]
-    assert placement.stripe_bytes == MIB
+    assert placement.stripe_bytes == 256 * KIB
     assert placement.chunk_bytes == 256 * KIB
     assert sum(share.nbytes for share in placement.shares) == 64 * MIB
 
@@ -32,8 +32,17 @@ def test_a_buffer_smaller_than_a_stripe_lies_on_one_server() -> None:
     """Nothing is spread thinner than one stripe for each server; 1.5 stripes take two."""
     pool = Pool({"a": GIB, "b": GIB, "c": GIB})
     assert servers_of(place(pool, 100)) == ["a"]
-    assert servers_of(place(pool, MIB)) == ["a"]
-    assert [share.nbytes for share in place(pool, 3 * MIB // 2).shares] == [MIB, MIB // 2]
+    assert servers_of(place(pool, 256 * KIB)) == ["a"]
+    assert [share.nbytes for share in place(pool, 384 * KIB).shares] == [256 * KIB, 128 * KIB]
+
+
+def test_a_view_of_the_largest_buffer_with_small_stripes_fits_into_the_mappings_of_a_process() -> None:
+    """Beyond half of Linux's 65 530 the stripes are larger."""
+    pool = Pool({"a": 1 << 50, "b": 1 << 50})
+    assert place(pool, 8 * GIB).stripe_bytes == 256 * KIB
+    assert place(pool, 8 * GIB + 1).stripe_bytes == MIB
+    assert place(pool, 4 * GIB + 1, versions=2).stripe_bytes == MIB
+    assert place(pool, 8 * GIB + 1, count=2).stripe_bytes == MIB
 
 
 def test_small_buffers_go_round() -> None:
@@ -136,11 +145,11 @@ def test_two_versions_are_two_copies_of_whole_stripes_cut_alike() -> None:
     pool = Pool({"a": GIB, "b": GIB, "c": GIB})
     small = place(pool, 100, versions=2)
     assert (small.stripe_bytes, [share.nbytes for share in small.shares]) == (4 * KIB, [8 * KIB])
-    middling = place(pool, 300 * KIB, versions=2)
-    assert (middling.stripe_bytes, middling.chunk_bytes) == (320 * KIB, 160 * KIB)
-    large = place(pool, 4 * MIB + 1, versions=2)
-    assert [share.nbytes for share in large.shares] == [4 * MIB] * 3
-    assert large.stripe_bytes == MIB
+    middling = place(pool, 200 * KIB + 1, versions=2)
+    assert (middling.stripe_bytes, middling.chunk_bytes) == (204 * KIB, 204 * KIB)
+    large = place(pool, MIB + 1, versions=2)
+    assert [share.nbytes for share in large.shares] == [MIB] * 3
+    assert large.stripe_bytes == 256 * KIB
     with pytest.raises(errors.OutOfMemoryError, match="no room for 4 GiB"):
         place(pool, 2 * GIB, versions=2)
 
@@ -193,9 +202,9 @@ def test_a_heavier_server_gets_more_segments_spread_evenly() -> None:
     placement = place(pool, 7 * 8 * MIB)
     assert servers_of(placement) == list("cbcacbc")
     assert [share.nbytes for share in placement.shares] == [8 * MIB] * 7
-    small = place(pool, 3 * MIB)  # three stripes: one each is the best there is
+    small = place(pool, 3 * 256 * KIB)  # three stripes: one each is the best there is
     assert sorted(servers_of(small)) == list("abc")
-    assert sorted(servers_of(place(pool, 4 * MIB))) == list("abcc")
+    assert sorted(servers_of(place(pool, MIB))) == list("abcc")
 
 
 def test_a_wish_for_servers_cuts_stripes_so_small_that_weights_are_kept() -> None:
