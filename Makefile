@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises scaling spin install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -54,6 +54,11 @@ sanitized: $(VENV)/test-installed
 # The figures of docs/promises.md that are ratios.
 promises: $(VENV)/installed
 	$(BIN)/python perf/promises.py
+
+# One machine as many: how the box scales over servers behind links of their own, over clients and connections. As root.
+# About 6 minutes; ARGS=--quick: one. Results in perf/results.
+scaling: $(VENV)/demo-installed
+	$(BIN)/python -m perf.scaling $(ARGS)
 
 install: $(VENV)/installed
 

@@ -64,8 +64,8 @@ def how_many(quick: bool) -> Answer:
         name="clients",
         title="Clients on one buffer",
         setup=f"2 servers of one loop on loopback, one buffer of {nbytes // MIB} MiB, moved whole by each call of "
-        f"each client, "
-        f"all at once; up to {PROCESSES_MAX} processes, then threads of these. CPU in seconds per GB moved.",
+        f"each client, all at once; up to {PROCESSES_MAX} processes, then threads of these. CPU in seconds per GB "
+        "moved.",
         columns=(
             Column("operation", "operation"),
             Column("clients", "clients"),
@@ -78,9 +78,8 @@ def how_many(quick: bool) -> Answer:
         ),
         rows=rows,
         limit=f"The two processors are the limit from the first client on: {counts[-1]} clients still get {kept:.2f} "
-        f"of the best "
-        f"that any number gets, each call takes as much longer as there are more of them, and nobody waits for a "
-        f"lock: the chunks of a buffer are locked one by one.",
+        "of the best that any number gets, each call takes as much longer as there are more of them, and nobody "
+        "waits for a lock: the chunks of a buffer are locked one by one.",
         lines=[
             Line(operation, "clients", "gb_per_s", lambda row, operation=operation: row["operation"] == operation)  # type: ignore[misc]
             for operation in OPERATIONS
@@ -173,8 +172,8 @@ def how_many_connections(quick: bool) -> Answer:
         name="connections",
         title="Connections to one server",
         setup="One server of one loop on loopback. One client calls; the others are connected and have made one "
-        "addition of a "
-        "chunk (256 KiB) each. Then all connections in turn, one call at a time. Latencies of 8 bytes and of 256 KiB.",
+        "addition of a chunk (256 KiB) each. Then all connections in turn, one call at a time. Latencies of 8 bytes "
+        "and of 256 KiB.",
         columns=(
             Column("connections", "connections"),
             Column("small_p50_us", "8 B beside idle ones, us", "{:.0f}"),
@@ -188,10 +187,9 @@ def how_many_connections(quick: bool) -> Answer:
         ),
         rows=rows,
         limit=f"Memory is the limit: {last['used_kib']:.0f} KiB for a connection that has added once (its staging "
-        f"memory, kept until "
-        f"it closes), {last['connected_kib']:.1f} KiB before; idle connections cost a busy one nothing that shows "
-        f"(epoll), and "
-        f"taking turns costs cold caches. A daemon takes 4096 connections.",
+        f"memory in the journal, kept until it closes), {last['connected_kib']:.1f} KiB before. Idle connections cost "
+        f"a busy one nothing (epoll): 8 bytes take {last['small_p50_us'] / rows[0]['small_p50_us']:.2f} times as long "
+        f"beside {len(handles)} of them as alone; taking turns costs cold caches. A daemon takes 4096 connections.",
         lines=[
             Line("8 B beside idle ones", "connections", "small_p50_us"),
             Line("8 B, each connection in turn", "connections", "turn_p50_us"),
@@ -239,10 +237,8 @@ def what_each_costs(quick: bool) -> Answer:
         name="costs",
         title="What a server and a client cost",
         setup=f"Loopback, servers of one loop, one buffer of {nbytes // MIB} MiB moved whole. CPU in seconds per GB "
-        f"moved. The "
-        f"coordinator's load was watched for {watch_s:.0f} s with {len(fleet.names)} servers and {len(workers)} "
-        f"clients, "
-        f"all idle.",
+        f"moved. The coordinator's load was watched for {watch_s:.0f} s with {len(fleet.names)} servers and "
+        f"{len(workers)} clients, all idle.",
         columns=(
             Column("operation", "operation"),
             Column("servers", "servers"),
@@ -252,11 +248,12 @@ def what_each_costs(quick: bool) -> Answer:
             Column("server_cpu", "servers' CPU, s/GB", "{:.2f}"),
         ),
         rows=rows,
-        limit=f"Work per byte hardly grows with servers or clients; with more of them than processors it is the "
-        f"processors that "
-        f"limit, and a waiting client's short spin that shows in its CPU. The coordinator is no part of that: a server "
-        f"costs it {of_server:.0f} calls a minute, a client {of_client:.0f}, whatever they move "
-        f"({others:.0f} others were seen), of {1000 * cpu_of_call:.1f} ms of CPU each.",
+        limit=f"A GB costs a client {_span(rows, 'client_cpu')} and the servers {_span(rows, 'server_cpu')} CPU "
+        f"seconds, whether 1 or {max(row['servers'] for row in rows)} servers, 1 or "
+        f"{max(row['clients'] for row in rows)} clients take part: the processors limit the sum, and what grows is "
+        f"each party's wait for one. The coordinator is no part of that: a server costs it {of_server:.0f} calls a "
+        f"minute, a client {of_client:.0f}, whatever they move ({others:.0f} others were seen), of "
+        f"{1000 * cpu_of_call:.1f} ms of CPU each.",
         also={
             "coordinator": {
                 "rpcs_per_minute_and_server": of_server,
@@ -276,3 +273,7 @@ def what_each_costs(quick: bool) -> Answer:
         ],
         y_title="CPU seconds per GB, one client",
     )
+
+
+def _span(rows: list[dict[str, Any]], key: str) -> str:
+    return f"{min(row[key] for row in rows):.2f} to {max(row[key] for row in rows):.2f}"

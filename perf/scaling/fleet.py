@@ -129,8 +129,8 @@ class Fleet:
         return sum(cpu_seconds(self._daemons[name].pid) for name in self.names)
 
     def server_resident_bytes(self, name: str) -> int:
-        """Memory of a memory server, shared memory that it has touched included: its segments, and its journal, in which
-        additions of a connection are staged.
+        """Memory of a memory server, with the shared memory that it has touched: its segments, and its journal, in
+        which additions of a connection are staged.
         """
         status = Path(f"/proc/{self._daemons[name].pid}/status").read_text()
         return 1024 * sum(int(kib) for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+)", status, re.M))

@@ -122,11 +122,11 @@ def _origin(command: str) -> str:
 
 
 def _commit() -> str:
-    here = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "no commit"
+    """The commit, marked where the tree differs from it by more than results."""
+    git = ["git", "-C", str(RESULTS.parents[1])]
+    named = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=False)
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!perf/results"], check=False)
+    return (named.stdout.strip() or "no commit") + ("-dirty" if differs.returncode else "")
 
 
 def _machine() -> dict[str, Any]:

@@ -74,15 +74,13 @@ def how_many(quick: bool) -> Answer:
     else:
         limit += (
             f"The worst, {worst['operation']} of {worst['clients']} clients, reaches {worst['share']:.3f} of the "
-            f"links: the "
-            f"rest is this machine's processors, which carry both ends of all links."
+            "links: the rest is this machine's processors, which carry both ends of all links."
         )
     return Answer(
         name="servers",
         title="Servers behind links of their own",
-        setup=f"One buffer of {BUFFER_BYTES // MIB} MiB, moved whole by each call; {_LINKS.format(rate=RATE)}. "
-        f"Links' sum: "
-        f"bare sockets, one connection a link, all at once. Median of {rounds} rounds.",
+        setup=f"One buffer of {BUFFER_BYTES // MIB} MiB, moved whole by each call; {_LINKS.format(rate=RATE)}. Links' "
+        f"sum: bare sockets, one connection a link, all at once. Median of {rounds} rounds.",
         columns=(
             Column("operation", "operation"),
             Column("clients", "clients"),
@@ -147,10 +145,8 @@ def how_cut(quick: bool) -> Answer:
         name="stripes",
         title="The size of a stripe",
         setup=f"8 servers, {_LINKS.format(rate=RATE)}: share of the links' sum ({links / 1e6:.0f} MB/s by bare "
-        f"sockets) that "
-        f"one client reaches with calls on all {large // MIB} MiB of a buffer, and on its first {part // MIB} MiB. "
-        f"Beside it 2 "
-        f"servers on loopback without limits, {loopback // MIB} MiB, GB/s.",
+        f"sockets) that one client reaches with calls on all {large // MIB} MiB of a buffer, and on its first "
+        f"{part // MIB} MiB. Beside it 2 servers on loopback without limits, {loopback // MIB} MiB, GB/s.",
         columns=(
             Column("stripe_kib", "stripe, KiB"),
             *(Column(f"{operation}_all", f"{operation} all", "{:.2f}") for operation in OPERATIONS),
@@ -158,11 +154,10 @@ def how_cut(quick: bool) -> Answer:
             *(Column(f"{operation}_loopback", f"{operation}, loopback GB/s", "{:.2f}") for operation in OPERATIONS),
         ),
         rows=rows,
-        limit=f"A call uses as many links as its range has stripes, so small stripes serve calls on a part: those of "
-        f"up to "
-        f"{max(good)} KiB are within a tenth of the best. Below a chunk (256 KiB) frames are smaller, which costs "
-        f"processor time, not links. Large stripes are the fewer mappings of a view, and large calls don't mind "
-        f"them until a buffer has few for each server.",
+        limit="A call uses as many links as its range has stripes, so small stripes serve calls on a part: those of "
+        f"up to {max(good)} KiB are within a tenth of the best. Below a chunk (256 KiB) frames are smaller, which "
+        "costs processor time, not links. Large stripes are the fewer mappings of a view, and large calls don't mind "
+        "them until a buffer has few for each server.",
         lines=[
             Line(f"{operation} of {what}", "stripe_kib", f"{operation}_{key}")
             for operation in OPERATIONS
@@ -197,8 +192,7 @@ def how_unequal(quick: bool) -> Answer:
         name="unequal",
         title="Servers of unequal links",
         setup=f"3 servers, {_LINKS.format(rate=', '.join(UNEQUAL))}; one client, one buffer of {nbytes // MIB} MiB "
-        f"moved whole. "
-        f"Measured one by one: {_weights_text(measured)}.",
+        f"moved whole. Measured one by one: {_weights_text(measured)}.",
         columns=(
             Column("layout", "layout"),
             Column("segments", "segments of each server"),
@@ -207,9 +201,9 @@ def how_unequal(quick: bool) -> Answer:
             Column("share", "share of the links' sum", "{:.3f}"),
         ),
         rows=rows,
-        limit=f"With equal parts the slowest link is the limit and the others wait for it; with weights all end "
-        f"together: "
-        f"{min(gained):.2f} to {max(gained):.2f} times as fast, at least {lowest:.3f} of what the links carry.",
+        limit="With equal parts the slowest link is the limit and the others wait for it; with weights all end "
+        f"together: {min(gained):.2f} to {max(gained):.2f} times as fast, at least {lowest:.3f} of what the links "
+        "carry.",
         also={"measured_bytes_per_second": measured},
     )
 
