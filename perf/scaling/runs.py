@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perf.contender import ACCUMULATE, READ, TCP, WRITE, Case, sample_of
+from perf.contender import Run as ClientRun
 from perf.scaling.fleet import Fleet, Process, started_together
 
-OPERATIONS = ("write", "read", "accumulate")
+OPERATIONS = (WRITE, READ, ACCUMULATE)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What clients reached together. Bandwidth in bytes per second, over the time from the first start to the last end
-    of a call that began in time; CPU in seconds per 1e9 bytes moved.
+    """What clients reached together. Bandwidth in bytes per second, over the time in which all of them were at work
+    (perf.contender.sample_of); CPU in seconds per 1e9 bytes moved.
     """
 
     bandwidth: float
@@ -35,19 +36,24 @@ def run_calls(fleet: Fleet, workers: Sequence[Process], operation: str, nbytes: 
     server_cpu = fleet.servers_cpu_seconds()
     answers = started_together(workers, do="run", operation=operation, nbytes=nbytes, seconds=seconds)
     server_cpu = fleet.servers_cpu_seconds() - server_cpu
-    clients = [times for answer in answers for times in answer["calls"]]
-    times = [end - start for client in clients for start, end in client]
-    _check(workers[0], operation, nbytes, len(times), answers)
-    moved = len(times) * nbytes
-    elapsed = max(client[-1][1] for client in clients) - min(client[0][0] for client in clients)
+    clients = [
+        ClientRun(
+            [start for start, _ in times], [end for _, end in times], answer["cpu"] / len(answer["calls"]), len(times)
+        )
+        for answer in answers
+        for times in answer["calls"]
+    ]
+    calls = [client.calls for client in clients]
+    _check(workers[0], operation, nbytes, sum(calls), answers)
+    sample = sample_of(Case(TCP, operation, nbytes, len(clients), seconds), clients, server_cpu)
     return Run(
-        bandwidth=moved / elapsed,
-        calls=len(times),
-        p50_seconds=statistics.median(times),
-        p99_seconds=sorted(times)[int(0.99 * (len(times) - 1) + 0.5)],
-        fairness=min(map(len, clients)) / max(map(len, clients)),
-        client_cpu=sum(answer["cpu"] for answer in answers) / (moved / 1e9),
-        server_cpu=server_cpu / (moved / 1e9),
+        bandwidth=sample.bytes_per_second,
+        calls=sum(calls),
+        p50_seconds=sample.p50_seconds,
+        p99_seconds=sample.p99_seconds,
+        fairness=min(calls) / max(calls),
+        client_cpu=sample.client_cpu,
+        server_cpu=sample.server_cpu or 0.0,
     )
 
 

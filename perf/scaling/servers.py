@@ -74,7 +74,8 @@ def how_many(quick: bool) -> Answer:
     else:
         limit += (
             f"The worst, {worst['operation']} of {worst['clients']} clients, reaches {worst['share']:.3f} of the "
-            "links: the rest is this machine's processors, which carry both ends of all links."
+            "links: the rest is connections that get less than their part of a link, and this machine's processors, "
+            "which carry both ends of all links."
         )
     return Answer(
         name="servers",
