@@ -81,7 +81,8 @@ def how_many(quick: bool) -> Answer:
         name="servers",
         title="Servers behind links of their own",
         setup=f"One buffer of {SERVER_BYTES // MIB} MiB for each server, moved whole by each call; "
-        f"{_LINKS.format(rate=RATE)}. Links' sum: bare sockets, one connection a link, all at once. Median of {rounds} rounds.",
+        f"{_LINKS.format(rate=RATE)}. Links' sum: bare sockets, one connection a link, all at once. Median of {rounds} "
+        f"rounds.",
         columns=(
             Column("operation", "operation"),
             Column("clients", "clients"),
