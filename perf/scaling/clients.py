@@ -77,9 +77,9 @@ def how_many(quick: bool) -> Answer:
             Column("client_cpu", "clients' CPU, s/GB", "{:.2f}"),
         ),
         rows=rows,
-        limit=f"The two processors, which servers and clients share, are busy from the first client on: "
-        f"{counts[-1]} clients still get {kept:.2f} of the best that any number gets, and each call takes as much longer "
-        "as there are more of them.",
+        limit=f"The two processors, which servers and clients share, are busy from the first client on: {counts[-1]} "
+        f"clients still get {kept:.2f} of the best that any number gets, and each call takes as much longer as there "
+        "are more of them.",
         lines=[
             Line(operation, "clients", "gb_per_s", lambda row, operation=operation: row["operation"] == operation)  # type: ignore[misc]
             for operation in OPERATIONS
@@ -187,8 +187,8 @@ def how_many_connections(quick: bool) -> Answer:
         ),
         rows=rows,
         limit=f"Memory is the limit: {last['used_kib']:.0f} KiB for a connection that has added once (its staging "
-        f"memory in the journal, kept until it closes), {last['connected_kib']:.1f} KiB before. Idle ones do not slow a "
-        f"busy one: 8 bytes take {last['small_p50_us'] / rows[0]['small_p50_us']:.2f} times as long beside "
+        f"memory in the journal, kept until it closes), {last['connected_kib']:.1f} KiB before. Idle ones do not slow "
+        f"a busy one: 8 bytes take {last['small_p50_us'] / rows[0]['small_p50_us']:.2f} times as long beside "
         f"{len(handles)} of them as alone. A daemon takes 4096 connections. (Calls in turn go to the engine without "
         "smb.Buffer, so they are to be compared among each other.)",
         lines=[
@@ -251,9 +251,9 @@ def what_each_costs(quick: bool) -> Answer:
         rows=rows,
         limit=f"A GB costs a client {_span(rows, 'client_cpu')} and the servers {_span(rows, 'server_cpu')} CPU "
         f"seconds, whether 1 or {max(row['servers'] for row in rows)} servers, 1 or "
-        f"{max(row['clients'] for row in rows)} clients take part: the processors limit the sum. The coordinator is no part of that: a server costs it {of_server:.0f} calls a "
-        f"minute, a client {of_client:.0f}, whatever they move ({others:.0f} others were seen), of "
-        f"{1000 * cpu_of_call:.1f} ms of CPU each.",
+        f"{max(row['clients'] for row in rows)} clients take part: the processors limit the sum. The coordinator is "
+        f"no part of that: a server costs it {of_server:.0f} calls a minute, a client {of_client:.0f}, whatever they "
+        f"move ({others:.0f} others were seen), of {1000 * cpu_of_call:.1f} ms of CPU each.",
         also={
             "coordinator": {
                 "rpcs_per_minute_and_server": of_server,
