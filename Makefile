@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf perf-peers install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf perf-peers scaling install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -63,6 +63,11 @@ perf: $(VENV)/perf-installed
 perf-peers: $(VENV)/demo-installed
 	$(PIP) install --requirement perf/peers/requirements.txt $(if $(LARGE),--requirement perf/peers/requirements-large.txt)
 	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -y -q redis-server; }
+
+# One machine as many: how the box scales over servers behind links of their own, over clients and connections. As root.
+# About 6 minutes; ARGS=--quick: one. Results in perf/results.
+scaling: $(VENV)/demo-installed
+	$(BIN)/python -m perf.scaling $(ARGS)
 
 install: $(VENV)/installed
 

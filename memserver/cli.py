@@ -51,6 +51,14 @@ def memserver(
             help=f"Threads that serve data, 1 to {LOOPS_MAX}; 0: one per core, at most {_LOOPS_DEFAULT_MAX}.",
         ),
     ] = 0,
+    weight: Annotated[
+        float,
+        typer.Option(
+            envvar="SMB_MEMSERVER_WEIGHT",
+            help="How much of the traffic of new buffers to take beside the other servers: its bandwidth, in any unit "
+            "that all of them use.",
+        ),
+    ] = 1.0,
     advertise: Annotated[
         str,
         typer.Option(
@@ -86,6 +94,7 @@ def memserver(
                 metrics=metrics,
                 name=name or default_name(),
                 loops=loops or min(len(os.sched_getaffinity(0)), _LOOPS_DEFAULT_MAX),
+                weight=weight,
                 advertise=advertise,
                 ready_file=ready_file,
             )

@@ -28,7 +28,7 @@ from memserver.place import Place
 from memserver.recovery import recover
 from memserver.registration import Identity, Registration
 from memserver.segments import Segments
-from smb.config import format_address, format_bytes, parse_address
+from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.daemon import Pages, end_with_owner, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
@@ -50,6 +50,7 @@ class Options:
     metrics: str
     name: str
     loops: int
+    weight: float = 1.0
     advertise: str = ""
     ready_file: Path | None = None
 
@@ -114,6 +115,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
         unix_path=str(place.socket_path),
         metrics_address=pages.address,
         capacity_bytes=options.capacity_bytes,
+        weight=options.weight,
     )
     _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
 
@@ -169,6 +171,7 @@ def _check(options: Options) -> None:
         raise InvalidArgumentError("--capacity must be more than 0")
     if not 1 <= options.loops <= LOOPS_MAX:
         raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
+    check_weight("--weight", options.weight)
     if not options.memory_dir.is_dir():
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if parse_address(options.coordinator)[1] == 0:

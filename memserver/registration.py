@@ -43,6 +43,7 @@ class Identity:
     unix_path: str
     metrics_address: str
     capacity_bytes: int
+    weight: float = 1.0
 
 
 class Registration:
@@ -114,6 +115,7 @@ class Registration:
             used_bytes=self._segments.used_bytes(),
             segment_ids=self._segments.ids(),
             sessions_seen=self._sessions_seen,
+            weight=me.weight,
         )
         failpoint("memserver.register.asking")
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)

@@ -46,7 +46,8 @@ _log = logging.getLogger("smb")
 class ServerInfo:
     """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
 
-    `used` counts whole segment files, a little more than their data. `alive`: its lease runs.
+    `used` counts whole segment files, a little more than their data. `alive`: its lease runs. `weight`: how much of a
+    new buffer's traffic it takes, beside the other servers.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ServerInfo:
     segments: int
     last_seen: float
     metrics: str
+    weight: float = 1.0
 
     @property
     def free(self) -> int:
@@ -138,10 +140,10 @@ class Client:
         `shape` is a tuple of positive extents (or one number; () for a single element), `dtype` one of float16, float32
         (default), float64, bfloat16, int32, int64, uint8. `servers` says on how many servers (default: as many as pay),
         or on which, by name. `stripe` is how many bytes ("256KiB") lie on one server before the next has its turn, a
-        multiple of 4096; default 1 MiB. like= another buffer takes shape, dtype, servers and stripe from it, so that
-        servers can combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead.
-        versions=2 keeps two copies, so that a read never mixes what publish() replaces; such a buffer changes by
-        publish alone, and takes twice the memory.
+        multiple of 4096; default 256 KiB, and 1 MiB for more than 8 GiB. like= another buffer takes shape, dtype,
+        servers and stripe from it, so that servers can combine the two. exist_ok=True opens an existing buffer of the
+        same shape and dtype instead. versions=2 keeps two copies, so that a read never mixes what publish() replaces;
+        such a buffer changes by publish alone, and takes twice the memory.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -220,6 +222,7 @@ class Client:
                 segments=server.segment_count,
                 last_seen=server.last_seen_at,
                 metrics=server.metrics_address,
+                weight=server.weight or 1.0,  # an older coordinator tells none
             )
             for server in self.coordinator.list_servers(self.timeout)
         ]

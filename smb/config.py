@@ -20,6 +20,7 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 BYTES_MAX = 1 << 56  # as the engine's layouts
+WEIGHT_MIN, WEIGHT_MAX = 1e-6, 1e12  # bits per second will do too; sums and ratios stay far from a float's ends
 
 
 def parse_bytes(size: int | str) -> int:
@@ -49,6 +50,12 @@ def format_bytes(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def check_weight(what: str, weight: float) -> None:
+    """Raise InvalidArgumentError for what is no weight: how much of the traffic a server takes, beside others."""
+    if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
+        raise InvalidArgumentError(f"{what} {weight:g}: use a number from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
 
 
 def parse_address(address: str) -> tuple[str, int]:

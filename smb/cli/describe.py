@@ -47,4 +47,5 @@ def server_json(server: ServerInfo) -> dict[str, Any]:
         "segments": server.segments,
         "last_seen": server.last_seen,
         "metrics": server.metrics,
+        "weight": server.weight,
     }

@@ -53,6 +53,7 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,
         last_seen_at=0.0,
+        weight=request.weight or 1.0,
     )
     return ServerRegistered(server, frozenset(request.segment_ids))
 
@@ -93,6 +94,7 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         alive=state.alive(server.name, now),
         last_seen_at=server.last_seen_at,
         metrics_address=server.metrics_address,
+        weight=server.weight,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smb.config import format_bytes
 from smb.coordinator.records import BufferRecord, copy_stride_bytes
@@ -11,15 +13,24 @@ from smb.engine import segment_bytes, segment_file_bytes
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 
 SERVERS_PER_BUFFER_MAX = 1024  # smb.h: SMB_SEGMENTS_PER_BUFFER_MAX
-STRIPE_BYTES_DEFAULT = 1 << 20  # large enough for one frame to fill a link, small enough to spread common layers
+# A call keeps as many links busy as its range has stripes. One chunk, the largest frame, is the smallest stripe that
+# costs no call anything (`python -m perf.scaling stripes`): 4 MiB on 8 servers move twice as fast as with 1 MiB.
+STRIPE_BYTES_DEFAULT = 256 << 10
+# A view maps every stripe, and Linux gives a process 65 530 mappings: buffers beyond half of that get larger ones.
+STRIPE_BYTES_LARGE = 1 << 20
+LARGE_BYTES = 8 << 30
 STRIPE_BYTES_MIN = 4096
 CHUNK_BYTES_MAX = 256 << 10  # smb.h: SMB_CHUNK_BYTES_DEFAULT
 SERVERS_SHOWN_MAX = 8  # in a message
+# Segments that servers of unequal weights get together (two for each server, where these are more than eight): enough
+# for a tenth of the traffic beside nine, few enough that each is worth its file and its place in every client's call.
+ROUND_MAX = 16
+ROUND_SLACK = 1.02  # a round this close to what the weights ask for is good enough
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one server gets: bytes of data, and of its capacity."""
+    """One segment, and the server that gets it: bytes of data, and of its capacity."""
 
     server: str
     nbytes: int
@@ -28,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A cut, and the servers in the order of their segments."""
+    """A cut, and the segments in their order. A server has several of them where its weight is above the others'."""
 
     stripe_bytes: int
     chunk_bytes: int
@@ -37,10 +48,18 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What there is to place on: free bytes of each live server, and the names of those known but not alive."""
+    """What there is to place on: free bytes of each live server, the names of those known but not alive, and weights:
+    how much of the traffic a server should take, beside others (1 where none is told).
+    """
 
     free_bytes: Mapping[str, int]
     dead: frozenset[str] = frozenset()
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def round_of(self, servers: Sequence[str], most: int) -> list[str]:
+        """Return whose turn it is, stripe by stripe, until all begins anew: at most `most` turns, one at least each."""
+        turns = weighted_round([self.weights.get(name, 1.0) for name in servers], most)
+        return [servers[index] for index in turns]
 
 
 def place(
@@ -55,9 +74,12 @@ def place(
     """Place `nbytes` on `names`, or on `count` servers, or (both empty) on as many as have something to take.
 
     Servers with the most free bytes come first, by name where equal, so that small buffers go round. A buffer of fewer
-    stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means 1 MiB, or less where that
-    would leave one of the wanted servers empty. Two versions take two copies of whole stripes, for which the default
-    stripe is no larger than the data needs.
+    stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means 256 KiB (1 MiB for more than 8
+    GiB), or less where that would leave one of the wanted servers without its part. Two versions take two copies of
+    whole stripes, for which the default stripe is no larger than the data needs.
+
+    Servers of unequal weights get segments in proportion, as far as stripes and room go; where a part by weight has no
+    room on its server, the same servers share evenly.
 
     Raises UnavailableError where servers are missing, OutOfMemoryError where they are full, InvalidArgumentError for
     names that nobody knows or more servers than a buffer can have.
@@ -67,17 +89,21 @@ def place(
     if versions * nbytes > free_bytes:  # also keeps sizes within the engine's 64 bits from here on
         raise _no_room(pool, versions * nbytes, "")
     wanted = len(names) or count
-    stripe = stripe_bytes or _default_stripe(nbytes, wanted, versions)
-    stripes = -(-nbytes // stripe)
     order = list(names) or sorted(pool.free_bytes, key=lambda name: (-pool.free_bytes[name], name))
+    parts = len(pool.round_of(order[:wanted], SERVERS_PER_BUFFER_MAX)) if wanted else 0
+    stripe = stripe_bytes or _default_stripe(nbytes, parts, versions)
+    stripes = -(-nbytes // stripe)
     most = min(wanted or len(order), stripes, SERVERS_PER_BUFFER_MAX)
     # Fewer servers means larger shares, but spares those with the least room.
-    for segments in range(most, 0, -1):
-        stored = _stored_bytes(nbytes, stripe, segments, versions)
-        if stored <= free_bytes:
-            placement = _cut(stored, stripe, chunk_bytes(stripe), order[:segments])
-            if _fits(pool, placement):
-                return placement
+    for count_now in range(most, 0, -1):
+        servers = order[:count_now]
+        weighted = pool.round_of(servers, min(stripes, SERVERS_PER_BUFFER_MAX))
+        for turns in (weighted, servers) if weighted != servers else (servers,):
+            stored = _stored_bytes(nbytes, stripe, len(turns), versions)
+            if stored <= free_bytes:
+                placement = _cut(stored, stripe, chunk_bytes(stripe), turns)
+                if _fits(pool, placement):
+                    return placement
         if wanted:
             break
     where = f" over {most} servers" if most > 1 else ""
@@ -102,13 +128,41 @@ def chunk_bytes(stripe_bytes: int) -> int:
     return next(count for count in range(most, 0, -1) if pages % count == 0) * STRIPE_BYTES_MIN
 
 
+def weighted_round(weights: Sequence[float], most: int) -> list[int]:
+    """Return the order in which servers of these weights take turns: each at least one, at most max(`most`, servers).
+
+    Equal weights take one turn each, in order. Unequal ones take as many as the shortest round needs in which the
+    busiest server has at most 1.02 times its due, or the best round of up to 16 turns (2 for each server where these
+    are more). A server's turns are spread evenly over the round, so that any few stripes in a row are spread too.
+    """
+    servers = len(weights)
+    if len(set(weights)) == 1:
+        return list(range(servers))
+    total = sum(weights)
+    longest = max(servers, min(most, max(ROUND_MAX, 2 * servers)))
+    # Each further turn goes to whom it loads least, by which no other choice has a lower highest load.
+    loads = [(2 * total / weight, index) for index, weight in enumerate(weights)]
+    heapq.heapify(loads)
+    highest = total / min(weights)
+    given: list[int] = []
+    best, best_load = 0, highest / servers
+    while best_load > ROUND_SLACK and servers + len(given) < longest:
+        load, index = loads[0]
+        heapq.heapreplace(loads, (load + total / weights[index], index))
+        given.append(index)
+        highest = max(highest, load)
+        if highest / (servers + len(given)) < best_load:
+            best, best_load = len(given), highest / (servers + len(given))
+    turns = Counter([*range(servers), *given[:best]])
+    return [index for _, index in sorted(((2 * k + 1) / turns[i], i) for i in turns for k in range(turns[i]))]
+
+
 def _default_stripe(nbytes: int, wanted: int, versions: int) -> int:
+    largest = STRIPE_BYTES_DEFAULT if versions * nbytes <= LARGE_BYTES else STRIPE_BYTES_LARGE
     if wanted <= 1 and versions == 1:
-        return STRIPE_BYTES_DEFAULT
+        return largest
     even = -(-nbytes // max(wanted, 1))
-    # Where the number of stripes is not at stake, 64 KiB steps leave chunks of at least that.
-    step = STRIPE_BYTES_MIN if wanted > 1 or even <= CHUNK_BYTES_MAX else CHUNK_BYTES_MAX // 4
-    return min(STRIPE_BYTES_DEFAULT, -(-even // step) * step)
+    return min(largest, -(-even // STRIPE_BYTES_MIN) * STRIPE_BYTES_MIN)
 
 
 def _stored_bytes(nbytes: int, stripe_bytes: int, segments: int, versions: int) -> int:
@@ -116,13 +170,17 @@ def _stored_bytes(nbytes: int, stripe_bytes: int, segments: int, versions: int) 
 
 
 def _cut(stored_bytes: int, stripe_bytes: int, chunk: int, servers: Sequence[str]) -> Placement:
+    """Cut it over segments on these servers, of which one may have several."""
     sizes = [segment_bytes(stored_bytes, stripe_bytes, chunk, len(servers), index) for index in range(len(servers))]
     shares = (Share(name, size, segment_file_bytes(size, chunk)) for name, size in zip(servers, sizes, strict=True))
     return Placement(stripe_bytes, chunk, tuple(shares))
 
 
 def _fits(pool: Pool, placement: Placement) -> bool:
-    return all(share.file_bytes <= pool.free_bytes[share.server] for share in placement.shares)
+    taken = dict.fromkeys((share.server for share in placement.shares), 0)
+    for share in placement.shares:
+        taken[share.server] += share.file_bytes
+    return all(nbytes <= pool.free_bytes[server] for server, nbytes in taken.items())
 
 
 def _check_servers(pool: Pool, count: int, names: Sequence[str]) -> None:

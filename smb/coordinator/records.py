@@ -101,6 +101,7 @@ class ServerRecord:
     capacity_bytes: int
     used_bytes: int
     last_seen_at: float  # seconds since 1970
+    weight: float = 1.0  # how much of the traffic it should take, beside others'; records of before have none
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""

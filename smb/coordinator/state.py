@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from smb.config import check_weight
 from smb.control import SessionEndedError
 from smb.coordinator.events import (
     AnswerDrops,
@@ -111,7 +112,8 @@ class State:
         """Return what there is to place on now."""
         alive = {name for name in self.servers if self.alive(name, now)}
         free = {name: self.servers[name].capacity_bytes - self.allocation(name).nbytes for name in alive}
-        return Pool(free, frozenset(self.servers.keys() - alive))
+        weights = {name: self.servers[name].weight for name in alive}
+        return Pool(free, frozenset(self.servers.keys() - alive), weights)
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run of this server that holds the name, if its lease runs: it may be dead all the same."""
@@ -363,6 +365,7 @@ def _check_registration(server: ServerRecord) -> None:
     check_address("control address", server.control_address)
     if server.instance_id == 0 or server.capacity_bytes == 0:
         raise InvalidArgumentError(f'memory server "{server.name}": instance_id and capacity_bytes must not be 0')
+    check_weight(f'memory server "{server.name}": weight', server.weight)
 
 
 def _forgettable(state: State, name: str, now: Instant) -> bool:
@@ -404,13 +407,17 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
 
 
 def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
-    servers = tuple(segment.server for segment in existing.segments)
+    segments = tuple(segment.server for segment in existing.segments)
+    servers = tuple(dict.fromkeys(segments))
     stripes = -(-existing.nbytes // existing.stripe_bytes)
     differs = ""
     if creation.stripe_bytes:
         differs = differs or _difference("stripe", existing.stripe_bytes, creation.stripe_bytes)
     if creation.server_names:
-        differs = differs or _difference("servers", servers, creation.server_names[:stripes])
+        named = creation.server_names[:stripes]
+        if len(servers) < len(segments) and set(named) == set(servers):
+            named = servers  # weights decided their order
+        differs = differs or _difference("servers", servers, named)
     if creation.server_count:
         differs = differs or _difference("server count", len(servers), min(creation.server_count, stripes))
     return differs

@@ -89,7 +89,7 @@ def test_create_open_list_delete(coordinator: CoordinatorStub, servers: list[Fak
     made = create(coordinator, "model/w")
     assert [segment.server for segment in made.layout.segments] == ["a", "b", "c"]
     assert (made.nbytes, made.layout.epoch, made.layout.stripe_bytes, made.layout.chunk_bytes) == (
-        3 * MIB, 1, MIB, MIB // 4,
+        3 * MIB, 1, MIB // 4, MIB // 4,
     )  # fmt: skip
     for server, segment in zip(servers, made.layout.segments, strict=True):
         asked = server.segments[segment.id]

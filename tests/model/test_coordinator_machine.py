@@ -75,7 +75,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.heard: defaultdict[str, set[int]] = defaultdict(set)  # sessions' ends, by server
         self.restart()
         for name in ("a", "b"):
-            self.register(name, 1, frozenset(), False, 4 << 20)
+            self.register(name, 1, frozenset(), False, 4 << 20, 1.0)
 
     # What each event does
 
@@ -147,12 +147,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
         alien=st.sampled_from([frozenset(), frozenset(), frozenset({10**6}), frozenset({10**6, 10**6 + 1})]),
         lost=st.booleans(),
         capacity=st.sampled_from([64 * KIB, 4 << 20]),
+        weight=st.sampled_from([1.0, 1.0, 2.5]),
     )
-    def register(self, name: str, instance_id: int, alien: frozenset[int], lost: bool, capacity: int) -> None:
+    def register(
+        self, name: str, instance_id: int, alien: frozenset[int], lost: bool, capacity: int, weight: float
+    ) -> None:
         """It holds anything: its own segments or none of them, and some that nobody knows."""
         mine = {s.id for r in self.state.buffers.values() for s in r.segments if s.server == name}
         held = alien if lost else alien | mine
-        server = ServerRecord(name, instance_id, "h:1", "h:2", "", "", capacity, 0, 0.0)
+        server = ServerRecord(name, instance_id, "h:1", "h:2", "", "", capacity, 0, 0.0, weight)
         known = name in self.state.servers
         effects = self.do(ServerRegistered(server, held))
         drops = {i for effect in effects if isinstance(effect, AnswerDrops) for i in effect.segment_ids}

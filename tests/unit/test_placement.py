@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from smb import errors
-from smb.coordinator.placement import Placement, Pool, chunk_bytes, place, place_like
+from smb.coordinator.placement import Placement, Pool, chunk_bytes, place, place_like, weighted_round
 from smb.coordinator.records import BufferRecord, SegmentRecord
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -21,7 +23,7 @@ def test_a_buffer_is_spread_over_all_servers_with_room_most_free_first() -> None
     """Without a wish a large buffer takes every server, those with the most free bytes first."""
     placement = place(Pool({"a": 1 * GIB, "b": 3 * GIB, "c": 2 * GIB}), 64 * MIB)
     assert servers_of(placement) == ["b", "c", "a"]
-    assert placement.stripe_bytes == MIB
+    assert placement.stripe_bytes == 256 * KIB
     assert placement.chunk_bytes == 256 * KIB
     assert sum(share.nbytes for share in placement.shares) == 64 * MIB
 
@@ -30,8 +32,17 @@ def test_a_buffer_smaller_than_a_stripe_lies_on_one_server() -> None:
     """Nothing is spread thinner than one stripe for each server; 1.5 stripes take two."""
     pool = Pool({"a": GIB, "b": GIB, "c": GIB})
     assert servers_of(place(pool, 100)) == ["a"]
-    assert servers_of(place(pool, MIB)) == ["a"]
-    assert [share.nbytes for share in place(pool, 3 * MIB // 2).shares] == [MIB, MIB // 2]
+    assert servers_of(place(pool, 256 * KIB)) == ["a"]
+    assert [share.nbytes for share in place(pool, 384 * KIB).shares] == [256 * KIB, 128 * KIB]
+
+
+def test_a_view_of_the_largest_buffer_with_small_stripes_fits_into_the_mappings_of_a_process() -> None:
+    """Beyond half of Linux's 65 530 the stripes are larger."""
+    pool = Pool({"a": 1 << 50, "b": 1 << 50})
+    assert place(pool, 8 * GIB).stripe_bytes == 256 * KIB
+    assert place(pool, 8 * GIB + 1).stripe_bytes == MIB
+    assert place(pool, 4 * GIB + 1, versions=2).stripe_bytes == MIB
+    assert place(pool, 8 * GIB + 1, count=2).stripe_bytes == MIB
 
 
 def test_small_buffers_go_round() -> None:
@@ -134,11 +145,11 @@ def test_two_versions_are_two_copies_of_whole_stripes_cut_alike() -> None:
     pool = Pool({"a": GIB, "b": GIB, "c": GIB})
     small = place(pool, 100, versions=2)
     assert (small.stripe_bytes, [share.nbytes for share in small.shares]) == (4 * KIB, [8 * KIB])
-    middling = place(pool, 300 * KIB, versions=2)
-    assert (middling.stripe_bytes, middling.chunk_bytes) == (320 * KIB, 160 * KIB)
-    large = place(pool, 4 * MIB + 1, versions=2)
-    assert [share.nbytes for share in large.shares] == [4 * MIB] * 3
-    assert large.stripe_bytes == MIB
+    middling = place(pool, 200 * KIB + 1, versions=2)
+    assert (middling.stripe_bytes, middling.chunk_bytes) == (204 * KIB, 204 * KIB)
+    large = place(pool, MIB + 1, versions=2)
+    assert [share.nbytes for share in large.shares] == [MIB] * 3
+    assert large.stripe_bytes == 256 * KIB
     with pytest.raises(errors.OutOfMemoryError, match="no room for 4 GiB"):
         place(pool, 2 * GIB, versions=2)
 
@@ -153,13 +164,91 @@ def test_an_absurd_stripe_of_two_versions_finds_no_room() -> None:
     free=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(-MIB, 64 * MIB), min_size=1),
     nbytes=st.integers(1, 128 * MIB),
     pages=st.integers(0, 600),
+    weights=st.lists(st.sampled_from([1.0, 3.0]), min_size=8, max_size=8),
 )
-def test_a_placement_always_fits_and_holds_every_byte(free: dict[str, int], nbytes: int, pages: int) -> None:
-    """Whatever the cluster: all bytes are placed, no server twice, none beyond what it has free; or it is refused."""
+def test_a_placement_always_fits_and_holds_every_byte(
+    free: dict[str, int], nbytes: int, pages: int, weights: list[float]
+) -> None:
+    """Whatever the cluster: all bytes are placed, no server beyond what it has free, none twice where all weigh the
+    same; or it is refused.
+    """
     try:
-        placement = place(Pool(free), nbytes, stripe_bytes=pages * 4 * KIB)
+        pool = Pool(free, weights=dict(zip("abcdefgh", weights, strict=True)))
+        placement = place(pool, nbytes, stripe_bytes=pages * 4 * KIB)
     except errors.OutOfMemoryError:
         return
     assert sum(share.nbytes for share in placement.shares) == nbytes
-    assert len(set(servers_of(placement))) == len(placement.shares)
-    assert all(0 < share.nbytes < share.file_bytes <= free[share.server] for share in placement.shares)
+    assert all(0 < share.nbytes < share.file_bytes for share in placement.shares)
+    taken = Counter[str]()
+    for share in placement.shares:
+        taken[share.server] += share.file_bytes
+    assert all(nbytes <= free[server] for server, nbytes in taken.items())
+    if len(set(weights)) == 1:
+        assert len(taken) == len(placement.shares)
+
+
+def test_equal_weights_change_nothing() -> None:
+    """Whatever they are called, weights of one size give the placement that there is without any."""
+    free = {"a": GIB, "b": 2 * GIB, "c": 3 * GIB}
+    for weight in (0.1, 1.0, 2.5e8):
+        weights = dict.fromkeys(free, weight)
+        for wish in ({}, {"count": 2}, {"names": ["a", "c", "b"]}, {"versions": 2}):
+            assert place(Pool(free, weights=weights), 5 * MIB + 4, **wish) == place(Pool(free), 5 * MIB + 4, **wish)
+
+
+def test_a_heavier_server_gets_more_segments_spread_evenly() -> None:
+    """1, 2 and 4 times the bandwidth: as many segments, and data, interleaved."""
+    pool = Pool(dict.fromkeys("abc", GIB), weights={"a": 100.0, "b": 200.0, "c": 400.0})
+    placement = place(pool, 7 * 8 * MIB)
+    assert servers_of(placement) == list("cbcacbc")
+    assert [share.nbytes for share in placement.shares] == [8 * MIB] * 7
+    small = place(pool, 3 * 256 * KIB)  # three stripes: one each is the best there is
+    assert sorted(servers_of(small)) == list("abc")
+    assert sorted(servers_of(place(pool, MIB))) == list("abcc")
+
+
+def test_a_wish_for_servers_cuts_stripes_so_small_that_weights_are_kept() -> None:
+    """Over named servers a buffer of few stripes is cut finer, as it is for equal ones."""
+    placement = place(Pool({"a": GIB, "b": GIB}, weights={"b": 3.0}), 64 * KIB, names=["a", "b"])
+    assert Counter(servers_of(placement)) == {"a": 1, "b": 3}
+    assert [share.nbytes for share in placement.shares] == [16 * KIB] * 4
+
+
+def test_room_goes_before_weights() -> None:
+    """A heavy server without room for its part gets an even one; one without room for that takes no part."""
+    pool = Pool({"a": 64 * MIB, "b": 40 * MIB}, weights={"b": 4.0})
+    assert servers_of(place(pool, 30 * MIB)) == ["b", "b", "a", "b", "b"]
+    assert servers_of(place(pool, 60 * MIB)) == ["a", "b"]
+    assert servers_of(place(Pool({"a": 64 * MIB, "b": MIB}, weights={"b": 4.0}), 60 * MIB)) == ["a"]
+
+
+def test_like_repeats_a_weighted_round_and_counts_room_by_server() -> None:
+    """Two segments on one server need room for both."""
+    segments = tuple(SegmentRecord(i, name, 64 * KIB, 72 * KIB) for i, name in enumerate("bab"))
+    like = BufferRecord("w", 7, (49152,), "float32", 192 * KIB, 1, 64 * KIB, 64 * KIB, segments, 0.0, True)
+    assert servers_of(place_like(Pool({"a": MIB, "b": MIB}), like)) == ["b", "a", "b"]
+    with pytest.raises(errors.OutOfMemoryError, match='on the servers of "w"'):
+        place_like(Pool({"a": MIB, "b": 100 * KIB}), like)
+
+
+@given(
+    weights=st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.0, 10.0, 0.01]), min_size=1, max_size=40),
+    most=st.integers(1, 64),
+)
+def test_a_round_gives_everybody_a_turn_and_no_more_than_there_are(weights: list[float], most: int) -> None:
+    """All servers take part, in few turns, the heavier ones as often as the lighter ones or more."""
+    order = weighted_round(weights, most)
+    turns = Counter(order)
+    assert turns.keys() == set(range(len(weights)))
+    assert len(order) <= max(len(weights), min(most, max(16, 2 * len(weights))))
+    for i, weight in enumerate(weights):
+        assert all(turns[i] >= turns[j] for j, other in enumerate(weights) if weight > other)
+
+
+@given(weights=st.lists(st.floats(1.0, 8.0), min_size=2, max_size=5))
+def test_no_other_round_of_that_length_loads_the_busiest_server_less(weights: list[float]) -> None:
+    """Taking one turn from the server with the highest load and giving it to any other makes that one's as high."""
+    turns = Counter(weighted_round(weights, 1024))
+    highest, busiest = max((turns[i] / weight, i) for i, weight in enumerate(weights))
+    if turns[busiest] > 1 and len(set(weights)) > 1:  # the one turn that everybody has stays
+        assert all((turns[i] + 1) / weight >= highest * (1 - 1e-9) for i, weight in enumerate(weights) if i != busiest)

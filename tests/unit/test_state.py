@@ -151,14 +151,14 @@ def test_a_taken_name_is_refused_or_opened(cluster: Cluster) -> None:
     for wishes, told in (
         ({"elements": 5}, r"with shape \(1048576,\), not \(5,\)"),
         ({"dtype": "int32"}, "with dtype float32, not int32"),
-        ({"stripe_bytes": 8192}, "with stripe 1048576, not 8192"),
+        ({"stripe_bytes": 8192}, "with stripe 262144, not 8192"),
         ({"server_count": 1}, "with server count 2, not 1"),
         ({"server_names": ("b", "a")}, r"with servers \('a', 'b'\), not \('b', 'a'\)"),
         ({"versions": 2}, "with versions 1, not 2"),
     ):
         with pytest.raises(errors.AlreadyExistsError, match=told):
             cluster.want("w", exist_ok=True, **wishes)
-    assert cluster.want("w", exist_ok=True, server_count=2, stripe_bytes=MIB) == ()
+    assert cluster.want("w", exist_ok=True, server_count=2, stripe_bytes=MIB // 4) == ()
 
 
 def test_like_copies_shape_cut_and_servers(cluster: Cluster) -> None:
@@ -316,6 +316,8 @@ def test_another_run_of_a_live_server_is_a_rival_until_the_lease_ends(cluster: C
         replace(server("c"), data_address="nowhere"),
         replace(server("c"), control_address="10.0.0.1:0"),
         replace(server("c"), capacity_bytes=0),
+        replace(server("c"), weight=-1.0),
+        replace(server("c"), weight=float("nan")),
         replace(server("c"), instance_id=0),
     ],
 )
@@ -323,6 +325,20 @@ def test_a_registration_that_makes_no_sense_is_refused(cluster: Cluster, bad: Se
     """A name that is no file name, an address one cannot connect to, no capacity, no instance."""
     with pytest.raises(errors.InvalidArgumentError):
         cluster.do(ServerRegistered(bad, frozenset()))
+
+
+def test_servers_of_unequal_weights_are_compared_each_once() -> None:
+    """An existing buffer that lies on a server several times is what its wishes describe, in whatever order."""
+    cluster = Cluster()
+    for name, weight in (("a", 1.0), ("b", 3.0)):
+        cluster.do(ServerRegistered(replace(server(name), weight=weight), frozenset()))
+    record = cluster.create("w", server_names=("a", "b"))
+    assert [segment.server for segment in record.segments] == ["b", "a", "b", "b"]
+    assert cluster.state.allocation("b").segments == 3
+    assert cluster.want("w", exist_ok=True, server_count=2) == ()
+    assert cluster.want("w", exist_ok=True, server_names=("a", "b")) == ()
+    with pytest.raises(errors.AlreadyExistsError, match="servers"):
+        cluster.want("w", exist_ok=True, server_names=("b",))
 
 
 def test_counts_of_an_earlier_run_are_ignored(cluster: Cluster) -> None:
@@ -353,16 +369,16 @@ def test_a_restart_takes_back_what_was_half_made_and_asks_servers_to_register(cl
 def test_two_versions_take_two_copies_of_the_capacity(cluster: Cluster) -> None:
     """nbytes stays one copy's; segments, and what is promised of the servers, are for both. like= takes no versions."""
     record = cluster.create("w", 3 * MIB // 4 + 1, versions=2)
-    assert (record.nbytes, record.versions, record.copy_stride_bytes) == (3 * MIB + 4, 2, 4 * MIB)
-    assert [segment.nbytes for segment in record.segments] == [4 * MIB, 4 * MIB]
-    assert cluster.state.allocation("a").nbytes > 4 * MIB
+    assert (record.nbytes, record.versions, record.copy_stride_bytes) == (3 * MIB + 4, 2, 7 * MIB // 2)
+    assert [segment.nbytes for segment in record.segments] == [7 * MIB // 2, 7 * MIB // 2]
+    assert cluster.state.allocation("a").nbytes > 7 * MIB // 2
     assert cluster.want("w", 3 * MIB // 4 + 1, versions=2, exist_ok=True) == ()
     once = cluster.create("v", shape=(), dtype="", like="w")
     assert (once.versions, once.copy_stride_bytes, once.nbytes) == (1, 0, record.nbytes)
     assert sum(segment.nbytes for segment in once.segments) == once.nbytes
     assert [segment.server for segment in once.segments] == [segment.server for segment in record.segments]
     twice = cluster.create("u", shape=(), dtype="", like="v", versions=2)
-    assert [segment.nbytes for segment in twice.segments] == [4 * MIB, 4 * MIB]
+    assert [segment.nbytes for segment in twice.segments] == [7 * MIB // 2, 7 * MIB // 2]
     with pytest.raises(errors.OutOfMemoryError):
         cluster.want("x", 20 * MIB, versions=2)
 

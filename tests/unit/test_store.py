@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,11 @@ def test_records_are_the_same_after_a_round_trip() -> None:
     assert ServerRecord.from_json(server.to_json()) == server
     with pytest.raises(TypeError):
         ServerRecord.from_json(buffer.to_json())
+
+
+def test_a_server_stored_before_there_were_weights_has_weight_one() -> None:
+    """The text of an earlier version loads."""
+    server = ServerRecord("a", 7, "h:1", "h:2", "/s", "h:3", 1 << 40, 5, 2.5, weight=3.5)
+    fields = json.loads(server.to_json())
+    assert fields.pop("weight") == 3.5
+    assert ServerRecord.from_json(json.dumps(fields)) == replace(server, weight=1.0)

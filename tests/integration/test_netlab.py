@@ -1,0 +1,203 @@
+"""The network laboratory: links have the rate that was asked, hosts see only each other, and nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf import netlab
+from perf.netlab import Host, Lab, LabError
+from tests.support.daemons import wait_for
+
+REASON = netlab.missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+ROOT = Path(__file__).parents[2]
+
+# Takes one connection and prints the bytes per second that arrive, from the first to the last of them.
+RECEIVER = """
+import socket, sys, time
+listener = socket.create_server((sys.argv[1], 7000))
+print("ready", flush=True)
+taken, _ = listener.accept()
+first = taken.recv(1 << 16)
+start, count = time.monotonic(), 0
+while got := taken.recv(1 << 16):
+    count += len(got)
+print(count / (time.monotonic() - start))
+"""
+SENDER = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000), 10) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+# Makes a lab with a process on it and waits; what is on it is named on the output.
+OWNER = """
+import sys, time
+from perf.netlab import Host, Lab
+with Lab([Host("one")]) as lab:
+    print(lab.namespace("one"), lab.popen("one", ["sleep", "1000"]).pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@contextlib.contextmanager
+def owner() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """Another process with a lab; its namespace, and the pid of a process on it."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            namespace, pid = process.stdout.readline().split()
+            yield process, namespace, int(pid)
+        finally:
+            process.kill()
+
+
+def namespaces() -> set[str]:
+    return {path.name for path in netlab.NAMESPACES.glob(f"{netlab.PREFIX}-*")}
+
+
+def runs(pid: int) -> bool:
+    return netlab._started(pid) is not None
+
+
+@pytest.mark.parametrize("shaped", ["receiver", "sender"])
+def test_a_link_has_its_rate_in_both_directions(shaped: str) -> None:
+    hosts = [Host(name, rate="20mbit" if name == shaped else None) for name in ("receiver", "sender")]
+    with Lab(hosts) as lab:
+        address = lab.address("receiver")
+        command = [sys.executable, "-c", RECEIVER, address]
+        with lab.popen("receiver", command, stdout=subprocess.PIPE, text=True) as receiver:
+            assert receiver.stdout.readline() == "ready\n"
+            lab.run("sender", [sys.executable, "-c", SENDER, address, str(4 << 20)])
+            reached = 8 * float(receiver.stdout.read())
+    assert 0.85 * 20e6 < reached < 1.15 * 20e6
+
+
+def test_hosts_see_each_other_and_nothing_else() -> None:
+    # Networks exist in which every address answers: what it answers tells who it is.
+    serve = "import socket, sys; s = socket.create_server((sys.argv[1], 7001)); print(s.fileno(), flush=True)\n"
+    serve += "while True: s.accept()[0].sendall(sys.argv[2].encode())"
+    ask = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])), 2); "
+    ask += "print(s.recv(9).decode())"
+
+    def answer(lab: Lab, host: str, address: str, port: int = 7001) -> str:
+        command = [sys.executable, "-c", ask, address, str(port)]
+        asked = lab.popen(host, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        return asked.communicate()[0].decode().strip()
+
+    with Lab([Host("a"), Host("b")]) as lab, Lab([Host("a"), Host("b")]) as other:
+        address = lab.address("a")
+        assert other.address("a") == address
+        for network, name in ((lab, "first"), (other, "second")):
+            command = [sys.executable, "-c", serve, address, name]
+            server = network.popen("a", command, stdout=subprocess.PIPE)
+            server.stdout.readline()
+            server.stdout.close()
+        assert answer(lab, "b", address) == "first"
+        assert answer(other, "b", address) == "second"
+        outside = subprocess.run([sys.executable, "-c", ask, address, "7001"], capture_output=True, text=True)
+        assert outside.stdout.strip() not in ("first", "second")
+        with socket.create_server(("127.0.0.1", 0)) as ours:
+            ours.settimeout(0)
+            assert answer(lab, "b", "127.0.0.1", ours.getsockname()[1]) == ""
+            with pytest.raises(BlockingIOError):
+                ours.accept()
+
+
+def test_an_exception_leaves_nothing() -> None:
+    before = namespaces()
+    lab = Lab([Host("one")])
+
+    def fail() -> None:
+        with lab:
+            lab.popen("one", ["sleep", "1000"])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [process.returncode for process in lab._processes] == [-signal.SIGTERM]
+    assert namespaces() <= before
+
+
+def test_a_lab_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netlab, "_shape", lambda *_: ["qdisc add dev eth0 root nonsense"])
+    before = namespaces()
+    with pytest.raises(LabError, match="nonsense"), Lab([Host("one", rate="1mbit")]):
+        pass
+    assert namespaces() <= before
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing(how: signal.Signals) -> None:
+    with owner() as (process, namespace, pid):
+        assert namespace in namespaces()
+        process.send_signal(how)
+        process.wait(20)
+        assert namespace not in namespaces()
+        assert not runs(pid)
+
+
+def test_the_next_lab_sweeps_what_a_kill_left_and_nothing_else() -> None:
+    with owner() as (alive, living, _), owner() as (killed, namespace, pid):
+        killed.kill()
+        killed.wait(20)
+        assert namespace in namespaces()
+        assert runs(pid)
+        with Lab([Host("one")]):
+            assert namespace not in namespaces()
+            assert living in namespaces()
+        wait_for(lambda: not runs(pid), "end of the process that the killed one left")
+        assert alive.poll() is None
+
+
+def test_the_command_tells_of_its_hosts_and_passes_the_exit_code_on() -> None:
+    ask = 'test "$NETLAB_HOSTS" = "host0 host1 control" && ip netns exec "$NETLAB_HOST1_NAMESPACE" ip address && exit 7'
+    command = [sys.executable, "-m", "perf.netlab", "--hosts", "2", "--rate", "10mbit", "--", "sh", "-c", ask]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert "10.77.0.2/24" in done.stdout
+    assert not [name for name in namespaces() if "host1" in name]
+
+
+def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hosts in ([], [Host("a"), Host("a")], [Host("a b")], [Host("switch")], [Host("a", rate="fast")]):
+        with pytest.raises(LabError):
+            Lab(hosts)
+    with Lab([Host("a")]) as lab, pytest.raises(LabError, match='no host "b" in this lab; there are a'):
+        lab.popen("b", ["true"])
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LabError, match="needs root"), Lab([Host("a")]):
+        pass
+
+
+def test_a_delay_is_kept() -> None:
+    ping = "import socket, sys, time; t = time.monotonic(); socket.socket().connect_ex((sys.argv[1], 1)); "
+    ping += "print(time.monotonic() - t)"
+    lab = Lab([Host("far", delay_ms=20), Host("near")])
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lab)
+        except LabError as error:
+            pytest.skip(f"no delay here: {error}")
+        done = lab.run("near", [sys.executable, "-c", ping, lab.address("far")], capture_output=True)
+        assert 0.04 <= float(done.stdout) < 0.2
+
+
+def test_a_kernel_without_delay_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.run
+
+    def without_netem(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return run(["false"] if "netem" in command else command, **options)
+
+    monkeypatch.setattr(subprocess, "run", without_netem)
+    with pytest.raises(LabError, match="no netem"), Lab([Host("far", delay_ms=20)]):
+        pass
