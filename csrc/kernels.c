@@ -137,11 +137,16 @@ TARGET_END
 #endif
 
 typedef void (*apply_function)(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+typedef void (*encode_function)(int wire, const float *from, uint64_t count, uint8_t *to);
+typedef void (*apply_encoded_function)(int wire, int op, float *target, const uint8_t *from, uint64_t first, uint64_t count,
+                                       float scale);
 
 static struct isa {
     const char *name;
     apply_function apply;
-} isas[3] = {{"generic", apply_generic}};
+    encode_function encode;
+    apply_encoded_function apply_encoded;
+} isas[3] = {{"generic", apply_generic, encode_generic, apply_encoded_generic}};
 static int isa_count = 1;
 static _Atomic int isa_current; /* relaxed: any of them gives the same bits */
 
@@ -150,10 +155,10 @@ __attribute__((constructor)) static void choose_isa(void)
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && HAS_F16C) {
-        isas[isa_count++] = (struct isa){"avx2", apply_avx2};
+        isas[isa_count++] = (struct isa){"avx2", apply_avx2, encode_avx2, apply_encoded_avx2};
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            isas[isa_count++] = (struct isa){"avx512", apply_avx512};
+            isas[isa_count++] = (struct isa){"avx512", apply_avx512, encode_avx512, apply_encoded_avx512};
     }
 #endif
     isa_current = isa_count - 1;
@@ -218,6 +223,40 @@ int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64
         memmove(target, source, count * smb_dtype_bytes(dtype));
     else
         isas[isa_current].apply(dtype, op, target, source, count, scale);
+    return SMB_OK;
+}
+
+/* ---- float32 as it travels ----------------------------------------------------------------------------------------- */
+
+int smb_wire_is_dense(int wire)
+{
+    return wire == SMB_WIRE_BFLOAT16 || wire == SMB_WIRE_FLOAT16 || wire == SMB_WIRE_INT8;
+}
+
+uint64_t smb_wire_bytes(int wire, uint64_t count)
+{
+    switch (wire) {
+    case SMB_WIRE_EXACT: return 4 * count;
+    case SMB_WIRE_BFLOAT16:
+    case SMB_WIRE_FLOAT16: return 2 * count;
+    case SMB_WIRE_INT8: return count + 4 * ((count + SMB_WIRE_BLOCK - 1) / SMB_WIRE_BLOCK);
+    default: return 0;
+    }
+}
+
+int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to)
+{
+    if (!smb_wire_is_dense(wire))
+        return SMB_INVALID;
+    isas[isa_current].encode(wire, from, count, to);
+    return SMB_OK;
+}
+
+int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first, uint64_t count, double scale)
+{
+    if (!smb_wire_is_dense(wire) || !smb_op_accepts(SMB_FLOAT32, op, scale))
+        return SMB_INVALID;
+    isas[isa_current].apply_encoded(wire, op, target, from, first, count, (float)scale);
     return SMB_OK;
 }
 

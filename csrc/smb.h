@@ -64,6 +64,14 @@ enum smb_dtype {
  * Integers wrap modulo 2^bits; their scale is an integer. minimum and maximum propagate NaN. */
 enum smb_op { SMB_SUM = 1, SMB_MIN = 2, SMB_MAX = 3, SMB_PROD = 4, SMB_REPLACE = 5, SMB_ELASTIC = 6 };
 
+/* How elements travel and are rounded on the way; all but the first of float32 only, decoded before they are combined.
+ *   bfloat16, float16  to nearest, ties to even
+ *   int8               blocks of SMB_WIRE_BLOCK elements, the last one shorter: s = (largest magnitude)/127, a float32 (127 s is finite), then of each
+ *                      element x the integer nearest to x/s (ties to even, at most 127 in magnitude); decoded: that integer times s.
+ *                      A block with an infinity or NaN arrives as NaN, whole. */
+enum smb_wire { SMB_WIRE_EXACT = 0, SMB_WIRE_BFLOAT16 = 1, SMB_WIRE_FLOAT16 = 2, SMB_WIRE_INT8 = 3 };
+enum { SMB_WIRE_BLOCK = 256 };
+
 /* What a frame asks. Retired numbers are never reused. */
 enum smb_opcode {
     SMB_HELLO = 1,
@@ -114,6 +122,14 @@ int smb_op_accepts(int dtype, int op, double scale);
 /* target[i] = op(target[i], source[i]) for count elements. Pointers need no alignment beyond the element's. The two ranges
  * may be the same but must not overlap otherwise. */
 int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+/* Whether it is one of bfloat16, float16 and int8. */
+int smb_wire_is_dense(int wire);
+/* Bytes that count float32 elements take on the way; 0 for a number that is no enum smb_wire. */
+uint64_t smb_wire_bytes(int wire, uint64_t count);
+/* count float32 elements into smb_wire_bytes of them. `to` is aligned to 2 bytes. */
+int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to);
+/* smb_kernel_apply for float32 with a source that is encoded: elements [first, first + count) of it. */
+int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first, uint64_t count, double scale);
 /* Instruction sets compiled in and usable here, best last. The best is chosen when the library loads. */
 int smb_isa_count(void);
 const char *smb_isa_name(int isa);
