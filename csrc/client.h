@@ -75,10 +75,13 @@ struct flight {
     uint64_t segment_id;
     uint64_t buffer_offset;
     uint64_t made_ns;
-    void *sink;                    /* where the answer's payload goes */
+    void *sink;                    /* where the answer's elements go */
+    uint8_t *encoded;              /* its own memory: what is sent, as often as it is, or the answer until it is decoded */
+    uint32_t answer_bytes;         /* of its payload, if there is one */
     uint32_t epoch;
     uint32_t length;
     uint8_t opcode;
+    uint8_t wire;                  /* enum smb_wire */
     bool was_sent;                 /* some of it, over any connection */
     int fate;                      /* enum smb_doubt_state: what is known of a change by now */
     const void *payload;           /* still to be sent after the header */

@@ -311,7 +311,7 @@ static enum step next_request(struct connection *connection)
 
     connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
     if (connection->admitted == SMB_OK && needs_staging(&frame))
-        connection->admitted = make_staging(connection, frame.opcode == SMB_ACCUMULATE_FROM ? frame.length : frame.payload);
+        connection->admitted = make_staging(connection, frame.opcode == SMB_ACCUMULATE_FROM ? frame.length : smb_frame_body(&frame));
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
@@ -367,7 +367,7 @@ static enum step receive_payload(struct connection *connection)
 {
     const struct smb_frame *frame = &connection->request.frame;
     if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
-        frame->length >= BULK_BYTES && !token_bytes(frame)) {
+        frame->length >= BULK_BYTES && !token_bytes(frame) && smb_frame_wire(frame) == SMB_WIRE_EXACT) {
         bool done;
         enum step step = receive_in_place(connection, &done);
         if (done || step != STEP_ON)
@@ -436,14 +436,23 @@ static enum step answer_read(struct connection *connection)
     if (status != SMB_OK)
         return answer_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
-    reply.length = reply.payload = length;
-    put_reply(connection, &reply);
-    uint32_t sent;
-    enum step step = send_with(connection, place, length, &sent);
-    memcpy(connection->tail, place + sent, length - sent);
+    int wire = smb_frame_wire(&reply);
+    uint32_t sent = 0;
+    enum step step = STEP_ON;
+    reply.length = length;
+    if (wire == SMB_WIRE_EXACT) {
+        reply.payload = length;
+        put_reply(connection, &reply);
+        step = send_with(connection, place, length, &sent);
+        memcpy(connection->tail, place + sent, length - sent);
+    } else {
+        reply.payload = (uint32_t)smb_wire_bytes(wire, length / 4);
+        put_reply(connection, &reply);
+        smb_kernel_encode(wire, place, length / 4, connection->tail);
+    }
     gate_close(request, false, true);
     connection->tail_start = 0;
-    connection->tail_end = length - sent;
+    connection->tail_end = reply.payload - sent;
     finish_request(connection, true);
     return step;
 }

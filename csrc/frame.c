@@ -54,12 +54,29 @@ void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYT
     smb_store64(bytes + ARGUMENT_AT, frame->argument);
 }
 
+static bool wire_is_sound(const struct smb_frame *frame)
+{
+    int wire = smb_frame_wire(frame);
+    bool carries = frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
+    return wire == SMB_WIRE_EXACT || (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
+}
+
+/* The one place where bytes of payload follow from a range and the way its elements travel. The length has been checked. */
+static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t payload)
+{
+    return payload == (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
+}
+
 static bool reply_is_sound(const struct smb_frame *frame)
 {
-    bool with_data = frame->status == SMB_OK &&
-                     (frame->opcode == SMB_READ || (frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH));
-    return frame->status < SMB_STATUS_COUNT && frame->length <= SMB_CHUNK_BYTES_MAX &&
-           frame->payload == (with_data ? frame->length : 0);
+    if (frame->status >= SMB_STATUS_COUNT || frame->length > SMB_CHUNK_BYTES_MAX)
+        return false;
+    if (frame->status == SMB_OK && frame->opcode == SMB_READ)
+        return elements_fit(frame, smb_frame_wire(frame), frame->payload) &&
+               (smb_frame_wire(frame) == SMB_WIRE_EXACT || frame->length % 4 == 0);
+    if (frame->status == SMB_OK && frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH)
+        return elements_fit(frame, SMB_WIRE_EXACT, frame->payload);
+    return frame->payload == 0;
 }
 
 static bool request_is_sound(const struct smb_frame *frame)
@@ -91,9 +108,10 @@ static bool request_is_sound(const struct smb_frame *frame)
     switch (frame->opcode) {
     case SMB_READ:
     case SMB_FILL: return payload == 0;
-    case SMB_WRITE: return payload == frame->length;
+    case SMB_WRITE: return elements_fit(frame, smb_frame_wire(frame), payload);
     case SMB_ACCUMULATE:
-        return payload == frame->length && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+        return elements_fit(frame, smb_frame_wire(frame), payload) &&
+               smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_ACCUMULATE_FROM:
         return payload == SMB_FROM_BYTES && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
@@ -124,7 +142,8 @@ int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *fram
         .payload = load32(bytes + PAYLOAD_AT),
         .argument = smb_load64(bytes + ARGUMENT_AT),
     };
-    if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT || frame->flags & ~SMB_FLAGS_KNOWN)
+    if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT || frame->flags & ~SMB_FLAGS_KNOWN ||
+        !wire_is_sound(frame))
         return SMB_PROTOCOL;
     bool sound = frame->flags & SMB_FLAG_REPLY ? reply_is_sound(frame) : request_is_sound(frame);
     return sound ? SMB_OK : SMB_PROTOCOL;

@@ -267,6 +267,7 @@ static void free_flights(struct flight *flight)
         struct flight *next = flight->next;
         if (flight->doubt)
             smb_doubt_release(flight->doubt);
+        free(flight->encoded);
         free(flight);
         flight = next;
     }
@@ -439,6 +440,8 @@ static void put_back(struct smb_link *link, struct flight *flight)
     if (flight->doubt)
         smb_doubt_release(flight->doubt);
     flight->doubt = NULL;
+    free(flight->encoded);
+    flight->encoded = NULL;
     flight->next = link->spare;
     link->spare = flight;
 }
@@ -481,7 +484,26 @@ static void make_ask(struct smb_link *link, struct stream *stream, struct flight
     stream->have_piece = false;
 }
 
-static void make_piece(struct smb_link *link, struct stream *stream, struct flight *flight)
+/* Elements that travel encoded: made once, so that what is sent again is the same. Only where this fails is nothing done. */
+static bool make_encoded(const struct smb_request *request, const struct smb_piece *piece, struct flight *flight)
+{
+    uint64_t bytes = smb_wire_bytes(request->wire, piece->bytes / 4);
+    flight->encoded = malloc(bytes);
+    if (!flight->encoded)
+        return false;
+    flight->wire = (uint8_t)request->wire;
+    if (request->opcode == SMB_READ) {
+        flight->answer_bytes = (uint32_t)bytes;
+        return true;
+    }
+    smb_kernel_encode(request->wire, (const uint8_t *)request->source + (piece->buffer_offset - request->offset),
+                      piece->bytes / 4, flight->encoded);
+    flight->payload = flight->encoded;
+    flight->payload_bytes = (uint32_t)bytes;
+    return true;
+}
+
+static bool make_piece(struct smb_link *link, struct stream *stream, struct flight *flight)
 {
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
@@ -489,8 +511,11 @@ static void make_piece(struct smb_link *link, struct stream *stream, struct flig
     struct smb_frame frame = {.opcode = (uint8_t)request->opcode, .dtype = stream->dtype, .offset = piece->segment_offset,
                               .argument = request->argument};
     flight->opcode = frame.opcode;
-    flight->length = (uint32_t)piece->bytes;
+    flight->length = flight->answer_bytes = (uint32_t)piece->bytes;
     flight->buffer_offset = piece->buffer_offset;
+    if (request->wire != SMB_WIRE_EXACT && !make_encoded(request, piece, flight))
+        return false;
+    frame.flags |= (uint16_t)(request->wire << SMB_FLAG_WIRE_SHIFT);
     if (request->fenced) {
         frame.flags |= SMB_FLAG_FENCED;
         put_small(flight, request->token);
@@ -503,6 +528,8 @@ static void make_piece(struct smb_link *link, struct stream *stream, struct flig
             frame.flags |= SMB_FLAG_FETCH;
         /* fall through */
     case SMB_WRITE:
+        if (flight->encoded)
+            break;
         flight->payload = (const uint8_t *)request->source + within;
         flight->payload_bytes = flight->length;
         break;
@@ -518,6 +545,7 @@ static void make_piece(struct smb_link *link, struct stream *stream, struct flig
         flight->sink = (uint8_t *)request->sink + within;
     encode(link, flight, &frame);
     stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+    return true;
 }
 
 static bool make_frame(struct smb_link *link, struct stream *stream)
@@ -527,10 +555,13 @@ static bool make_frame(struct smb_link *link, struct stream *stream)
         return false;
     *flight = (struct flight){.stream = stream, .sequence = link->made++, .segment_id = stream->segment_id,
                               .epoch = stream->epoch, .made_ns = smb_now_ns(), .fate = SMB_DOUBT_NOT_APPLIED};
-    if (stream->ask)
+    if (stream->ask) {
         make_ask(link, stream, flight);
-    else
-        make_piece(link, stream, flight);
+    } else if (!make_piece(link, stream, flight)) {
+        flight->next = link->spare;
+        link->spare = flight;
+        return false;
+    }
     append(&link->unsent_end, flight);
     link->flying++;
     link->atomics_flying += is_atomic(flight->opcode);
@@ -703,7 +734,8 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
     struct flight **at = find_sent(link, reply->sequence);
     struct flight *flight = *at;
     if (!flight || reply->opcode != flight->opcode ||
-        (reply->payload > 0 && (reply->payload != flight->length || (flight->stream && !flight->sink))))
+        smb_frame_wire(reply) != flight->wire ||
+        (reply->payload > 0 && (reply->payload != flight->answer_bytes || (flight->stream && !flight->sink))))
         return SMB_PROTOCOL;
     bool data = reply->status == SMB_OK && wants_data(flight, reply);
     if (data && reply->payload == 0)
@@ -748,13 +780,19 @@ static int take_header(struct smb_link *link, const uint8_t *bytes)
     return link->watermark_count > 0 ? take_watermark(link, &reply) : take_reply(link, &reply);
 }
 
+/* Where the answer's payload is received. */
+static uint8_t *landing(const struct flight *flight)
+{
+    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
+}
+
 static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t count)
 {
     struct flight *flight = link->reading;
-    uint32_t missing = flight->length - link->reading_have;
+    uint32_t missing = flight->answer_bytes - link->reading_have;
     uint32_t take = count < missing ? count : missing;
     if (flight->stream && bytes)
-        memcpy((uint8_t *)flight->sink + link->reading_have, bytes, take);
+        memcpy(landing(flight) + link->reading_have, bytes, take);
     link->reading_have += take;
     return take;
 }
@@ -765,8 +803,8 @@ static int receive_some(struct smb_link *link, bool *moved)
     int count = 0;
     uint32_t missing = 0;
     if (link->reading && link->reading->stream) { /* straight to the caller's memory, and the headers behind it */
-        missing = link->reading->length - link->reading_have;
-        parts[count++] = (struct iovec){(uint8_t *)link->reading->sink + link->reading_have, missing};
+        missing = link->reading->answer_bytes - link->reading_have;
+        parts[count++] = (struct iovec){landing(link->reading) + link->reading_have, missing};
     }
     parts[count++] = (struct iovec){link->in + link->in_end, LINK_IN_BYTES - link->in_end};
     ssize_t done = readv(link->fd, parts, count);
@@ -787,6 +825,8 @@ static void finish_reading(struct smb_link *link)
     struct flight *flight = link->reading;
     link->reading = NULL;
     take_from(find_sent(link, flight->sequence), &link->sent_end);
+    if (flight->stream && flight->opcode == SMB_READ && flight->encoded)
+        smb_kernel_apply_encoded(flight->wire, SMB_REPLACE, flight->sink, flight->encoded, 0, flight->length / 4, 1.0);
     take_success(link, flight, 0, 0);
 }
 
@@ -798,7 +838,7 @@ static int digest(struct smb_link *link)
         uint32_t here = link->in_end - link->in_start;
         if (link->reading) {
             link->in_start += take_data(link, link->in + link->in_start, here);
-            if (link->reading_have < link->reading->length)
+            if (link->reading_have < link->reading->answer_bytes)
                 break;
             finish_reading(link);
         } else if (here >= SMB_FRAME_BYTES) {

@@ -579,6 +579,11 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
 {
     uint8_t *target = segment->data + change->offset + from;
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
+    if (change->wire != SMB_WIRE_EXACT) {
+        smb_kernel_apply_encoded(change->wire, change->opcode == SMB_WRITE ? SMB_REPLACE : change->op, target, change->source,
+                                 from / element, bytes / element, change->opcode == SMB_WRITE ? 1.0 : change->scale);
+        return;
+    }
     switch (change->opcode) {
     case SMB_WRITE: kernel_copy(target, (const uint8_t *)change->source + from, bytes, change->streaming); break;
     case SMB_ACCUMULATE:
@@ -608,6 +613,10 @@ bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     if (!smb_segment_holds(segment, change->offset, change->bytes) || change->offset % element != 0 ||
         change->bytes % element != 0)
+        return false;
+    bool encoded = smb_wire_is_dense(change->wire) && segment->dtype == SMB_FLOAT32 &&
+                   (change->opcode == SMB_WRITE || change->opcode == SMB_ACCUMULATE);
+    if (change->wire != SMB_WIRE_EXACT && !encoded)
         return false;
     switch (change->opcode) {
     case SMB_READ:

@@ -316,6 +316,8 @@ struct smb_request {
     struct smb_buffer *other;
     uint64_t token;            /* of a lock of this buffer, if fenced: all segments are reached over links then */
     bool fenced;
+    int wire;                  /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also where it is
+                                * local. The new values that an ACCUMULATE fetches are exact */
     uint32_t timeout_ms;
 };
 struct smb_outcome {

@@ -93,7 +93,7 @@ struct local_work {
     bool walking;
     struct smb_cursor cursor;
     uint64_t bytes_here;         /* done on this segment */
-    uint8_t *scratch;            /* ACCUMULATE_FROM: one chunk */
+    uint8_t *scratch;            /* one chunk: of ACCUMULATE_FROM the source, else the piece as it would travel */
 };
 
 /* The piece, and those of the segment after it. The other segments still do their part. */
@@ -137,8 +137,17 @@ static int local_piece(struct local_work *work, const struct smb_piece *piece, u
             return status;
         change.source = work->scratch;
     }
+    if (request->wire != SMB_WIRE_EXACT && request->opcode != SMB_READ) {
+        smb_kernel_encode(request->wire, change.source, piece->bytes / 4, work->scratch);
+        change.wire = request->wire;
+        change.source = work->scratch;
+    }
     int status = smb_segment_apply(place->segment, &change, deadline_ns);
     if (status == SMB_OK) {
+        if (request->wire != SMB_WIRE_EXACT && request->opcode == SMB_READ) {
+            smb_kernel_encode(request->wire, change.sink, piece->bytes / 4, work->scratch);
+            smb_kernel_apply_encoded(request->wire, SMB_REPLACE, change.sink, work->scratch, 0, piece->bytes / 4, 1.0);
+        }
         work->outcome->sent |= request->opcode != SMB_READ;
         work->outcome->bytes_applied += piece->bytes;
         work->outcome->result = change.result;
@@ -195,6 +204,10 @@ static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_r
     if (request->bytes == 0 || request->bytes > buffer->layout.bytes ||
         request->offset > buffer->layout.bytes - request->bytes || request->offset % element != 0 ||
         request->bytes % element != 0)
+        return false;
+    if (request->wire != SMB_WIRE_EXACT &&
+        (!smb_wire_is_dense(request->wire) || buffer->dtype != SMB_FLOAT32 ||
+         (request->opcode != SMB_READ && request->opcode != SMB_WRITE && request->opcode != SMB_ACCUMULATE)))
         return false;
     switch (request->opcode) {
     case SMB_READ: return request->sink != NULL;
@@ -275,7 +288,7 @@ static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *re
 {
     uint64_t first = request->offset / buffer->layout.chunk_bytes;
     if (first != (request->offset + request->bytes - 1) / buffer->layout.chunk_bytes ||
-        request->opcode == SMB_ACCUMULATE_FROM || request->fenced)
+        request->opcode == SMB_ACCUMULATE_FROM || request->fenced || request->wire != SMB_WIRE_EXACT)
         return false;
     struct smb_piece piece;
     smb_layout_piece(&buffer->layout, request->offset, request->bytes, &piece);
@@ -312,9 +325,10 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, s
                               .deadline_ns = call.deadline_ns};
     if (buffer->layout.segment_count > STREAMS_ON_STACK)
         streams = malloc(buffer->layout.segment_count * sizeof *streams);
-    if (request->opcode == SMB_ACCUMULATE_FROM)
+    bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
+    if (needs_scratch)
         work.scratch = aligned_alloc(4096, buffer->layout.chunk_bytes);
-    if (!streams || (request->opcode == SMB_ACCUMULATE_FROM && !work.scratch)) {
+    if (!streams || (needs_scratch && !work.scratch)) {
         if (streams != on_stack)
             free(streams);
         free(work.scratch);

@@ -10,7 +10,7 @@
  *        3    1 opcode
  *        4    1 dtype      of the range; must be the segment's, so that a stale client can't add floats to integers
  *        5    1 op         of accumulate
- *        6    2 flags
+ *        6    2 flags      and in them how the payload's elements are encoded (enum smb_wire)
  *        8    2 status     of a reply; 0 in a request
  *       10    2 lane       of the session: each lane has its own sequence, so that several links may be used side by side
  *       12    4 epoch      of the layout that the client computed the range with
@@ -18,7 +18,7 @@
  *       24    8 sequence
  *       32    8 segment
  *       40    8 offset     bytes into the segment's data
- *       48    4 length     bytes of the range
+ *       48    4 length     bytes of the range, however its elements travel
  *       52    4 payload    bytes that follow the header; a function of the other fields, and checked against them
  *       56    8 argument   scale (float64 bits), operand, fill pattern; in replies the old value, features or instance
  */
@@ -34,7 +34,9 @@ enum smb_frame_flag {
     SMB_FLAG_FETCH = 1 << 1,  /* accumulate: send the new values back */
     SMB_FLAG_RETRY = 1 << 2,  /* was sent before, over a link that broke: it may have been applied */
     SMB_FLAG_FENCED = 1 << 3, /* the payload begins with a lock's token: refused once the lock is another's */
-    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED
+    SMB_FLAG_WIRE_SHIFT = 4,  /* enum smb_wire, 3 bits */
+    SMB_FLAG_WIRE = 7 << SMB_FLAG_WIRE_SHIFT,
+    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE
 };
 
 /* Payloads: of ACCUMULATE_FROM, where to read; of what waits, four words (sync.h); before the payload of a fenced change, the
@@ -63,6 +65,18 @@ struct smb_frame {
     uint32_t payload;
     uint64_t argument;
 };
+
+/* How the elements of its payload travel; of an ACCUMULATE's answer they are exact all the same. */
+static inline int smb_frame_wire(const struct smb_frame *frame)
+{
+    return (frame->flags & SMB_FLAG_WIRE) >> SMB_FLAG_WIRE_SHIFT;
+}
+
+/* Bytes of the payload after what comes before the elements. */
+static inline uint32_t smb_frame_body(const struct smb_frame *frame)
+{
+    return frame->payload - (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES ? SMB_TOKEN_BYTES : 0);
+}
 
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);
 
