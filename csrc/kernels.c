@@ -260,6 +260,26 @@ int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, u
     return SMB_OK;
 }
 
+int smb_kernel_round(int wire, const void *from_, uint64_t count, uint64_t offset, uint32_t chunk_bytes, void *to_)
+{
+    enum { BLOCK = 4 * SMB_WIRE_BLOCK }; /* whole blocks, from each piece's start */
+    const float *from = from_;
+    float *to = to_;
+    uint16_t encoded[BLOCK];
+    if (!smb_wire_is_dense(wire) || chunk_bytes == 0 || chunk_bytes % 4 != 0 || offset % 4 != 0)
+        return SMB_INVALID;
+    uint64_t left = (chunk_bytes - offset % chunk_bytes) / 4; /* of the piece */
+    while (count > 0) {
+        uint64_t n = left < BLOCK ? left : BLOCK;
+        n = n < count ? n : count;
+        isas[isa_current].encode(wire, from, n, (uint8_t *)encoded);
+        isas[isa_current].apply_encoded(wire, SMB_REPLACE, to, (const uint8_t *)encoded, 0, n, 1.0F);
+        from += n, to += n, count -= n, left -= n;
+        left = left > 0 ? left : chunk_bytes / 4;
+    }
+    return SMB_OK;
+}
+
 /* ---- copies ------------------------------------------------------------------------------------------------------- */
 
 enum { COPIED_BY_LIBRARY_BYTES = 2048 }; /* below this memcpy's own ways are as fast */

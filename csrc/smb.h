@@ -130,6 +130,9 @@ uint64_t smb_wire_bytes(int wire, uint64_t count);
 int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to);
 /* smb_kernel_apply for float32 with a source that is encoded: elements [first, first + count) of it. */
 int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first, uint64_t count, double scale);
+/* What count float32 elements at byte `offset` of a buffer are when they arrive: rounded piece by piece, as they are cut at
+ * multiples of chunk_bytes. `to` may be `from`. */
+int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset, uint32_t chunk_bytes, void *to);
 /* Instruction sets compiled in and usable here, best last. The best is chosen when the library loads. */
 int smb_isa_count(void);
 const char *smb_isa_name(int isa);

@@ -144,10 +144,9 @@ static int local_piece(struct local_work *work, const struct smb_piece *piece, u
     }
     int status = smb_segment_apply(place->segment, &change, deadline_ns);
     if (status == SMB_OK) {
-        if (request->wire != SMB_WIRE_EXACT && request->opcode == SMB_READ) {
-            smb_kernel_encode(request->wire, change.sink, piece->bytes / 4, work->scratch);
-            smb_kernel_apply_encoded(request->wire, SMB_REPLACE, change.sink, work->scratch, 0, piece->bytes / 4, 1.0);
-        }
+        if (request->wire != SMB_WIRE_EXACT && request->opcode == SMB_READ)
+            smb_kernel_round(request->wire, change.sink, piece->bytes / 4, piece->buffer_offset,
+                             work->buffer->layout.chunk_bytes, change.sink);
         work->outcome->sent |= request->opcode != SMB_READ;
         work->outcome->bytes_applied += piece->bytes;
         work->outcome->result = change.result;

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from smb import arrays, engine
-from smb.dtypes import DTYPES, OPS, Dtype
+from smb.dtypes import DTYPES, OPS, WIRES, Dtype
 from smb.engine import NOWHERE, AskOpcode, BufferHandle, Doubt, DoubtState, EngineError, Opcode, Outcome, Status
 from smb.errors import (
     Error,
@@ -28,6 +28,7 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
+from smb.feedback import ErrorFeedback, Sending
 from smb.layout import Layout, SegmentPlace
 from smb.lock import PUBLISHER_LOCK, Lock
 from smb.proto import control_pb2 as pb
@@ -65,6 +66,7 @@ class BufferInfo:
     created: float
     versions: int
     copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
+    wire: str = "exact"  # how its elements travel unless a call says
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
@@ -92,6 +94,7 @@ class BufferInfo:
             buffer.created_at,
             buffer.versions or 1,
             buffer.copy_stride_bytes,
+            buffer.wire or "exact",
         )
 
 
@@ -115,6 +118,14 @@ class Buffer:
 
     With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
     LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
+
+    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16" or "int8", of a call or, from
+    create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in float32
+    where the memory is; over shared memory they are rounded all the same, so that a result does not depend on the
+    path. bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x| (float16:
+    at most 2**-25 below 2**-14, and infinity from 65520 on). int8 sends blocks of 256 elements, counted from the start
+    of each chunk or of the range, as s = max|x|/127 and the integers nearest to x/s: the error is at most max|x|/254 of
+    the block (a little more by the rounding of s), and a block with an infinity or NaN arrives as NaN.
     """
 
     def __init__(self, client: Client, info: BufferInfo) -> None:
@@ -123,6 +134,7 @@ class Buffer:
         self._dtype: Dtype = DTYPES[info.dtype.name]
         # Looked up at every call, so kept: a small call's time is Python's.
         self._itemsize = self._dtype.itemsize
+        self._wire = WIRES[info.wire]
         self._size = info.nbytes // self._itemsize
         self._counters = self._size if self._dtype.name == "int64" else 0
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
@@ -160,6 +172,11 @@ class Buffer:
         return self._info.nbytes
 
     @property
+    def wire(self) -> str:
+        """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
+        return self._info.wire
+
+    @property
     def layout(self) -> Layout:
         """Which bytes live where."""
         return self._info.layout
@@ -178,31 +195,34 @@ class Buffer:
 
     # ---- reading and writing
 
-    def read(self, offset: int = 0, count: int | None = None, *, out: Any = None) -> Array:
+    def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
         """Return `count` elements from element `offset`, or all.
 
         The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` (a
         contiguous, writable array or CPU tensor of the buffer's dtype and of `count` elements) the bytes go straight
-        there and `out` is returned. Of a buffer with versions=2 it is all of one version: the latest published.
+        there and `out` is returned. Of a buffer with versions=2 it is all of one version: the latest published. With
+        `wire` other than "exact" it is what the servers' values are when rounded so.
         """
+        number = self._wire if wire is None else self._wire_of(wire, "read")
         whole = offset == 0 and count is None
         offset, count = self._range(offset, self.size if whole else count, "read")
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         memory = arrays.writable(result, self._dtype, count)
         if self._info.versions == 1:
-            self._call(Opcode.READ, offset, count, sink=memory.place)
+            self._call(Opcode.READ, offset, count, sink=memory.place, wire=number)
         else:
-            self._read_published(offset, count, memory.place)
+            self._read_published(offset, count, memory.place, number)
         return cast(Array, result)
 
-    def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None) -> None:
-        """Replace the elements from `offset` on by the array's (any shape, flattened).
+    def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
+        """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
 
         Where two writes overlap, the last one wins, element by element.
         """
+        number = self._wire if wire is None else self._wire_of(wire, "write")
         memory = arrays.readable(array, self._dtype)
         offset, count = self._range(offset, memory.count, "write")
-        self._call(Opcode.WRITE, offset, count, memory.place, fence=fence)
+        self._call(Opcode.WRITE, offset, count, memory.place, fence=fence, wire=number)
 
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
@@ -245,6 +265,8 @@ class Buffer:
         scale: float = 1.0,
         fetch: bool = False,
         fence: Lock | None = None,
+        wire: str | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Array | None:
         """Combine the elements from `offset` on with the array's, where the memory is. Atomic per chunk.
 
@@ -256,21 +278,38 @@ class Buffer:
         With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
         contribution and may contain later ones of others (after a lost connection they are read anew: at least as new
         as this contribution). Otherwise None is returned.
+
+        With `wire` the array is rounded before it is scaled and combined; the values that fetch=True brings back are
+        exact. With feedback=, an ErrorFeedback of this buffer, and op="sum", the array is scaled first, and what
+        rounding leaves out is kept and goes along with the next call: ErrorFeedback says exactly how.
         """
         number = self._op(op, scale, "accumulate")
+        wires = self._wire if wire is None else self._wire_of(wire, "accumulate")
         memory = arrays.readable(array, self._dtype)
         offset, count = self._range(offset, memory.count, "accumulate")
         result = np.empty(memory.shape, self.dtype) if fetch else None
-        self._call(
-            Opcode.ACCUMULATE,
-            offset,
-            count,
-            memory.place,
-            arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE,
-            op=number,
-            scale=scale,
-            fence=fence,
-        )
+        sink = arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE
+        if feedback is None:
+            self._call(
+                Opcode.ACCUMULATE, offset, count, memory.place, sink, op=number, scale=scale, fence=fence, wire=wires
+            )
+            return result
+        if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
+            raise InvalidArgumentError(
+                f"{self._asked('accumulate')}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
+            )
+        with feedback.lock:
+            sending = feedback.take(arrays.as_float32(memory), offset, scale, wires)
+            place = arrays.readable(sending.values, self._dtype).place
+            try:
+                self._call(Opcode.ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
+            except Error as error:
+                failed = getattr(error, "_outcome", None)
+                if isinstance(failed, _Failed):  # as if all was applied, until settle finds out
+                    failed.sending = sending
+                else:
+                    sending.undo()
+                raise
         return result
 
     def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
@@ -325,7 +364,7 @@ class Buffer:
         `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole,
         and until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is
         write() and a number. Publishers take turns. Blocks while readers have the copy pinned that is to be
-        overwritten.
+        overwritten. The array travels exact, whatever the buffer's wire is.
         """
         memory = arrays.readable(array, self._dtype)
         if memory.count != self.size:
@@ -363,8 +402,9 @@ class Buffer:
         """Find out what became of a call of this buffer that raised `error` with its outcome unknown.
 
         Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all
-        of it counts. Do those again, and the call counts exactly once. Blocks up to `timeout` seconds (default: the
-        client's) until every server concerned has answered; TimeoutError then, and it may be called again.
+        of it counts. Do those again, and the call counts exactly once. Of a call with feedback= they go back into the
+        residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks up to
+        `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then, and it may be called again.
         UnavailableError where it can't be known any more, as the server has forgotten this session's record.
         """
         asked = self._asked("settle")
@@ -383,26 +423,44 @@ class Buffer:
         if any(state is DoubtState.UNKNOWN for _, _, state in parts):
             raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
         missing = [(at, length) for at, length, state in parts if state is DoubtState.NOT_APPLIED]
-        return _ranges(missing, self._dtype.itemsize)
+        ranges = _ranges(missing, self._dtype.itemsize)
+        sending, outcome.sending = outcome.sending, None
+        if sending is None:
+            return [] if outcome.settled else ranges
+        outcome.settled = True
+        sending.put_back(ranges)
+        return []
 
     # ---- asynchronously
 
-    def read_async(self, offset: int = 0, count: int | None = None, *, out: Any = None) -> Future[Array]:
+    def read_async(
+        self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None
+    ) -> Future[Array]:
         """As read, at once: a future of the result (awaitable through asyncio.wrap_future).
 
         Calls that are in flight at the same time are unordered. Leave `out` alone until the future is done.
         """
-        return self._client.submit(lambda: self.read(offset, count, out=out))
+        return self._client.submit(lambda: self.read(offset, count, out=out, wire=wire))
 
-    def write_async(self, array: Any, offset: int = 0) -> Future[None]:
+    def write_async(self, array: Any, offset: int = 0, *, wire: str | None = None) -> Future[None]:
         """As write, at once. Don't change the array until the future is done."""
-        return self._client.submit(lambda: self.write(array, offset))
+        return self._client.submit(lambda: self.write(array, offset, wire=wire))
 
     def accumulate_async(
-        self, array: Any, offset: int = 0, *, op: str = "sum", scale: float = 1.0, fetch: bool = False
+        self,
+        array: Any,
+        offset: int = 0,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        fetch: bool = False,
+        wire: str | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Future[Array | None]:
         """As accumulate, at once. Don't change the array until the future is done."""
-        return self._client.submit(lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch))
+        return self._client.submit(
+            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback)
+        )
 
     # ---- inside
 
@@ -440,6 +498,15 @@ class Buffer:
                 raise InvalidArgumentError(f"{self._asked(call)}: {value} does not fit 64 bits")
         return index, *integers
 
+    def _wire_of(self, wire: str, call: str) -> int:
+        if wire not in WIRES:
+            raise InvalidArgumentError(f"{self._asked(call)}: there is no wire {wire!r}; there are {', '.join(WIRES)}")
+        if WIRES[wire] and self._dtype.name != "float32":
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: wire={wire!r} is for float32 buffers, and it is {self._dtype.name}"
+            )
+        return WIRES[wire]
+
     def _op(self, op: str, scale: float, call: str) -> int:
         if type(scale) is float and self._dtype.numpy.kind not in "iu" and op in OPS:
             return OPS[op]
@@ -473,6 +540,7 @@ class Buffer:
         other: Buffer | None = None,
         fence: Lock | None = None,
         token: int = 0,
+        wire: int = 0,
     ) -> int:
         """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
         if self._info.versions > 1 and opcode is not Opcode.READ and not token:
@@ -491,7 +559,7 @@ class Buffer:
         while True:
             self._client.check_open()
             result: Outcome | int
-            if token or other is not None:
+            if token or wire or other is not None:
                 handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
                 others = None
                 if other is not None:
@@ -502,11 +570,13 @@ class Buffer:
                     nbytes,
                     deadline.left_ms(),
                     source=source,
+                    sink=sink,
                     op=op,
                     scale=scale,
                     argument=argument,
                     other=others,
                     token=token,
+                    wire=wire,
                 )
             else:
                 handle = self._handle or self._ensure(deadline)
@@ -598,13 +668,13 @@ class Buffer:
         told = self._sync_homes()[0].ask(self._asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
         return told.a, told.b
 
-    def _read_published(self, offset: int, count: int, sink: Any) -> None:
+    def _read_published(self, offset: int, count: int, sink: Any, wire: int) -> None:
         """Read from one version's copy: no byte of it changed if, after the read, publication version + 2 has not
         begun.
         """
         version, _ = self._look()
         for _ in range(_LOOKS):
-            self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
+            self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
             latest, writing = self._look()
             if max(latest, writing) < version + 2:
                 return
@@ -615,7 +685,7 @@ class Buffer:
             pin = home.ask(asked, AskOpcode.PIN)
             version = pin.a
             try:
-                self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
+                self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
                 latest, writing = self._look()
             finally:
                 home.ask(asked, AskOpcode.UNPIN, 0, (pin.b,))
@@ -714,12 +784,14 @@ class Buffer:
         return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Failed:
     """A change that may have been applied, of which its error tells settle."""
 
     buffer: Buffer
     doubt: Doubt | None
+    sending: Sending | None = None  # what it took out of a residual; put back once
+    settled: bool = False
 
 
 def _all_alive(ways: tuple[Way, ...]) -> bool:

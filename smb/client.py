@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from smb.buffer import Buffer, BufferInfo
 from smb.config import COORDINATOR_VARIABLE, TRANSPORT_VARIABLE, parse_address, parse_bytes
 from smb.control import Coordinator, SessionEndedError
-from smb.dtypes import dtype_of
+from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.layout import SegmentPlace
@@ -131,6 +131,7 @@ class Client:
         versions: int = 1,
         like: Buffer | str | None = None,
         exist_ok: bool = False,
+        wire: str | None = None,
     ) -> Buffer:
         """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
 
@@ -140,7 +141,8 @@ class Client:
         multiple of 4096; default 1 MiB. like= another buffer takes shape, dtype, servers and stripe from it, so that
         servers can combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead.
         versions=2 keeps two copies, so that a read never mixes what publish() replaces; such a buffer changes by
-        publish alone, and takes twice the memory.
+        publish alone, and takes twice the memory. `wire` is how its elements travel where a call does not say: "exact"
+        (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -159,6 +161,8 @@ class Client:
             raise InvalidArgumentError(
                 f"create {name!r}: {element.name}{list(extents)} is not like {model!r}: leave shape and dtype out"
             )
+        if wire is not None and wire not in WIRES:
+            raise InvalidArgumentError(f"create {name!r}: there is no wire {wire!r}; there are {', '.join(WIRES)}")
         request = pb.CreateBufferRequest(
             name=name,
             shape=extents,
@@ -168,6 +172,7 @@ class Client:
             versions=versions,
             like=model.name if model is not None else "",
             exist_ok=exist_ok,
+            wire=wire or "",
         )
         if stripe is not None and request.stripe_bytes == 0:
             raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")
