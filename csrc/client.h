@@ -88,6 +88,8 @@ struct flight {
     uint32_t payload_bytes;
     uint8_t small[SMB_TOKEN_BYTES + SMB_SYNC_BYTES]; /* payload that is no caller's memory, or what comes before it */
     uint32_t small_bytes;
+    uint8_t checksum[SMB_CHECKSUM_BYTES]; /* after the payload, if the client uses them */
+    uint32_t checksum_bytes;
     uint8_t header[SMB_FRAME_BYTES];
 };
 
@@ -130,6 +132,7 @@ struct smb_link {
     /* the answer coming in */
     struct flight *reading;        /* whose payload is expected, or NULL */
     uint32_t reading_have;
+    uint32_t crc;                  /* of its header and what is here of its payload */
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
     /* while it resumes */
@@ -141,6 +144,8 @@ struct smb_link {
 struct smb_client {
     _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
     uint64_t session;
+    bool checksums;                /* from before its first link */
+    _Atomic uint64_t spoilt;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;
     bool driving;

@@ -69,20 +69,23 @@ static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t paylo
 
 static bool reply_is_sound(const struct smb_frame *frame)
 {
-    if (frame->status >= SMB_STATUS_COUNT || frame->length > SMB_CHUNK_BYTES_MAX)
+    if (frame->status >= SMB_STATUS_COUNT || frame->length > SMB_CHUNK_BYTES_MAX ||
+        frame->payload < smb_frame_checksum_bytes(frame))
         return false;
+    uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
     if (frame->status == SMB_OK && frame->opcode == SMB_READ)
-        return elements_fit(frame, smb_frame_wire(frame), frame->payload) &&
+        return elements_fit(frame, smb_frame_wire(frame), payload) &&
                (smb_frame_wire(frame) == SMB_WIRE_EXACT || frame->length % 4 == 0);
     if (frame->status == SMB_OK && frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH)
-        return elements_fit(frame, SMB_WIRE_EXACT, frame->payload);
-    return frame->payload == 0;
+        return elements_fit(frame, SMB_WIRE_EXACT, payload);
+    return payload == 0;
 }
 
 static bool request_is_sound(const struct smb_frame *frame)
 {
-    if (frame->status != 0)
+    if (frame->status != 0 || frame->payload < smb_frame_checksum_bytes(frame))
         return false;
+    uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
     if (frame->flags & SMB_FLAG_FETCH && frame->opcode != SMB_ACCUMULATE)
         return false;
     bool fenced = frame->flags & SMB_FLAG_FENCED;
@@ -90,16 +93,15 @@ static bool request_is_sound(const struct smb_frame *frame)
     if ((fenced && !changes) || (changes && frame->sequence == 0)) /* 0 is what a lane has done that did nothing yet */
         return false;
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK)
-        return frame->length == 0 && frame->payload == 0;
+        return frame->length == 0 && payload == 0;
     if (frame->opcode >= SMB_LOCK)
-        return frame->length == 0 && frame->payload == SMB_SYNC_BYTES;
+        return frame->length == 0 && payload == SMB_SYNC_BYTES;
 
     /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a chunk can be. */
     uint32_t element = smb_dtype_bytes(frame->dtype);
     if (element == 0 || frame->length == 0 || frame->length > SMB_CHUNK_BYTES_MAX || frame->length % element != 0 ||
         frame->offset % element != 0 || frame->offset > UINT64_MAX - frame->length)
         return false;
-    uint32_t payload = frame->payload;
     if (fenced) {
         if (payload < SMB_TOKEN_BYTES)
             return false;
@@ -186,6 +188,7 @@ const char *smb_status_name(int status)
     case SMB_LINK_LOST: return "link_lost";
     case SMB_PROTOCOL: return "protocol";
     case SMB_VERSION: return "version";
+    case SMB_CHECKSUM: return "checksum";
     case SMB_SYSTEM: return "system";
     default: return NULL;
     }

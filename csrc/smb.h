@@ -45,6 +45,7 @@ enum smb_status {
     SMB_LINK_LOST = 17,      /* the link broke with frames in flight: outcome unknown */
     SMB_PROTOCOL = 18,       /* the peer sent a frame that is none; the link is closed */
     SMB_VERSION = 19,        /* the peer speaks another version of the protocol */
+    SMB_CHECKSUM = 20,       /* what arrived is not what was sent; the link gets another connection. Never on the wire */
     SMB_SYSTEM = 32          /* a system call failed: errno tells */
 };
 
@@ -133,6 +134,8 @@ int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, u
 /* What count float32 elements at byte `offset` of a buffer are when they arrive: rounded piece by piece, as they are cut at
  * multiples of chunk_bytes. `to` may be `from`. */
 int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset, uint32_t chunk_bytes, void *to);
+/* CRC-32C (Castagnoli) of bytes that follow those of which `crc` is it; 0 at first. */
+uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
 /* Instruction sets compiled in and usable here, best last. The best is chosen when the library loads. */
 int smb_isa_count(void);
 const char *smb_isa_name(int isa);
@@ -236,6 +239,10 @@ struct smb_client;
 struct smb_link;
 
 int smb_client_create(uint64_t session, struct smb_client **client);
+/* Before its first link is made: every frame of every link carries a checksum, in both directions. */
+void smb_client_use_checksums(struct smb_client *client);
+/* Answers that arrived spoilt, so far. Servers count requests that did. */
+uint64_t smb_client_spoilt(struct smb_client *client);
 /* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A link is one lane of the session:
  * to each server at most one link of a lane number at any time. */
 int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane,

@@ -19,7 +19,8 @@
  *       32    8 segment
  *       40    8 offset     bytes into the segment's data
  *       48    4 length     bytes of the range, however its elements travel
- *       52    4 payload    bytes that follow the header; a function of the other fields, and checked against them
+ *       52    4 payload    bytes that follow the header, token and checksum included; a function of the other fields, and checked
+ *                          against them
  *       56    8 argument   scale (float64 bits), operand, fill pattern; in replies the old value, features or instance
  */
 #ifndef SMB_WIRE_H
@@ -36,12 +37,13 @@ enum smb_frame_flag {
     SMB_FLAG_FENCED = 1 << 3, /* the payload begins with a lock's token: refused once the lock is another's */
     SMB_FLAG_WIRE_SHIFT = 4,  /* enum smb_wire, 3 bits */
     SMB_FLAG_WIRE = 7 << SMB_FLAG_WIRE_SHIFT,
-    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE
+    SMB_FLAG_CHECKSUM = 1 << 7, /* the payload ends with the crc32c of header and payload before it */
+    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
 /* Payloads: of ACCUMULATE_FROM, where to read; of what waits, four words (sync.h); before the payload of a fenced change, the
  * token. The token's lowest bit says which of the segment's locks it is of (enum sync_lock). */
-enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8 };
+enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8, SMB_CHECKSUM_BYTES = 4 };
 
 /* Changes a segment's bytes: has a sequence number that counts, and may be fenced. */
 static inline bool smb_opcode_changes(int opcode)
@@ -72,10 +74,15 @@ static inline int smb_frame_wire(const struct smb_frame *frame)
     return (frame->flags & SMB_FLAG_WIRE) >> SMB_FLAG_WIRE_SHIFT;
 }
 
-/* Bytes of the payload after what comes before the elements. */
+static inline uint32_t smb_frame_checksum_bytes(const struct smb_frame *frame)
+{
+    return frame->flags & SMB_FLAG_CHECKSUM ? SMB_CHECKSUM_BYTES : 0;
+}
+
+/* Bytes of a sound request's payload between token and checksum. */
 static inline uint32_t smb_frame_body(const struct smb_frame *frame)
 {
-    return frame->payload - (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES ? SMB_TOKEN_BYTES : 0);
+    return frame->payload - (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) - smb_frame_checksum_bytes(frame);
 }
 
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);
@@ -100,6 +107,19 @@ static inline uint64_t smb_load64(const uint8_t *bytes)
     for (int i = 0; i < 8; i++)
         value |= (uint64_t)bytes[i] << (8 * i);
     return value;
+}
+
+static inline void smb_store_checksum(uint8_t *bytes, uint32_t crc)
+{
+    for (int i = 0; i < SMB_CHECKSUM_BYTES; i++)
+        bytes[i] = (uint8_t)(crc >> (8 * i));
+}
+
+static inline bool smb_checksum_is(const uint8_t *bytes, uint32_t crc)
+{
+    uint8_t right[SMB_CHECKSUM_BYTES];
+    smb_store_checksum(right, crc);
+    return __builtin_memcmp(bytes, right, sizeof right) == 0;
 }
 
 static inline uint64_t smb_bits_of(double value)

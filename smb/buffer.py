@@ -404,7 +404,8 @@ class Buffer:
         Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all
         of it counts. Do those again, and the call counts exactly once. Of a call with feedback= they go back into the
         residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks up to
-        `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then, and it may be called again.
+        `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then, and it
+        may be called again.
         UnavailableError where it can't be known any more, as the server has forgotten this session's record.
         """
         asked = self._asked("settle")

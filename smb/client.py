@@ -18,7 +18,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from smb.buffer import Buffer, BufferInfo
-from smb.config import COORDINATOR_VARIABLE, TRANSPORT_VARIABLE, parse_address, parse_bytes
+from smb.config import (
+    CHECKSUM_VARIABLE,
+    COORDINATOR_VARIABLE,
+    TRANSPORT_VARIABLE,
+    parse_address,
+    parse_bytes,
+    parse_switch,
+)
 from smb.control import Coordinator, SessionEndedError
 from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link
@@ -64,12 +71,17 @@ class ServerInfo:
         return max(0, self.capacity - self.used)
 
 
-def connect(address: str | None = None, *, transport: str = "auto", timeout: float = 10.0) -> Client:
+def connect(
+    address: str | None = None, *, transport: str = "auto", timeout: float = 10.0, checksum: bool | None = None
+) -> Client:
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
     `address` is the coordinator's "host:port"; default $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
     segment's server runs on this host, else TCP), "shm" or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
-    bounds each later call and this one. Raises UnavailableError where no coordinator answers, InvalidArgumentError.
+    bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, or not) sends a CRC-32C along with every
+    frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts once; data
+    in shared memory does not travel and has none. Raises UnavailableError where no coordinator answers,
+    InvalidArgumentError.
     """
     address = address or os.environ.get(COORDINATOR_VARIABLE)
     if not address:
@@ -81,13 +93,14 @@ def connect(address: str | None = None, *, transport: str = "auto", timeout: flo
         raise InvalidArgumentError(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
-    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout)
+    checksum = parse_switch(CHECKSUM_VARIABLE, os.environ.get(CHECKSUM_VARIABLE, "")) if checksum is None else checksum
+    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout, bool(checksum))
 
 
 class Client:
     """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
 
-    def __init__(self, address: str, transport: str, timeout: float) -> None:
+    def __init__(self, address: str, transport: str, timeout: float, checksum: bool = False) -> None:
         self.timeout = timeout
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._pid = os.getpid()
@@ -101,7 +114,7 @@ class Client:
             self.coordinator.close()
             raise
         self._session_id = session_id
-        self.engine = EngineClient(session_id)
+        self.engine = EngineClient(session_id, checksums=checksum)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
         self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)))
         self._transports = make_transports(transport, self.engine, self._links)

@@ -178,10 +178,16 @@ class Segment:
 class EngineClient:
     """The links and calls of one session."""
 
-    def __init__(self, session_id: int) -> None:
+    def __init__(self, session_id: int, *, checksums: bool = False) -> None:
         made = ffi.new("struct smb_client **")
         _check(lib.smb_client_create(session_id, made))
         self.pointer = ffi.gc(made[0], lib.smb_client_destroy)
+        if checksums:
+            lib.smb_client_use_checksums(self.pointer)
+
+    def spoilt(self) -> int:
+        """How many answers have arrived that were not what was sent; only checksums tell."""
+        return int(lib.smb_client_spoilt(self.pointer))
 
     def close(self) -> None:
         """Fail every call in progress over a link, and every later one. Local segments go on working."""

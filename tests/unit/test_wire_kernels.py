@@ -229,3 +229,24 @@ def test_only_the_defined_numbers_are_known() -> None:
             assert status == lib.SMB_INVALID
     assert (encoded == 7).all()
     assert (values == 1).all()
+
+
+@every_isa
+def test_crc32c(isa: int) -> None:
+    """The published check value, the table of a definition bit by bit, any length, and parts one after the other."""
+    assert lib.smb_isa_select(isa) == lib.SMB_OK
+    assert lib.smb_crc32c(0, b"123456789", 9) == 0xE3069283
+    table = []
+    for value in range(256):
+        entry = value
+        for _ in range(8):
+            entry = entry >> 1 ^ (0x82F63B78 if entry & 1 else 0)
+        table.append(entry)
+    data = np.random.default_rng(3).bytes(20_000)
+    register, crcs = 0xFFFFFFFF, [0]
+    for byte in data:
+        register = register >> 8 ^ table[(register ^ byte) & 255]
+        crcs.append(register ^ 0xFFFFFFFF)
+    for count in (*range(40), 3071, 3072, 3073, 3080, 6144, 9999, 20_000):
+        assert lib.smb_crc32c(0, data, count) == crcs[count]
+        assert lib.smb_crc32c(crcs[count // 3], data[count // 3 : count], count - count // 3) == crcs[count]
