@@ -56,6 +56,8 @@ struct stream {
     struct smb_cursor cursor;
     struct smb_piece piece;        /* the next to be sent, if have_piece */
     bool have_piece;
+    struct smb_piece rest;         /* SMB_WIRE_SPARSE: of the cursor's piece, if its entries are too many for one frame */
+    uint64_t first_entry, entries; /* and those of `piece` */
     bool queued;
     uint32_t in_flight;
     uint32_t segment_index;
@@ -190,6 +192,14 @@ void link_shut(struct smb_link *link, int status);
 void link_abandon(struct smb_link *link, struct stream *stream);
 
 /* ---- client.c */
+/* Goes on to the stream's next piece: have_piece, or not. */
+void stream_advance(struct stream *stream);
+/* Cuts off *rest the part from the first of its entries on, at most entries_max of them: false if there is none. */
+bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max, struct smb_piece *rest,
+                struct smb_piece *piece, uint64_t *first, uint64_t *entries);
+/* Writes the piece's entries as they travel: 4 + element bytes each. */
+void sparse_encode(const struct smb_request *request, uint32_t element, const struct smb_piece *piece, uint64_t first,
+                   uint64_t entries, uint8_t *to);
 /* A stream has sent and received all it will. */
 void call_stream_finished(struct stream *stream);
 void call_failed(struct stream *stream, int status);

@@ -57,6 +57,8 @@ void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYT
 static bool wire_is_sound(const struct smb_frame *frame)
 {
     int wire = smb_frame_wire(frame);
+    if (wire == SMB_WIRE_SPARSE)
+        return frame->opcode == SMB_ACCUMULATE && !(frame->flags & SMB_FLAG_FETCH) && smb_dtype_bytes(frame->dtype) > 0;
     bool carries = frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
     return wire == SMB_WIRE_EXACT || (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
 }
@@ -64,6 +66,11 @@ static bool wire_is_sound(const struct smb_frame *frame)
 /* The one place where bytes of payload follow from a range and the way its elements travel. The length has been checked. */
 static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t payload)
 {
+    if (wire == SMB_WIRE_SPARSE) {
+        uint32_t element = smb_dtype_bytes(frame->dtype), entry = SMB_WIRE_INDEX_BYTES + element;
+        return payload > 0 && payload <= SMB_CHUNK_BYTES_MAX && payload % entry == 0 &&
+               payload / entry <= frame->length / element;
+    }
     return payload == (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
 }
 

@@ -520,9 +520,13 @@ static void make_ask(struct smb_link *link, struct stream *stream, struct flight
 }
 
 /* Elements that travel encoded: made once, so that what is sent again is the same. Only where this fails is nothing done. */
-static bool make_encoded(const struct smb_request *request, const struct smb_piece *piece, struct flight *flight)
+static bool make_encoded(const struct stream *stream, struct flight *flight)
 {
-    uint64_t bytes = smb_wire_bytes(request->wire, piece->bytes / 4);
+    const struct smb_request *request = stream->request;
+    const struct smb_piece *piece = &stream->piece;
+    uint32_t element = smb_dtype_bytes(stream->dtype);
+    uint64_t bytes = request->wire == SMB_WIRE_SPARSE ? stream->entries * (SMB_WIRE_INDEX_BYTES + element)
+                                                      : smb_wire_bytes(request->wire, piece->bytes / 4);
     flight->encoded = malloc(bytes);
     if (!flight->encoded)
         return false;
@@ -531,11 +535,31 @@ static bool make_encoded(const struct smb_request *request, const struct smb_pie
         flight->answer_bytes = (uint32_t)bytes;
         return true;
     }
-    smb_kernel_encode(request->wire, (const uint8_t *)request->source + (piece->buffer_offset - request->offset),
-                      piece->bytes / 4, flight->encoded);
+    if (request->wire == SMB_WIRE_SPARSE)
+        sparse_encode(request, element, piece, stream->first_entry, stream->entries, flight->encoded);
+    else
+        smb_kernel_encode(request->wire, (const uint8_t *)request->source + (piece->buffer_offset - request->offset),
+                          piece->bytes / 4, flight->encoded);
     flight->payload = flight->encoded;
     flight->payload_bytes = (uint32_t)bytes;
     return true;
+}
+
+void stream_advance(struct stream *stream)
+{
+    if (stream->request->wire != SMB_WIRE_SPARSE) {
+        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+        return;
+    }
+    uint32_t element = smb_dtype_bytes(stream->dtype);
+    do {
+        if (stream->rest.bytes == 0 && !smb_cursor_next(&stream->cursor, &stream->rest)) {
+            stream->have_piece = false;
+            return;
+        }
+        stream->have_piece = sparse_cut(stream->request, element, SMB_CHUNK_BYTES_MAX / (SMB_WIRE_INDEX_BYTES + element),
+                                        &stream->rest, &stream->piece, &stream->first_entry, &stream->entries);
+    } while (!stream->have_piece);
 }
 
 static bool make_piece(struct smb_link *link, struct stream *stream, struct flight *flight)
@@ -548,7 +572,7 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct flig
     flight->opcode = frame.opcode;
     flight->length = flight->answer_bytes = (uint32_t)piece->bytes;
     flight->buffer_offset = piece->buffer_offset;
-    if (request->wire != SMB_WIRE_EXACT && !make_encoded(request, piece, flight))
+    if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, flight))
         return false;
     frame.flags |= (uint16_t)(request->wire << SMB_FLAG_WIRE_SHIFT);
     if (request->fenced) {
@@ -579,7 +603,7 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct flig
     if (request->sink)
         flight->sink = (uint8_t *)request->sink + within;
     encode(link, flight, &frame);
-    stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+    stream_advance(stream);
     return true;
 }
 
@@ -1140,7 +1164,7 @@ static void note_unmade(struct stream *stream)
     while (stream->have_piece && !stream->ask) {
         if (smb_opcode_changes(stream->request->opcode))
             call_doubt(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
-        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+        stream_advance(stream);
     }
     stream->have_piece = false;
 }

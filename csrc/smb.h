@@ -69,9 +69,13 @@ enum smb_op { SMB_SUM = 1, SMB_MIN = 2, SMB_MAX = 3, SMB_PROD = 4, SMB_REPLACE =
  *   bfloat16, float16  to nearest, ties to even
  *   int8               blocks of SMB_WIRE_BLOCK elements, the last one shorter: s = (largest magnitude)/127, a float32 (127 s is finite), then of each
  *                      element x the integer nearest to x/s (ties to even, at most 127 in magnitude); decoded: that integer times s.
- *                      A block with an infinity or NaN arrives as NaN, whole. */
-enum smb_wire { SMB_WIRE_EXACT = 0, SMB_WIRE_BFLOAT16 = 1, SMB_WIRE_FLOAT16 = 2, SMB_WIRE_INT8 = 3 };
-enum { SMB_WIRE_BLOCK = 256 };
+ *                      A block with an infinity or NaN arrives as NaN, whole.
+ *   sparse             of any dtype, ACCUMULATE only: some elements of the range, each its index in it (uint32) and its value;
+ *                      indices ascend. The others stay as they are */
+enum smb_wire {
+    SMB_WIRE_EXACT = 0, SMB_WIRE_BFLOAT16 = 1, SMB_WIRE_FLOAT16 = 2, SMB_WIRE_INT8 = 3, SMB_WIRE_SPARSE = 4
+};
+enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
 
 /* What a frame asks. Retired numbers are never reused. */
 enum smb_opcode {
@@ -326,6 +330,8 @@ struct smb_request {
     struct smb_buffer *other;
     uint64_t token;            /* of a lock of this buffer, if fenced: all segments are reached over links then */
     bool fenced;
+    const int64_t *indices;    /* of SMB_WIRE_SPARSE: elements of the buffer, ascending, `count` of them, whose values are in source; */
+    uint64_t count;            /* offset and bytes are from the first to the last. No sink */
     int wire;                  /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also where it is
                                 * local. The new values that an ACCUMULATE fetches are exact */
     uint32_t timeout_ms;

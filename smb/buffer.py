@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from smb import arrays, engine
-from smb.dtypes import DTYPES, OPS, WIRES, Dtype
+from smb.dtypes import DTYPES, OPS, SPARSE_WIRE, WIRES, Dtype
 from smb.engine import NOWHERE, AskOpcode, BufferHandle, Doubt, DoubtState, EngineError, Opcode, Outcome, Status
 from smb.errors import (
     Error,
@@ -28,7 +28,7 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
-from smb.feedback import ErrorFeedback, Sending
+from smb.feedback import ErrorFeedback, Sending, SparseSending
 from smb.layout import Layout, SegmentPlace
 from smb.lock import PUBLISHER_LOCK, Lock
 from smb.proto import control_pb2 as pb
@@ -312,6 +312,53 @@ class Buffer:
                 raise
         return result
 
+    def accumulate_sparse(
+        self,
+        indices: Any,
+        values: Any,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        fence: Lock | None = None,
+        feedback: ErrorFeedback | None = None,
+    ) -> None:
+        """As accumulate, of some elements: those of the flattened buffer at `indices`, combined with `values`.
+
+        `indices` are int64, strictly ascending; `values` are as many, of the buffer's dtype, and travel exact: 4 bytes
+        more each. Atomic per chunk, unless a chunk has more than 1 MiB of them. All other elements stay as they are.
+        With feedback=, `values` are of its top_k(): if the call is not made, or settle() finds some of them not
+        applied, they go back into the residual.
+        """
+        number = self._op(op, scale, "accumulate_sparse")
+        asked = self._asked("accumulate_sparse")
+        memory = arrays.readable(values, self._dtype)
+        where = np.ascontiguousarray(indices)
+        if where.dtype != np.int64 or where.ndim != 1 or where.size != memory.count or where.size == 0:
+            raise InvalidArgumentError(
+                f"{asked}: {where.dtype}{list(where.shape)} indices for {memory.count} values; pass int64, one each"
+            )
+        if where[0] < 0 or where[-1] >= self.size or not (where[1:] > where[:-1]).all():
+            raise InvalidArgumentError(f"{asked}: indices must ascend strictly, from 0 to {self.size - 1}")
+        if feedback is not None and (op != "sum" or scale != 1.0 or feedback.buffer.name != self.name):
+            raise InvalidArgumentError(
+                f"{asked}: feedback= takes this buffer's, op='sum' and scale=1: top_k has scaled"
+            )
+        first, count = int(where[0]), int(where[-1] - where[0]) + 1
+        try:
+            self._call(
+                Opcode.ACCUMULATE, first, count, memory.place, op=number, scale=scale, fence=fence,
+                wire=SPARSE_WIRE, indices=where,
+            )  # fmt: skip
+        except Error as error:
+            if feedback is not None:
+                taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
+                failed = getattr(error, "_outcome", None)
+                if isinstance(failed, _Failed):
+                    failed.sending = taken
+                else:
+                    taken.put_back([range(self.size)])
+            raise
+
     def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
@@ -542,6 +589,7 @@ class Buffer:
         fence: Lock | None = None,
         token: int = 0,
         wire: int = 0,
+        indices: Array | None = None,
     ) -> int:
         """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
         if self._info.versions > 1 and opcode is not Opcode.READ and not token:
@@ -578,6 +626,8 @@ class Buffer:
                     other=others,
                     token=token,
                     wire=wire,
+                    indices=NOWHERE if indices is None else engine.memory_of(indices),
+                    entries=0 if indices is None else indices.size,
                 )
             else:
                 handle = self._handle or self._ensure(deadline)
@@ -791,7 +841,7 @@ class _Failed:
 
     buffer: Buffer
     doubt: Doubt | None
-    sending: Sending | None = None  # what it took out of a residual; put back once
+    sending: Sending | SparseSending | None = None  # what it took out of a residual; put back once
     settled: bool = False
 
 

@@ -431,8 +431,11 @@ class BufferHandle:
         other: BufferHandle | None = None,
         token: int = 0,
         wire: int = 0,
+        indices: Any = NOWHERE,
+        entries: int = 0,
     ) -> Outcome | int:
-        """As transfer, with another buffer as the source, under a lock's token, or rounded on the way.
+        """As transfer, with another buffer as the source, under a lock's token, rounded on the way, or of `entries`
+        elements whose indices (int64) are given.
 
         With a token the change is refused once the lock that it is of is another's; every segment is reached over a
         link then.
@@ -442,6 +445,7 @@ class BufferHandle:
         request.offset, request.bytes = offset, nbytes
         request.source, request.sink = source, sink
         request.wire = wire
+        request.indices, request.count = ffi.cast("int64_t *", indices), entries
         request.argument = argument
         request.other = other.pointer if other is not None else ffi.NULL
         request.token, request.fenced = token, token != 0

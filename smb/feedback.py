@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smb import engine
-from smb.dtypes import WIRES
+from smb import arrays, engine
+from smb.dtypes import DTYPES, WIRES
 from smb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -51,6 +51,25 @@ class ErrorFeedback:
         """Forget what has not been sent."""
         with self.lock:
             self._residual[:] = 0
+
+    def top_k(self, array: Array, k: int, *, scale: float = 1.0) -> tuple[Array, Array]:
+        """Return (indices, values) of the k largest elements, by magnitude, of scale * array + residual; keep the rest.
+
+        `array` is float32 with as many elements as the buffer. For buffer.accumulate_sparse(indices, values,
+        feedback=self): what is returned is out of the residual from then on. O(size) time.
+        """
+        memory = arrays.readable(array, DTYPES["float32"])
+        if memory.count != self._residual.size or not 0 < k <= memory.count:
+            raise InvalidArgumentError(
+                f"top_k of buffer {self.buffer.name!r}: k={k!r} of {memory.count} elements; pass all"
+            )
+        with self.lock:
+            self._residual += np.float32(scale) * arrays.as_float32(memory)
+            largest = np.argpartition(np.abs(self._residual), memory.count - k)[memory.count - k :]
+            indices = np.sort(largest).astype(np.int64)
+            values = self._residual[indices]
+            self._residual[indices] = 0
+        return indices, values
 
     def __repr__(self) -> str:
         return f"<smb.ErrorFeedback of buffer {self.buffer.name!r}>"
@@ -95,3 +114,17 @@ class Sending:
             for elements in missing:
                 here = slice(elements.start - self._offset, elements.stop - self._offset)
                 self._feedback._residual[elements.start : elements.stop] += self._arrives[here]
+
+
+class SparseSending:
+    """What accumulate_sparse was to send of a residual."""
+
+    def __init__(self, feedback: ErrorFeedback, indices: Array, values: Array) -> None:
+        self._feedback, self._indices, self._values = feedback, indices, values
+
+    def put_back(self, missing: list[range]) -> None:
+        """These elements were not applied and never will be: they are in the residual again."""
+        with self._feedback.lock:
+            for elements in missing:
+                low, high = np.searchsorted(self._indices, (elements.start, elements.stop))
+                self._feedback._residual[self._indices[low:high]] += self._values[low:high]

@@ -93,6 +93,17 @@ static void check_promises(const struct smb_frame *frame)
     uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
     CHECK(payload <= SMB_CHUNK_BYTES_MAX + SMB_TOKEN_BYTES);
     int wire = smb_frame_wire(frame);
+    uint32_t entry = SMB_WIRE_INDEX_BYTES + smb_dtype_bytes(frame->dtype);
+    if (wire == SMB_WIRE_SPARSE) {
+        CHECK(frame->opcode == SMB_ACCUMULATE && smb_dtype_bytes(frame->dtype) > 0);
+        if (frame->flags & SMB_FLAG_REPLY) {
+            CHECK_EQ(payload, 0);
+            return;
+        }
+        uint32_t body = smb_frame_body(frame);
+        CHECK(body > 0 && body <= SMB_CHUNK_BYTES_MAX && body % entry == 0 && body / entry <= frame->length / (entry - 4));
+        return;
+    }
     CHECK(wire == SMB_WIRE_EXACT || (frame->dtype == SMB_FLOAT32 && smb_wire_is_dense(wire) &&
                                      (frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE)));
     uint64_t elements = wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4);
@@ -283,6 +294,28 @@ static void encoded_and_checked(void)
         expect(frame, SMB_PROTOCOL);
 }
 
+/* Some elements of a range: whole entries, at least one, no more than elements, never over a chunk's bytes. */
+static void sparse_entries(void)
+{
+    struct smb_frame frame = request(SMB_ACCUMULATE); /* int64 */
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT;
+    frame.length = 32;
+    frame.payload = 12, expect(frame, SMB_OK);
+    frame.payload = 48, expect(frame, SMB_OK);
+    frame.payload = 60, expect(frame, SMB_PROTOCOL);
+    frame.payload = 0, expect(frame, SMB_PROTOCOL);
+    frame.payload = 16, expect(frame, SMB_PROTOCOL);
+    frame.payload = 12, frame.flags |= SMB_FLAG_CHECKSUM, expect(frame, SMB_PROTOCOL);
+    frame.payload = 16, expect(frame, SMB_OK);
+    frame.flags |= SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL), frame.payload = 24, expect(frame, SMB_OK);
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT | SMB_FLAG_FETCH, frame.payload = 12, expect(frame, SMB_PROTOCOL);
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT, frame.opcode = SMB_WRITE, expect(frame, SMB_PROTOCOL);
+    frame.opcode = SMB_ACCUMULATE, frame.length = SMB_CHUNK_BYTES_MAX, frame.payload = 87381 * 12, expect(frame, SMB_OK);
+    frame.payload = 87382 * 12, expect(frame, SMB_PROTOCOL);
+    frame.dtype = SMB_UINT8, frame.argument = smb_bits_of(1.0), frame.length = 8;
+    frame.payload = 40, expect(frame, SMB_OK), frame.payload = 45, expect(frame, SMB_PROTOCOL);
+}
+
 /* Every status that a program may meet has a name, and no other number has. */
 static void names(void)
 {
@@ -296,6 +329,6 @@ static void names(void)
 int main(void)
 {
     static const struct test tests[] = {TEST(round_trip_of_every_opcode), TEST(golden_bytes), TEST(every_byte_value),
-                                        TEST(random_frames), TEST(each_rule), TEST(encoded_and_checked), TEST(names)};
+                                        TEST(random_frames), TEST(each_rule), TEST(encoded_and_checked), TEST(sparse_entries), TEST(names)};
     return RUN_TESTS(tests);
 }

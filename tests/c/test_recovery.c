@@ -211,6 +211,8 @@ static void must(struct smb_buffer *buffer, struct smb_request request, uint64_t
 
 static int64_t content[ELEMENTS], source[ELEMENTS], delta[ELEMENTS], sink[ELEMENTS];
 /* Of what travels encoded. Whole numbers, of which every block of int8 has one of 127: nothing is rounded. */
+static int64_t indices[FLOAT_COUNT]; /* of what is sparse: every third element, from the first to the last of the range */
+enum { SPARSE_STEP = 3, SPARSE_COUNT = (OP_BYTES / 4 + SPARSE_STEP - 1) / SPARSE_STEP };
 static float float_content[FLOAT_COUNT], float_delta[FLOAT_COUNT], float_sink[FLOAT_COUNT];
 
 static void model_make(void)
@@ -223,6 +225,7 @@ static void model_make(void)
     for (int i = 0; i < FLOAT_COUNT; i++) {
         float_content[i] = (float)(16 * i);
         float_delta[i] = (float)(i % 127 + 1);
+        indices[i] = (int64_t)SPARSE_STEP * i;
     }
 }
 
@@ -243,6 +246,7 @@ static const struct operation OPERATIONS[] = {
     {SMB_ACCUMULATE, false, true, true, SMB_WIRE_INT8},
     {SMB_ACCUMULATE, true, true, true, SMB_WIRE_BFLOAT16},
     {SMB_WRITE, false, false, false, SMB_WIRE_FLOAT16},
+    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_SPARSE},
 };
 enum { OPERATION_COUNT = sizeof OPERATIONS / sizeof *OPERATIONS, COUNTER = 3000 };
 
@@ -264,6 +268,10 @@ static struct smb_request request_of(const struct operation *operation, struct r
         request.wire = operation->wire;
         request.source = float_delta;
         request.sink = operation->fetch ? float_sink : NULL;
+        request.indices = operation->wire == SMB_WIRE_SPARSE ? indices : NULL;
+        request.count = operation->wire == SMB_WIRE_SPARSE ? SPARSE_COUNT : 0;
+        if (request.indices)
+            request.bytes = 4 * (uint64_t)(indices[SPARSE_COUNT - 1] + 1);
     }
     return request;
 }
@@ -271,6 +279,10 @@ static struct smb_request request_of(const struct operation *operation, struct r
 static void model_apply(const struct operation *operation, uint64_t result)
 {
     for (int64_t i = 0; i < OP_BYTES / 4 && operation->wire != SMB_WIRE_EXACT; i++) {
+        if (operation->wire == SMB_WIRE_SPARSE) {
+            float_content[i] += i % SPARSE_STEP == 0 ? 3 * float_delta[i / SPARSE_STEP] : 0;
+            continue;
+        }
         float_content[i] = operation->opcode == SMB_WRITE ? float_delta[i] : float_content[i] + 3 * float_delta[i];
         CHECK(!operation->fetch || float_sink[i] == float_content[i]);
     }
@@ -504,7 +516,7 @@ static void garbage_in_slots(void)
         FILE *file = fopen(scratch_path("journal"), "r+");
         CHECK(file != NULL);
         for (int i = 0; i < 1 + round / 4; i++) { /* the words of slot 0, past its undo block; never its mark on the chunk */
-            CHECK_EQ(fseek(file, 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 + (long)random_below(&random, 104), SEEK_SET), 0);
+            CHECK_EQ(fseek(file, 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 + (long)random_below(&random, 108), SEEK_SET), 0);
             fputc((int)(random_next(&random) & 255), file);
         }
         fclose(file);

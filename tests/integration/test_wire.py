@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -186,3 +187,101 @@ def test_a_call_that_was_not_made_leaves_the_residual(client: smb.Client) -> Non
     with pytest.raises(smb.Error):
         buffer.accumulate(values(11, 1000), wire="int8", feedback=feedback)
     np.testing.assert_array_equal(feedback.residual, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8"])
+@pytest.mark.parametrize("op", ["sum", "max", "replace"])
+def test_some_elements_only(client: smb.Client, dtype: str, op: str) -> None:
+    """Few, many, neighbours, one, the first and the last, over chunks and servers: those change, no others."""
+    random = np.random.default_rng(20)
+    buffer = client.create("some", COUNT, dtype, servers=3, stripe=STRIPE)
+    expected = random.integers(0, 50, COUNT).astype(dtype)
+    buffer.write(expected)
+    chosen = (
+        np.array([0]), np.array([COUNT - 1]), np.array([0, COUNT - 1]), np.arange(70_000, 70_900), np.arange(COUNT),
+        np.sort(random.choice(COUNT, 1000, replace=False)), np.sort(random.choice(COUNT, 40_000, replace=False)),
+    )  # fmt: skip
+    for indices in chosen:
+        values = random.integers(0, 60, indices.size).astype(dtype)
+        buffer.accumulate_sparse(indices, values, op=op, scale=2.0)
+        with np.errstate(over="ignore"):
+            scaled = values * np.array(2, dtype)
+            old = expected[indices]
+            new = old + scaled if op == "sum" else np.maximum(old, scaled) if op == "max" else scaled
+        expected[indices] = new
+        np.testing.assert_array_equal(buffer.read(), expected)
+
+
+def test_more_entries_than_a_frame_holds(client: smb.Client) -> None:
+    """Every element of chunks of 1 MiB, as bytes: five times the chunk in entries, cut into frames that fit."""
+    buffer = client.create("bytes", 2**20 + 5, "uint8", stripe="1MiB", servers=1)
+    values = np.random.default_rng(21).integers(0, 255, buffer.size).astype(np.uint8)
+    buffer.accumulate_sparse(np.arange(buffer.size), values)
+    with buffer.lock() as lock:
+        buffer.accumulate_sparse(np.arange(buffer.size), values, fence=lock)
+    np.testing.assert_array_equal(buffer.read(), 2 * values)
+
+
+def test_refused_indices(client: smb.Client) -> None:
+    """Not ascending, twice the same, out of range, too few values, no int64: refused, and nothing changes."""
+    buffer = client.create("indices", 100)
+    for indices, count in (([3, 2], 2), ([2, 2], 2), ([-1, 2], 2), ([5, 100], 2), ([1, 2], 3), ([1], 2), ([], 0)):
+        with pytest.raises(smb.InvalidArgumentError, match="indices"):
+            buffer.accumulate_sparse(np.array(indices, np.int64), np.ones(count, np.float32))
+    with pytest.raises(smb.InvalidArgumentError, match="pass int64"):
+        buffer.accumulate_sparse(np.array([1], np.int32), np.ones(1, np.float32))
+    with pytest.raises(smb.InvalidArgumentError, match="float64"):
+        buffer.accumulate_sparse(np.array([1]), np.ones(1))
+    assert (buffer.read() == 0).all()
+
+
+def test_the_largest_with_feedback(client: smb.Client) -> None:
+    """Each time the k largest of what is left; in the end all has been sent, and buffer and residual are the sum."""
+    buffer = client.create("largest", 5000, servers=2, stripe="4KiB")
+    feedback = smb.ErrorFeedback(buffer)
+    exact = np.zeros(5000)
+    for turn in range(20):
+        array = values(turn, 5000)
+        indices, taken = feedback.top_k(array, 100, scale=0.5)
+        assert indices.size == taken.size == 100
+        assert np.abs(taken).min() >= np.abs(feedback.residual).max()
+        buffer.accumulate_sparse(indices, taken, feedback=feedback)
+        exact += 0.5 * array
+    np.testing.assert_allclose(buffer.read() + feedback.residual, exact, atol=1e-4)
+    buffer.accumulate(np.zeros(5000, np.float32), wire="exact", feedback=feedback)  # the rest
+    assert (feedback.residual == 0).all()
+    np.testing.assert_allclose(buffer.read(), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_a_failed_call_missed_goes_back_into_the_residual(sparse: bool) -> None:
+    """A server gone in the middle: settle puts back what it did not get; sent again, all of it counts once."""
+    size = 300_000
+    with (
+        smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
+        smb.connect(cluster.address, transport="tcp", timeout=0.5) as hasty,
+        smb.connect(cluster.address, transport="tcp", timeout=30) as patient,
+    ):
+        buffer = hasty.create("w", size, stripe=STRIPE)
+        feedback = smb.ErrorFeedback(buffer)
+        array = np.arange(size, dtype=np.float32) % 1000 + 1
+        buffer.write(np.zeros(size, np.float32))
+        cluster.servers[1].kill()
+        add = (
+            functools.partial(buffer.accumulate_sparse, *feedback.top_k(array, size // 2))
+            if sparse
+            else functools.partial(buffer.accumulate, array, wire="int8")
+        )
+        with pytest.raises(smb.UnavailableError, match="settle") as caught:
+            add(feedback=feedback)
+        cluster.servers[1].start()
+        before = feedback.residual
+        assert buffer.settle(caught.value, timeout=20) == []
+        assert np.abs(feedback.residual - before).max() > 0
+        after = feedback.residual
+        assert buffer.settle(caught.value, timeout=20) == []  # again: nothing is put back twice
+        np.testing.assert_array_equal(feedback.residual, after)
+        together = patient.open("w").read() + after
+        np.testing.assert_allclose(together, array, rtol=1e-5)
+        patient.open("w").accumulate(np.zeros(size, np.float32), wire="exact", feedback=feedback)
+        np.testing.assert_allclose(patient.open("w").read(), array, rtol=1e-5)
