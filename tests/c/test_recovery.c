@@ -502,6 +502,30 @@ static void lost_journal(void)
     }
 }
 
+/* What a daemon of before encoded payloads left half done is finished, and the file is of the new version then. */
+static void journal_of_the_version_before(void)
+{
+    struct host host;
+    struct reach reach;
+    struct told told;
+    struct calling calling;
+    uint32_t version = 1;
+    begin(&host, &reach, &told);
+    die_in(&host, &reach, &told, &OPERATIONS[0], "journal.block_half", 2, &calling);
+    FILE *file = fopen(scratch_path("journal"), "r+");
+    CHECK(file != NULL);
+    CHECK_EQ(fseek(file, 8, SEEK_SET), 0);
+    CHECK_EQ(fwrite(&version, sizeof version, 1, file), 1);
+    fclose(file);
+    live_again(&host, &reach, &told, &OPERATIONS[0], &calling);
+    CHECK_EQ(told.finished, 1);
+    file = fopen(scratch_path("journal"), "r");
+    CHECK(file != NULL && fseek(file, 8, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
+    fclose(file);
+    CHECK_EQ(version, 2);
+    end(&host, &reach, told);
+}
+
 /* What is found in a file is not believed: slots of garbage change nothing, and the next journal works. */
 static void garbage_in_slots(void)
 {
@@ -528,6 +552,7 @@ static void garbage_in_slots(void)
 int main(void)
 {
     static const struct test tests[] = {TEST(killed_at_every_point), TEST(killed_in_recovery),
-                                        TEST(local_client_waits_for_recovery), TEST(lost_journal), TEST(garbage_in_slots)};
+                                        TEST(local_client_waits_for_recovery), TEST(lost_journal), TEST(journal_of_the_version_before),
+                                        TEST(garbage_in_slots)};
     return RUN_TESTS(tests);
 }
