@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf perf-peers install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -55,6 +55,15 @@ sanitized: $(VENV)/test-installed
 promises: $(VENV)/installed
 	$(BIN)/python perf/promises.py
 
+# Us beside the physical limits and the peers, into perf/results; make perf PERF="--quick" for a look (perf/README.md).
+perf: $(VENV)/perf-installed
+	$(BIN)/python -m perf.run $(PERF)
+
+# The peers that perf/ measures beside us (perf/peers/README.md); LARGE=1 for those that bring hundreds of megabytes.
+perf-peers: $(VENV)/demo-installed
+	$(PIP) install --requirement perf/peers/requirements.txt $(if $(LARGE),--requirement perf/peers/requirements-large.txt)
+	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -y -q redis-server; }
+
 install: $(VENV)/installed
 
 $(VENV)/bin/python:
@@ -73,6 +82,13 @@ $(VENV)/demo-installed: $(VENV)/installed examples/demo-requirements.txt
 
 $(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt
 	$(PIP) install --requirement tests/requirements.txt
+	@touch $@
+
+# The peers' packages are large, and some have no build for some machines: what can't be had is a footnote, not an error.
+$(VENV)/perf-installed: $(VENV)/installed perf/requirements.txt $(wildcard perf/peers/requirements.txt)
+	@echo "installing what the measurements need"
+	$(PIP) install --requirement perf/requirements.txt
+	-test ! -e perf/peers/requirements.txt || $(PIP) install --requirement perf/peers/requirements.txt
 	@touch $@
 
 clean:

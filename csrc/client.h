@@ -131,6 +131,7 @@ struct smb_link {
     struct flight *unsent, *sent, *spare;
     struct flight **unsent_end, **sent_end;
     uint64_t sent_bytes;           /* of the first unsent one */
+    uint64_t heard_ns;             /* when the peer was heard of last */
     /* the answer coming in */
     struct flight *reading;        /* whose payload is expected, or NULL */
     uint32_t reading_have;

@@ -78,12 +78,13 @@ static bool all_sent(const struct connection *connection)
     return connection->out_start == connection->out_end && connection->tail_start == connection->tail_end;
 }
 
-/* Sends replies, then `data`, as far as the socket takes them; *sent says how much of data went. */
-static enum step send_with(struct connection *connection, const void *data, uint32_t bytes, uint32_t *sent)
+/* Sends the replies in `out`, then the parts, as far as the socket takes them; parts[0] is left free for the replies. *sent says
+ * how much of the other parts went. */
+static enum step send_with(struct connection *connection, struct iovec *parts, size_t count, uint64_t *sent)
 {
     uint32_t replies = connection->out_end - connection->out_start;
-    struct iovec parts[2] = {{connection->out + connection->out_start, replies}, {(void *)data, bytes}};
-    struct msghdr message = {.msg_iov = parts, .msg_iovlen = bytes ? 2 : 1};
+    parts[0] = (struct iovec){connection->out + connection->out_start, replies};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
     union {
         struct cmsghdr header;
         uint8_t bytes[CMSG_SPACE(sizeof(int))];
@@ -108,7 +109,7 @@ static enum step send_with(struct connection *connection, const void *data, uint
         connection->pass_fd = -1;
     }
     if ((uint64_t)done >= replies) {
-        *sent = (uint32_t)done - replies;
+        *sent = (uint64_t)done - replies;
         connection->out_start = connection->out_end = 0;
         connection->replies_held = 0;
     } else {
@@ -121,10 +122,13 @@ static enum step flush(struct connection *connection)
 {
     if (all_sent(connection))
         return STEP_ON;
-    uint32_t sent;
-    const uint8_t *data = connection->tail ? connection->tail + connection->tail_start : NULL;
-    enum step step = send_with(connection, data, connection->tail_end - connection->tail_start, &sent);
-    connection->tail_start += sent;
+    uint64_t sent;
+    uint32_t bytes = connection->tail_end - connection->tail_start;
+    struct iovec parts[2];
+    if (bytes)
+        parts[1] = (struct iovec){connection->tail + connection->tail_start, bytes};
+    enum step step = send_with(connection, parts, bytes ? 2 : 1, &sent);
+    connection->tail_start += (uint32_t)sent;
     if (connection->tail_start == connection->tail_end)
         connection->tail_start = connection->tail_end = 0;
     return step;
@@ -166,15 +170,19 @@ static void put_reply_with_tail(struct connection *connection, struct smb_frame 
     connection->tail_end = reply->payload;
 }
 
-/* The request in hand is answered. `done`: it was carried out, not refused. */
+static void count_done(struct connection *connection, const struct smb_frame *frame)
+{
+    struct smb_server *server = connection->loop->server;
+    server_count(&server->operations[connection->transport][frame->opcode], 1);
+    server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
+}
+
+/* The request in hand is answered. `done`: it was carried out, not refused, and is to be counted. */
 static void finish_request(struct connection *connection, bool done)
 {
     const struct smb_frame *frame = &connection->request.frame;
-    struct smb_server *server = connection->loop->server;
-    if (done) {
-        server_count(&server->operations[connection->transport][frame->opcode], 1);
-        server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
-    }
+    if (done)
+        count_done(connection, frame);
     connection->replies_held += frame->length >= BULK_BYTES;
     gate_done(&connection->request);
     connection->have_request = false;
@@ -310,11 +318,17 @@ static enum step receive_more(struct connection *connection)
     memmove(connection->in, connection->in + connection->in_start, left);
     connection->in_start = 0;
     connection->in_end = left;
+    if (connection->drained) { /* what has come since then epoll will say: one system call less before the answers go out */
+        connection->drained = false;
+        return wait_for(connection, WAIT_INPUT);
+    }
     struct iovec part = {connection->in + left, IN_BYTES - left};
     size_t have = 0;
     enum step step = receive(connection, &part, 1, &have);
-    if (step == STEP_ON)
+    if (step == STEP_ON) {
         connection->in_end += (uint32_t)have;
+        connection->drained = have < IN_BYTES - left;
+    }
     return step;
 }
 
@@ -471,41 +485,127 @@ static enum step answer_failure(struct connection *connection, int status)
     return STEP_ON;
 }
 
-/* A read is sent straight from the segment, under the chunk's lock: the socket copies it once, at one instant. What it does
- * not take at once is set aside before the lock is released, so that a slow peer never holds it. */
-static enum step answer_read(struct connection *connection)
+/* The read that is in hand, and those right behind it that have arrived and whose chunks' locks are free: one large call
+ * into the kernel is up to 1.5 times as fast as several of a chunk each. Several locks are held then, but only the first was
+ * waited for. */
+struct batch {
+    uint32_t count;
+    struct gate_request requests[READS_PER_SEND];
+    uint8_t headers[READS_PER_SEND][SMB_FRAME_BYTES];
+    struct iovec parts[1 + 2 * READS_PER_SEND]; /* earlier replies; then header and data of each */
+};
+
+static int batch_add(struct batch *batch, const struct gate_request *request)
+{
+    uint8_t *place;
+    uint32_t i = batch->count;
+    batch->requests[i] = *request;
+    int status = gate_open(&batch->requests[i], false, &place);
+    if (status != SMB_OK)
+        return status;
+    struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+    reply.length = reply.payload = request->frame.length;
+    smb_frame_encode(&reply, batch->headers[i]);
+    batch->parts[1 + 2 * i] = (struct iovec){batch->headers[i], SMB_FRAME_BYTES};
+    batch->parts[2 + 2 * i] = (struct iovec){place, request->frame.length};
+    batch->count++;
+    return SMB_OK;
+}
+
+static bool is_plain_read(struct connection *connection, const uint8_t *bytes, struct smb_frame *frame)
+{
+    return smb_frame_parse(bytes, frame) == SMB_OK && !(frame->flags & SMB_FLAG_REPLY) && frame->opcode == SMB_READ &&
+           !(frame->flags & (SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM)) && frame->session == connection->session &&
+           frame->length >= BULK_BYTES;
+}
+
+/* Those behind the one in hand. They stay in `in` until they are answered. */
+static void batch_extend(struct connection *connection, struct batch *batch)
+{
+    uint32_t at = connection->in_start;
+    while (batch->count < READS_PER_SEND && connection->in_end - at >= SMB_FRAME_BYTES) {
+        struct gate_request request = {0};
+        if (!is_plain_read(connection, connection->in + at, &request.frame) ||
+            gate_admit(connection->loop->server, &request.frame, &request) != SMB_OK)
+            return;
+        request.retried = true; /* no patience: its lock is tried once */
+        if (batch_add(batch, &request) != SMB_OK) {
+            gate_done(&request);
+            return;
+        }
+        at += SMB_FRAME_BYTES;
+    }
+}
+
+/* What is not sent as it lies there: encoded, or with a checksum, of a copy that nobody changes. */
+static enum step answer_read_by_copy(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length;
     uint8_t *place;
-    if (!chunk_memory(&connection->tail))
-        return refuse(connection, SMB_OUT_OF_MEMORY);
+    int wire = smb_frame_wire(&request->frame);
     int status = gate_open(request, false, &place);
     if (status == SMB_BUSY)
         return park(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
+    if (wire == SMB_WIRE_EXACT)
+        memcpy(connection->tail, place, length);
+    else
+        smb_kernel_encode(wire, place, length / 4, connection->tail);
+    gate_close(request, false, true);
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
-    int wire = smb_frame_wire(&reply);
-    enum step step = STEP_ON;
     reply.length = length;
-    if (wire == SMB_WIRE_EXACT && !connection->checksums) {
-        uint32_t sent;
-        put_reply_with_tail(connection, &reply, length);
-        step = send_with(connection, place, length, &sent);
-        memcpy(connection->tail, place + sent, length - sent);
-        connection->tail_end = length - sent;
-        gate_close(request, false, true);
-    } else {
-        if (wire == SMB_WIRE_EXACT)
-            memcpy(connection->tail, place, length);
-        else
-            smb_kernel_encode(wire, place, length / 4, connection->tail);
-        gate_close(request, false, true);
-        put_reply_with_tail(connection, &reply,
-                            wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4));
-    }
+    put_reply_with_tail(connection, &reply, wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4));
     finish_request(connection, true);
+    return STEP_ON;
+}
+
+/* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once, at one instant. Of the one that
+ * it does not take whole the rest is set aside before its lock is released, so that a slow peer never holds it. */
+static enum step answer_read(struct connection *connection)
+{
+    struct batch batch = {.count = 0};
+    if (!chunk_memory(&connection->tail))
+        return refuse(connection, SMB_OUT_OF_MEMORY);
+    if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
+        return answer_read_by_copy(connection);
+    int status = batch_add(&batch, &connection->request);
+    if (status == SMB_BUSY)
+        return park(connection);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    if (connection->request.frame.length >= BULK_BYTES)
+        batch_extend(connection, &batch);
+    uint64_t sent = 0;
+    enum step step = send_with(connection, batch.parts, 1 + 2 * batch.count, &sent);
+    uint32_t begun = 0;
+    for (uint32_t i = 0; i < batch.count; i++) {
+        struct gate_request *request = &batch.requests[i];
+        uint32_t length = request->frame.length;
+        bool answered = i == 0 || sent > 0; /* the first is in hand: it is answered in any case */
+        if (answered && sent < SMB_FRAME_BYTES + (uint64_t)length) {
+            uint32_t of_header = sent < SMB_FRAME_BYTES ? (uint32_t)sent : SMB_FRAME_BYTES;
+            uint32_t of_data = (uint32_t)sent - of_header;
+            memcpy(connection->out + connection->out_end, batch.headers[i] + of_header, SMB_FRAME_BYTES - of_header);
+            connection->out_end += SMB_FRAME_BYTES - of_header;
+            memcpy(connection->tail, (const uint8_t *)batch.parts[2 + 2 * i].iov_base + of_data, length - of_data);
+            connection->tail_start = 0;
+            connection->tail_end = length - of_data;
+            sent = 0;
+        } else if (answered) {
+            sent -= SMB_FRAME_BYTES + (uint64_t)length;
+        }
+        gate_close(request, false, true);
+        if (answered) {
+            count_done(connection, &request->frame);
+            begun++;
+        }
+        if (i > 0)
+            gate_done(request);
+    }
+    connection->in_start += (begun - 1) * SMB_FRAME_BYTES;
+    finish_request(connection, false);
     return step;
 }
 

@@ -13,7 +13,11 @@
 
 #include "address.h"
 
-enum { SEND_PARTS = 32, FRAME_PARTS = 4 };
+enum {
+    SEND_PARTS = 32,
+    FRAME_PARTS = 4,
+    QUIET_NS = 1000000 /* a link that has said nothing for so long is asked whether its peer is there, before it is used */
+};
 
 /* ---- making one --------------------------------------------------------------------------------------------------- */
 
@@ -893,6 +897,7 @@ static int receive_some(struct smb_link *link, bool *moved)
     if (done == 0)
         return SMB_LINK_LOST;
     *moved = true;
+    link->heard_ns = smb_now_ns();
     uint32_t ours = (uint64_t)done < missing ? (uint32_t)done : missing;
     if (ours > 0)
         take_data(link, NULL, ours);
@@ -1112,7 +1117,7 @@ static int move(struct smb_link *link, bool *moved)
     if (state_of(link) == LINK_RESUMING) {
         status = send_watermarks(link, moved);
     } else {
-        if (link->flying == 0 && peer_is_gone(link))
+        if (link->flying == 0 && smb_now_ns() - link->heard_ns > QUIET_NS && peer_is_gone(link))
             return SMB_LINK_LOST;
         fill_window(link);
         if (link->unsent)

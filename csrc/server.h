@@ -28,6 +28,7 @@ enum {
     SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
     FRAMES_PER_TURN = 32,         /* then the next connection of the loop has its turn */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
+    READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, what a socket buffer takes anyway */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
     LOOPS_MAX = 64
@@ -227,6 +228,7 @@ struct connection {
     uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
+    bool drained;                       /* the last look at the socket took all that was there */
     uint32_t out_start, out_end;        /* small replies to be sent */
     uint32_t replies_held;
     uint32_t tail_start, tail_end;      /* what is left of a chunk being sent, in `tail` */

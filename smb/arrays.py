@@ -65,8 +65,6 @@ def readable(array: Any, dtype: Dtype) -> Memory:
     Raises InvalidArgumentError for another dtype, for memory of a GPU, for what is no array at all.
     """
     if type(array) is np.ndarray:
-        if array.dtype is dtype.numpy and array.flags.c_contiguous:
-            return Memory(memory_of(array), array.size, array.shape, array)
         return _of_numpy(_contiguous(_same_dtype(array, dtype)))
     if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
         return _of_dlpack(array, dtype, copy=True)

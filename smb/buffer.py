@@ -16,7 +16,18 @@ import numpy as np
 
 from smb import arrays, engine
 from smb.dtypes import DTYPES, OPS, SPARSE_WIRE, WIRES, Dtype
-from smb.engine import NOWHERE, AskOpcode, BufferHandle, Doubt, DoubtState, EngineError, Opcode, Outcome, Status
+from smb.engine import (
+    NOWHERE,
+    AskOpcode,
+    BufferHandle,
+    Doubt,
+    DoubtState,
+    EngineError,
+    Opcode,
+    Outcome,
+    Status,
+    memory_of,
+)
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -42,6 +53,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Result = TypeVar("Result")
 
+# An enum's member is slow to look up.
+_READ, _WRITE, _ACCUMULATE, _FETCH_ADD = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE, Opcode.FETCH_ADD
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
@@ -136,6 +149,7 @@ class Buffer:
         self._itemsize = self._dtype.itemsize
         self._wire = WIRES[info.wire]
         self._size = info.nbytes // self._itemsize
+        self._plain = info.versions == 1
         self._counters = self._size if self._dtype.name == "int64" else 0
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
@@ -209,7 +223,7 @@ class Buffer:
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         memory = arrays.writable(result, self._dtype, count)
         if self._info.versions == 1:
-            self._call(Opcode.READ, offset, count, sink=memory.place, wire=number)
+            self._call(_READ, offset, count, sink=memory.place, wire=number)
         else:
             self._read_published(offset, count, memory.place, number)
         return cast(Array, result)
@@ -220,9 +234,9 @@ class Buffer:
         Where two writes overlap, the last one wins, element by element.
         """
         number = self._wire if wire is None else self._wire_of(wire, "write")
-        memory = arrays.readable(array, self._dtype)
-        offset, count = self._range(offset, memory.count, "write")
-        self._call(Opcode.WRITE, offset, count, memory.place, fence=fence, wire=number)
+        place, count, _owner = self._source(array)
+        offset, count = self._range(offset, count, "write")
+        self._call(_WRITE, offset, count, place, fence=fence, wire=number)
 
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
@@ -285,24 +299,22 @@ class Buffer:
         """
         number = self._op(op, scale, "accumulate")
         wires = self._wire if wire is None else self._wire_of(wire, "accumulate")
-        memory = arrays.readable(array, self._dtype)
-        offset, count = self._range(offset, memory.count, "accumulate")
-        result = np.empty(memory.shape, self.dtype) if fetch else None
+        place, count, owner = self._source(array)
+        offset, count = self._range(offset, count, "accumulate")
+        result = np.empty(owner.shape, self.dtype) if fetch else None
         sink = arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE
         if feedback is None:
-            self._call(
-                Opcode.ACCUMULATE, offset, count, memory.place, sink, op=number, scale=scale, fence=fence, wire=wires
-            )
+            self._call(_ACCUMULATE, offset, count, place, sink, op=number, scale=scale, fence=fence, wire=wires)
             return result
         if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
             raise InvalidArgumentError(
                 f"{self._asked('accumulate')}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
             )
         with feedback.lock:
-            sending = feedback.take(arrays.as_float32(memory), offset, scale, wires)
+            sending = feedback.take(arrays.as_float32(arrays.readable(array, self._dtype)), offset, scale, wires)
             place = arrays.readable(sending.values, self._dtype).place
             try:
-                self._call(Opcode.ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
+                self._call(_ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
             except Error as error:
                 failed = getattr(error, "_outcome", None)
                 if isinstance(failed, _Failed):  # as if all was applied, until settle finds out
@@ -380,7 +392,8 @@ class Buffer:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
         if not (type(index) is type(value) is int and 0 <= index < self._counters and _LOWEST <= value <= _HIGHEST):
             index, value = self._counter("fetch_add", index, value)
-        return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
+        old = self._call(_FETCH_ADD, index, 1, argument=value & _MASK)
+        return old if old <= _HIGHEST else old - 2**64
 
     def compare_swap(self, index: int, expected: int, new: int) -> int:
         """Set element `index` of an int64 buffer to `new` if it is `expected`; return what it was before. Atomic.
@@ -515,6 +528,13 @@ class Buffer:
     def _asked(self, call: str) -> str:
         return f"{call} of buffer {self.name!r}"
 
+    def _source(self, array: Any) -> tuple[Any, int, Any]:
+        """Return (place, elements, what keeps it alive and has its shape) of an array to be read from."""
+        if type(array) is np.ndarray and array.dtype is self._info.dtype and array.flags.c_contiguous:
+            return memory_of(array), array.size, array
+        memory = arrays.readable(array, self._dtype)
+        return memory.place, memory.count, memory
+
     def _range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
         """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""
         if type(offset) is type(count) is int and 0 <= offset <= self._size and 0 < count <= self._size - offset:
@@ -592,6 +612,18 @@ class Buffer:
         indices: Array | None = None,
     ) -> int:
         """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
+        client, handle = self._client, self._handle
+        started = time.monotonic()
+        start, nbytes = offset * self._itemsize, count * self._itemsize
+        result: Outcome | int | None = None
+        if self._plain and handle is not None and fence is None and other is None and not token and not wire:
+            # The usual case by itself: what a small call takes is Python's time.
+            client.check_open()
+            result = handle.transfer(
+                opcode, start, nbytes, client.timeout_ms, source, sink, op, scale, argument, expected
+            )
+            if type(result) is int:
+                return result
         if self._info.versions > 1 and opcode is not Opcode.READ and not token:
             raise InvalidArgumentError(
                 f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
@@ -602,13 +634,13 @@ class Buffer:
                     f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
                 )
             token = fence.token
-        deadline = Deadline(self._client.timeout)
-        start, nbytes = offset * self._itemsize, count * self._itemsize
+        deadline = Deadline(client.timeout, started)
         pause = _RETRY_FIRST_S
         while True:
-            self._client.check_open()
-            result: Outcome | int
-            if token or wire or other is not None:
+            if result is not None:
+                pass
+            elif token or wire or other is not None:
+                client.check_open()
                 handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
                 others = None
                 if other is not None:
@@ -630,6 +662,7 @@ class Buffer:
                     entries=0 if indices is None else indices.size,
                 )
             else:
+                client.check_open()
                 handle = self._handle or self._ensure(deadline)
                 result = handle.transfer(
                     opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
@@ -650,6 +683,7 @@ class Buffer:
             self._forget(handle)
             if other is not None:
                 other._forget(other._handle)
+            result = None
             time.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, _RETRY_MAX_S)
 

@@ -102,6 +102,7 @@ class Client:
 
     def __init__(self, address: str, transport: str, timeout: float, checksum: bool = False) -> None:
         self.timeout = timeout
+        self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._pid = os.getpid()
         self._closed = False

@@ -14,10 +14,10 @@ _MS_MAX = 2**31
 
 
 class Deadline:
-    """A point in time; seconds. What blocks takes what is left."""
+    """A point in time, `seconds` after `started` (time.monotonic(); default: now). What blocks takes what is left."""
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self, seconds: float, started: float | None = None) -> None:
+        self._end = (time.monotonic() if started is None else started) + seconds
 
     def left(self) -> float:
         """Seconds left, 0 when it has passed."""

@@ -219,5 +219,5 @@ def test_flipped_bits_with_checksums(tmp_path: Path) -> None:
         flipped = dict(proxy.fired)
         print(f"{flipped}: {answers_spoilt + worker.spoilt} answers found spoilt")
         assert min(flipped["flip request"], flipped["flip reply"]) > OPERATIONS // 100
-        # All of those that a client received whole; a broken connection takes later ones along.
-        assert 0 < answers_spoilt + worker.spoilt <= flipped["flip reply"]
+        # A broken connection takes later ones along; and a request whose version is flipped gets an answer without checksum.
+        assert 0 < answers_spoilt + worker.spoilt <= sum(flipped.values())

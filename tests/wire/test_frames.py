@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import struct
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,42 @@ def test_answers_leave_in_the_order_of_requests(server: EngineServer) -> None:
                 assert (reply.opcode, reply.sequence, reply.status) == (kind, first, Status.OK)
                 assert kind == Opcode.WRITE or data == int64s(i)
                 first += 1
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+def test_reads_in_a_burst(server: EngineServer, unix: bool) -> None:
+    """Reads that arrive together are answered together: each once, in order, with its own bytes, whatever stands
+    between them, and however little of it the socket takes at a time."""
+    chunk = 65536
+    asked = [
+        whole(Opcode.READ, WITNESS, 0, chunk),
+        whole(Opcode.READ, WITNESS, chunk, chunk),
+        whole(Opcode.READ, WITNESS, chunk, chunk),  # whose lock the answer holds already
+        whole(Opcode.READ, WITNESS, 2 * chunk, 8),
+        whole(Opcode.READ, WITNESS, 2 * chunk + 8, chunk - 16),
+        replace(whole(Opcode.READ, WITNESS, 0, chunk), epoch=EPOCH + 1),
+        whole(Opcode.READ, WITNESS, 0, chunk - 8),
+        whole(Opcode.READ, 77, 0, chunk),
+        whole(Opcode.READ, WITNESS, chunk + 8, chunk - 8),
+        whole(Opcode.FETCH_ADD, SCRATCH, 0, 8),
+    ]
+    bad = {5: Status.STALE_EPOCH, 7: Status.NOT_FOUND}
+    rounds = 60
+    with server.hello_unix() if unix else server.hello() as client:
+        sender = threading.Thread(
+            target=lambda: [client.socket.sendall(b"".join(map(client.form, asked))) for _ in range(rounds)]
+        )
+        sequence = client.sequence
+        sender.start()  # it does not wait for answers
+        for _ in range(rounds):
+            for index, frame in enumerate(asked):
+                reply, data = client.receive()
+                sequence += 1
+                assert reply.sequence == sequence
+                assert (reply.opcode, reply.status) == (frame.opcode, bad.get(index, Status.OK))
+                if frame.opcode == Opcode.READ and index not in bad:
+                    assert data == PATTERN[frame.offset : frame.offset + frame.length]
+        sender.join(10)
 
 
 def test_bytes_may_arrive_in_any_pieces(server: EngineServer) -> None:

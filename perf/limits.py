@@ -1,0 +1,162 @@
+"""The physical limits as contenders: what limits.c reaches, one variant each. The best one of a cell is its limit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perf.contender import FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
+
+SOURCE = Path(__file__).with_name("limits.c")
+BUILD = Path(__file__).resolve().parent.parent / "build" / "perf"
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-march=native", "-Wall", "-Wextra", "-Werror", "-pthread")
+# Below this, neither a second connection nor the size of socket buffers matters.
+SMALL_BYTES = 256 << 10
+
+
+def build() -> Path:
+    """Return the program, compiled if source, flags or processor are new. Raises RuntimeError with what gcc says."""
+    text = SOURCE.read_bytes() + " ".join(FLAGS).encode() + _processor().encode()
+    program = BUILD / f"limits-{hashlib.sha256(text).hexdigest()[:12]}"
+    if not program.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        draft = program.with_suffix(f".{os.getpid()}")
+        command = [_compiler() or "gcc", *FLAGS, str(SOURCE), "-o", str(draft)]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            raise RuntimeError(f"{SOURCE.name} does not compile: {made.stderr.strip()[-500:]}")
+        draft.replace(program)
+    return program
+
+
+def _compiler() -> str | None:
+    return shutil.which("gcc") or shutil.which("cc")
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("flags")), platform.machine())
+
+
+class Limit:
+    """One variant of limits.c. `transport` is the program's own name for it; `over` the transport whose limit it is.
+
+    Nothing runs except during `measure`: every case is a start of the program.
+    """
+
+    kind = "limit"
+    quiet = True
+
+    def __init__(self, name: str, transport: str, over: str, **options: int) -> None:
+        self.name = name
+        self.counts = transport == over  # towards the limit; Unix sockets are shown beside TCP's, not as its limit
+        self._transport = transport
+        self._over = over
+        self._options = options
+
+    def missing(self) -> str | None:
+        return None if _compiler() else "no C compiler (gcc)"
+
+    def takes(self, case: Case) -> bool:
+        if case.transport != self._over:
+            return False
+        return self._takes_memory(case) if self._transport == SHM else self._takes_socket(case)
+
+    def _takes_memory(self, case: Case) -> bool:
+        """Locks are for what several change at once: an accumulate needs them, a write is tried with and without."""
+        if self._options.get("nontemporal") and (case.operation == FETCH_ADD or platform.machine() != "x86_64"):
+            return False
+        locks = bool(self._options.get("locks"))
+        if case.operation in (READ, FETCH_ADD) or case.clients == 1:
+            return not locks
+        return locks or case.operation == WRITE
+
+    def _takes_socket(self, case: Case) -> bool:
+        plain = self._options.get("connections", 1) == 1 and self._options.get("buffer_bytes", 0) == 0
+        return plain or case.nbytes >= SMALL_BYTES
+
+    def __enter__(self) -> Limit:
+        self._program = build()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def measure(self, case: Case) -> Sample:
+        asked = {
+            "operation": case.operation,
+            "transport": self._transport,
+            "bytes": case.nbytes,
+            "clients": case.clients,
+            "seconds": case.seconds,
+            **self._options,
+        }
+        command = [str(self._program), *(f"{name}={value}" for name, value in asked.items())]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            try:
+                out, said = process.communicate()
+            finally:
+                process.kill()  # where we are interrupted; its children end with it
+        if process.returncode != 0:
+            raise RuntimeError(said.decode(errors="replace").strip() or f"limits ended with {process.returncode}")
+        return _sample(case, out, served=self._transport != SHM)
+
+
+def _sample(case: Case, out: bytes, *, served: bool) -> Sample:
+    """Put together what limits.c printed. A batch of calls is one record there: times are shares of it."""
+    head, _, raw = out.partition(b"\n")
+    told: dict[str, Any] = json.loads(head)
+    times = np.frombuffer(raw)
+    runs: list[Run] = []
+    for client in told["clients"]:
+        count = client["batches"]
+        starts, ends, times = times[:count], times[count : 2 * count], times[2 * count :]
+        runs.append(Run(starts.tolist(), ends.tolist(), client["cpu_seconds"], client["calls"]))
+    batch: int = told["clients"][0]["batch_calls"]
+    sample = sample_of(replace(case, nbytes=batch * case.nbytes), runs, told["server_cpu_seconds"] if served else None)
+    return replace(
+        sample,
+        p50_seconds=sample.p50_seconds / batch,
+        p99_seconds=sample.p99_seconds / batch,
+        calls=sample.calls * batch,
+    )
+
+
+def _sockets(family: str, over: str, buffers: Sequence[int]) -> list[Limit]:
+    title = "TCP" if family == TCP else "Unix"
+    limits = []
+    for polling in (0, 1):
+        for connections in (1, 2):
+            if polling and connections > 1 and (os.cpu_count() or 1) < 4:
+                continue  # four pollers, a core for each of which there is not
+            for buffer_bytes in buffers:
+                name = f"bare {title} socket{'s'[: connections > 1]}, {'polling' if polling else 'blocking'}"
+                name += f", {connections} connections" if connections > 1 else ""
+                name += f", {buffer_bytes >> 10} KiB buffers" if buffer_bytes else ""
+                options = {"polling": polling, "connections": connections, "buffer_bytes": buffer_bytes}
+                limits.append(Limit(name, family, over, **options))
+    return limits
+
+
+CONTENDERS = [
+    Limit("memory", SHM, SHM),
+    Limit("memory, non-temporal", SHM, SHM, nontemporal=1),
+    Limit("memory, stripe locks", SHM, SHM, locks=1),
+    Limit("memory, non-temporal, stripe locks", SHM, SHM, nontemporal=1, locks=1),
+    *_sockets(TCP, TCP, (0, 256 << 10, 1 << 20)),
+    *_sockets("unix", TCP, (0, 256 << 10)),
+]

@@ -1,0 +1,115 @@
+"""Soft Memory Box as a contender: real daemons, client processes of their own, the public API."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+import smb
+from perf.clients import Clients, added, check, cpu_seconds, written
+from perf.contender import ACCUMULATE, FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, run_calls, sample_of
+
+_CAPACITY_BYTES = 640 << 20  # two arrays of the largest size, and what goes with them
+_CLIENTS_MAX = 8
+_TIMEOUT_S = 30.0
+
+
+class Ours:
+    """smb over one transport of the case's choice. `servers`: how many memory servers hold the array."""
+
+    kind = "ours"
+    quiet = True  # idle daemons and clients use no CPU
+
+    def __init__(self, name: str = "smb", servers: int = 1) -> None:
+        self.name = name
+        self._servers = servers
+        self._names = itertools.count()
+        self._clients: Clients | None = None
+
+    def missing(self) -> str | None:
+        forced = os.environ.get("SMB_TRANSPORT")
+        return f"SMB_TRANSPORT={forced} would override the transport: unset it" if forced else None
+
+    def takes(self, case: Case) -> bool:
+        return case.transport in (SHM, TCP) and case.clients <= _CLIENTS_MAX
+
+    def __enter__(self) -> Ours:
+        space = os.statvfs("/dev/shm")
+        capacity = min(_CAPACITY_BYTES, space.f_blocks * space.f_frsize * 9 // 10) // self._servers
+        with ExitStack() as stack:
+            self._cluster = stack.enter_context(smb.LocalCluster(servers=self._servers, capacity=capacity))
+            self._owner = stack.enter_context(smb.connect(self._cluster.address, timeout=_TIMEOUT_S))
+            stack.callback(self._end_clients)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(self, case: Case) -> Sample:
+        count, dtype = (1, "int64") if case.operation == FETCH_ADD else (case.nbytes // 4, "float32")
+        buffer = self._owner.create(f"perf-{next(self._names)}", count, dtype, servers=self._servers)
+        try:
+            if case.operation == READ:
+                buffer.write(written(count, 0))
+            runs, server_cpu = self._run(case, buffer.name)
+            if case.operation != READ:  # clients check what they have read themselves
+                check(case, buffer.read(), sum(run.calls for run in runs))
+        finally:
+            self._owner.delete(buffer.name, missing_ok=True)
+        return sample_of(case, runs, server_cpu)
+
+    def _run(self, case: Case, name: str) -> tuple[list[Run], float]:
+        if self._clients is None:
+            self._clients = Clients.start(_CLIENTS_MAX, Client, self._cluster.address)
+        try:
+            return self._clients.run(case, self._server_cpu, name=name)
+        except BaseException:
+            self._end_clients()
+            raise
+
+    def _server_cpu(self) -> float:
+        return sum(cpu_seconds(server.pid) for server in self._cluster.servers)
+
+    def _end_clients(self) -> None:
+        if self._clients is not None:
+            self._clients.close()
+            self._clients = None
+
+
+class Client:
+    """One client process: a connection for each transport, kept over the cases."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._connections: dict[str, smb.Client] = {}
+
+    def run(self, case: Case, index: int, wait_for_start: Callable[[], object], **about: Any) -> Run:
+        client = self._connections.get(case.transport)
+        if client is None:
+            client = smb.connect(self._address, transport=case.transport, timeout=_TIMEOUT_S)
+            self._connections[case.transport] = client
+        buffer = client.open(about["name"])
+        if buffer.transports != (case.transport,):
+            raise RuntimeError(f"reached over {buffer.transports}, not over {case.transport}")
+        array = np.zeros(buffer.size, np.float32)
+        if case.operation in (WRITE, ACCUMULATE):
+            array = written(buffer.size, index) if case.operation == WRITE else added(buffer.size)
+        calls: dict[str, Callable[[], object]] = {
+            WRITE: lambda: buffer.write(array),
+            READ: lambda: buffer.read(out=array),
+            ACCUMULATE: lambda: buffer.accumulate(array),
+            FETCH_ADD: lambda: buffer.fetch_add(0, 1),
+        }
+        run = run_calls(calls[case.operation], case.seconds, wait_for_start)
+        if case.operation == READ:
+            check(case, array, run.calls)
+        return run
+
+
+CONTENDERS = [Ours()]

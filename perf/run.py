@@ -1,0 +1,305 @@
+"""Measure us, the physical limits and the peers side by side: `make perf`, or `python -m perf.run --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from perf import limits, ours
+from perf.contender import FETCH_ADD, OPERATIONS, SHM, TCP, TRANSPORTS, Case, Contender, Sample
+from perf.results import ASIDE, KINDS, LIMIT, OURS, PEER, ROOT, Results, new_results
+from perf.tables import describe, markdown
+from smb.cli.signals import interrupted_once
+from smb.config import parse_bytes
+
+SIZES = "8,4KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
+RESULTS = ROOT / "perf" / "results"
+PEERS = ROOT / "perf" / "peers"
+_CELL_S = 120.0  # for a case with all that goes with it, for a start, and for an end: longer means that it hangs
+_FAILURES_MAX = 3  # in a row, before a contender is given up for the round
+_VARIANTS_KEPT = 4  # of each kind of limit, after the first round
+
+
+class HangError(Exception):
+    """A contender took longer than anything here takes."""
+
+
+# ---- who takes part
+
+
+def discover() -> tuple[list[Contender], dict[str, str]]:
+    """Return all contenders that can run here, and of the others why not."""
+    missing: dict[str, str] = {}
+    found: list[Contender] = [*ours.CONTENDERS, *limits.CONTENDERS, *_peers(missing)]
+    there: list[Contender] = []
+    for contender in found:
+        why = contender.missing()
+        if why is None:
+            there.append(contender)
+        else:
+            missing[contender.name] = why
+    return there, missing
+
+
+def _peers(missing: dict[str, str]) -> Iterator[Contender]:
+    for path in sorted(PEERS.glob("[!_]*.py")):
+        try:
+            module = importlib.import_module(f"perf.peers.{path.stem}")
+            items = getattr(module, "CONTENDERS", [])
+            yield from [item() if isinstance(item, type) or not hasattr(item, "measure") else item for item in items]
+        except Exception as error:  # noqa: BLE001 - an optional package's own troubles
+            missing[path.stem] = f"its module can't be used: {type(error).__name__}: {error}"
+
+
+def kind_of(contender: Contender) -> str:
+    kind = str(getattr(contender, "kind", PEER))
+    return kind if kind != LIMIT or getattr(contender, "counts", True) else ASIDE
+
+
+# ---- what is measured
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """All cases asked for, those of one transport and size beside each other. fetch_add is of 8 bytes, always."""
+    cases = []
+    for transport in options.transports:
+        for nbytes in [8, *(size for size in options.sizes if size != 8)]:
+            for clients in options.clients:
+                for operation in options.operations:
+                    if nbytes in options.sizes if operation != FETCH_ADD else nbytes == 8:
+                        cases.append(Case(transport, operation, nbytes, clients, options.seconds))
+    return cases
+
+
+class Turn:
+    """A contender in one round: entered when it is first needed, and anew after a failure."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        self._entered = False
+        self._failures = 0
+        self._why = ""
+
+    def measure(self, case: Case) -> Sample | str:
+        """Return the sample, or why there is none."""
+        if self._failures >= _FAILURES_MAX:
+            return f"given up after {self._failures} failures in a row; the last: {self._why}"
+        try:
+            with _time_limit(_CELL_S + 3 * case.seconds):
+                if not self._entered:
+                    self.contender.__enter__()
+                    self._entered = True
+                sample = self.contender.measure(case)
+        except Exception as error:  # noqa: BLE001 - whatever a peer's library raises is shown in its cell
+            self._failures += 1
+            self._why = f"{type(error).__name__}: {error}" if type(error) is not RuntimeError else str(error)
+            self.close()
+            return self._why
+        self._failures = 0
+        return sample
+
+    def close(self) -> None:
+        """End what it started."""
+        if self._entered:
+            self._entered = False
+            try:
+                with _time_limit(_CELL_S):
+                    self.contender.__exit__(None, None, None)
+            except Exception as error:  # noqa: BLE001 - as above; the run goes on
+                sys.stderr.write(f"{self.contender.name} did not end well: {error}\n")
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise HangError in the block after so many seconds. Main thread only."""
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        raise HangError(f"nothing came back within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+Step = Callable[[str, Case], None]
+
+
+def measure(results: Results, contenders: Sequence[Contender], cases: Sequence[Case], step: Step) -> None:
+    """Fill `results`. Within a round, all who use no processor while they wait take turns case by case, so that a drift
+    of the machine hits them alike; each of the others has its part of the round for itself."""
+    results.kinds |= {contender.name: kind_of(contender) for contender in contenders}
+    quiet = [contender for contender in contenders if getattr(contender, "quiet", False)]
+    groups = [quiet, *([contender] for contender in contenders if contender not in quiet)]
+    for number in range(results.rounds):
+        shift = number % len(groups)
+        for group in groups[shift:] + groups[:shift]:
+            _measure_group(results, group, cases, number, step)
+
+
+def _measure_group(
+    results: Results, group: Sequence[Contender], cases: Sequence[Case], number: int, step: Step
+) -> None:
+    turns = [Turn(contender) for contender in group]
+    try:
+        for index, case in enumerate(cases):
+            dropped = slow_variants(results, case) if number > 0 else set()
+            shift = (number + index) % max(1, len(turns))
+            for turn in turns[shift:] + turns[:shift]:
+                name = turn.contender.name
+                if not turn.contender.takes(case):
+                    continue
+                step(name, case)
+                if name not in dropped:
+                    _take_down(results, name, case, turn.measure(case))
+    finally:
+        for turn in turns:
+            turn.close()
+
+
+def _take_down(results: Results, name: str, case: Case, found: Sample | str) -> None:
+    cell = results.cell(name, case)
+    if isinstance(found, str):
+        cell.failed = cell.failed or found
+    else:
+        cell.samples.append(found)
+
+
+def slow_variants(results: Results, case: Case) -> set[str]:
+    """The limits' variants that are not worth another round for this case: all but the best few."""
+    dropped: set[str] = set()
+    for kind in (LIMIT, ASIDE):
+        ranked = sorted(
+            results.of(case, kind), key=lambda cell: -cell.samples[0].bytes_per_second if cell.samples else 0
+        )
+        dropped |= {cell.contender for cell in ranked[_VARIANTS_KEPT:]}
+    return dropped
+
+
+# ---- the command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit status: 0, 1 where one of our cells or a limit's failed, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(words)
+    contenders, missing = discover()
+    contenders = [contender for contender in contenders if _chosen(contender, options.contenders)]
+    results = new_results(" ".join(["python -m perf.run", *words]), options.rounds)
+    results.missing = missing
+    cases = cases_of(options)
+    console = Console(stderr=True)
+    interrupted = False
+    try:
+        with interrupted_once(), _progress(console, contenders, cases, options.rounds) as step:
+            measure(results, contenders, cases, step)
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print("interrupted: what was measured so far follows")
+    write(results, options.output, console)
+    failed = [cell for cell in results.cells.values() if cell.failed and results.kinds[cell.contender] in (OURS, LIMIT)]
+    return 130 if interrupted else 1 if failed else 0
+
+
+def _chosen(contender: Contender, names: Sequence[str] | None) -> bool:
+    words = (kind_of(contender), f"{kind_of(contender)}s", contender.name.lower())
+    return names is None or any(name in words or name in contender.name.lower() for name in names)
+
+
+@contextmanager
+def _progress(console: Console, contenders: Sequence[Contender], cases: Sequence[Case], rounds: int) -> Iterator[Step]:
+    """Show where we are. Drawn between cells only: a bar that draws itself takes time from what is measured."""
+    total = rounds * sum(contender.takes(case) for contender in contenders for case in cases)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=total)
+
+        def step(name: str, case: Case) -> None:
+            progress.update(task, description=f"{describe(case)}: {name}")
+            progress.refresh()
+            progress.advance(task)
+
+        yield step
+
+
+def write(results: Results, folder: Path, console: Console) -> None:
+    """Write results.json, table.md and the plots; say where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results.to_json(), indent=1) + "\n")
+    table = markdown(results)
+    (folder / "table.md").write_text(table)
+    sys.stdout.write(table.partition("## All cells")[0])
+    sys.stdout.flush()
+    try:
+        from perf.plots import draw
+    except ImportError as error:
+        console.print(f"no plots: {error} (pip install -r perf/requirements.txt)")
+    else:
+        draw(results, folder)
+    console.print(f"results.json, table.md and plots are in {folder}")
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line. Exits with a message where it makes no sense."""
+    parser = argparse.ArgumentParser("python -m perf.run", description=__doc__)
+    one_of: Callable[[Sequence[str]], Callable[[str], list[str]]] = lambda known: lambda text: _choices(text, known)  # noqa: E731
+    parser.add_argument("--sizes", type=_sizes, help=f"bytes of the array; default {SIZES}")
+    parser.add_argument("--operations", type=one_of(OPERATIONS), default=list(OPERATIONS), help=", ".join(OPERATIONS))
+    parser.add_argument("--transports", type=one_of(TRANSPORTS), default=[SHM, TCP], help=", ".join(TRANSPORTS))
+    parser.add_argument("--clients", type=_counts, help="processes on one array; default 1,2,4")
+    parser.add_argument("--contenders", type=lambda text: text.lower().split(","), help=f"{', '.join(KINDS)}, or names")
+    parser.add_argument("--rounds", type=int, help="default 3; the tables show medians over them")
+    parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.3")
+    parser.add_argument("--output", type=Path, help="folder; default perf/results, with --quick build/perf/results")
+    parser.add_argument("--quick", action="store_true", help="a look: few sizes, 1 and 2 clients, one short round")
+    options = parser.parse_args(words)
+    quick = options.quick
+    defaults: dict[str, Any] = {
+        "sizes": _sizes("8,256KiB,4MiB" if quick else SIZES),
+        "clients": [1, 2] if quick else [1, 2, 4],
+        "rounds": 1 if quick else 3,
+        "seconds": 0.05 if quick else 0.3,
+        "output": ROOT / "build" / "perf" / "results" if quick else RESULTS,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.rounds < 1 or not 0 < options.seconds <= 10 or min(options.clients) < 1:
+        parser.error("--rounds and --clients are at least 1, --seconds above 0 and at most 10")
+    return options
+
+
+def _choices(text: str, known: Sequence[str]) -> list[str]:
+    chosen = text.split(",")
+    if not set(chosen) <= set(known):
+        raise argparse.ArgumentTypeError(f"{text!r}: there are {', '.join(known)}")
+    return chosen
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = sorted({parse_bytes(word) for word in text.split(",")})
+    if any(size <= 0 or size % 8 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes are multiples of 8 bytes")
+    return sizes
+
+
+def _counts(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The measurements measure what they say: arithmetic, wrong bytes, regressions. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perf import clients, compare, limits, run
+from perf.contender import ACCUMULATE, FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
+from perf.results import LIMIT, OURS, PEER, Results
+from perf.tables import markdown
+
+CASE = Case(TCP, WRITE, 1000, clients=2, seconds=1.0)
+
+
+def _sample(speed: float) -> Sample:
+    return Sample(speed, 1e-3, 2e-3, 100, 0.1, None)
+
+
+def _results(speeds: dict[Case, list[float]], name: str = "smb", kind: str = OURS) -> Results:
+    found = Results("command", "commit", {}, 3, kinds={name: kind})
+    for case, values in speeds.items():
+        found.cell(name, case).samples.extend(map(_sample, values))
+    return found
+
+
+# ---- sample_of
+
+
+def test_bandwidth_counts_the_calls_in_the_common_window() -> None:
+    """Of two clients, one earlier by half a call: calls at the window's edges count by their share."""
+    one = Run([0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], 0.5, 7)
+    other = Run([0.5, 1.5, 2.5, 3.5], [1.5, 2.5, 3.5, 4.5], 1.5, 7)
+    sample = sample_of(CASE, [one, other], 4.0)
+    assert sample.bytes_per_second == pytest.approx(2 * 1000)
+    assert sample.calls == 8
+    assert sample.p50_seconds == pytest.approx(1.0)
+    assert sample.client_cpu == pytest.approx(2.0 / (8 * 1000 / 1e9))
+    assert sample.server_cpu == pytest.approx(4.0 / (8 * 1000 / 1e9))
+
+
+def test_clients_that_hardly_overlap_are_taken_over_the_whole() -> None:
+    """No window of a moment decides, where one client came when the other was nearly done."""
+    sample = sample_of(CASE, [Run([0.0], [1.0], 0.0, 1), Run([0.9], [2.0], 0.0, 1)], None)
+    assert sample.bytes_per_second == pytest.approx(2 * 1000 / 2.0)
+    assert sample.server_cpu is None
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("operation", [WRITE, READ, ACCUMULATE])
+def test_right_bytes_pass_and_one_wrong_element_does_not(operation: str) -> None:
+    """One element of 1000, off by one, is found."""
+    case = Case(SHM, operation, 4000, clients=2)
+    right = clients.added(1000) * np.float32(5) if operation == ACCUMULATE else clients.written(1000, 0)
+    if operation == WRITE:
+        right[500:] = clients.written(1000, 1)[500:]
+    clients.check(case, right, 5)
+    right[777] += 1
+    with pytest.raises(RuntimeError, match=r"wrong bytes.* 1 of 1000 elements; element 777"):
+        clients.check(case, right, 5)
+
+
+def test_a_write_of_a_client_that_is_none_is_refused() -> None:
+    """Values of a third client are wrong bytes where there were two."""
+    case = Case(SHM, WRITE, 4000, clients=2)
+    with pytest.raises(RuntimeError, match="1000 of 1000 elements"):
+        clients.check(case, clients.written(1000, 2), 5)
+
+
+def test_additions_too_many_to_be_exact_are_refused() -> None:
+    """Float32 has no exact sum of so many: it says so and not "wrong"."""
+    with pytest.raises(RuntimeError, match="fewer seconds"):
+        clients.check(Case(SHM, ACCUMULATE, 8), np.zeros(2, np.float32), 1 << 23)
+
+
+class Forgetful:
+    """A contender that loses one addition, or all of itself."""
+
+    name = "forgetful"
+    kind = PEER
+
+    def __init__(self, lost: int) -> None:
+        self.lost = lost
+        self.inside = 0
+        self.entered = 0
+
+    def missing(self) -> str | None:
+        return None
+
+    def takes(self, case: Case) -> bool:
+        return case.operation == ACCUMULATE
+
+    def __enter__(self) -> Forgetful:
+        self.inside += 1
+        self.entered += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inside -= 1
+
+    def measure(self, case: Case) -> Sample:
+        clients.check(case, clients.added(case.nbytes // 4) * np.float32(9 - self.lost), 9)
+        return _sample(1e9)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_contender_with_wrong_bytes_has_no_figure(lost: int) -> None:
+    """Its cells are failed, with the reason; it is started anew after each failure, and the run comes to its end."""
+    results = _results({})
+    contender = Forgetful(lost)
+    cases = [Case(SHM, operation, size) for size in (8, 4096) for operation in (WRITE, ACCUMULATE)]
+    run.measure(results, [contender], cases, lambda _name, _case: None)
+    assert [cell.case for cell in results.cells.values()] == [case for case in cases if case.operation == ACCUMULATE]
+    assert contender.inside == 0
+    for cell in results.cells.values():
+        assert (cell.failed is None) == (lost == 0)
+        assert (cell.speed > 0) == (lost == 0)
+    assert contender.entered == (3 if lost == 0 else 6)
+    results.machine = {"cpu": "", "cores": 1, "memory_bytes": 0, "kernel": "", "governor": "", "load_average_before": 0}
+    assert ("wrong bytes" in markdown(results)) == (lost == 1)
+
+
+# ---- ratios and regressions
+
+
+def test_the_limit_is_the_best_variant_of_those_seen_in_every_round() -> None:
+    """A variant that had one lucky round is no limit; a failed one neither."""
+    results = _results({CASE: [1.0, 1.0, 1.0]})
+    results.kinds |= {"steady": LIMIT, "lucky": LIMIT, "failed": LIMIT}
+    results.cell("steady", CASE).samples.extend(map(_sample, [2.0, 2.0, 2.0]))
+    results.cell("lucky", CASE).samples.append(_sample(9.0))
+    results.cell("failed", CASE).samples.extend(map(_sample, [9.0, 9.0]))
+    results.cell("failed", CASE).failed = "wrong bytes"
+    limit = results.best(CASE)
+    assert limit is not None
+    assert limit.contender == "steady"
+    assert results.ratio(CASE, limit) == pytest.approx(0.5)
+
+
+def test_a_regression_is_flagged_and_noise_is_not() -> None:
+    """A third slower with rounds that agree; as much slower with rounds that do not; a little slower."""
+    steady, noisy, little = (replace(CASE, nbytes=size) for size in (8, 16, 24))
+    before = _results({steady: [99, 100, 101], noisy: [70, 100, 140], little: [100, 100, 100]})
+    after = _results({steady: [66, 67, 68], noisy: [40, 67, 90], little: [97, 97, 97]})
+    found, troubles = compare.changes(before, after)
+    assert troubles == []
+    assert {change.case: change.verdict for change in found} == {steady: "slower", noisy: "", little: ""}
+    text, status = compare.report(found, troubles)
+    assert status == 1
+    assert "1 slower" in text
+    found, troubles = compare.changes(after, before)
+    assert [change.verdict for change in found] == ["faster", "", ""]
+    assert compare.report(found, troubles)[1] == 0
+
+
+def test_a_cell_that_fails_since_then_is_a_regression() -> None:
+    """It can't be missed by being left out."""
+    before, after = _results({CASE: [1, 1, 1]}), _results({CASE: [1, 1, 1]})
+    after.cell("smb", CASE).failed = "wrong bytes"
+    assert compare.report(*compare.changes(before, after))[1] == 1
+
+
+# ---- the whole
+
+
+def test_a_run_measures_us_beside_the_limit_and_compares_with_itself(tmp_path: Path) -> None:
+    """Real daemons and the C program; the files it leaves can be read back."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    status = run.main(
+        [
+            *("--sizes", "8,256KiB", "--operations", "accumulate,fetch_add", "--transports", "shm,tcp"),
+            *("--clients", "2", "--contenders", "ours,limit", "--rounds", "1", "--seconds", "0.01"),
+            *("--output", str(tmp_path)),
+        ]
+    )
+    found = Results.load(tmp_path / "results.json")
+    assert [cell.failed for cell in found.cells.values() if cell.failed] == []
+    assert status == 0
+    assert {(case.transport, case.operation, case.nbytes) for case in found.cases()} == {
+        (transport, *cell)
+        for transport in (SHM, TCP)
+        for cell in ((ACCUMULATE, 8), (ACCUMULATE, 256 << 10), (FETCH_ADD, 8))
+    }
+    assert all(found.ratio(case, found.best(case)) for case in found.cases())
+    assert found.to_json() == json.loads((tmp_path / "results.json").read_text())
+    assert "## Ours / limit" in (tmp_path / "table.md").read_text()
+
+
+def test_the_limits_refuse_what_makes_no_sense() -> None:
+    """More connections than pieces of the array."""
+    with limits.Limit("none", TCP, TCP, connections=2) as limit, pytest.raises(RuntimeError, match="too few for 2"):
+        limit.measure(Case(TCP, WRITE, 8, seconds=0.01))
