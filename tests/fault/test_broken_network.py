@@ -219,5 +219,5 @@ def test_flipped_bits_with_checksums(tmp_path: Path) -> None:
         flipped = dict(proxy.fired)
         print(f"{flipped}: {answers_spoilt + worker.spoilt} answers found spoilt")
         assert min(flipped["flip request"], flipped["flip reply"]) > OPERATIONS // 100
-        # A broken connection takes later ones along; and a request whose version is flipped gets an answer without checksum.
+        # A broken connection takes later ones along; a request of another version gets an answer without checksum.
         assert 0 < answers_spoilt + worker.spoilt <= sum(flipped.values())
