@@ -34,6 +34,16 @@ int smb_client_create(uint64_t session, struct smb_client **client)
     return SMB_OK;
 }
 
+void smb_client_use_checksums(struct smb_client *client)
+{
+    client->checksums = true;
+}
+
+uint64_t smb_client_spoilt(struct smb_client *client)
+{
+    return atomic_load_explicit(&client->spoilt, memory_order_relaxed);
+}
+
 void client_wake_driver(struct smb_client *client)
 {
     uint64_t one = 1;

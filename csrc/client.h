@@ -56,6 +56,8 @@ struct stream {
     struct smb_cursor cursor;
     struct smb_piece piece;        /* the next to be sent, if have_piece */
     bool have_piece;
+    struct smb_piece rest;         /* SMB_WIRE_SPARSE: of the cursor's piece, if its entries are too many for one frame */
+    uint64_t first_entry, entries; /* and those of `piece` */
     bool queued;
     uint32_t in_flight;
     uint32_t segment_index;
@@ -75,16 +77,21 @@ struct flight {
     uint64_t segment_id;
     uint64_t buffer_offset;
     uint64_t made_ns;
-    void *sink;                    /* where the answer's payload goes */
+    void *sink;                    /* where the answer's elements go */
+    uint8_t *encoded;              /* its own memory: what is sent, as often as it is, or the answer until it is decoded */
+    uint32_t answer_bytes;         /* of its payload, if there is one */
     uint32_t epoch;
     uint32_t length;
     uint8_t opcode;
+    uint8_t wire;                  /* enum smb_wire */
     bool was_sent;                 /* some of it, over any connection */
     int fate;                      /* enum smb_doubt_state: what is known of a change by now */
     const void *payload;           /* still to be sent after the header */
     uint32_t payload_bytes;
     uint8_t small[SMB_TOKEN_BYTES + SMB_SYNC_BYTES]; /* payload that is no caller's memory, or what comes before it */
     uint32_t small_bytes;
+    uint8_t checksum[SMB_CHECKSUM_BYTES]; /* after the payload, if the client uses them */
+    uint32_t checksum_bytes;
     uint8_t header[SMB_FRAME_BYTES];
 };
 
@@ -128,6 +135,7 @@ struct smb_link {
     /* the answer coming in */
     struct flight *reading;        /* whose payload is expected, or NULL */
     uint32_t reading_have;
+    uint32_t crc;                  /* of its header and what is here of its payload */
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
     /* while it resumes */
@@ -139,6 +147,8 @@ struct smb_link {
 struct smb_client {
     _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
     uint64_t session;
+    bool checksums;                /* from before its first link */
+    _Atomic uint64_t spoilt;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;
     bool driving;
@@ -183,6 +193,14 @@ void link_shut(struct smb_link *link, int status);
 void link_abandon(struct smb_link *link, struct stream *stream);
 
 /* ---- client.c */
+/* Goes on to the stream's next piece: have_piece, or not. */
+void stream_advance(struct stream *stream);
+/* Cuts off *rest the part from the first of its entries on, at most entries_max of them: false if there is none. */
+bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max, struct smb_piece *rest,
+                struct smb_piece *piece, uint64_t *first, uint64_t *entries);
+/* Writes the piece's entries as they travel: 4 + element bytes each. */
+void sparse_encode(const struct smb_request *request, uint32_t element, const struct smb_piece *piece, uint64_t first,
+                   uint64_t entries, uint8_t *to);
 /* A stream has sent and received all it will. */
 void call_stream_finished(struct stream *stream);
 void call_failed(struct stream *stream, int status);

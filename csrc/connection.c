@@ -146,10 +146,30 @@ static enum step wait_for(struct connection *connection, enum connection_wait wa
     return STEP_WAIT;
 }
 
-static void put_reply(struct connection *connection, const struct smb_frame *reply)
+static void put_reply(struct connection *connection, struct smb_frame *reply)
 {
-    smb_frame_encode(reply, connection->out + connection->out_end);
+    uint8_t *header = connection->out + connection->out_end;
+    reply->payload = smb_frame_checksum_bytes(reply);
+    smb_frame_encode(reply, header);
     connection->out_end += SMB_FRAME_BYTES;
+    if (reply->payload > 0) {
+        smb_store_checksum(header + SMB_FRAME_BYTES, smb_crc32c(0, header, SMB_FRAME_BYTES));
+        connection->out_end += SMB_CHECKSUM_BYTES;
+    }
+}
+
+/* With so many bytes of data, which are in `tail`. */
+static void put_reply_with_tail(struct connection *connection, struct smb_frame *reply, uint32_t bytes)
+{
+    uint8_t *header = connection->out + connection->out_end;
+    reply->payload = bytes + smb_frame_checksum_bytes(reply);
+    smb_frame_encode(reply, header);
+    connection->out_end += SMB_FRAME_BYTES;
+    if (reply->payload > bytes)
+        smb_store_checksum(connection->tail + bytes,
+                       smb_crc32c(smb_crc32c(0, header, SMB_FRAME_BYTES), connection->tail, bytes));
+    connection->tail_start = 0;
+    connection->tail_end = reply->payload;
 }
 
 static void count_done(struct connection *connection, const struct smb_frame *frame)
@@ -173,7 +193,7 @@ static void finish_request(struct connection *connection, bool done)
 static uint8_t *chunk_memory(uint8_t **memory)
 {
     if (!*memory)
-        *memory = aligned_alloc(4096, SMB_CHUNK_BYTES_MAX);
+        *memory = aligned_alloc(4096, SMB_CHUNK_BYTES_MAX + 4096);
     return *memory;
 }
 
@@ -252,7 +272,7 @@ static void take_lane(struct connection *connection)
 /* The peer learns why before it is closed. */
 static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame, int status)
 {
-    if (connection->out_end + SMB_FRAME_BYTES <= OUT_BYTES) {
+    if (connection->out_end + SMALL_REPLY_BYTES <= OUT_BYTES) {
         struct smb_frame reply = smb_frame_reply(frame, status);
         put_reply(connection, &reply);
         flush(connection);
@@ -265,6 +285,7 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
     if (frame->opcode != SMB_HELLO || connection->greeted)
         return refuse(connection, SMB_PROTOCOL);
     connection->greeted = true;
+    connection->checksums = frame->flags & SMB_FLAG_CHECKSUM;
     connection->loop->not_greeted--;
     connection->session = frame->session;
     connection->lane = frame->lane;
@@ -290,44 +311,58 @@ static enum step refuse_version(struct connection *connection)
 /* Every change is made from the journal slot, also one without a payload. */
 static bool needs_staging(const struct smb_frame *frame)
 {
-    return frame->payload > 0 || smb_opcode_changes(frame->opcode);
+    return frame->payload > smb_frame_checksum_bytes(frame) || smb_opcode_changes(frame->opcode);
+}
+
+static enum step receive_more(struct connection *connection)
+{
+    uint32_t left = connection->in_end - connection->in_start;
+    memmove(connection->in, connection->in + connection->in_start, left);
+    connection->in_start = 0;
+    connection->in_end = left;
+    if (connection->drained) { /* what has come since then epoll will say: one system call less before the answers go out */
+        connection->drained = false;
+        return wait_for(connection, WAIT_INPUT);
+    }
+    struct iovec part = {connection->in + left, IN_BYTES - left};
+    size_t have = 0;
+    enum step step = receive(connection, &part, 1, &have);
+    if (step == STEP_ON) {
+        connection->in_end += (uint32_t)have;
+        connection->drained = have < IN_BYTES - left;
+    }
+    return step;
 }
 
 static enum step next_request(struct connection *connection)
 {
-    if (connection->in_end - connection->in_start < SMB_FRAME_BYTES) {
-        uint32_t left = connection->in_end - connection->in_start;
-        memmove(connection->in, connection->in + connection->in_start, left);
-        connection->in_start = 0;
-        connection->in_end = left;
-        if (connection->drained) { /* what has come since then epoll will say: one system call less before the answers go out */
-            connection->drained = false;
-            return wait_for(connection, WAIT_INPUT);
-        }
-        struct iovec part = {connection->in + left, IN_BYTES - left};
-        size_t have = 0;
-        enum step step = receive(connection, &part, 1, &have);
-        if (step == STEP_ON) {
-            connection->in_end += (uint32_t)have;
-            connection->drained = have < IN_BYTES - left;
-        }
-        return step;
-    }
+    uint32_t here = connection->in_end - connection->in_start;
+    if (here < SMB_FRAME_BYTES)
+        return receive_more(connection);
     struct smb_frame frame;
-    int status = smb_frame_parse(connection->in + connection->in_start, &frame);
+    const uint8_t *header = connection->in + connection->in_start;
+    int status = smb_frame_parse(header, &frame);
     if (status == SMB_VERSION)
         return refuse_version(connection);
     if (status != SMB_OK || frame.flags & SMB_FLAG_REPLY)
         return refuse(connection, SMB_PROTOCOL);
-    if (connection->greeted && frame.session != connection->session)
+    bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
+    if (connection->greeted && (frame.session != connection->session || checksum != connection->checksums))
         return refuse(connection, SMB_PROTOCOL);
-    connection->in_start += SMB_FRAME_BYTES;
-    if (!connection->greeted || frame.opcode == SMB_HELLO)
+    connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
+    if (!connection->greeted || frame.opcode == SMB_HELLO) {
+        if (frame.opcode == SMB_HELLO && here < SMB_FRAME_BYTES + frame.payload)
+            return receive_more(connection); /* no more than a checksum */
+        connection->in_start += SMB_FRAME_BYTES + (frame.opcode == SMB_HELLO ? frame.payload : 0);
+        if (frame.opcode == SMB_HELLO && checksum && !smb_checksum_is(header + SMB_FRAME_BYTES, connection->crc))
+            return refuse(connection, SMB_CHECKSUM);
         return greet(connection, &frame);
+    }
+    connection->in_start += SMB_FRAME_BYTES;
 
     connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
     if (connection->admitted == SMB_OK && needs_staging(&frame))
-        connection->admitted = make_staging(connection, frame.opcode == SMB_ACCUMULATE_FROM ? frame.length : frame.payload);
+        connection->admitted = make_staging(connection, frame.opcode == SMB_ACCUMULATE_FROM ? frame.length : smb_frame_body(&frame));
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
@@ -379,30 +414,46 @@ static enum step receive_in_place(struct connection *connection, bool *done)
     return step;
 }
 
+/* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or answered: the header may be, too. */
+static enum step take_payload(struct connection *connection, const uint8_t *bytes, uint32_t count)
+{
+    const struct smb_frame *frame = &connection->request.frame;
+    uint32_t checksum = smb_frame_checksum_bytes(frame);
+    if (checksum > 0 && connection->payload_have < frame->payload - checksum)
+        connection->crc = smb_crc32c(connection->crc, bytes, count);
+    connection->payload_have += count;
+    if (checksum > 0 && connection->payload_have == frame->payload && !smb_checksum_is(connection->checksum, connection->crc))
+        return refuse(connection, SMB_CHECKSUM);
+    return STEP_ON;
+}
+
 static enum step receive_payload(struct connection *connection)
 {
     const struct smb_frame *frame = &connection->request.frame;
     if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
-        frame->length >= BULK_BYTES && !token_bytes(frame)) {
+        frame->length >= BULK_BYTES && frame->payload == frame->length) { /* as it is, and nothing beside it */
         bool done;
         enum step step = receive_in_place(connection, &done);
         if (done || step != STEP_ON)
             return step;
     }
-    uint32_t missing = connection->request.frame.payload - connection->payload_have;
+    uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
+    bool in_checksum = connection->payload_have >= elements;
+    uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;
     /* Of a request that is refused the payload is read all the same, to nowhere in particular. */
     uint8_t nowhere[IN_BYTES];
     bool wanted = connection->admitted == SMB_OK;
     if (!wanted && missing > sizeof nowhere)
         missing = sizeof nowhere;
-    uint8_t *to = wanted ? connection->staging - token_bytes(frame) + connection->payload_have : nowhere;
+    uint8_t *to = in_checksum ? connection->checksum + (connection->payload_have - elements)
+                  : wanted    ? connection->staging - token_bytes(frame) + connection->payload_have
+                              : nowhere;
     uint32_t here = connection->in_end - connection->in_start;
     if (here > 0) {
         uint32_t take = here < missing ? here : missing;
         memcpy(to, connection->in + connection->in_start, take);
         connection->in_start += take;
-        connection->payload_have += take;
-        return STEP_ON;
+        return take_payload(connection, to, take);
     }
     /* The rest of the payload to its place, and the headers behind it in the same call. */
     struct iovec parts[2] = {{to, missing}, {connection->in, IN_BYTES}};
@@ -411,10 +462,9 @@ static enum step receive_payload(struct connection *connection)
     if (step != STEP_ON)
         return step;
     uint32_t ours = have < missing ? (uint32_t)have : missing;
-    connection->payload_have += ours;
     connection->in_start = 0;
     connection->in_end = (uint32_t)have - ours;
-    return STEP_ON;
+    return take_payload(connection, to, ours);
 }
 
 /* ---- executing ---------------------------------------------------------------------------------------------------- */
@@ -467,7 +517,8 @@ static int batch_add(struct batch *batch, const struct gate_request *request)
 static bool is_plain_read(struct connection *connection, const uint8_t *bytes, struct smb_frame *frame)
 {
     return smb_frame_parse(bytes, frame) == SMB_OK && !(frame->flags & SMB_FLAG_REPLY) && frame->opcode == SMB_READ &&
-           frame->session == connection->session && frame->length >= BULK_BYTES;
+           !(frame->flags & (SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM)) && frame->session == connection->session &&
+           frame->length >= BULK_BYTES;
 }
 
 /* Those behind the one in hand. They stay in `in` until they are answered. */
@@ -488,6 +539,30 @@ static void batch_extend(struct connection *connection, struct batch *batch)
     }
 }
 
+/* What is not sent as it lies there: encoded, or with a checksum, of a copy that nobody changes. */
+static enum step answer_read_by_copy(struct connection *connection)
+{
+    struct gate_request *request = &connection->request;
+    uint32_t length = request->frame.length;
+    uint8_t *place;
+    int wire = smb_frame_wire(&request->frame);
+    int status = gate_open(request, false, &place);
+    if (status == SMB_BUSY)
+        return park(connection);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    if (wire == SMB_WIRE_EXACT)
+        memcpy(connection->tail, place, length);
+    else
+        smb_kernel_encode(wire, place, length / 4, connection->tail);
+    gate_close(request, false, true);
+    struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+    reply.length = length;
+    put_reply_with_tail(connection, &reply, wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4));
+    finish_request(connection, true);
+    return STEP_ON;
+}
+
 /* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once, at one instant. Of the one that
  * it does not take whole the rest is set aside before its lock is released, so that a slow peer never holds it. */
 static enum step answer_read(struct connection *connection)
@@ -495,6 +570,8 @@ static enum step answer_read(struct connection *connection)
     struct batch batch = {.count = 0};
     if (!chunk_memory(&connection->tail))
         return refuse(connection, SMB_OUT_OF_MEMORY);
+    if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
+        return answer_read_by_copy(connection);
     int status = batch_add(&batch, &connection->request);
     if (status == SMB_BUSY)
         return park(connection);
@@ -580,10 +657,11 @@ static enum step answer_change(struct connection *connection)
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.argument = result;
     if (fetch) {
-        reply.length = reply.payload = frame->length;
-        connection->tail_end = frame->length;
+        reply.length = frame->length;
+        put_reply_with_tail(connection, &reply, frame->length);
+    } else {
+        put_reply(connection, &reply);
     }
-    put_reply(connection, &reply);
     finish_request(connection, true);
     return STEP_ON;
 }
@@ -632,7 +710,7 @@ static void put_late_answers(struct connection *connection)
     /* Not between a header and its data, nor before an answer that brings a descriptor. */
     if (connection->tail_end > 0 || connection->pass_fd >= 0)
         return;
-    while (connection->answered && connection->out_end <= OUT_BYTES - SMB_FRAME_BYTES) {
+    while (connection->answered && connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES) {
         struct wait *wait = connection->answered;
         connection->answered = wait->next;
         put_answer(connection, &wait->frame, wait->answer);
@@ -662,7 +740,7 @@ bool connection_turn(struct connection *connection)
         /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
         put_late_answers(connection);
         bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 ||
-                          connection->replies_held >= REPLIES_HELD_MAX || connection->out_end > OUT_BYTES - SMB_FRAME_BYTES;
+                          connection->replies_held >= REPLIES_HELD_MAX || connection->out_end > OUT_BYTES - SMALL_REPLY_BYTES;
         if (must_flush) {
             step = flush(connection);
             if (step == STEP_ON && !all_sent(connection)) {

@@ -54,18 +54,45 @@ void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYT
     smb_store64(bytes + ARGUMENT_AT, frame->argument);
 }
 
+static bool wire_is_sound(const struct smb_frame *frame)
+{
+    int wire = smb_frame_wire(frame);
+    if (wire == SMB_WIRE_SPARSE)
+        return frame->opcode == SMB_ACCUMULATE && !(frame->flags & SMB_FLAG_FETCH) && smb_dtype_bytes(frame->dtype) > 0;
+    bool carries = frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
+    return wire == SMB_WIRE_EXACT || (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
+}
+
+/* The one place where bytes of payload follow from a range and the way its elements travel. The length has been checked. */
+static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t payload)
+{
+    if (wire == SMB_WIRE_SPARSE) {
+        uint32_t element = smb_dtype_bytes(frame->dtype), entry = SMB_WIRE_INDEX_BYTES + element;
+        return payload > 0 && payload <= SMB_CHUNK_BYTES_MAX && payload % entry == 0 &&
+               payload / entry <= frame->length / element;
+    }
+    return payload == (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
+}
+
 static bool reply_is_sound(const struct smb_frame *frame)
 {
-    bool with_data = frame->status == SMB_OK &&
-                     (frame->opcode == SMB_READ || (frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH));
-    return frame->status < SMB_STATUS_COUNT && frame->length <= SMB_CHUNK_BYTES_MAX &&
-           frame->payload == (with_data ? frame->length : 0);
+    if (frame->status >= SMB_STATUS_COUNT || frame->length > SMB_CHUNK_BYTES_MAX ||
+        frame->payload < smb_frame_checksum_bytes(frame))
+        return false;
+    uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
+    if (frame->status == SMB_OK && frame->opcode == SMB_READ)
+        return elements_fit(frame, smb_frame_wire(frame), payload) &&
+               (smb_frame_wire(frame) == SMB_WIRE_EXACT || frame->length % 4 == 0);
+    if (frame->status == SMB_OK && frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH)
+        return elements_fit(frame, SMB_WIRE_EXACT, payload);
+    return payload == 0;
 }
 
 static bool request_is_sound(const struct smb_frame *frame)
 {
-    if (frame->status != 0)
+    if (frame->status != 0 || frame->payload < smb_frame_checksum_bytes(frame))
         return false;
+    uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
     if (frame->flags & SMB_FLAG_FETCH && frame->opcode != SMB_ACCUMULATE)
         return false;
     bool fenced = frame->flags & SMB_FLAG_FENCED;
@@ -73,16 +100,15 @@ static bool request_is_sound(const struct smb_frame *frame)
     if ((fenced && !changes) || (changes && frame->sequence == 0)) /* 0 is what a lane has done that did nothing yet */
         return false;
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK)
-        return frame->length == 0 && frame->payload == 0;
+        return frame->length == 0 && payload == 0;
     if (frame->opcode >= SMB_LOCK)
-        return frame->length == 0 && frame->payload == SMB_SYNC_BYTES;
+        return frame->length == 0 && payload == SMB_SYNC_BYTES;
 
     /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a chunk can be. */
     uint32_t element = smb_dtype_bytes(frame->dtype);
     if (element == 0 || frame->length == 0 || frame->length > SMB_CHUNK_BYTES_MAX || frame->length % element != 0 ||
         frame->offset % element != 0 || frame->offset > UINT64_MAX - frame->length)
         return false;
-    uint32_t payload = frame->payload;
     if (fenced) {
         if (payload < SMB_TOKEN_BYTES)
             return false;
@@ -91,9 +117,10 @@ static bool request_is_sound(const struct smb_frame *frame)
     switch (frame->opcode) {
     case SMB_READ:
     case SMB_FILL: return payload == 0;
-    case SMB_WRITE: return payload == frame->length;
+    case SMB_WRITE: return elements_fit(frame, smb_frame_wire(frame), payload);
     case SMB_ACCUMULATE:
-        return payload == frame->length && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+        return elements_fit(frame, smb_frame_wire(frame), payload) &&
+               smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_ACCUMULATE_FROM:
         return payload == SMB_FROM_BYTES && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
@@ -124,7 +151,8 @@ int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *fram
         .payload = load32(bytes + PAYLOAD_AT),
         .argument = smb_load64(bytes + ARGUMENT_AT),
     };
-    if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT || frame->flags & ~SMB_FLAGS_KNOWN)
+    if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT || frame->flags & ~SMB_FLAGS_KNOWN ||
+        !wire_is_sound(frame))
         return SMB_PROTOCOL;
     bool sound = frame->flags & SMB_FLAG_REPLY ? reply_is_sound(frame) : request_is_sound(frame);
     return sound ? SMB_OK : SMB_PROTOCOL;
@@ -167,6 +195,7 @@ const char *smb_status_name(int status)
     case SMB_LINK_LOST: return "link_lost";
     case SMB_PROTOCOL: return "protocol";
     case SMB_VERSION: return "version";
+    case SMB_CHECKSUM: return "checksum";
     case SMB_SYSTEM: return "system";
     default: return NULL;
     }

@@ -156,7 +156,8 @@ static int change_now(struct smb_server *server, struct gate_request *request, c
     const struct smb_frame *frame = &request->frame;
     int status = SMB_OK;
     struct smb_change change = {.opcode = frame->opcode, .op = frame->op, .offset = frame->offset, .bytes = frame->length,
-                                .source = payload, .sink = sink, .argument = frame->argument};
+                                .wire = smb_frame_wire(frame),
+                                .source_bytes = smb_frame_body(frame), .source = payload, .sink = sink, .argument = frame->argument};
     switch (frame->opcode) {
     case SMB_ACCUMULATE_FROM:
         status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8), scratch);

@@ -19,7 +19,8 @@ enum {
     SLOT_BYTES = PAYLOAD_AT + SMB_CHUNK_BYTES_MAX,
     HEADER_BYTES = PAGE + JOURNAL_SLOTS_MAX * (int)sizeof(uint32_t),
     FREE_KEPT = 16,     /* the lowest slots keep their memory when they are free, the others give it back */
-    VERSION = 1
+    VERSION = 2,
+    VERSION_EXACT = 1   /* the same without `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
 };
 _Static_assert(HEADER_BYTES % PAGE == 0, "slots begin at a page");
 static const uint64_t MAGIC = 0x4C4E524A424D5353U; /* "SSMBJRNL" */
@@ -46,6 +47,8 @@ struct slot_words {
     double scale;
     uint32_t opcode;
     uint32_t op;
+    uint32_t source_bytes; /* of SMB_WIRE_SPARSE */
+    uint32_t wire;       /* how the payload is encoded; the blocks are those of what it is decoded to */
 };
 
 struct journal {
@@ -107,6 +110,8 @@ void slot_describe(struct journal *journal, const struct slot *slot, uint64_t se
     words->scale = change->scale;
     words->opcode = (uint32_t)change->opcode;
     words->op = (uint32_t)change->op;
+    words->wire = (uint32_t)change->wire;
+    words->source_bytes = change->source_bytes;
     FAILPOINT("journal.described");
 }
 
@@ -196,14 +201,19 @@ void slot_rest(struct journal *journal, const struct slot *slot)
 /* What the slot says, if that can be: it was written by a process that died, and nothing is believed before it is checked. */
 static bool describe_left(const struct slot_words *words, uint8_t *payload, uint64_t payload_bytes, struct smb_change *change)
 {
-    *change = (struct smb_change){.opcode = (int)words->opcode, .op = (int)words->op, .scale = words->scale,
+    *change = (struct smb_change){.opcode = (int)words->opcode, .op = (int)words->op, .wire = (int)words->wire,
+                                  .source_bytes = words->source_bytes, .scale = words->scale,
                                   .offset = words->offset, .bytes = words->bytes, .source = payload,
                                   .argument = words->argument, .expected = words->expected};
     uint64_t word = atomic_load_explicit(&words->progress, memory_order_relaxed);
     bool additive = words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM;
+    /* The segment has not been asked yet, but only float32 is encoded. */
+    uint64_t needed = words->wire == SMB_WIRE_EXACT    ? words->bytes
+                      : words->wire == SMB_WIRE_SPARSE ? words->source_bytes
+                                                       : smb_wire_bytes(change->wire, words->bytes / 4);
     return (word & ACTIVE) && word >> SEQUENCE_SHIFT == (words->sequence << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT &&
            (additive || words->opcode == SMB_FETCH_ADD || words->opcode == SMB_COMPARE_SWAP) && words->bytes > 0 &&
-           words->bytes <= SMB_CHUNK_BYTES_MAX && (!additive || words->bytes <= payload_bytes) && words->lane <= UINT16_MAX &&
+           words->bytes <= SMB_CHUNK_BYTES_MAX && (!additive || (needed > 0 && needed <= payload_bytes)) && words->lane <= UINT16_MAX &&
            words->sequence > 0 && words->session > 0 &&
            (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change);
 }
@@ -292,7 +302,7 @@ static bool header_is_ours(int fd, struct journal_header *header)
     struct stat file;
     return fstat(fd, &file) == 0 && S_ISREG(file.st_mode) && (uint64_t)file.st_size == FILE_BYTES &&
            pread(fd, header, sizeof *header, 0) == (ssize_t)sizeof *header && header->magic == MAGIC &&
-           header->version == VERSION && header->slot_bytes == SLOT_BYTES && header->identity != 0;
+           (header->version == VERSION || header->version == VERSION_EXACT) && header->slot_bytes == SLOT_BYTES && header->identity != 0;
 }
 
 /* Under another name first, so that a file under its own name is always complete. */
@@ -367,6 +377,8 @@ int journal_open(const char *path, journal_find find, void *argument, struct smb
     }
     if (status == SMB_OK && left)
         recover(*journal, find, argument, recovery);
+    if (status == SMB_OK)
+        ((struct journal_header *)(*journal)->base)->version = VERSION; /* what an older daemon would not understand follows */
     return status;
 }
 

@@ -137,11 +137,17 @@ TARGET_END
 #endif
 
 typedef void (*apply_function)(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+typedef void (*encode_function)(int wire, const float *from, uint64_t count, uint8_t *to);
+typedef void (*apply_encoded_function)(int wire, int op, float *target, const uint8_t *from, uint64_t first, uint64_t count,
+                                       float scale);
 
 static struct isa {
     const char *name;
     apply_function apply;
-} isas[3] = {{"generic", apply_generic}};
+    encode_function encode;
+    apply_encoded_function apply_encoded;
+    bool crc_instruction;
+} isas[3] = {{"generic", apply_generic, encode_generic, apply_encoded_generic, false}};
 static int isa_count = 1;
 static _Atomic int isa_current; /* relaxed: any of them gives the same bits */
 
@@ -150,10 +156,10 @@ __attribute__((constructor)) static void choose_isa(void)
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && HAS_F16C) {
-        isas[isa_count++] = (struct isa){"avx2", apply_avx2};
+        isas[isa_count++] = (struct isa){"avx2", apply_avx2, encode_avx2, apply_encoded_avx2, true};
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            isas[isa_count++] = (struct isa){"avx512", apply_avx512};
+            isas[isa_count++] = (struct isa){"avx512", apply_avx512, encode_avx512, apply_encoded_avx512, true};
     }
 #endif
     isa_current = isa_count - 1;
@@ -219,6 +225,146 @@ int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64
     else
         isas[isa_current].apply(dtype, op, target, source, count, scale);
     return SMB_OK;
+}
+
+/* ---- float32 as it travels ----------------------------------------------------------------------------------------- */
+
+int smb_wire_is_dense(int wire)
+{
+    return wire == SMB_WIRE_BFLOAT16 || wire == SMB_WIRE_FLOAT16 || wire == SMB_WIRE_INT8;
+}
+
+uint64_t smb_wire_bytes(int wire, uint64_t count)
+{
+    switch (wire) {
+    case SMB_WIRE_EXACT: return 4 * count;
+    case SMB_WIRE_BFLOAT16:
+    case SMB_WIRE_FLOAT16: return 2 * count;
+    case SMB_WIRE_INT8: return count + 4 * ((count + SMB_WIRE_BLOCK - 1) / SMB_WIRE_BLOCK);
+    default: return 0;
+    }
+}
+
+int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to)
+{
+    if (!smb_wire_is_dense(wire))
+        return SMB_INVALID;
+    isas[isa_current].encode(wire, from, count, to);
+    return SMB_OK;
+}
+
+int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first, uint64_t count, double scale)
+{
+    if (!smb_wire_is_dense(wire) || !smb_op_accepts(SMB_FLOAT32, op, scale))
+        return SMB_INVALID;
+    isas[isa_current].apply_encoded(wire, op, target, from, first, count, (float)scale);
+    return SMB_OK;
+}
+
+int smb_kernel_round(int wire, const void *from_, uint64_t count, uint64_t offset, uint32_t chunk_bytes, void *to_)
+{
+    enum { BLOCK = 4 * SMB_WIRE_BLOCK }; /* whole blocks, from each piece's start */
+    const float *from = from_;
+    float *to = to_;
+    uint16_t encoded[BLOCK];
+    if (!smb_wire_is_dense(wire) || chunk_bytes == 0 || chunk_bytes % 4 != 0 || offset % 4 != 0)
+        return SMB_INVALID;
+    uint64_t left = (chunk_bytes - offset % chunk_bytes) / 4; /* of the piece */
+    while (count > 0) {
+        uint64_t n = left < BLOCK ? left : BLOCK;
+        n = n < count ? n : count;
+        isas[isa_current].encode(wire, from, n, (uint8_t *)encoded);
+        isas[isa_current].apply_encoded(wire, SMB_REPLACE, to, (const uint8_t *)encoded, 0, n, 1.0F);
+        from += n, to += n, count -= n, left -= n;
+        left = left > 0 ? left : chunk_bytes / 4;
+    }
+    return SMB_OK;
+}
+
+/* ---- crc32c (Castagnoli), reflected ---------------------------------------------------------------------------------- */
+
+enum { CRC_STREAM = 1024 };
+static uint32_t crc_table[8][256];      /* of one byte, that is followed by 0 to 7 others */
+static uint32_t crc_past_stream[4][256]; /* what a register's byte becomes by CRC_STREAM bytes of zeros */
+
+static uint32_t crc_by_table(uint32_t crc, const uint8_t *data, uint64_t bytes)
+{
+    for (; bytes >= 8; data += 8, bytes -= 8) {
+        uint32_t low = crc ^ ((uint32_t)data[0] | (uint32_t)data[1] << 8 | (uint32_t)data[2] << 16 | (uint32_t)data[3] << 24);
+        crc = crc_table[7][low & 255] ^ crc_table[6][low >> 8 & 255] ^ crc_table[5][low >> 16 & 255] ^
+              crc_table[4][low >> 24] ^ crc_table[3][data[4]] ^ crc_table[2][data[5]] ^ crc_table[1][data[6]] ^
+              crc_table[0][data[7]];
+    }
+    for (; bytes > 0; data++, bytes--)
+        crc = crc >> 8 ^ crc_table[0][(crc ^ *data) & 255];
+    return crc;
+}
+
+__attribute__((constructor)) static void make_crc_tables(void)
+{
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78U : 0);
+        crc_table[0][i] = crc;
+    }
+    for (int k = 1; k < 8; k++)
+        for (uint32_t i = 0; i < 256; i++)
+            crc_table[k][i] = crc_table[k - 1][i] >> 8 ^ crc_table[0][crc_table[k - 1][i] & 255];
+    static const uint8_t zeros[CRC_STREAM];
+    for (int byte = 0; byte < 4; byte++) {
+        uint32_t of_bit[8];
+        for (int bit = 0; bit < 8; bit++)
+            of_bit[bit] = crc_by_table(1U << (8 * byte + bit), zeros, CRC_STREAM);
+        for (uint32_t i = 1; i < 256; i++) {
+            int lowest = __builtin_ctz(i);
+            crc_past_stream[byte][i] = crc_past_stream[byte][i & (i - 1)] ^ of_bit[lowest];
+        }
+    }
+}
+
+#if defined(__x86_64__)
+static inline uint64_t load_as_is64(const uint8_t *data)
+{
+    uint64_t word;
+    memcpy(&word, data, sizeof word);
+    return word;
+}
+
+static uint32_t crc_past(uint32_t crc)
+{
+    return crc_past_stream[0][crc & 255] ^ crc_past_stream[1][crc >> 8 & 255] ^ crc_past_stream[2][crc >> 16 & 255] ^
+           crc_past_stream[3][crc >> 24];
+}
+
+/* The instruction has a latency of three: three streams at once, joined. */
+__attribute__((target("sse4.2"))) static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *data, uint64_t bytes)
+{
+    for (; bytes >= 3 * CRC_STREAM; data += 3 * CRC_STREAM, bytes -= 3 * CRC_STREAM) {
+        uint64_t a = crc, b = 0, c = 0;
+        for (int i = 0; i < CRC_STREAM; i += 8) {
+            a = _mm_crc32_u64(a, load_as_is64(data + i));
+            b = _mm_crc32_u64(b, load_as_is64(data + CRC_STREAM + i));
+            c = _mm_crc32_u64(c, load_as_is64(data + 2 * CRC_STREAM + i));
+        }
+        crc = crc_past(crc_past((uint32_t)a) ^ (uint32_t)b) ^ (uint32_t)c;
+    }
+    uint64_t rest = crc;
+    for (; bytes >= 8; data += 8, bytes -= 8)
+        rest = _mm_crc32_u64(rest, load_as_is64(data));
+    for (; bytes > 0; data++, bytes--)
+        rest = _mm_crc32_u8((uint32_t)rest, *data);
+    return (uint32_t)rest;
+}
+#endif
+
+uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes)
+{
+#if defined(__x86_64__)
+    if (isas[isa_current].crc_instruction)
+        return ~crc_by_instruction(~crc, data, bytes);
+#endif
+    return ~crc_by_table(~crc, data, bytes);
 }
 
 /* ---- copies ------------------------------------------------------------------------------------------------------- */

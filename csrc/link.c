@@ -15,6 +15,7 @@
 
 enum {
     SEND_PARTS = 32,
+    FRAME_PARTS = 4,
     QUIET_NS = 1000000 /* a link that has said nothing for so long is asked whether its peer is there, before it is used */
 };
 
@@ -57,18 +58,23 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uin
 static int exchange(int fd, const struct smb_frame *request, uint64_t deadline_ns, struct smb_frame *reply,
                     int *passed_fd)
 {
-    uint8_t bytes[SMB_FRAME_BYTES];
-    smb_frame_encode(request, bytes);
-    for (size_t done = 0; done < sizeof bytes;) {
-        ssize_t n = send(fd, bytes + done, sizeof bytes - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
+    struct smb_frame asked = *request;
+    asked.payload = smb_frame_checksum_bytes(request);
+    smb_frame_encode(&asked, bytes);
+    smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
+    size_t whole = SMB_FRAME_BYTES + asked.payload;
+    for (size_t done = 0; done < whole;) {
+        ssize_t n = send(fd, bytes + done, whole - done, MSG_NOSIGNAL | MSG_DONTWAIT);
         int status = n < 0 && errno != EAGAIN && errno != EINTR ? SMB_LINK_LOST
                      : n < 0 ? wait_ready(fd, POLLOUT, deadline_ns) : SMB_OK;
         if (status != SMB_OK)
             return status;
         done += n > 0 ? (size_t)n : 0;
     }
-    for (size_t done = 0; done < sizeof bytes;) {
-        struct iovec part = {bytes + done, sizeof bytes - done};
+    whole = SMB_FRAME_BYTES; /* until the header says more */
+    for (size_t done = 0; done < whole;) {
+        struct iovec part = {bytes + done, whole - done};
         union {
             struct cmsghdr header;
             uint8_t bytes[CMSG_SPACE(sizeof(int))];
@@ -86,10 +92,17 @@ static int exchange(int fd, const struct smb_frame *request, uint64_t deadline_n
         struct cmsghdr *header = CMSG_FIRSTHDR(&message);
         if (header && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)) && *passed_fd < 0)
             memcpy(passed_fd, CMSG_DATA(header), sizeof(int));
+        if (done != SMB_FRAME_BYTES)
+            continue;
+        status = smb_frame_parse(bytes, reply);
+        if (status != SMB_OK || reply->payload > smb_frame_checksum_bytes(reply))
+            return status != SMB_OK ? status : SMB_PROTOCOL;
+        whole += reply->payload;
     }
-    int status = smb_frame_parse(bytes, reply);
-    if (status != SMB_OK)
-        return status;
+    if (reply->flags & SMB_FLAG_CHECKSUM && !smb_checksum_is(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES)))
+        return SMB_LINK_LOST;
+    if ((request->flags & SMB_FLAG_CHECKSUM) != (reply->flags & SMB_FLAG_CHECKSUM))
+        return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
     if (!(reply->flags & SMB_FLAG_REPLY) || reply->opcode != request->opcode || reply->session != request->session)
         return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
     return reply->status;
@@ -119,9 +132,15 @@ static int open_unix(const char *path, uint64_t deadline_ns, int *fd)
     return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, deadline_ns);
 }
 
-static int shake_hands(int fd, uint64_t session, uint16_t lane, uint64_t deadline_ns, uint64_t *instance, uint64_t *identity)
+static uint16_t flags_of(const struct smb_client *client)
 {
-    struct smb_frame hello = {.opcode = SMB_HELLO, .lane = lane, .session = session};
+    return client->checksums ? SMB_FLAG_CHECKSUM : 0;
+}
+
+static int shake_hands(int fd, const struct smb_client *client, uint16_t lane, uint64_t deadline_ns, uint64_t *instance,
+                       uint64_t *identity)
+{
+    struct smb_frame hello = {.opcode = SMB_HELLO, .flags = flags_of(client), .lane = lane, .session = client->session};
     struct smb_frame reply;
     int passed = -1;
     int status = exchange(fd, &hello, deadline_ns, &reply, &passed);
@@ -141,7 +160,7 @@ static int greet(struct smb_client *client, int fd, int status, uint16_t lane, u
     uint64_t identity = 0;
     struct smb_link *made = NULL;
     if (status == SMB_OK)
-        status = shake_hands(fd, client->session, lane, deadline_ns, instance, &identity);
+        status = shake_hands(fd, client, lane, deadline_ns, instance, &identity);
     if (status == SMB_OK && !(made = calloc(1, sizeof *made)))
         status = SMB_OUT_OF_MEMORY;
     if (status != SMB_OK) {
@@ -195,7 +214,7 @@ static int hand_over_connection(struct smb_link *link, int fd, int status, uint6
 {
     uint64_t identity = 0;
     if (status == SMB_OK)
-        status = shake_hands(fd, link->client->session, link->lane, deadline_ns, instance, &identity);
+        status = shake_hands(fd, link->client, link->lane, deadline_ns, instance, &identity);
     if (status == SMB_OK && identity != link->identity && *instance != accept_instance)
         status = SMB_NOT_FOUND;
     if (status != SMB_OK) {
@@ -242,7 +261,7 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment)
 {
-    struct smb_frame request = {.opcode = SMB_ATTACH, .lane = link->lane, .session = link->client->session,
+    struct smb_frame request = {.opcode = SMB_ATTACH, .flags = flags_of(link->client), .lane = link->lane, .session = link->client->session,
                                 .sequence = link->made++, .segment = segment_id, .epoch = epoch};
     struct smb_frame reply;
     int fd = -1;
@@ -270,6 +289,7 @@ static void free_flights(struct flight *flight)
         struct flight *next = flight->next;
         if (flight->doubt)
             smb_doubt_release(flight->doubt);
+        free(flight->encoded);
         free(flight);
         flight = next;
     }
@@ -356,9 +376,14 @@ bool link_busy(const struct smb_link *link)
     return link->queue_head || link->unsent || link->sent || link->watermark_count > 0;
 }
 
+static uint32_t watermark_frame_bytes(const struct smb_link *link)
+{
+    return SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
+}
+
 bool link_wants_output(const struct smb_link *link)
 {
-    return link->watermark_count > 0 ? link->watermark_bytes_sent < link->watermark_count * (uint64_t)SMB_FRAME_BYTES
+    return link->watermark_count > 0 ? link->watermark_bytes_sent < link->watermark_count * (uint64_t)watermark_frame_bytes(link)
                                      : link->unsent != NULL;
 }
 
@@ -442,6 +467,8 @@ static void put_back(struct smb_link *link, struct flight *flight)
     if (flight->doubt)
         smb_doubt_release(flight->doubt);
     flight->doubt = NULL;
+    free(flight->encoded);
+    flight->encoded = NULL;
     flight->next = link->spare;
     link->spare = flight;
 }
@@ -455,16 +482,28 @@ static void landed(struct smb_link *link, struct flight *flight)
         call_stream_finished(stream);
 }
 
+static void seal(struct flight *flight)
+{
+    if (flight->checksum_bytes == 0)
+        return;
+    uint32_t crc = smb_crc32c(0, flight->header, SMB_FRAME_BYTES);
+    crc = smb_crc32c(crc, flight->small, flight->small_bytes);
+    smb_store_checksum(flight->checksum, smb_crc32c(crc, flight->payload, flight->payload_bytes));
+}
+
 static void encode(struct smb_link *link, struct flight *flight, struct smb_frame *frame)
 {
+    frame->flags |= flags_of(link->client);
+    flight->checksum_bytes = smb_frame_checksum_bytes(frame);
     frame->lane = link->lane;
     frame->epoch = flight->epoch;
     frame->session = link->client->session;
     frame->sequence = flight->sequence;
     frame->segment = flight->segment_id;
     frame->length = flight->length;
-    frame->payload = flight->small_bytes + flight->payload_bytes;
+    frame->payload = flight->small_bytes + flight->payload_bytes + flight->checksum_bytes;
     smb_frame_encode(frame, flight->header);
+    seal(flight);
 }
 
 static void put_small(struct flight *flight, uint64_t word)
@@ -484,7 +523,50 @@ static void make_ask(struct smb_link *link, struct stream *stream, struct flight
     stream->have_piece = false;
 }
 
-static void make_piece(struct smb_link *link, struct stream *stream, struct flight *flight)
+/* Elements that travel encoded: made once, so that what is sent again is the same. Only where this fails is nothing done. */
+static bool make_encoded(const struct stream *stream, struct flight *flight)
+{
+    const struct smb_request *request = stream->request;
+    const struct smb_piece *piece = &stream->piece;
+    uint32_t element = smb_dtype_bytes(stream->dtype);
+    uint64_t bytes = request->wire == SMB_WIRE_SPARSE ? stream->entries * (SMB_WIRE_INDEX_BYTES + element)
+                                                      : smb_wire_bytes(request->wire, piece->bytes / 4);
+    flight->encoded = malloc(bytes);
+    if (!flight->encoded)
+        return false;
+    flight->wire = (uint8_t)request->wire;
+    if (request->opcode == SMB_READ) {
+        flight->answer_bytes = (uint32_t)bytes;
+        return true;
+    }
+    if (request->wire == SMB_WIRE_SPARSE)
+        sparse_encode(request, element, piece, stream->first_entry, stream->entries, flight->encoded);
+    else
+        smb_kernel_encode(request->wire, (const uint8_t *)request->source + (piece->buffer_offset - request->offset),
+                          piece->bytes / 4, flight->encoded);
+    flight->payload = flight->encoded;
+    flight->payload_bytes = (uint32_t)bytes;
+    return true;
+}
+
+void stream_advance(struct stream *stream)
+{
+    if (stream->request->wire != SMB_WIRE_SPARSE) {
+        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+        return;
+    }
+    uint32_t element = smb_dtype_bytes(stream->dtype);
+    do {
+        if (stream->rest.bytes == 0 && !smb_cursor_next(&stream->cursor, &stream->rest)) {
+            stream->have_piece = false;
+            return;
+        }
+        stream->have_piece = sparse_cut(stream->request, element, SMB_CHUNK_BYTES_MAX / (SMB_WIRE_INDEX_BYTES + element),
+                                        &stream->rest, &stream->piece, &stream->first_entry, &stream->entries);
+    } while (!stream->have_piece);
+}
+
+static bool make_piece(struct smb_link *link, struct stream *stream, struct flight *flight)
 {
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
@@ -492,8 +574,11 @@ static void make_piece(struct smb_link *link, struct stream *stream, struct flig
     struct smb_frame frame = {.opcode = (uint8_t)request->opcode, .dtype = stream->dtype, .offset = piece->segment_offset,
                               .argument = request->argument};
     flight->opcode = frame.opcode;
-    flight->length = (uint32_t)piece->bytes;
+    flight->length = flight->answer_bytes = (uint32_t)piece->bytes;
     flight->buffer_offset = piece->buffer_offset;
+    if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, flight))
+        return false;
+    frame.flags |= (uint16_t)(request->wire << SMB_FLAG_WIRE_SHIFT);
     if (request->fenced) {
         frame.flags |= SMB_FLAG_FENCED;
         put_small(flight, request->token);
@@ -506,6 +591,8 @@ static void make_piece(struct smb_link *link, struct stream *stream, struct flig
             frame.flags |= SMB_FLAG_FETCH;
         /* fall through */
     case SMB_WRITE:
+        if (flight->encoded)
+            break;
         flight->payload = (const uint8_t *)request->source + within;
         flight->payload_bytes = flight->length;
         break;
@@ -520,7 +607,8 @@ static void make_piece(struct smb_link *link, struct stream *stream, struct flig
     if (request->sink)
         flight->sink = (uint8_t *)request->sink + within;
     encode(link, flight, &frame);
-    stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+    stream_advance(stream);
+    return true;
 }
 
 static bool make_frame(struct smb_link *link, struct stream *stream)
@@ -530,10 +618,13 @@ static bool make_frame(struct smb_link *link, struct stream *stream)
         return false;
     *flight = (struct flight){.stream = stream, .sequence = link->made++, .segment_id = stream->segment_id,
                               .epoch = stream->epoch, .made_ns = smb_now_ns(), .fate = SMB_DOUBT_NOT_APPLIED};
-    if (stream->ask)
+    if (stream->ask) {
         make_ask(link, stream, flight);
-    else
-        make_piece(link, stream, flight);
+    } else if (!make_piece(link, stream, flight)) {
+        flight->next = link->spare;
+        link->spare = flight;
+        return false;
+    }
     append(&link->unsent_end, flight);
     link->flying++;
     link->atomics_flying += is_atomic(flight->opcode);
@@ -569,11 +660,12 @@ static void fill_window(struct smb_link *link)
 /* What is left of the frame to be sent, `skip` bytes of it having gone; returns how many parts. */
 static int frame_parts(struct flight *flight, uint64_t skip, struct iovec *parts)
 {
-    const struct iovec whole[3] = {{flight->header, SMB_FRAME_BYTES},
-                                   {flight->small, flight->small_bytes},
-                                   {(void *)(uintptr_t)flight->payload, flight->payload_bytes}};
+    const struct iovec whole[FRAME_PARTS] = {{flight->header, SMB_FRAME_BYTES},
+                                             {flight->small, flight->small_bytes},
+                                             {(void *)(uintptr_t)flight->payload, flight->payload_bytes},
+                                             {flight->checksum, flight->checksum_bytes}};
     int count = 0;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < FRAME_PARTS; i++) {
         if (whole[i].iov_len > skip)
             parts[count++] = (struct iovec){(uint8_t *)whole[i].iov_base + skip, whole[i].iov_len - skip};
         skip -= skip < whole[i].iov_len ? skip : whole[i].iov_len;
@@ -583,7 +675,7 @@ static int frame_parts(struct flight *flight, uint64_t skip, struct iovec *parts
 
 static uint64_t frame_bytes(const struct flight *flight)
 {
-    return SMB_FRAME_BYTES + (uint64_t)flight->small_bytes + flight->payload_bytes;
+    return SMB_FRAME_BYTES + (uint64_t)flight->small_bytes + flight->payload_bytes + flight->checksum_bytes;
 }
 
 static void note_sent(struct flight *flight)
@@ -605,7 +697,7 @@ static int send_some(struct smb_link *link, bool *moved)
     struct iovec parts[SEND_PARTS];
     int count = 0;
     uint64_t skip = link->sent_bytes;
-    for (struct flight *flight = link->unsent; flight && count + 3 <= SEND_PARTS; flight = flight->next) {
+    for (struct flight *flight = link->unsent; flight && count + FRAME_PARTS <= SEND_PARTS; flight = flight->next) {
         count += frame_parts(flight, skip, parts + count);
         skip = 0;
     }
@@ -698,7 +790,7 @@ static void take_success(struct smb_link *link, struct flight *flight, uint64_t 
 
 static bool wants_data(const struct flight *flight, const struct smb_frame *reply)
 {
-    return flight->stream ? flight->sink != NULL : reply->payload > 0;
+    return flight->stream ? flight->sink != NULL : reply->payload > smb_frame_checksum_bytes(reply);
 }
 
 /* The header of an answer. */
@@ -706,11 +798,13 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
 {
     struct flight **at = find_sent(link, reply->sequence);
     struct flight *flight = *at;
+    uint32_t elements = reply->payload - smb_frame_checksum_bytes(reply);
     if (!flight || reply->opcode != flight->opcode ||
-        (reply->payload > 0 && (reply->payload != flight->length || (flight->stream && !flight->sink))))
+        smb_frame_wire(reply) != flight->wire ||
+        (elements > 0 && (elements != flight->answer_bytes || (flight->stream && !flight->sink))))
         return SMB_PROTOCOL;
     bool data = reply->status == SMB_OK && wants_data(flight, reply);
-    if (data && reply->payload == 0)
+    if (data && elements == 0)
         return SMB_PROTOCOL; /* data was asked for, and success without data can't be */
     if (data) {
         link->reading = flight; /* still in the list: if the connection breaks now it is asked for again */
@@ -741,24 +835,49 @@ static int take_watermark(struct smb_link *link, const struct smb_frame *reply)
     return SMB_PROTOCOL;
 }
 
-static int take_header(struct smb_link *link, const uint8_t *bytes)
+static int spoilt(struct smb_link *link)
+{
+    atomic_fetch_add_explicit(&link->client->spoilt, 1, memory_order_relaxed);
+    return SMB_LINK_LOST;
+}
+
+/* Of `here` bytes takes those of a header, and its checksum where no data is between them: *taken, 0 where that is not all here.
+ * A header is believed once its checksum is right; data that follows it is, before anybody is told. */
+static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t here, uint32_t *taken)
 {
     struct smb_frame reply;
     int status = smb_frame_parse(bytes, &reply);
+    *taken = 0;
     if (status != SMB_OK)
         return status;
-    if (!(reply.flags & SMB_FLAG_REPLY))
+    if (!(reply.flags & SMB_FLAG_REPLY) || (reply.flags & SMB_FLAG_CHECKSUM) != flags_of(link->client))
         return SMB_PROTOCOL;
+    uint32_t checksum = smb_frame_checksum_bytes(&reply);
+    uint32_t whole = SMB_FRAME_BYTES + (reply.payload == checksum ? checksum : 0);
+    if (here < whole)
+        return SMB_OK;
+    link->crc = checksum > 0 ? smb_crc32c(0, bytes, SMB_FRAME_BYTES) : 0;
+    if (whole > SMB_FRAME_BYTES && !smb_checksum_is(bytes + SMB_FRAME_BYTES, link->crc))
+        return spoilt(link);
+    *taken = whole;
     return link->watermark_count > 0 ? take_watermark(link, &reply) : take_reply(link, &reply);
+}
+
+/* Where the answer's payload is received. */
+static uint8_t *landing(const struct flight *flight)
+{
+    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
 }
 
 static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t count)
 {
     struct flight *flight = link->reading;
-    uint32_t missing = flight->length - link->reading_have;
+    uint32_t missing = flight->answer_bytes - link->reading_have;
     uint32_t take = count < missing ? count : missing;
     if (flight->stream && bytes)
-        memcpy((uint8_t *)flight->sink + link->reading_have, bytes, take);
+        memcpy(landing(flight) + link->reading_have, bytes, take);
+    if (link->client->checksums)
+        link->crc = smb_crc32c(link->crc, bytes ? bytes : landing(flight) + link->reading_have, take);
     link->reading_have += take;
     return take;
 }
@@ -769,8 +888,8 @@ static int receive_some(struct smb_link *link, bool *moved)
     int count = 0;
     uint32_t missing = 0;
     if (link->reading && link->reading->stream) { /* straight to the caller's memory, and the headers behind it */
-        missing = link->reading->length - link->reading_have;
-        parts[count++] = (struct iovec){(uint8_t *)link->reading->sink + link->reading_have, missing};
+        missing = link->reading->answer_bytes - link->reading_have;
+        parts[count++] = (struct iovec){landing(link->reading) + link->reading_have, missing};
     }
     parts[count++] = (struct iovec){link->in + link->in_end, LINK_IN_BYTES - link->in_end};
     ssize_t done = count == 1 ? read(link->fd, parts->iov_base, parts->iov_len) : readv(link->fd, parts, count);
@@ -792,6 +911,8 @@ static void finish_reading(struct smb_link *link)
     struct flight *flight = link->reading;
     link->reading = NULL;
     take_from(find_sent(link, flight->sequence), &link->sent_end);
+    if (flight->stream && flight->opcode == SMB_READ && flight->encoded)
+        smb_kernel_apply_encoded(flight->wire, SMB_REPLACE, flight->sink, flight->encoded, 0, flight->length / 4, 1.0);
     take_success(link, flight, 0, 0);
 }
 
@@ -803,12 +924,22 @@ static int digest(struct smb_link *link)
         uint32_t here = link->in_end - link->in_start;
         if (link->reading) {
             link->in_start += take_data(link, link->in + link->in_start, here);
-            if (link->reading_have < link->reading->length)
+            if (link->reading_have < link->reading->answer_bytes)
                 break;
+            if (link->client->checksums) {
+                if (link->in_end - link->in_start < SMB_CHECKSUM_BYTES)
+                    break;
+                link->in_start += SMB_CHECKSUM_BYTES;
+                if (!smb_checksum_is(link->in + link->in_start - SMB_CHECKSUM_BYTES, link->crc))
+                    return spoilt(link);
+            }
             finish_reading(link);
         } else if (here >= SMB_FRAME_BYTES) {
-            link->in_start += SMB_FRAME_BYTES;
-            status = take_header(link, link->in + link->in_start - SMB_FRAME_BYTES);
+            uint32_t taken;
+            status = take_header(link, link->in + link->in_start, here, &taken);
+            link->in_start += taken;
+            if (taken == 0)
+                break;
         } else {
             break;
         }
@@ -888,15 +1019,18 @@ static int ask_watermarks(struct smb_link *link)
 
 static int send_watermarks(struct smb_link *link, bool *moved)
 {
-    uint8_t bytes[SMB_FRAME_BYTES];
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
+    uint32_t each = watermark_frame_bytes(link);
     while (link_wants_output(link)) {
-        const struct watermark *watermark = &link->watermarks[link->watermark_bytes_sent / SMB_FRAME_BYTES];
-        uint64_t skip = link->watermark_bytes_sent % SMB_FRAME_BYTES;
-        struct smb_frame frame = {.opcode = SMB_WATERMARK, .lane = link->lane, .epoch = watermark->epoch,
+        const struct watermark *watermark = &link->watermarks[link->watermark_bytes_sent / each];
+        uint64_t skip = link->watermark_bytes_sent % each;
+        struct smb_frame frame = {.opcode = SMB_WATERMARK, .flags = flags_of(link->client),
+                                  .payload = each - SMB_FRAME_BYTES, .lane = link->lane, .epoch = watermark->epoch,
                                   .session = link->client->session, .sequence = watermark->sequence,
                                   .segment = watermark->segment_id};
         smb_frame_encode(&frame, bytes);
-        ssize_t done = send(link->fd, bytes + skip, SMB_FRAME_BYTES - skip, MSG_NOSIGNAL | MSG_DONTWAIT);
+        smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
+        ssize_t done = send(link->fd, bytes + skip, each - skip, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (done < 0)
             return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
         *moved = true;
@@ -916,6 +1050,7 @@ static void mark_repeated(struct flight *flight)
     if (flight->opcode == SMB_LOCK) /* it keeps its place in the queue */
         smb_store64(flight->small + 16, smb_load64(flight->small + 16) + (smb_now_ns() - flight->made_ns) / 1000000U);
     flight->made_ns = smb_now_ns();
+    seal(flight);
 }
 
 /* true: its fate is all that anybody wants of it. */
@@ -1013,11 +1148,14 @@ bool link_progress(struct smb_link *link)
     int status = fresh >= 0 ? adopt_connection(link, fresh) : SMB_OK;
     if (status == SMB_OK && state_of(link) != LINK_DOWN)
         status = move(link, &moved);
-    if (status == SMB_PROTOCOL || status == SMB_VERSION) { /* it will not do better the next time */
+    /* It will not do better the next time; unless its bytes were spoilt on the way. */
+    if ((status == SMB_PROTOCOL || status == SMB_VERSION) && !link->client->checksums) {
         link_shut(link, status);
         return true;
     }
     if (status != SMB_OK) {
+        if (status == SMB_PROTOCOL || status == SMB_VERSION)
+            spoilt(link);
         break_connection(link);
         moved = true;
     }
@@ -1032,7 +1170,7 @@ static void note_unmade(struct stream *stream)
     while (stream->have_piece && !stream->ask) {
         if (smb_opcode_changes(stream->request->opcode))
             call_doubt(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
-        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+        stream_advance(stream);
     }
     stream->have_piece = false;
 }

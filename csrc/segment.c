@@ -575,10 +575,74 @@ static void fill(uint8_t *target, uint64_t bytes, uint32_t element, uint64_t bit
     }
 }
 
+/* ---- some elements of a range: entries of an index in it and a value, not aligned */
+
+static uint32_t index_of(const uint8_t *entry)
+{
+    uint32_t index;
+    memcpy(&index, entry, sizeof index); /* both ends are little-endian */
+    return index;
+}
+
+static bool entries_are_sound(const struct smb_change *change, uint32_t element)
+{
+    uint32_t entry = SMB_WIRE_INDEX_BYTES + element;
+    const uint8_t *entries = change->source;
+    if (change->source_bytes == 0 || change->source_bytes % entry != 0)
+        return false;
+    uint64_t next = 0;
+    for (uint32_t at = 0; at < change->source_bytes; at += entry) {
+        uint64_t index = index_of(entries + at);
+        if (index < next)
+            return false;
+        next = index + 1;
+    }
+    return next <= change->bytes / element;
+}
+
+/* Those of elements [first, end) of the range. */
+static void apply_entries(struct smb_segment *segment, const struct smb_change *change, uint64_t first, uint64_t end)
+{
+    enum { BATCH = 256 };
+    uint64_t old[BATCH], values[BATCH]; /* of any dtype */
+    uint32_t element = smb_dtype_bytes((int)segment->dtype), entry = SMB_WIRE_INDEX_BYTES + element;
+    const uint8_t *entries = change->source;
+    uint8_t *target = segment->data + change->offset;
+    uint64_t low = 0, count = change->source_bytes / entry;
+    for (uint64_t high = count; low < high;) {
+        uint64_t middle = low + (high - low) / 2;
+        if (index_of(entries + middle * entry) < first)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    while (low < count && index_of(entries + low * entry) < end) {
+        uint64_t n = 0;
+        for (; n < BATCH && low + n < count && index_of(entries + (low + n) * entry) < end; n++) {
+            const uint8_t *here = entries + (low + n) * entry;
+            memcpy((uint8_t *)old + n * element, target + (uint64_t)index_of(here) * element, element);
+            memcpy((uint8_t *)values + n * element, here + SMB_WIRE_INDEX_BYTES, element);
+        }
+        smb_kernel_apply((int)segment->dtype, change->op, old, values, n, change->scale);
+        for (uint64_t i = 0; i < n; i++)
+            memcpy(target + (uint64_t)index_of(entries + (low + i) * entry) * element, (uint8_t *)old + i * element, element);
+        low += n;
+    }
+}
+
 void smb_segment_change_range(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes)
 {
     uint8_t *target = segment->data + change->offset + from;
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
+    if (change->wire == SMB_WIRE_SPARSE) {
+        apply_entries(segment, change, from / element, (from + bytes) / element);
+        return;
+    }
+    if (change->wire != SMB_WIRE_EXACT) {
+        smb_kernel_apply_encoded(change->wire, change->opcode == SMB_WRITE ? SMB_REPLACE : change->op, target, change->source,
+                                 from / element, bytes / element, change->opcode == SMB_WRITE ? 1.0 : change->scale);
+        return;
+    }
     switch (change->opcode) {
     case SMB_WRITE: kernel_copy(target, (const uint8_t *)change->source + from, bytes, change->streaming); break;
     case SMB_ACCUMULATE:
@@ -608,6 +672,12 @@ bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     if (!smb_segment_holds(segment, change->offset, change->bytes) || change->offset % element != 0 ||
         change->bytes % element != 0)
+        return false;
+    bool encoded = smb_wire_is_dense(change->wire) && segment->dtype == SMB_FLOAT32 &&
+                   (change->opcode == SMB_WRITE || change->opcode == SMB_ACCUMULATE);
+    if (change->wire == SMB_WIRE_SPARSE)
+        encoded = change->opcode == SMB_ACCUMULATE && !change->sink && entries_are_sound(change, element);
+    if (change->wire != SMB_WIRE_EXACT && !encoded)
         return false;
     switch (change->opcode) {
     case SMB_READ:

@@ -39,6 +39,8 @@ struct smb_change {
     double scale;
     uint64_t offset;
     uint64_t bytes;
+    int wire;              /* enum smb_wire: of the source of WRITE and ACCUMULATE; the range is that of its elements decoded */
+    uint32_t source_bytes; /* of SMB_WIRE_SPARSE */
     const void *source;    /* WRITE, ACCUMULATE; ACCUMULATE_FROM: a copy of the other segment's bytes */
     void *sink;            /* READ; ACCUMULATE: the new values, if not NULL */
     uint64_t argument;     /* FILL: element bits; FETCH_ADD: what to add; COMPARE_SWAP: the new value */

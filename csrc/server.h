@@ -24,7 +24,8 @@ enum {
     CONNECTIONS_MAX = 4096,       /* each may hold 2 chunks of staging memory */
     HELLO_DEADLINE_MS = 5000,     /* a silent stranger is closed */
     IN_BYTES = 4096,              /* headers arrive in bursts of up to 64 */
-    OUT_BYTES = 4096,             /* as do small replies */
+    OUT_BYTES = 4096,             /* as do small replies, each of up to: */
+    SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
     FRAMES_PER_TURN = 32,         /* then the next connection of the loop has its turn */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, what a socket buffer takes anyway */
@@ -210,6 +211,7 @@ struct connection {
     bool retried;                       /* the request in hand was parked before */
     bool from_kept;                     /* its payload, of ACCUMULATE_FROM, is in `from` */
     bool greeted;
+    bool checksums;                     /* its HELLO had one: so has every frame */
     uint64_t session;
     uint16_t lane;
     _Atomic bool fenced;                /* a newer connection speaks for this lane: nothing of this one may be done any more */
@@ -222,6 +224,8 @@ struct connection {
     int admitted;                       /* status of gate_admit: not OK means drain the payload, then answer that */
     struct gate_request request;
     uint32_t payload_have;
+    uint32_t crc;                       /* of what has arrived of it, if it has a checksum */
+    uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
     bool drained;                       /* the last look at the socket took all that was there */
@@ -232,7 +236,7 @@ struct connection {
     struct slot slot;                   /* where staging lies, if there is a journal */
     uint8_t *own_staging;               /* else */
     uint8_t from[SMB_TOKEN_BYTES + SMB_FROM_BYTES]; /* payload of ACCUMULATE_FROM: staging is for the source's bytes then */
-    uint8_t *tail;                      /* one chunk: data on its way out */
+    uint8_t *tail;                      /* one chunk and a checksum: data on its way out */
     int pass_fd;                        /* goes with the one answer in `out`; -1: none */
     struct smb_segment *pass_segment;   /* keeps pass_fd open */
     struct wait *waits;                 /* parked, of this connection */

@@ -45,6 +45,7 @@ enum smb_status {
     SMB_LINK_LOST = 17,      /* the link broke with frames in flight: outcome unknown */
     SMB_PROTOCOL = 18,       /* the peer sent a frame that is none; the link is closed */
     SMB_VERSION = 19,        /* the peer speaks another version of the protocol */
+    SMB_CHECKSUM = 20,       /* what arrived is not what was sent; the link gets another connection. Never on the wire */
     SMB_SYSTEM = 32          /* a system call failed: errno tells */
 };
 
@@ -63,6 +64,18 @@ enum smb_dtype {
  *   sum b + s*a   min minimum(b, s*a)   max maximum(b, s*a)   prod b * (s*a)   replace s*a   elastic b + s*(a - b)
  * Integers wrap modulo 2^bits; their scale is an integer. minimum and maximum propagate NaN. */
 enum smb_op { SMB_SUM = 1, SMB_MIN = 2, SMB_MAX = 3, SMB_PROD = 4, SMB_REPLACE = 5, SMB_ELASTIC = 6 };
+
+/* How elements travel and are rounded on the way; all but the first of float32 only, decoded before they are combined.
+ *   bfloat16, float16  to nearest, ties to even
+ *   int8               blocks of SMB_WIRE_BLOCK elements, the last one shorter: s = (largest magnitude)/127, a float32 (127 s is finite), then of each
+ *                      element x the integer nearest to x/s (ties to even, at most 127 in magnitude); decoded: that integer times s.
+ *                      A block with an infinity or NaN arrives as NaN, whole.
+ *   sparse             of any dtype, ACCUMULATE only: some elements of the range, each its index in it (uint32) and its value;
+ *                      indices ascend. The others stay as they are */
+enum smb_wire {
+    SMB_WIRE_EXACT = 0, SMB_WIRE_BFLOAT16 = 1, SMB_WIRE_FLOAT16 = 2, SMB_WIRE_INT8 = 3, SMB_WIRE_SPARSE = 4
+};
+enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
 
 /* What a frame asks. Retired numbers are never reused. */
 enum smb_opcode {
@@ -114,6 +127,19 @@ int smb_op_accepts(int dtype, int op, double scale);
 /* target[i] = op(target[i], source[i]) for count elements. Pointers need no alignment beyond the element's. The two ranges
  * may be the same but must not overlap otherwise. */
 int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+/* Whether it is one of bfloat16, float16 and int8. */
+int smb_wire_is_dense(int wire);
+/* Bytes that count float32 elements take on the way; 0 for a number that is no enum smb_wire. */
+uint64_t smb_wire_bytes(int wire, uint64_t count);
+/* count float32 elements into smb_wire_bytes of them. `to` is aligned to 2 bytes. */
+int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to);
+/* smb_kernel_apply for float32 with a source that is encoded: elements [first, first + count) of it. */
+int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first, uint64_t count, double scale);
+/* What count float32 elements at byte `offset` of a buffer are when they arrive: rounded piece by piece, as they are cut at
+ * multiples of chunk_bytes. `to` may be `from`. */
+int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset, uint32_t chunk_bytes, void *to);
+/* CRC-32C (Castagnoli) of bytes that follow those of which `crc` is it; 0 at first. */
+uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
 /* Instruction sets compiled in and usable here, best last. The best is chosen when the library loads. */
 int smb_isa_count(void);
 const char *smb_isa_name(int isa);
@@ -217,6 +243,10 @@ struct smb_client;
 struct smb_link;
 
 int smb_client_create(uint64_t session, struct smb_client **client);
+/* Before its first link is made: every frame of every link carries a checksum, in both directions. */
+void smb_client_use_checksums(struct smb_client *client);
+/* Answers that arrived spoilt, so far. Servers count requests that did. */
+uint64_t smb_client_spoilt(struct smb_client *client);
 /* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A link is one lane of the session:
  * to each server at most one link of a lane number at any time. */
 int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane,
@@ -300,6 +330,10 @@ struct smb_request {
     struct smb_buffer *other;
     uint64_t token;            /* of a lock of this buffer, if fenced: all segments are reached over links then */
     bool fenced;
+    const int64_t *indices;    /* of SMB_WIRE_SPARSE: elements of the buffer, ascending, `count` of them, whose values are in source; */
+    uint64_t count;            /* offset and bytes are from the first to the last. No sink */
+    int wire;                  /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also where it is
+                                * local. The new values that an ACCUMULATE fetches are exact */
     uint32_t timeout_ms;
 };
 struct smb_outcome {

@@ -81,6 +81,64 @@ void smb_buffer_destroy(struct smb_buffer *buffer)
     free(buffer);
 }
 
+/* ---- some elements only ------------------------------------------------------------------------------------------- */
+
+static uint64_t first_entry_from(const struct smb_request *request, uint64_t element)
+{
+    uint64_t low = 0, high = request->count;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        if ((uint64_t)request->indices[middle] < element)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max, struct smb_piece *rest,
+                struct smb_piece *piece, uint64_t *first, uint64_t *entries)
+{
+    uint64_t start = rest->buffer_offset / element, end = start + rest->bytes / element;
+    *first = first_entry_from(request, start);
+    uint64_t last = first_entry_from(request, end), found = last - *first;
+    *entries = found < entries_max ? found : entries_max;
+    if (found == 0) {
+        rest->bytes = 0;
+        return false;
+    }
+    uint64_t skip = ((uint64_t)request->indices[*first] - start) * element;
+    uint64_t stop = ((uint64_t)request->indices[*first + *entries - 1] + 1 - start) * element;
+    *piece = (struct smb_piece){.segment = rest->segment, .segment_offset = rest->segment_offset + skip,
+                                .buffer_offset = rest->buffer_offset + skip, .bytes = stop - skip};
+    rest->segment_offset += stop, rest->buffer_offset += stop;
+    rest->bytes = *entries == found ? 0 : rest->bytes - stop;
+    return true;
+}
+
+void sparse_encode(const struct smb_request *request, uint32_t element, const struct smb_piece *piece, uint64_t first,
+                   uint64_t entries, uint8_t *to)
+{
+    const uint8_t *values = (const uint8_t *)request->source + first * element;
+    for (uint64_t i = 0; i < entries; i++, to += SMB_WIRE_INDEX_BYTES + element) {
+        uint32_t index = (uint32_t)((uint64_t)request->indices[first + i] - piece->buffer_offset / element);
+        memcpy(to, &index, sizeof index);
+        memcpy(to + SMB_WIRE_INDEX_BYTES, values + i * element, element);
+    }
+}
+
+/* The indices ascend, from the range's first element to its last. */
+static bool entries_are_sound(const struct smb_request *request, uint32_t element)
+{
+    if (!request->indices || request->count == 0 || !request->source || request->sink)
+        return false;
+    for (uint64_t i = 1; i < request->count; i++)
+        if (request->indices[i] <= request->indices[i - 1])
+            return false;
+    return request->indices[0] >= 0 && (uint64_t)request->indices[0] == request->offset / element &&
+           (uint64_t)request->indices[request->count - 1] + 1 == (request->offset + request->bytes) / element;
+}
+
 /* ---- local pieces ------------------------------------------------------------------------------------------------- */
 
 /* The local part of a call, one piece per step, so that the links can be looked after in between. */
@@ -93,7 +151,7 @@ struct local_work {
     bool walking;
     struct smb_cursor cursor;
     uint64_t bytes_here;         /* done on this segment */
-    uint8_t *scratch;            /* ACCUMULATE_FROM: one chunk */
+    uint8_t *scratch;            /* one chunk: of ACCUMULATE_FROM the source, else the piece as it would travel */
 };
 
 /* The piece, and those of the segment after it. The other segments still do their part. */
@@ -137,8 +195,28 @@ static int local_piece(struct local_work *work, const struct smb_piece *piece, u
             return status;
         change.source = work->scratch;
     }
+    if (request->wire == SMB_WIRE_SPARSE) {
+        uint32_t element = smb_dtype_bytes(work->buffer->dtype);
+        struct smb_piece rest = *piece, touched;
+        uint64_t first, entries;
+        if (!sparse_cut(request, element, UINT64_MAX, &rest, &touched, &first, &entries))
+            return SMB_OK;
+        sparse_encode(request, element, &touched, first, entries, work->scratch);
+        change.offset = touched.segment_offset;
+        change.bytes = touched.bytes;
+        change.source_bytes = (uint32_t)(entries * (SMB_WIRE_INDEX_BYTES + element));
+        change.wire = request->wire;
+        change.source = work->scratch;
+    } else if (request->wire != SMB_WIRE_EXACT && request->opcode != SMB_READ) {
+        smb_kernel_encode(request->wire, change.source, piece->bytes / 4, work->scratch);
+        change.wire = request->wire;
+        change.source = work->scratch;
+    }
     int status = smb_segment_apply(place->segment, &change, deadline_ns);
     if (status == SMB_OK) {
+        if (request->wire != SMB_WIRE_EXACT && request->opcode == SMB_READ)
+            smb_kernel_round(request->wire, change.sink, piece->bytes / 4, piece->buffer_offset,
+                             work->buffer->layout.chunk_bytes, change.sink);
         work->outcome->sent |= request->opcode != SMB_READ;
         work->outcome->bytes_applied += piece->bytes;
         work->outcome->result = change.result;
@@ -196,6 +274,13 @@ static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_r
         request->offset > buffer->layout.bytes - request->bytes || request->offset % element != 0 ||
         request->bytes % element != 0)
         return false;
+    if (request->wire == SMB_WIRE_SPARSE)
+        return request->opcode == SMB_ACCUMULATE && entries_are_sound(request, element) &&
+               smb_op_accepts(buffer->dtype, request->op, request->scale);
+    if (request->wire != SMB_WIRE_EXACT &&
+        (!smb_wire_is_dense(request->wire) || buffer->dtype != SMB_FLOAT32 ||
+         (request->opcode != SMB_READ && request->opcode != SMB_WRITE && request->opcode != SMB_ACCUMULATE)))
+        return false;
     switch (request->opcode) {
     case SMB_READ: return request->sink != NULL;
     case SMB_WRITE: return request->source != NULL && request->sink == NULL;
@@ -231,7 +316,8 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
                                   .dtype = (uint8_t)buffer->dtype};
         if (request->opcode == SMB_ACCUMULATE_FROM)
             stream->source_id = request->other->places[i].segment_id;
-        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+        stream_advance(stream);
+        count -= !stream->have_piece; /* none of the entries is there */
     }
     return count;
 }
@@ -275,7 +361,7 @@ static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *re
 {
     uint64_t first = request->offset / buffer->layout.chunk_bytes;
     if (first != (request->offset + request->bytes - 1) / buffer->layout.chunk_bytes ||
-        request->opcode == SMB_ACCUMULATE_FROM || request->fenced)
+        request->opcode == SMB_ACCUMULATE_FROM || request->fenced || request->wire != SMB_WIRE_EXACT)
         return false;
     struct smb_piece piece;
     smb_layout_piece(&buffer->layout, request->offset, request->bytes, &piece);
@@ -312,9 +398,11 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, s
                               .deadline_ns = call.deadline_ns};
     if (buffer->layout.segment_count > STREAMS_ON_STACK)
         streams = malloc(buffer->layout.segment_count * sizeof *streams);
-    if (request->opcode == SMB_ACCUMULATE_FROM)
-        work.scratch = aligned_alloc(4096, buffer->layout.chunk_bytes);
-    if (!streams || (request->opcode == SMB_ACCUMULATE_FROM && !work.scratch)) {
+    bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
+    /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1 byte. */
+    if (needs_scratch)
+        work.scratch = aligned_alloc(4096, buffer->layout.chunk_bytes * (request->wire == SMB_WIRE_SPARSE ? 5U : 1U));
+    if (!streams || (needs_scratch && !work.scratch)) {
         if (streams != on_stack)
             free(streams);
         free(work.scratch);

@@ -10,7 +10,7 @@
  *        3    1 opcode
  *        4    1 dtype      of the range; must be the segment's, so that a stale client can't add floats to integers
  *        5    1 op         of accumulate
- *        6    2 flags
+ *        6    2 flags      and in them how the payload's elements are encoded (enum smb_wire)
  *        8    2 status     of a reply; 0 in a request
  *       10    2 lane       of the session: each lane has its own sequence, so that several links may be used side by side
  *       12    4 epoch      of the layout that the client computed the range with
@@ -18,8 +18,9 @@
  *       24    8 sequence
  *       32    8 segment
  *       40    8 offset     bytes into the segment's data
- *       48    4 length     bytes of the range
- *       52    4 payload    bytes that follow the header; a function of the other fields, and checked against them
+ *       48    4 length     bytes of the range, however its elements travel
+ *       52    4 payload    bytes that follow the header, token and checksum included; a function of the other fields, and checked
+ *                          against them
  *       56    8 argument   scale (float64 bits), operand, fill pattern; in replies the old value, features or instance
  */
 #ifndef SMB_WIRE_H
@@ -34,12 +35,15 @@ enum smb_frame_flag {
     SMB_FLAG_FETCH = 1 << 1,  /* accumulate: send the new values back */
     SMB_FLAG_RETRY = 1 << 2,  /* was sent before, over a link that broke: it may have been applied */
     SMB_FLAG_FENCED = 1 << 3, /* the payload begins with a lock's token: refused once the lock is another's */
-    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED
+    SMB_FLAG_WIRE_SHIFT = 4,  /* enum smb_wire, 3 bits */
+    SMB_FLAG_WIRE = 7 << SMB_FLAG_WIRE_SHIFT,
+    SMB_FLAG_CHECKSUM = 1 << 7, /* the payload ends with the crc32c of header and payload before it */
+    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
 /* Payloads: of ACCUMULATE_FROM, where to read; of what waits, four words (sync.h); before the payload of a fenced change, the
  * token. The token's lowest bit says which of the segment's locks it is of (enum sync_lock). */
-enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8 };
+enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8, SMB_CHECKSUM_BYTES = 4 };
 
 /* Changes a segment's bytes: has a sequence number that counts, and may be fenced. */
 static inline bool smb_opcode_changes(int opcode)
@@ -64,6 +68,23 @@ struct smb_frame {
     uint64_t argument;
 };
 
+/* How the elements of its payload travel; of an ACCUMULATE's answer they are exact all the same. */
+static inline int smb_frame_wire(const struct smb_frame *frame)
+{
+    return (frame->flags & SMB_FLAG_WIRE) >> SMB_FLAG_WIRE_SHIFT;
+}
+
+static inline uint32_t smb_frame_checksum_bytes(const struct smb_frame *frame)
+{
+    return frame->flags & SMB_FLAG_CHECKSUM ? SMB_CHECKSUM_BYTES : 0;
+}
+
+/* Bytes of a sound request's payload between token and checksum. */
+static inline uint32_t smb_frame_body(const struct smb_frame *frame)
+{
+    return frame->payload - (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) - smb_frame_checksum_bytes(frame);
+}
+
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);
 
 /* The one parser. SMB_OK: every field is in its range and payload is what opcode, flags, status and length demand; what only
@@ -86,6 +107,19 @@ static inline uint64_t smb_load64(const uint8_t *bytes)
     for (int i = 0; i < 8; i++)
         value |= (uint64_t)bytes[i] << (8 * i);
     return value;
+}
+
+static inline void smb_store_checksum(uint8_t *bytes, uint32_t crc)
+{
+    for (int i = 0; i < SMB_CHECKSUM_BYTES; i++)
+        bytes[i] = (uint8_t)(crc >> (8 * i));
+}
+
+static inline bool smb_checksum_is(const uint8_t *bytes, uint32_t crc)
+{
+    uint8_t right[SMB_CHECKSUM_BYTES];
+    smb_store_checksum(right, crc);
+    return __builtin_memcmp(bytes, right, sizeof right) == 0;
 }
 
 static inline uint64_t smb_bits_of(double value)

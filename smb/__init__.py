@@ -23,6 +23,7 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
+from smb.feedback import ErrorFeedback
 from smb.layout import Layout
 from smb.lock import Lock
 
@@ -33,6 +34,7 @@ __all__ = [
     "BufferInfo",
     "Client",
     "Error",
+    "ErrorFeedback",
     "InvalidArgumentError",
     "Layout",
     "LocalCluster",

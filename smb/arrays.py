@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from smb.dtypes import DTYPES, Dtype
-from smb.engine import memory_at, memory_of
+from smb.engine import address_of, memory_at, memory_of
 from smb.errors import InvalidArgumentError
 
 _CPU_DEVICES = (1, 3)  # kDLCPU, and kDLCUDAHost: pinned memory of the host
@@ -69,6 +69,11 @@ def readable(array: Any, dtype: Dtype) -> Memory:
     if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
         return _of_dlpack(array, dtype, copy=True)
     return _of_numpy(_contiguous(_same_dtype(_as_numpy(array, dtype), dtype)))
+
+
+def as_float32(memory: Memory) -> np.ndarray[Any, Any]:
+    """Return readable float32 memory as a flat array, without a copy; keep the Memory while it is used."""
+    return np.ctypeslib.as_array((ctypes.c_float * memory.count).from_address(address_of(memory.place)))
 
 
 def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:

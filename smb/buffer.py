@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from smb import arrays, engine
-from smb.dtypes import DTYPES, OPS, Dtype
+from smb.dtypes import DTYPES, OPS, SPARSE_WIRE, WIRES, Dtype
 from smb.engine import (
     NOWHERE,
     AskOpcode,
@@ -39,6 +39,7 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
+from smb.feedback import ErrorFeedback, Sending, SparseSending
 from smb.layout import Layout, SegmentPlace
 from smb.lock import PUBLISHER_LOCK, Lock
 from smb.proto import control_pb2 as pb
@@ -78,6 +79,7 @@ class BufferInfo:
     created: float
     versions: int
     copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
+    wire: str = "exact"  # how its elements travel unless a call says
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
@@ -105,6 +107,7 @@ class BufferInfo:
             buffer.created_at,
             buffer.versions or 1,
             buffer.copy_stride_bytes,
+            buffer.wire or "exact",
         )
 
 
@@ -128,6 +131,14 @@ class Buffer:
 
     With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
     LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
+
+    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16" or "int8", of a call or, from
+    create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in float32
+    where the memory is; over shared memory they are rounded all the same, so that a result does not depend on the
+    path. bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x| (float16:
+    at most 2**-25 below 2**-14, and infinity from 65520 on). int8 sends blocks of 256 elements, counted from the start
+    of each chunk or of the range, as s = max|x|/127 and the integers nearest to x/s: the error is at most max|x|/254 of
+    the block (a little more by the rounding of s), and a block with an infinity or NaN arrives as NaN.
     """
 
     def __init__(self, client: Client, info: BufferInfo) -> None:
@@ -136,6 +147,7 @@ class Buffer:
         self._dtype: Dtype = DTYPES[info.dtype.name]
         # Looked up at every call, so kept: a small call's time is Python's.
         self._itemsize = self._dtype.itemsize
+        self._wire = WIRES[info.wire]
         self._size = info.nbytes // self._itemsize
         self._plain = info.versions == 1
         self._counters = self._size if self._dtype.name == "int64" else 0
@@ -174,6 +186,11 @@ class Buffer:
         return self._info.nbytes
 
     @property
+    def wire(self) -> str:
+        """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
+        return self._info.wire
+
+    @property
     def layout(self) -> Layout:
         """Which bytes live where."""
         return self._info.layout
@@ -192,31 +209,34 @@ class Buffer:
 
     # ---- reading and writing
 
-    def read(self, offset: int = 0, count: int | None = None, *, out: Any = None) -> Array:
+    def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
         """Return `count` elements from element `offset`, or all.
 
         The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` (a
         contiguous, writable array or CPU tensor of the buffer's dtype and of `count` elements) the bytes go straight
-        there and `out` is returned. Of a buffer with versions=2 it is all of one version: the latest published.
+        there and `out` is returned. Of a buffer with versions=2 it is all of one version: the latest published. With
+        `wire` other than "exact" it is what the servers' values are when rounded so.
         """
+        number = self._wire if wire is None else self._wire_of(wire, "read")
         whole = offset == 0 and count is None
         offset, count = self._range(offset, self.size if whole else count, "read")
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         memory = arrays.writable(result, self._dtype, count)
         if self._info.versions == 1:
-            self._call(_READ, offset, count, sink=memory.place)
+            self._call(_READ, offset, count, sink=memory.place, wire=number)
         else:
-            self._read_published(offset, count, memory.place)
+            self._read_published(offset, count, memory.place, number)
         return cast(Array, result)
 
-    def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None) -> None:
-        """Replace the elements from `offset` on by the array's (any shape, flattened).
+    def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
+        """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
 
         Where two writes overlap, the last one wins, element by element.
         """
+        number = self._wire if wire is None else self._wire_of(wire, "write")
         place, count, _owner = self._source(array)
         offset, count = self._range(offset, count, "write")
-        self._call(_WRITE, offset, count, place, fence=fence)
+        self._call(_WRITE, offset, count, place, fence=fence, wire=number)
 
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
@@ -259,6 +279,8 @@ class Buffer:
         scale: float = 1.0,
         fetch: bool = False,
         fence: Lock | None = None,
+        wire: str | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Array | None:
         """Combine the elements from `offset` on with the array's, where the memory is. Atomic per chunk.
 
@@ -270,22 +292,84 @@ class Buffer:
         With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
         contribution and may contain later ones of others (after a lost connection they are read anew: at least as new
         as this contribution). Otherwise None is returned.
+
+        With `wire` the array is rounded before it is scaled and combined; the values that fetch=True brings back are
+        exact. With feedback=, an ErrorFeedback of this buffer, and op="sum", the array is scaled first, and what
+        rounding leaves out is kept and goes along with the next call: ErrorFeedback says exactly how.
         """
         number = self._op(op, scale, "accumulate")
+        wires = self._wire if wire is None else self._wire_of(wire, "accumulate")
         place, count, owner = self._source(array)
         offset, count = self._range(offset, count, "accumulate")
         result = np.empty(owner.shape, self.dtype) if fetch else None
-        self._call(
-            _ACCUMULATE,
-            offset,
-            count,
-            place,
-            arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE,
-            op=number,
-            scale=scale,
-            fence=fence,
-        )
+        sink = arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE
+        if feedback is None:
+            self._call(_ACCUMULATE, offset, count, place, sink, op=number, scale=scale, fence=fence, wire=wires)
+            return result
+        if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
+            raise InvalidArgumentError(
+                f"{self._asked('accumulate')}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
+            )
+        with feedback.lock:
+            sending = feedback.take(arrays.as_float32(arrays.readable(array, self._dtype)), offset, scale, wires)
+            place = arrays.readable(sending.values, self._dtype).place
+            try:
+                self._call(_ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
+            except Error as error:
+                failed = getattr(error, "_outcome", None)
+                if isinstance(failed, _Failed):  # as if all was applied, until settle finds out
+                    failed.sending = sending
+                else:
+                    sending.undo()
+                raise
         return result
+
+    def accumulate_sparse(
+        self,
+        indices: Any,
+        values: Any,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        fence: Lock | None = None,
+        feedback: ErrorFeedback | None = None,
+    ) -> None:
+        """As accumulate, of some elements: those of the flattened buffer at `indices`, combined with `values`.
+
+        `indices` are int64, strictly ascending; `values` are as many, of the buffer's dtype, and travel exact: 4 bytes
+        more each. Atomic per chunk, unless a chunk has more than 1 MiB of them. All other elements stay as they are.
+        With feedback=, `values` are of its top_k(): if the call is not made, or settle() finds some of them not
+        applied, they go back into the residual.
+        """
+        number = self._op(op, scale, "accumulate_sparse")
+        asked = self._asked("accumulate_sparse")
+        memory = arrays.readable(values, self._dtype)
+        where = np.ascontiguousarray(indices)
+        if where.dtype != np.int64 or where.ndim != 1 or where.size != memory.count or where.size == 0:
+            raise InvalidArgumentError(
+                f"{asked}: {where.dtype}{list(where.shape)} indices for {memory.count} values; pass int64, one each"
+            )
+        if where[0] < 0 or where[-1] >= self.size or not (where[1:] > where[:-1]).all():
+            raise InvalidArgumentError(f"{asked}: indices must ascend strictly, from 0 to {self.size - 1}")
+        if feedback is not None and (op != "sum" or scale != 1.0 or feedback.buffer.name != self.name):
+            raise InvalidArgumentError(
+                f"{asked}: feedback= takes this buffer's, op='sum' and scale=1: top_k has scaled"
+            )
+        first, count = int(where[0]), int(where[-1] - where[0]) + 1
+        try:
+            self._call(
+                Opcode.ACCUMULATE, first, count, memory.place, op=number, scale=scale, fence=fence,
+                wire=SPARSE_WIRE, indices=where,
+            )  # fmt: skip
+        except Error as error:
+            if feedback is not None:
+                taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
+                failed = getattr(error, "_outcome", None)
+                if isinstance(failed, _Failed):
+                    failed.sending = taken
+                else:
+                    taken.put_back([range(self.size)])
+            raise
 
     def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
@@ -340,7 +424,7 @@ class Buffer:
         `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole,
         and until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is
         write() and a number. Publishers take turns. Blocks while readers have the copy pinned that is to be
-        overwritten.
+        overwritten. The array travels exact, whatever the buffer's wire is.
         """
         memory = arrays.readable(array, self._dtype)
         if memory.count != self.size:
@@ -378,8 +462,10 @@ class Buffer:
         """Find out what became of a call of this buffer that raised `error` with its outcome unknown.
 
         Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all
-        of it counts. Do those again, and the call counts exactly once. Blocks up to `timeout` seconds (default: the
-        client's) until every server concerned has answered; TimeoutError then, and it may be called again.
+        of it counts. Do those again, and the call counts exactly once. Of a call with feedback= they go back into the
+        residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks up to
+        `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then, and it
+        may be called again.
         UnavailableError where it can't be known any more, as the server has forgotten this session's record.
         """
         asked = self._asked("settle")
@@ -398,26 +484,44 @@ class Buffer:
         if any(state is DoubtState.UNKNOWN for _, _, state in parts):
             raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
         missing = [(at, length) for at, length, state in parts if state is DoubtState.NOT_APPLIED]
-        return _ranges(missing, self._dtype.itemsize)
+        ranges = _ranges(missing, self._dtype.itemsize)
+        sending, outcome.sending = outcome.sending, None
+        if sending is None:
+            return [] if outcome.settled else ranges
+        outcome.settled = True
+        sending.put_back(ranges)
+        return []
 
     # ---- asynchronously
 
-    def read_async(self, offset: int = 0, count: int | None = None, *, out: Any = None) -> Future[Array]:
+    def read_async(
+        self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None
+    ) -> Future[Array]:
         """As read, at once: a future of the result (awaitable through asyncio.wrap_future).
 
         Calls that are in flight at the same time are unordered. Leave `out` alone until the future is done.
         """
-        return self._client.submit(lambda: self.read(offset, count, out=out))
+        return self._client.submit(lambda: self.read(offset, count, out=out, wire=wire))
 
-    def write_async(self, array: Any, offset: int = 0) -> Future[None]:
+    def write_async(self, array: Any, offset: int = 0, *, wire: str | None = None) -> Future[None]:
         """As write, at once. Don't change the array until the future is done."""
-        return self._client.submit(lambda: self.write(array, offset))
+        return self._client.submit(lambda: self.write(array, offset, wire=wire))
 
     def accumulate_async(
-        self, array: Any, offset: int = 0, *, op: str = "sum", scale: float = 1.0, fetch: bool = False
+        self,
+        array: Any,
+        offset: int = 0,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        fetch: bool = False,
+        wire: str | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Future[Array | None]:
         """As accumulate, at once. Don't change the array until the future is done."""
-        return self._client.submit(lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch))
+        return self._client.submit(
+            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback)
+        )
 
     # ---- inside
 
@@ -462,6 +566,15 @@ class Buffer:
                 raise InvalidArgumentError(f"{self._asked(call)}: {value} does not fit 64 bits")
         return index, *integers
 
+    def _wire_of(self, wire: str, call: str) -> int:
+        if wire not in WIRES:
+            raise InvalidArgumentError(f"{self._asked(call)}: there is no wire {wire!r}; there are {', '.join(WIRES)}")
+        if WIRES[wire] and self._dtype.name != "float32":
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: wire={wire!r} is for float32 buffers, and it is {self._dtype.name}"
+            )
+        return WIRES[wire]
+
     def _op(self, op: str, scale: float, call: str) -> int:
         if type(scale) is float and self._dtype.numpy.kind not in "iu" and op in OPS:
             return OPS[op]
@@ -495,13 +608,15 @@ class Buffer:
         other: Buffer | None = None,
         fence: Lock | None = None,
         token: int = 0,
+        wire: int = 0,
+        indices: Array | None = None,
     ) -> int:
         """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
         client, handle = self._client, self._handle
         started = time.monotonic()
         start, nbytes = offset * self._itemsize, count * self._itemsize
         result: Outcome | int | None = None
-        if self._plain and handle is not None and fence is None and other is None and not token:
+        if self._plain and handle is not None and fence is None and other is None and not token and not wire:
             # The usual case by itself: what a small call takes is Python's time.
             client.check_open()
             result = handle.transfer(
@@ -524,7 +639,7 @@ class Buffer:
         while True:
             if result is not None:
                 pass
-            elif token or other is not None:
+            elif token or wire or other is not None:
                 client.check_open()
                 handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
                 others = None
@@ -536,11 +651,15 @@ class Buffer:
                     nbytes,
                     deadline.left_ms(),
                     source=source,
+                    sink=sink,
                     op=op,
                     scale=scale,
                     argument=argument,
                     other=others,
                     token=token,
+                    wire=wire,
+                    indices=NOWHERE if indices is None else engine.memory_of(indices),
+                    entries=0 if indices is None else indices.size,
                 )
             else:
                 client.check_open()
@@ -634,13 +753,13 @@ class Buffer:
         told = self._sync_homes()[0].ask(self._asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
         return told.a, told.b
 
-    def _read_published(self, offset: int, count: int, sink: Any) -> None:
+    def _read_published(self, offset: int, count: int, sink: Any, wire: int) -> None:
         """Read from one version's copy: no byte of it changed if, after the read, publication version + 2 has not
         begun.
         """
         version, _ = self._look()
         for _ in range(_LOOKS):
-            self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
+            self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
             latest, writing = self._look()
             if max(latest, writing) < version + 2:
                 return
@@ -651,7 +770,7 @@ class Buffer:
             pin = home.ask(asked, AskOpcode.PIN)
             version = pin.a
             try:
-                self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink)
+                self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
                 latest, writing = self._look()
             finally:
                 home.ask(asked, AskOpcode.UNPIN, 0, (pin.b,))
@@ -750,12 +869,14 @@ class Buffer:
         return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Failed:
     """A change that may have been applied, of which its error tells settle."""
 
     buffer: Buffer
     doubt: Doubt | None
+    sending: Sending | SparseSending | None = None  # what it took out of a residual; put back once
+    settled: bool = False
 
 
 def _all_alive(ways: tuple[Way, ...]) -> bool:

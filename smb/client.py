@@ -18,9 +18,16 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from smb.buffer import Buffer, BufferInfo
-from smb.config import COORDINATOR_VARIABLE, TRANSPORT_VARIABLE, parse_address, parse_bytes
+from smb.config import (
+    CHECKSUM_VARIABLE,
+    COORDINATOR_VARIABLE,
+    TRANSPORT_VARIABLE,
+    parse_address,
+    parse_bytes,
+    parse_switch,
+)
 from smb.control import Coordinator, SessionEndedError
-from smb.dtypes import dtype_of
+from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.layout import SegmentPlace
@@ -66,12 +73,17 @@ class ServerInfo:
         return max(0, self.capacity - self.used)
 
 
-def connect(address: str | None = None, *, transport: str = "auto", timeout: float = 10.0) -> Client:
+def connect(
+    address: str | None = None, *, transport: str = "auto", timeout: float = 10.0, checksum: bool | None = None
+) -> Client:
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
     `address` is the coordinator's "host:port"; default $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
     segment's server runs on this host, else TCP), "shm" or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
-    bounds each later call and this one. Raises UnavailableError where no coordinator answers, InvalidArgumentError.
+    bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, or not) sends a CRC-32C along with every
+    frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts once; data
+    in shared memory does not travel and has none. Raises UnavailableError where no coordinator answers,
+    InvalidArgumentError.
     """
     address = address or os.environ.get(COORDINATOR_VARIABLE)
     if not address:
@@ -83,13 +95,14 @@ def connect(address: str | None = None, *, transport: str = "auto", timeout: flo
         raise InvalidArgumentError(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
-    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout)
+    checksum = parse_switch(CHECKSUM_VARIABLE, os.environ.get(CHECKSUM_VARIABLE, "")) if checksum is None else checksum
+    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout, bool(checksum))
 
 
 class Client:
     """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
 
-    def __init__(self, address: str, transport: str, timeout: float) -> None:
+    def __init__(self, address: str, transport: str, timeout: float, checksum: bool = False) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
         self._name = f"{socket.gethostname()}:{os.getpid()}"
@@ -104,7 +117,7 @@ class Client:
             self.coordinator.close()
             raise
         self._session_id = session_id
-        self.engine = EngineClient(session_id)
+        self.engine = EngineClient(session_id, checksums=checksum)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
         self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)))
         self._transports = make_transports(transport, self.engine, self._links)
@@ -134,6 +147,7 @@ class Client:
         versions: int = 1,
         like: Buffer | str | None = None,
         exist_ok: bool = False,
+        wire: str | None = None,
     ) -> Buffer:
         """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
 
@@ -143,7 +157,9 @@ class Client:
         multiple of 4096; default 256 KiB, and 1 MiB for more than 8 GiB. like= another buffer takes shape, dtype,
         servers and stripe from it, so that servers can combine the two. exist_ok=True opens an existing buffer of the
         same shape and dtype instead. versions=2 keeps two copies, so that a read never mixes what publish() replaces;
-        such a buffer changes by publish alone, and takes twice the memory.
+        such a buffer changes by publish alone, and takes twice the memory. `wire` is how its elements travel where a
+        call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it
+        along.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -162,6 +178,8 @@ class Client:
             raise InvalidArgumentError(
                 f"create {name!r}: {element.name}{list(extents)} is not like {model!r}: leave shape and dtype out"
             )
+        if wire is not None and wire not in WIRES:
+            raise InvalidArgumentError(f"create {name!r}: there is no wire {wire!r}; there are {', '.join(WIRES)}")
         request = pb.CreateBufferRequest(
             name=name,
             shape=extents,
@@ -171,6 +189,7 @@ class Client:
             versions=versions,
             like=model.name if model is not None else "",
             exist_ok=exist_ok,
+            wire=wire or "",
         )
         if stripe is not None and request.stripe_bytes == 0:
             raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")

@@ -37,6 +37,9 @@ DTYPES: dict[str, Dtype] = {
         ("uint8", 7, np.uint8),
     )
 }
+# How float32 travels between client and server; the numbers are in frames.
+WIRES: dict[str, int] = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+SPARSE_WIRE = 4
 OPS: dict[str, int] = {"sum": 1, "min": 2, "max": 3, "prod": 4, "replace": 5, "elastic": 6}
 
 

@@ -127,6 +127,11 @@ def op_accepts(dtype_number: int, op: int, scale: float) -> bool:
     return bool(lib.smb_op_accepts(dtype_number, op, scale))
 
 
+def round_as_sent(wire: int, source: Any, count: int, offset: int, chunk_bytes: int, sink: Any) -> None:
+    """Write what `count` float32 elements at byte `offset` of a buffer are when they arrive."""
+    _check(lib.smb_kernel_round(wire, source, count, offset, chunk_bytes, sink))
+
+
 def segment_file_bytes(nbytes: int, chunk_bytes: int) -> int:
     """Memory that a segment of `nbytes` of data takes on its server, in bytes: what counts against the capacity."""
     return int(lib.smb_segment_file_bytes(nbytes, chunk_bytes))
@@ -173,10 +178,16 @@ class Segment:
 class EngineClient:
     """The links and calls of one session."""
 
-    def __init__(self, session_id: int) -> None:
+    def __init__(self, session_id: int, *, checksums: bool = False) -> None:
         made = ffi.new("struct smb_client **")
         _check(lib.smb_client_create(session_id, made))
         self.pointer = ffi.gc(made[0], lib.smb_client_destroy)
+        if checksums:
+            lib.smb_client_use_checksums(self.pointer)
+
+    def spoilt(self) -> int:
+        """How many answers have arrived that were not what was sent; only checksums tell."""
+        return int(lib.smb_client_spoilt(self.pointer))
 
     def close(self) -> None:
         """Fail every call in progress over a link, and every later one. Local segments go on working."""
@@ -349,6 +360,11 @@ def memory_of(array: Any) -> Any:
     return ffi.from_buffer(array)
 
 
+def address_of(memory: Any) -> int:
+    """Return the address of what memory_of or memory_at gave."""
+    return int(ffi.cast("uintptr_t", memory))
+
+
 def memory_at(address: int) -> Any:
     """Return an address for `transfer`."""
     return ffi.cast("void *", address)
@@ -408,13 +424,18 @@ class BufferHandle:
         timeout_ms: int,
         *,
         source: Any = NOWHERE,
+        sink: Any = NOWHERE,
         op: int = 0,
         scale: float = 1.0,
         argument: int = 0,
         other: BufferHandle | None = None,
         token: int = 0,
+        wire: int = 0,
+        indices: Any = NOWHERE,
+        entries: int = 0,
     ) -> Outcome | int:
-        """As transfer, with another buffer as the source or under a lock's token, or both.
+        """As transfer, with another buffer as the source, under a lock's token, rounded on the way, or of `entries`
+        elements whose indices (int64) are given.
 
         With a token the change is refused once the lock that it is of is another's; every segment is reached over a
         link then.
@@ -422,7 +443,9 @@ class BufferHandle:
         request, outcome = ffi.new("struct smb_request *"), ffi.new("struct smb_outcome *")
         request.opcode, request.op, request.scale = opcode, op, scale
         request.offset, request.bytes = offset, nbytes
-        request.source = source
+        request.source, request.sink = source, sink
+        request.wire = wire
+        request.indices, request.count = ffi.cast("int64_t *", indices), entries
         request.argument = argument
         request.other = other.pointer if other is not None else ffi.NULL
         request.token, request.fenced = token, token != 0

@@ -25,6 +25,7 @@ def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
         "name": buffer.name,
         "shape": list(buffer.shape),
         "dtype": str(buffer.dtype),
+        "wire": buffer.wire,
         "nbytes": buffer.nbytes,
         "epoch": layout.epoch,
         "stripe_bytes": layout.stripe_bytes,

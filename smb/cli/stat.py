@@ -50,6 +50,7 @@ def _show(buffer: Buffer | BufferInfo, addresses: dict[str, tuple[str, bool]]) -
         ("name", buffer.name),
         ("shape", format_shape(buffer.shape)),
         ("dtype", str(buffer.dtype)),
+        ("wire", buffer.wire),
         ("size", f"{format_bytes(buffer.nbytes)} ({buffer.nbytes} bytes)"),
         ("stripe", format_bytes(layout.stripe_bytes)),
         ("chunk", format_bytes(layout.chunk_bytes)),

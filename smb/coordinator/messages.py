@@ -37,6 +37,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         like=request.like,
         exist_ok=request.exist_ok,
         versions=request.versions or 1,
+        wire=request.wire,
     )
     return check_creation(creation, replicas=request.replicas)
 
@@ -76,6 +77,7 @@ def buffer_message(state: State, record: BufferRecord) -> pb.Buffer:
         created_at=record.created_at,
         kind=_NUMBERS[record.kind],
         versions=record.versions,
+        wire=record.wire,
         copy_stride_bytes=record.copy_stride_bytes,
     )
 

@@ -58,6 +58,7 @@ class BufferRecord:
     ready: bool
     kind: Kind = Kind.BUFFER  # from here on the defaults are those of records that were stored without it
     versions: int = 1
+    wire: str = "exact"
 
     @property
     def key(self) -> str:

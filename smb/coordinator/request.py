@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from smb.config import parse_address
 from smb.coordinator.records import Kind, key_of
-from smb.dtypes import DTYPES
+from smb.dtypes import DTYPES, WIRES
 from smb.errors import InvalidArgumentError
 
 NAME_CHARACTERS_MAX = 255
@@ -34,6 +34,7 @@ class Creation:
     exist_ok: bool = False
     versions: int = 1
     kind: Kind = Kind.BUFFER
+    wire: str = ""
 
     @property
     def key(self) -> str:
@@ -70,7 +71,18 @@ def check_creation(creation: Creation, *, replicas: int) -> Creation:
         raise InvalidArgumentError(
             f"{asked} with versions={creation.versions}: a buffer has 1 version, or 2: one published, one being written"
         )
+    check_wire(creation)
     return creation
+
+
+def check_wire(creation: Creation) -> None:
+    """Raise InvalidArgumentError for a way to travel that there is not, or not for that dtype."""
+    if creation.wire not in ("", *WIRES):
+        raise InvalidArgumentError(f'{creation.asked}: no wire "{creation.wire}"; there are {", ".join(WIRES)}')
+    if WIRES.get(creation.wire, 0) and creation.dtype not in ("", "float32"):
+        raise InvalidArgumentError(
+            f'{creation.asked} with wire="{creation.wire}": only float32 is rounded on the way, {creation.dtype} is not'
+        )
 
 
 def check_server_name(name: str) -> None:

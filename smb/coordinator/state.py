@@ -47,7 +47,7 @@ from smb.coordinator.events import (
 from smb.coordinator.leases import Leases
 from smb.coordinator.placement import Placement, Pool, place, place_like
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
-from smb.coordinator.request import Creation, check_address, check_server_name
+from smb.coordinator.request import Creation, check_address, check_server_name, check_wire
 from smb.coordinator.sessions import EndedSessions
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 
@@ -390,6 +390,7 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         raise AlreadyExistsError(
             f'a buffer "{existing.name}" {doing}; choose another name, delete it, or pass exist_ok=True'
         )
+    wire = creation.wire
     if creation.like:
         like = _find_ready(state, creation.like)
         creation = _shaped_like(creation, like)
@@ -400,6 +401,7 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         _difference("shape", existing.shape, creation.shape)
         or _difference("dtype", existing.dtype, creation.dtype)
         or _difference("versions", existing.versions, creation.versions)
+        or (_difference("wire", existing.wire, wire) if wire else "")
         or differs
     )
     if differs:
@@ -432,7 +434,9 @@ def _difference(what: str, there: object, asked: object) -> str:
 
 
 def _shaped_like(creation: Creation, like: BufferRecord) -> Creation:
-    """Return the creation with the shape and dtype of `like`, which it must not contradict."""
+    """Return the creation with the shape and dtype of `like`, which it must not contradict; its wire if it has none."""
+    creation = replace(creation, wire=creation.wire or like.wire)
+    check_wire(replace(creation, dtype=creation.dtype or like.dtype))
     if not creation.dtype and not creation.shape:
         return replace(creation, shape=like.shape, dtype=like.dtype)
     if (creation.shape, creation.dtype) != (like.shape, like.dtype):
@@ -473,6 +477,7 @@ def _pending(creation: Creation, placement: Placement, new_id: Callable[[], int]
         ready=False,
         kind=creation.kind,
         versions=creation.versions,
+        wire=creation.wire or "exact",
     )
 
 

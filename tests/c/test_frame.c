@@ -89,15 +89,32 @@ static void golden_bytes(void)
 static void check_promises(const struct smb_frame *frame)
 {
     CHECK(frame->opcode >= SMB_HELLO && frame->opcode < SMB_OPCODE_COUNT);
-    CHECK(frame->payload <= SMB_CHUNK_BYTES_MAX + SMB_TOKEN_BYTES && frame->length <= SMB_CHUNK_BYTES_MAX);
+    CHECK(frame->length <= SMB_CHUNK_BYTES_MAX && frame->payload >= smb_frame_checksum_bytes(frame));
+    uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
+    CHECK(payload <= SMB_CHUNK_BYTES_MAX + SMB_TOKEN_BYTES);
+    int wire = smb_frame_wire(frame);
+    uint32_t entry = SMB_WIRE_INDEX_BYTES + smb_dtype_bytes(frame->dtype);
+    if (wire == SMB_WIRE_SPARSE) {
+        CHECK(frame->opcode == SMB_ACCUMULATE && smb_dtype_bytes(frame->dtype) > 0);
+        if (frame->flags & SMB_FLAG_REPLY) {
+            CHECK_EQ(payload, 0);
+            return;
+        }
+        uint32_t body = smb_frame_body(frame);
+        CHECK(body > 0 && body <= SMB_CHUNK_BYTES_MAX && body % entry == 0 && body / entry <= frame->length / (entry - 4));
+        return;
+    }
+    CHECK(wire == SMB_WIRE_EXACT || (frame->dtype == SMB_FLOAT32 && smb_wire_is_dense(wire) &&
+                                     (frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE)));
+    uint64_t elements = wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4);
     if (frame->flags & SMB_FLAG_REPLY) {
         CHECK(frame->status < SMB_STATUS_COUNT);
-        CHECK(frame->payload == 0 || frame->payload == frame->length);
+        CHECK(payload == 0 || payload == (frame->opcode == SMB_READ ? elements : frame->length));
         return;
     }
     CHECK_EQ(frame->status, 0);
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode >= SMB_WATERMARK) {
-        CHECK_EQ(frame->payload, frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES : 0);
+        CHECK_EQ(payload, frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES : 0);
         return;
     }
     CHECK(frame->sequence > 0 || frame->opcode == SMB_READ);
@@ -107,7 +124,7 @@ static void check_promises(const struct smb_frame *frame)
     if (frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM)
         CHECK(smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument)));
     if (frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE)
-        CHECK_EQ(frame->payload, frame->length + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0));
+        CHECK_EQ(payload, elements + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0));
 }
 
 /* Parses whatever is there. Accepted only if sound, and then the accepted fields are the bytes themselves. */
@@ -233,19 +250,85 @@ static void each_rule(void)
     frame.status = SMB_NOT_FOUND, expect(frame, SMB_PROTOCOL);
 }
 
+/* The rules of what travels encoded, and of checksums: the payload is what they demand and nothing else. */
+static void encoded_and_checked(void)
+{
+    static const struct {
+        int wire;
+        uint32_t length, payload;
+    } sound[] = {{SMB_WIRE_BFLOAT16, 4, 2},    {SMB_WIRE_FLOAT16, 1048576, 524288}, {SMB_WIRE_INT8, 4, 5},
+                 {SMB_WIRE_INT8, 1024, 260},   {SMB_WIRE_INT8, 1028, 265},           {SMB_WIRE_INT8, 1048576, 266240}};
+    for (size_t i = 0; i < sizeof sound / sizeof *sound; i++) {
+        for (int checked = 0; checked < 2; checked++) {
+            struct smb_frame frame = request(SMB_ACCUMULATE), reply;
+            frame.dtype = SMB_FLOAT32;
+            frame.flags = (uint16_t)(sound[i].wire << SMB_FLAG_WIRE_SHIFT | (checked ? SMB_FLAG_CHECKSUM : 0));
+            frame.length = sound[i].length;
+            frame.payload = sound[i].payload + (checked ? SMB_CHECKSUM_BYTES : 0);
+            expect(frame, SMB_OK);
+            CHECK_EQ(smb_frame_body(&frame), sound[i].payload);
+            frame.payload++, expect(frame, SMB_PROTOCOL), frame.payload -= 2, expect(frame, SMB_PROTOCOL), frame.payload++;
+            frame.length += 2, expect(frame, SMB_PROTOCOL), frame.length -= 2;
+            frame.dtype = SMB_FLOAT64, expect(frame, SMB_PROTOCOL);
+            frame.dtype = SMB_INT32, expect(frame, SMB_PROTOCOL), frame.dtype = SMB_FLOAT32;
+            frame.flags |= SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL);
+            frame.payload += SMB_TOKEN_BYTES, expect(frame, SMB_OK);
+            CHECK_EQ(smb_frame_body(&frame), sound[i].payload);
+            frame.opcode = SMB_WRITE, expect(frame, SMB_OK);
+            frame.opcode = SMB_FILL, expect(frame, SMB_PROTOCOL);
+            /* The answer of READ is encoded, that of ACCUMULATE with FETCH is not. */
+            frame.flags &= (uint16_t)~SMB_FLAG_FENCED;
+            frame.opcode = SMB_READ, frame.payload = checked ? SMB_CHECKSUM_BYTES : 0, expect(frame, SMB_OK);
+            reply = smb_frame_reply(&frame, SMB_OK), reply.length = frame.length;
+            reply.payload = sound[i].payload + (checked ? SMB_CHECKSUM_BYTES : 0), expect(reply, SMB_OK);
+            reply.payload = reply.length + (checked ? SMB_CHECKSUM_BYTES : 0), expect(reply, SMB_PROTOCOL);
+            reply.opcode = SMB_ACCUMULATE, reply.flags |= SMB_FLAG_FETCH, expect(reply, SMB_OK);
+        }
+    }
+    struct smb_frame frame = request(SMB_HELLO);
+    frame.flags = SMB_FLAG_CHECKSUM, expect(frame, SMB_PROTOCOL);
+    frame.payload = SMB_CHECKSUM_BYTES, expect(frame, SMB_OK);
+    frame.flags = 0, expect(frame, SMB_PROTOCOL);
+    for (int wire = SMB_WIRE_INT8 + 1; wire < 8; wire++)
+        frame = request(SMB_READ), frame.dtype = SMB_FLOAT32, frame.flags = (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT),
+        expect(frame, SMB_PROTOCOL);
+}
+
+/* Some elements of a range: whole entries, at least one, no more than elements, never over a chunk's bytes. */
+static void sparse_entries(void)
+{
+    struct smb_frame frame = request(SMB_ACCUMULATE); /* int64 */
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT;
+    frame.length = 32;
+    frame.payload = 12, expect(frame, SMB_OK);
+    frame.payload = 48, expect(frame, SMB_OK);
+    frame.payload = 60, expect(frame, SMB_PROTOCOL);
+    frame.payload = 0, expect(frame, SMB_PROTOCOL);
+    frame.payload = 16, expect(frame, SMB_PROTOCOL);
+    frame.payload = 12, frame.flags |= SMB_FLAG_CHECKSUM, expect(frame, SMB_PROTOCOL);
+    frame.payload = 16, expect(frame, SMB_OK);
+    frame.flags |= SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL), frame.payload = 24, expect(frame, SMB_OK);
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT | SMB_FLAG_FETCH, frame.payload = 12, expect(frame, SMB_PROTOCOL);
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT, frame.opcode = SMB_WRITE, expect(frame, SMB_PROTOCOL);
+    frame.opcode = SMB_ACCUMULATE, frame.length = SMB_CHUNK_BYTES_MAX, frame.payload = 87381 * 12, expect(frame, SMB_OK);
+    frame.payload = 87382 * 12, expect(frame, SMB_PROTOCOL);
+    frame.dtype = SMB_UINT8, frame.argument = smb_bits_of(1.0), frame.length = 8;
+    frame.payload = 40, expect(frame, SMB_OK), frame.payload = 45, expect(frame, SMB_PROTOCOL);
+}
+
 /* Every status that a program may meet has a name, and no other number has. */
 static void names(void)
 {
     int named = 0;
     for (int status = -1; status <= SMB_STATUS_COUNT; status++)
         named += smb_status_name(status) != NULL;
-    CHECK_EQ(named, 19);
+    CHECK_EQ(named, 20);
     CHECK(smb_status_name(SMB_SYSTEM) != NULL && smb_status_name(-1) == NULL && smb_version() != NULL);
 }
 
 int main(void)
 {
     static const struct test tests[] = {TEST(round_trip_of_every_opcode), TEST(golden_bytes), TEST(every_byte_value),
-                                        TEST(random_frames), TEST(each_rule), TEST(names)};
+                                        TEST(random_frames), TEST(each_rule), TEST(encoded_and_checked), TEST(sparse_entries), TEST(names)};
     return RUN_TESTS(tests);
 }

@@ -14,7 +14,7 @@
 #include "wire.h"
 
 enum { CHUNK = 16384, BYTES = 5 * CHUNK, ELEMENTS = BYTES / 8, OP_BYTES = 40960, TIMEOUT_MS = 20000 };
-enum { TARGET = 1, SOURCE = 2, EPOCH = 7 };
+enum { TARGET = 1, SOURCE = 2, FLOATS = 3, EPOCH = 7, FLOAT_COUNT = BYTES / 4 };
 static const struct smb_layout LAYOUT = {BYTES, BYTES, CHUNK, 1};
 
 /* ---- the host: a process without threads that starts servers, one after the other, and tells how each ended */
@@ -38,12 +38,12 @@ struct host {
     uint16_t port;
 };
 
-static void adopt_or_create(struct smb_server *server, const char *name, uint64_t id)
+static void adopt_or_create(struct smb_server *server, const char *name, uint64_t id, int dtype)
 {
     struct smb_segment_info info;
     if (smb_server_adopt_segment(server, scratch_path(name), &info) == SMB_OK)
         return;
-    CHECK_EQ(smb_server_create_segment(server, scratch_path(name), id, EPOCH, SMB_INT64, BYTES, CHUNK), SMB_OK);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path(name), id, EPOCH, dtype, BYTES, CHUNK), SMB_OK);
 }
 
 static void serve(const struct command *command, uint16_t port, int ready)
@@ -54,8 +54,9 @@ static void serve(const struct command *command, uint16_t port, int ready)
     if (command->before_recovery)
         failpoint_arm(command->point, command->count);
     CHECK_EQ(smb_server_create((uint64_t)getpid(), 2, 1 << 26, &server), SMB_OK);
-    adopt_or_create(server, "target", TARGET);
-    adopt_or_create(server, "source", SOURCE);
+    adopt_or_create(server, "target", TARGET, SMB_INT64);
+    adopt_or_create(server, "source", SOURCE, SMB_INT64);
+    adopt_or_create(server, "floats", FLOATS, SMB_FLOAT32);
     if (!command->no_journal)
         CHECK_EQ(smb_server_open_journal(server, scratch_path("journal"), &recovery), SMB_OK);
     told.finished = recovery.finished;
@@ -144,13 +145,13 @@ static void host_end(struct host *host)
 struct reach {
     struct smb_client *client;
     struct smb_link *link;
-    struct smb_buffer *target, *source;
+    struct smb_buffer *target, *source, *floats;
 };
 
-static struct smb_buffer *make_buffer(struct reach *reach, uint64_t id)
+static struct smb_buffer *make_buffer(struct reach *reach, uint64_t id, int dtype)
 {
     struct smb_buffer *buffer;
-    CHECK_EQ(smb_buffer_create(reach->client, &LAYOUT, SMB_INT64, &buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_create(reach->client, &LAYOUT, dtype, &buffer), SMB_OK);
     CHECK_EQ(smb_buffer_set_link(buffer, 0, id, EPOCH, reach->link), SMB_OK);
     return buffer;
 }
@@ -160,14 +161,16 @@ static void reach_make(struct reach *reach, uint16_t port, uint64_t session)
     uint64_t instance;
     CHECK_EQ(smb_client_create(session, &reach->client), SMB_OK);
     CHECK_EQ(smb_client_connect_tcp(reach->client, "127.0.0.1", port, 0, TIMEOUT_MS, &reach->link, &instance), SMB_OK);
-    reach->target = make_buffer(reach, TARGET);
-    reach->source = make_buffer(reach, SOURCE);
+    reach->target = make_buffer(reach, TARGET, SMB_INT64);
+    reach->source = make_buffer(reach, SOURCE, SMB_INT64);
+    reach->floats = make_buffer(reach, FLOATS, SMB_FLOAT32);
 }
 
 static void reach_end(struct reach *reach)
 {
     smb_buffer_destroy(reach->target);
     smb_buffer_destroy(reach->source);
+    smb_buffer_destroy(reach->floats);
     smb_link_close(reach->link);
     smb_client_destroy(reach->client);
 }
@@ -207,6 +210,10 @@ static void must(struct smb_buffer *buffer, struct smb_request request, uint64_t
 /* ---- what is done, and what comes of it */
 
 static int64_t content[ELEMENTS], source[ELEMENTS], delta[ELEMENTS], sink[ELEMENTS];
+/* Of what travels encoded. Whole numbers, of which every block of int8 has one of 127: nothing is rounded. */
+static int64_t indices[FLOAT_COUNT]; /* of what is sparse: every third element, from the first to the last of the range */
+enum { SPARSE_STEP = 3, SPARSE_COUNT = (OP_BYTES / 4 + SPARSE_STEP - 1) / SPARSE_STEP };
+static float float_content[FLOAT_COUNT], float_delta[FLOAT_COUNT], float_sink[FLOAT_COUNT];
 
 static void model_make(void)
 {
@@ -215,17 +222,31 @@ static void model_make(void)
         source[i] = 7 * i + 3;
         delta[i] = i % 251 + 1;
     }
+    for (int i = 0; i < FLOAT_COUNT; i++) {
+        float_content[i] = (float)(16 * i);
+        float_delta[i] = (float)(i % 127 + 1);
+        indices[i] = (int64_t)SPARSE_STEP * i;
+    }
 }
 
 struct operation {
     int opcode;
     bool fetch;
     bool journalled, additive;
+    int wire;
 };
 static const struct operation OPERATIONS[] = {
-    {SMB_ACCUMULATE, false, true, true}, {SMB_ACCUMULATE, true, true, true},   {SMB_ACCUMULATE_FROM, false, true, true},
-    {SMB_FETCH_ADD, false, true, false}, {SMB_COMPARE_SWAP, false, true, false}, {SMB_FILL, false, false, false},
-    {SMB_WRITE, false, false, false},
+    {SMB_ACCUMULATE, false, true, true, 0},
+    {SMB_ACCUMULATE, true, true, true, 0},
+    {SMB_ACCUMULATE_FROM, false, true, true, 0},
+    {SMB_FETCH_ADD, false, true, false, 0},
+    {SMB_COMPARE_SWAP, false, true, false, 0},
+    {SMB_FILL, false, false, false, 0},
+    {SMB_WRITE, false, false, false, 0},
+    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_INT8},
+    {SMB_ACCUMULATE, true, true, true, SMB_WIRE_BFLOAT16},
+    {SMB_WRITE, false, false, false, SMB_WIRE_FLOAT16},
+    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_SPARSE},
 };
 enum { OPERATION_COUNT = sizeof OPERATIONS / sizeof *OPERATIONS, COUNTER = 3000 };
 
@@ -243,12 +264,29 @@ static struct smb_request request_of(const struct operation *operation, struct r
         break;
     case SMB_FILL: request.argument = 99; break;
     }
+    if (operation->wire != SMB_WIRE_EXACT) {
+        request.wire = operation->wire;
+        request.source = float_delta;
+        request.sink = operation->fetch ? float_sink : NULL;
+        request.indices = operation->wire == SMB_WIRE_SPARSE ? indices : NULL;
+        request.count = operation->wire == SMB_WIRE_SPARSE ? SPARSE_COUNT : 0;
+        if (request.indices)
+            request.bytes = 4 * (uint64_t)(indices[SPARSE_COUNT - 1] + 1);
+    }
     return request;
 }
 
 static void model_apply(const struct operation *operation, uint64_t result)
 {
-    for (int64_t i = 0; i < OP_BYTES / 8; i++) {
+    for (int64_t i = 0; i < OP_BYTES / 4 && operation->wire != SMB_WIRE_EXACT; i++) {
+        if (operation->wire == SMB_WIRE_SPARSE) {
+            float_content[i] += i % SPARSE_STEP == 0 ? 3 * float_delta[i / SPARSE_STEP] : 0;
+            continue;
+        }
+        float_content[i] = operation->opcode == SMB_WRITE ? float_delta[i] : float_content[i] + 3 * float_delta[i];
+        CHECK(!operation->fetch || float_sink[i] == float_content[i]);
+    }
+    for (int64_t i = 0; i < OP_BYTES / 8 && operation->wire == SMB_WIRE_EXACT; i++) {
         switch (operation->opcode) {
         case SMB_ACCUMULATE: content[i] += 3 * delta[i]; break;
         case SMB_ACCUMULATE_FROM: content[i] += 3 * source[i]; break;
@@ -269,6 +307,9 @@ static void check_content(struct reach *reach)
     must(reach->target, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = sink}, NULL);
     for (int64_t i = 0; i < ELEMENTS; i++)
         CHECK_EQ(sink[i], content[i]);
+    must(reach->floats, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = float_sink}, NULL);
+    for (int i = 0; i < FLOAT_COUNT; i++)
+        CHECK(float_sink[i] == float_content[i]);
 }
 
 static void begin(struct host *host, struct reach *reach, struct told *told)
@@ -279,6 +320,7 @@ static void begin(struct host *host, struct reach *reach, struct told *told)
     model_make();
     must(reach->target, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = content}, NULL);
     must(reach->source, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}, NULL);
+    must(reach->floats, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = float_content}, NULL);
 }
 
 static void end(struct host *host, struct reach *reach, struct told told)
@@ -301,7 +343,8 @@ static void die_in(struct host *host, struct reach *reach, struct told *told, co
 {
     host_kill(host, *told);
     *told = host_serve(host, at(point, count, false));
-    *calling = (struct calling){.buffer = reach->target, .request = request_of(operation, reach)};
+    *calling = (struct calling){.buffer = operation->wire == SMB_WIRE_EXACT ? reach->target : reach->floats,
+                                .request = request_of(operation, reach)};
     CHECK_EQ(pthread_create(&calling->thread, NULL, call, calling), 0);
     reach_resume(reach, told->port);
     host_await_kill(host);
@@ -455,7 +498,32 @@ static void lost_journal(void)
         unlink(scratch_path("journal"));
         unlink(scratch_path("target"));
         unlink(scratch_path("source"));
+        unlink(scratch_path("floats"));
     }
+}
+
+/* What a daemon of before encoded payloads left half done is finished, and the file is of the new version then. */
+static void journal_of_the_version_before(void)
+{
+    struct host host;
+    struct reach reach;
+    struct told told;
+    struct calling calling;
+    uint32_t version = 1;
+    begin(&host, &reach, &told);
+    die_in(&host, &reach, &told, &OPERATIONS[0], "journal.block_half", 2, &calling);
+    FILE *file = fopen(scratch_path("journal"), "r+");
+    CHECK(file != NULL);
+    CHECK_EQ(fseek(file, 8, SEEK_SET), 0);
+    CHECK_EQ(fwrite(&version, sizeof version, 1, file), 1);
+    fclose(file);
+    live_again(&host, &reach, &told, &OPERATIONS[0], &calling);
+    CHECK_EQ(told.finished, 1);
+    file = fopen(scratch_path("journal"), "r");
+    CHECK(file != NULL && fseek(file, 8, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
+    fclose(file);
+    CHECK_EQ(version, 2);
+    end(&host, &reach, told);
 }
 
 /* What is found in a file is not believed: slots of garbage change nothing, and the next journal works. */
@@ -472,7 +540,7 @@ static void garbage_in_slots(void)
         FILE *file = fopen(scratch_path("journal"), "r+");
         CHECK(file != NULL);
         for (int i = 0; i < 1 + round / 4; i++) { /* the words of slot 0, past its undo block; never its mark on the chunk */
-            CHECK_EQ(fseek(file, 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 + (long)random_below(&random, 96), SEEK_SET), 0);
+            CHECK_EQ(fseek(file, 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 + (long)random_below(&random, 108), SEEK_SET), 0);
             fputc((int)(random_next(&random) & 255), file);
         }
         fclose(file);
@@ -484,6 +552,7 @@ static void garbage_in_slots(void)
 int main(void)
 {
     static const struct test tests[] = {TEST(killed_at_every_point), TEST(killed_in_recovery),
-                                        TEST(local_client_waits_for_recovery), TEST(lost_journal), TEST(garbage_in_slots)};
+                                        TEST(local_client_waits_for_recovery), TEST(lost_journal), TEST(journal_of_the_version_before),
+                                        TEST(garbage_in_slots)};
     return RUN_TESTS(tests);
 }

@@ -5,6 +5,7 @@ doubled.
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -49,8 +50,10 @@ def behind_a_proxy(directory: Path, plan: Plan) -> Iterator[tuple[str, Proxy]]:
 class Worker:
     """One client's operations, and what it was told of them."""
 
-    def __init__(self, address: str, number: int, operations: int) -> None:
+    def __init__(self, address: str, number: int, operations: int, *, checksum: bool = False) -> None:
         self._address, self._number, self._operations = address, number, operations
+        self._checksum = checksum
+        self.spoilt = 0
         self.lane = self.common = self.combined = self.filled = 0
         self.counted: list[int] = []
         self.swaps = 0
@@ -59,8 +62,9 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            with smb.connect(self._address, transport="tcp", timeout=60) as client:
+            with smb.connect(self._address, transport="tcp", timeout=60, checksum=self._checksum) as client:
                 self._work(client)
+                self.spoilt = client.engine.spoilt()
         except BaseException as error:  # noqa: BLE001 - raised again by the test
             self.failure = error
 
@@ -161,3 +165,59 @@ def test_cut_at_each_byte(tmp_path: Path, reply: bool) -> None:
         for turn in range(HEADER.size + 1):
             assert counter.fetch_add(0, 1) == turn
         assert plan.cuts >= HEADER.size
+
+
+class FlipBits:
+    """Flips one bit of one frame in some: header, payload and checksum alike; never of a HELLO."""
+
+    def __init__(self, seed: int, every: int) -> None:
+        self._random = random.Random(seed)
+        self._every = every
+        self._lock = threading.Lock()
+        self.quiet = True
+
+    def __call__(self, reply: bool, header: bytes) -> Fault | None:
+        with self._lock:
+            if self.quiet or header[3] == Opcode.HELLO or self._random.randrange(self._every):
+                return None
+            frame_bytes = HEADER.size + int.from_bytes(header[52:56], "little")
+            return Fault("flip reply" if reply else "flip request", self._random.randrange(8 * frame_bytes))
+
+
+def test_flipped_bits_with_checksums(tmp_path: Path) -> None:
+    """With checksums no changed bit of any frame is believed: every operation counts once, every value is right."""
+    plan = FlipBits(seed(), round(2 * EVERY))
+    with behind_a_proxy(tmp_path, plan) as (address, proxy):
+        with smb.connect(address, transport="tcp", timeout=60) as client:
+            for name in ("common", "source", "lane-0", "combined-0", "scratch-0"):
+                client.create(name, COUNT, "int64")
+            client.create("counter", 8, "int64")
+            client.open("source").write(delta(COUNT))
+            floats = client.create("floats", 5000)
+        plan.quiet = False
+        worker = Worker(address, 0, OPERATIONS // 4, checksum=True)
+        worker.thread.start()
+        wanted = np.arange(5000, dtype=np.float32) - 2500
+        with smb.connect(address, transport="tcp", timeout=60, checksum=True) as client:
+            floats = client.open("floats")
+            for turn in range(OPERATIONS // 40):
+                floats.write(wanted + turn)
+                np.testing.assert_array_equal(floats.read(), wanted + turn)
+                floats.accumulate(np.ones(5000, np.float32), wire="int8")
+                np.testing.assert_array_equal(floats.read(wire="exact"), wanted + turn + 1)
+            answers_spoilt = client.engine.spoilt()
+        worker.thread.join()
+        plan.quiet = True
+        if worker.failure is not None:
+            raise worker.failure
+        with smb.connect(address, transport="tcp") as client:
+            check_at_rest(client.open("lane-0").read(), worker.lane, "lane")
+            check_at_rest(client.open("combined-0").read(), worker.combined, "combined")
+            check_at_rest(client.open("common").read(), worker.common, "common")
+            assert (client.open("scratch-0").read() == worker.filled).all()
+        assert worker.counted == list(range(len(worker.counted)))
+        flipped = dict(proxy.fired)
+        print(f"{flipped}: {answers_spoilt + worker.spoilt} answers found spoilt")
+        assert min(flipped["flip request"], flipped["flip reply"]) > OPERATIONS // 100
+        # A broken connection takes later ones along; a request of another version gets an answer without checksum.
+        assert 0 < answers_spoilt + worker.spoilt <= sum(flipped.values())

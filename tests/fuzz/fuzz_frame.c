@@ -5,6 +5,19 @@
 #include "fuzz.h"
 #include "wire.h"
 
+/* Bytes of a range's elements as they travel; of some of them, of one. */
+static uint32_t elements_of(const struct smb_frame *frame)
+{
+    uint32_t count = frame->length / 4;
+    switch (frame->flags >> 4 & 7) {
+    case 0: return frame->length;
+    case 1:
+    case 2: return 2 * count;
+    case 3: return count + (count + 255) / 256 * 4;
+    default: return 4 + smb_dtype_bytes(frame->dtype);
+    }
+}
+
 /* A beginning from which a few changed bytes are a frame, or nearly one. */
 static struct smb_frame nearly(struct input *input)
 {
@@ -15,11 +28,18 @@ static struct smb_frame nearly(struct input *input)
     uint64_t what = take(input, 1), how = take(input, 1);
     frame.sequence = what % 8 != 0;
     frame.flags = how % 2 ? 0 : (uint16_t)(how / 2 % 16);
+    uint64_t wire = take(input, 1); /* and a checksum */
+    if (wire % 2) {
+        frame.flags |= (uint16_t)((wire / 2 % 5) << SMB_FLAG_WIRE_SHIFT | (wire & 16 ? SMB_FLAG_CHECKSUM : 0));
+        frame.dtype = SMB_FLOAT32;
+    }
     frame.length = frame.opcode == SMB_HELLO || frame.opcode >= SMB_WATERMARK ? 0 : lengths[what / 8 % 8];
     if (frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP)
         frame.length = 8;
     frame.offset = what >> 6 == 3 ? UINT64_MAX - 7 - take(input, 1) * 8 : 64;
     frame.payload = how & 128 ? frame.length : payloads[how / 32 % 5];
+    if (wire % 2 && wire & 128)
+        frame.payload = (frame.opcode == SMB_READ ? 0 : elements_of(&frame)) + (frame.flags & SMB_FLAG_CHECKSUM ? 4 : 0);
     if (frame.flags & SMB_FLAG_FENCED && take(input, 1) % 4)
         frame.payload += SMB_TOKEN_BYTES;
     return frame;
@@ -28,15 +48,16 @@ static struct smb_frame nearly(struct input *input)
 /* The page's table, said once more. */
 static uint32_t payload_of(const struct smb_frame *frame)
 {
-    uint32_t token = frame->flags & SMB_FLAG_FENCED ? 8 : 0;
+    uint32_t checksum = frame->flags & SMB_FLAG_CHECKSUM ? 4 : 0;
+    uint32_t token = (frame->flags & SMB_FLAG_FENCED ? 8 : 0) + checksum;
     switch (frame->opcode) {
     case SMB_WRITE:
-    case SMB_ACCUMULATE: return token + frame->length;
+    case SMB_ACCUMULATE: return token + elements_of(frame);
     case SMB_ACCUMULATE_FROM: return token + 16;
     case SMB_COMPARE_SWAP: return token + 8;
     case SMB_FILL:
     case SMB_FETCH_ADD: return token;
-    default: return frame->opcode >= SMB_LOCK ? 32 : 0;
+    default: return checksum + (frame->opcode >= SMB_LOCK ? 32 : 0);
     }
 }
 
@@ -44,21 +65,27 @@ static void check_reply(const struct smb_frame *frame)
 {
     bool data = frame->status == SMB_OK &&
                 (frame->opcode == SMB_READ || (frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH));
-    MUST(frame->payload == (data ? frame->length : 0) && frame->status < SMB_STATUS_COUNT);
+    uint32_t checksum = frame->flags & SMB_FLAG_CHECKSUM ? 4 : 0;
+    uint32_t elements = !data ? 0 : frame->opcode == SMB_READ ? elements_of(frame) : frame->length;
+    MUST(frame->payload == elements + checksum && frame->status < SMB_STATUS_COUNT);
 }
 
 static void check_request(const struct smb_frame *frame)
 {
     bool changes = frame->opcode >= SMB_WRITE && frame->opcode <= SMB_COMPARE_SWAP;
     bool ranged = frame->opcode == SMB_READ || changes;
-    MUST(frame->status == 0 && frame->payload == payload_of(frame));
+    uint32_t element = smb_dtype_bytes(frame->dtype);
+    bool sparse = (frame->flags >> 4 & 7) == SMB_WIRE_SPARSE;
+    MUST(frame->status == 0 && frame->payload >= payload_of(frame));
+    uint32_t more = frame->payload - payload_of(frame); /* entries, after the first */
+    MUST(sparse ? more % (4 + element) == 0 && more / (4 + element) < frame->length / element : more == 0);
+    MUST(sparse ? frame->opcode == SMB_ACCUMULATE : !(frame->flags >> 4 & 7) || frame->dtype == SMB_FLOAT32);
     MUST(!(frame->flags & SMB_FLAG_FENCED) || changes);
     MUST(!(frame->flags & SMB_FLAG_FETCH) || frame->opcode == SMB_ACCUMULATE);
     MUST(!changes || frame->sequence > 0);
     MUST(ranged == (frame->length > 0));
     if (!ranged)
         return;
-    uint32_t element = smb_dtype_bytes(frame->dtype);
     MUST(element > 0 && frame->length % element == 0 && frame->offset % element == 0);
     MUST(frame->offset <= UINT64_MAX - frame->length);
     if (frame->opcode == SMB_FETCH_ADD || frame->opcode == SMB_COMPARE_SWAP)

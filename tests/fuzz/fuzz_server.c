@@ -10,7 +10,7 @@
 #include "segment.h"
 #include "wire.h"
 
-enum { WITNESS = 0x1111, SCRATCH = 0x2222, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, FRAME_MAX = 64 + 8 + CHUNK };
+enum { WITNESS = 0x1111, SCRATCH = 0x2222, FLOATS = 0x3333, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, FRAME_MAX = 64 + 8 + 2 * CHUNK + 4 };
 
 struct peer {
     int fd; /* -1: none now */
@@ -45,6 +45,7 @@ static void start(void)
     MUST(smb_server_create(1, 1, 1 << 26, &server) == SMB_OK);
     MUST(smb_server_create_segment(server, fuzz_path("witness"), WITNESS, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
     MUST(smb_server_create_segment(server, fuzz_path("scratch"), SCRATCH, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
+    MUST(smb_server_create_segment(server, fuzz_path("floats"), FLOATS, EPOCH, SMB_FLOAT32, BYTES, CHUNK) == SMB_OK);
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     MUST(smb_server_listen_unix(server, socket_path) == SMB_OK);
     MUST(smb_segment_open(fuzz_path("witness"), &witness) == SMB_OK);
@@ -70,6 +71,12 @@ static void count_answer(const uint8_t *bytes)
     told[frame.opcode] = frame.argument;
 }
 
+/* Every fourth session has checksums. */
+static uint16_t flags_of(const struct peer *peer)
+{
+    return peer->session % 4 == 0 ? SMB_FLAG_CHECKSUM : 0;
+}
+
 /* A connection of the same session is of the same lane: it fences the one before. */
 static void peer_connect(struct peer *peer)
 {
@@ -77,11 +84,14 @@ static void peer_connect(struct peer *peer)
     strcpy(name.sun_path, socket_path);
     peer->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     MUST(peer->fd >= 0 && connect(peer->fd, (struct sockaddr *)&name, sizeof name) == 0);
-    struct smb_frame hello = {.opcode = SMB_HELLO, .session = peer->session, .lane = 3};
-    uint8_t bytes[SMB_FRAME_BYTES];
+    struct smb_frame hello = {.opcode = SMB_HELLO, .flags = flags_of(peer), .session = peer->session, .lane = 3};
+    hello.payload = smb_frame_checksum_bytes(&hello);
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
+    ssize_t count = SMB_FRAME_BYTES + hello.payload;
     smb_frame_encode(&hello, bytes);
-    MUST(write(peer->fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes);
-    MUST(recv(peer->fd, bytes, sizeof bytes, MSG_WAITALL) == (ssize_t)sizeof bytes);
+    smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
+    MUST(write(peer->fd, bytes, (size_t)count) == count);
+    MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count);
 }
 
 /* Until it has closed the connection, or (not `to_the_end`) has nothing more to say now. */
@@ -106,13 +116,18 @@ static void peer_leave(struct peer *peer)
 
 static uint32_t payload_of(const struct smb_frame *frame)
 {
-    uint32_t token = frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
+    uint32_t token = (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) + smb_frame_checksum_bytes(frame);
+    int wire = smb_frame_wire(frame);
+    uint32_t element = smb_dtype_bytes(frame->dtype);
     switch (frame->opcode) {
     case SMB_WRITE:
-    case SMB_ACCUMULATE: return token + frame->length;
+    case SMB_ACCUMULATE:
+        if (wire == SMB_WIRE_SPARSE && element > 0)
+            return token + (1 + frame->length / element / 3) * (SMB_WIRE_INDEX_BYTES + element);
+        return token + (wire == SMB_WIRE_EXACT ? frame->length : (uint32_t)smb_wire_bytes(wire, frame->length / 4));
     case SMB_ACCUMULATE_FROM: return token + SMB_FROM_BYTES;
     case SMB_COMPARE_SWAP: return token + 8;
-    default: return frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES : token;
+    default: return frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES + smb_frame_checksum_bytes(frame) : token;
     }
 }
 
@@ -121,12 +136,15 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
 {
     static const uint32_t lengths[] = {8, 16, 24, 4096, 4104, 8192, 12288, CHUNK};
     struct smb_frame frame = {.opcode = (uint8_t)(SMB_READ + take(input, 1) % (SMB_OPCODE_COUNT - SMB_READ)), .lane = 3,
-                              .epoch = EPOCH, .session = peer->session, .sequence = ++peer->sequence, .segment = SCRATCH};
-    if (frame.opcode == SMB_WATERMARK)
+                              .epoch = EPOCH, .session = peer->session, .sequence = ++peer->sequence, .segment = SCRATCH,
+                              .flags = flags_of(peer)};
+    if (frame.opcode == SMB_WATERMARK) {
+        frame.payload = payload_of(&frame);
         return frame;
+    }
     if (frame.opcode >= SMB_LOCK) {
         frame.argument = frame.opcode <= SMB_FENCE ? take(input, 1) % 2 : 0;
-        frame.payload = SMB_SYNC_BYTES;
+        frame.payload = payload_of(&frame);
         return frame;
     }
     bool word = frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP;
@@ -139,8 +157,17 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
     frame.argument = scaled ? smb_bits_of((double)(where % 3)) : where;
     if (frame.opcode == SMB_ACCUMULATE && where & 64)
         frame.flags |= SMB_FLAG_FETCH;
-    if (where & 128)
+    if (where & 128 && smb_opcode_changes(frame.opcode))
         frame.flags |= SMB_FLAG_FENCED;
+    if (where & 256 && frame.opcode <= SMB_ACCUMULATE) {
+        uint64_t wire = where >> 9 & 7;
+        frame.segment = FLOATS;
+        frame.dtype = SMB_FLOAT32;
+        if (wire <= SMB_WIRE_INT8 || (wire == SMB_WIRE_SPARSE && frame.opcode == SMB_ACCUMULATE))
+            frame.flags |= (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT);
+        if (wire == SMB_WIRE_SPARSE)
+            frame.flags &= (uint16_t)~SMB_FLAG_FETCH;
+    }
     frame.payload = payload_of(&frame);
     return frame;
 }
@@ -164,7 +191,7 @@ static void spoil(struct input *input, struct smb_frame *frame)
     default: frame->op = (uint8_t)value; break;
     }
     frame->payload = payload_of(frame);
-    if (frame->payload > CHUNK + SMB_TOKEN_BYTES)
+    if (frame->payload > FRAME_MAX - SMB_FRAME_BYTES)
         frame->payload = 0;
     if (frame->opcode == SMB_READ || !smb_opcode_changes(frame->opcode) || what < 128)
         return;
@@ -209,6 +236,12 @@ static void fill_payload(struct input *input, const struct smb_frame *frame, uin
     for (uint32_t i = 0; i + 8 <= frame->payload && i < SMB_SYNC_BYTES; i += 8)
         smb_store64(payload + i, words[take(input, 1) % (sizeof words / sizeof *words)]);
     bool has_words = frame->payload >= SMB_FROM_BYTES && frame->opcode != SMB_WRITE && frame->opcode != SMB_ACCUMULATE;
+    if (smb_frame_wire(frame) == SMB_WIRE_SPARSE) { /* ascending, or nearly; a quarter is left as it is */
+        uint32_t entry = SMB_WIRE_INDEX_BYTES + smb_dtype_bytes(frame->dtype), next = 0;
+        for (uint32_t at = frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0; fitting && at + entry <= frame->payload;
+             at += entry, next += 1 + (uint32_t)fitting % 2)
+            memcpy(payload + at, &next, sizeof next);
+    }
     if (fitting && (has_words || (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES)))
         fit_words(frame, payload);
 }
@@ -222,6 +255,8 @@ static size_t make_frame(struct input *input, struct peer *peer, uint8_t *bytes)
     smb_frame_encode(&frame, bytes);
     fill_payload(input, &frame, bytes + SMB_FRAME_BYTES);
     size_t count = SMB_FRAME_BYTES + frame.payload;
+    if (frame.flags & SMB_FLAG_CHECKSUM && frame.payload >= SMB_CHECKSUM_BYTES)
+        smb_store_checksum(bytes + count - SMB_CHECKSUM_BYTES, smb_crc32c(0, bytes, count - SMB_CHECKSUM_BYTES));
     if (how % 32 == 1)
         bytes[take(input, 1) % SMB_FRAME_BYTES] ^= (uint8_t)take(input, 1);
     if (how % 32 == 2)

@@ -1,4 +1,4 @@
-"""The engine's server in a process of its own, with two segments and nothing around it: the target of frames."""
+"""The engine's server in a process of its own, with three segments and nothing around it: the target of frames."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ EPOCH = 5
 # No two differ in one byte only, so that one changed byte of a frame never makes a good frame for the other segment.
 WITNESS = 0x1111111111111111
 SCRATCH = 0x2222222222222222
+FLOATS = 0x3333333333333333
 CHUNK_BYTES = 65536
 SEGMENT_BYTES = 3 * CHUNK_BYTES + 24
 PATTERN = bytes(i % 251 for i in range(SEGMENT_BYTES))  # what lies in WITNESS
@@ -131,6 +132,7 @@ def serve(unix_path: Path, memory: Path, descriptors: int) -> None:
     for segment in (WITNESS, SCRATCH):
         form = SegmentForm(segment, EPOCH, Dtype.INT64, SEGMENT_BYTES, CHUNK_BYTES)
         engine.create_segment(memory / f"{segment:016x}", form)
+    engine.create_segment(memory / "floats", SegmentForm(FLOATS, EPOCH, Dtype.FLOAT32, 4096, 4096))
     engine.listen_unix(unix_path)
     print(json.dumps({"port": engine.listen_tcp("127.0.0.1", 0)}), flush=True)
     for _ in sys.stdin:

@@ -1,8 +1,8 @@
 """A TCP proxy that breaks what passes: between a client and a memory server, aimed at single frames, by a seeded plan.
 
 It knows the 64-byte header, so it can cut a frame at a byte, swallow it, send it twice, or hold it back. What it did is
-counted by name. A frame that is damaged loses its magic number: a protocol without checksums can't tell a changed
-offset from a meant one, and TCP's own checksum is what keeps those away.
+counted by name. A spoilt frame loses its magic number: a protocol without checksums can't tell a changed offset from a
+meant one, and TCP's own checksum is what keeps those away. One bit of any frame is flipped for clients with checksums.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Fault:
 
 REQUEST_FAULTS = ("cut request", "drop request", "double request", "hold request", "spoil request")
 REPLY_FAULTS = ("cut reply", "hold reply")
+FLIPS = ("flip request", "flip reply")
 Plan = Callable[[bool, bytes], "Fault | None"]  # (is it a reply, header)
 
 
@@ -145,6 +146,10 @@ class Proxy:
             case "double request":
                 doubled[header[24:32]] = 2
                 sink.sendall(frame + frame)
+            case "flip request" | "flip reply":
+                flipped = bytearray(frame)
+                flipped[fault.at // 8 % len(frame)] ^= 1 << fault.at % 8
+                sink.sendall(flipped)
             case "hold request" | "hold reply":
                 time.sleep(_HELD_BACK_S)
                 sink.sendall(frame)

@@ -65,6 +65,11 @@ class Flag(IntFlag):
     FETCH = 2
     RETRY = 4
     FENCED = 8
+    BFLOAT16 = 0x10
+    FLOAT16 = 0x20
+    INT8 = 0x30
+    SPARSE = 0x40
+    CHECKSUM = 0x80
 
 
 class Status(IntEnum):

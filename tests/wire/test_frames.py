@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smb._engine import lib
 from tests.support.engine_server import (
     CHUNK_BYTES,
     EPOCH,
+    FLOATS,
     INSTANCE,
     PATTERN,
     SCRATCH,
@@ -24,7 +26,7 @@ from tests.support.engine_server import (
     EngineServer,
     whole,
 )
-from tests.support.raw import Dtype, Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
+from tests.support.raw import HEADER, Dtype, Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -268,3 +270,83 @@ def test_elements_travel_as_they_lie(server: EngineServer) -> None:
         client.ask(whole(Opcode.WRITE, SCRATCH, 2 * CHUNK_BYTES, values.nbytes), values.tobytes())
         _, data = client.ask(whole(Opcode.READ, SCRATCH, 2 * CHUNK_BYTES, values.nbytes))
         assert (np.frombuffer(data, np.int64) == values).all()
+
+
+def floats(opcode: Opcode, nbytes: int, flags: int = 0, argument: float = 0.0) -> Frame:
+    return Frame(
+        opcode, dtype=Dtype.FLOAT32, op=Op.SUM, epoch=EPOCH, segment=FLOATS, length=nbytes, flags=flags,
+        argument=scale_bits(argument),
+    )  # fmt: skip
+
+
+def test_floats_in_fewer_bits(server: EngineServer) -> None:
+    """Formed by hand as the page says: each encoding is added and read as it should be, FETCH's answer is exact."""
+    bfloat16 = struct.pack("<3H", 0x3F80, 0xC000, 0x3FC0)  # 1, -2, 1.5
+    float16 = struct.pack("<3H", 0x3C00, 0xC000, 0x3E00)
+    int8 = struct.pack("<f3b", 0.5, 2, -4, 3)
+    with server.hello() as client:
+        client.ask(floats(Opcode.WRITE, 12), bytes(12))
+        for turn, (flag, payload) in enumerate(
+            ((Flag.BFLOAT16, bfloat16), (Flag.FLOAT16, float16), (Flag.INT8, int8)), 1
+        ):
+            reply, data = client.ask(floats(Opcode.ACCUMULATE, 12, flag | Flag.FETCH, 2.0), payload)
+            assert (reply.status, reply.flags) == (Status.OK, flag | Flag.FETCH | Flag.REPLY)
+            assert struct.unpack("<3f", data) == (2.0 * turn, -4.0 * turn, 3.0 * turn)
+        for flag, payload in ((Flag.BFLOAT16, bfloat16), (Flag.FLOAT16, float16)):
+            assert client.ask(floats(Opcode.WRITE, 12, flag), payload)[0].status == Status.OK
+            assert client.ask(floats(Opcode.READ, 12, flag))[1] == payload
+            assert struct.unpack("<3f", client.ask(floats(Opcode.READ, 12))[1]) == (1.0, -2.0, 1.5)
+        client.ask(floats(Opcode.WRITE, 12, Flag.INT8), int8)
+        reply, data = client.ask(floats(Opcode.READ, 12, Flag.INT8))
+        assert (reply.length, data) == (12, struct.pack("<f3b", np.float32(2) / np.float32(127), 64, -127, 95))
+
+
+def test_sparse_entries(server: EngineServer) -> None:
+    """Those elements change; indices that do not ascend, or leave the range, are answered INVALID."""
+    with server.hello() as client:
+        client.ask(floats(Opcode.WRITE, 16), bytes(16))
+        add = floats(Opcode.ACCUMULATE, 16, Flag.SPARSE, 1.0)
+        assert client.ask(add, struct.pack("<IfIf", 0, 1.5, 3, -2.0))[0].status == Status.OK
+        for bad in ((1, 1), (2, 1), (0, 4), (0xFFFFFFFF, 0), (0, 0xFFFFFFFF)):
+            payload = struct.pack("<IfIf", bad[0], 9.0, bad[1], 9.0)
+            assert client.ask(add, payload)[0].status == Status.INVALID
+        assert struct.unpack("<4f", client.ask(floats(Opcode.READ, 16))[1]) == (1.5, 0.0, 0.0, -2.0)
+
+
+def checked(client: RawClient, frame: Frame, payload: bytes = b"") -> bytes:
+    """A request with its checksum."""
+    whole_frame = client.form(replace(frame, flags=frame.flags | Flag.CHECKSUM), payload + bytes(4))[:-4]
+    return whole_frame + struct.pack("<I", lib.smb_crc32c(0, whole_frame, len(whole_frame)))
+
+
+def test_checksums(server: EngineServer) -> None:
+    """Answers have one where requests have; a request with one bit changed, anywhere, closes and is not carried out."""
+    with server.connect() as client:
+        client.session = 777_000
+        requests = (
+            (Frame(Opcode.HELLO), b"", 0), (floats(Opcode.WRITE, 12), struct.pack("<3f", 1, 2, 3), 0),
+            (floats(Opcode.READ, 12), b"", 12), (floats(Opcode.READ, 12, Flag.BFLOAT16), b"", 6),
+            (floats(Opcode.ACCUMULATE, 12, Flag.FETCH, 1.0), struct.pack("<3f", 1, 2, 3), 12),
+            (replace(floats(Opcode.READ, 12), segment=99), b"", 0),
+        )  # fmt: skip
+        for frame, payload, answer_bytes in requests:
+            client.socket.sendall(checked(client, frame, payload))
+            reply, data = client.receive()
+            assert (reply.flags & Flag.CHECKSUM, len(data)) == (Flag.CHECKSUM, answer_bytes + 4)
+            crc = lib.smb_crc32c(0, reply.pack() + data[:-4], HEADER.size + answer_bytes)
+            assert data[-4:] == struct.pack("<I", crc)
+        assert reply.status == Status.NOT_FOUND
+    with server.hello() as witness:
+        before = witness.ask(floats(Opcode.READ, 12))[1]
+        for bit in range(0, 8 * 80, 7):
+            with server.connect() as client:
+                client.session = 778_000 + bit
+                client.socket.sendall(checked(client, Frame(Opcode.HELLO)))
+                client.receive()
+                spoilt = bytearray(checked(client, floats(Opcode.WRITE, 12), bytes(12)))
+                spoilt[bit // 8] ^= 1 << bit % 8
+                client.socket.sendall(spoilt)
+                assert client.ended()
+        assert witness.ask(floats(Opcode.READ, 12))[1] == before
+        errors = server.counters()["errors"]
+        assert errors["checksum"] > 10

@@ -1,0 +1,130 @@
+"""Error feedback: what rounding on the way leaves out of one accumulate goes along with the next."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from smb import arrays, engine
+from smb.dtypes import DTYPES, WIRES
+from smb.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class ErrorFeedback:
+    """This client's residual for a float32 buffer: of all it wanted to add, what has not been sent yet.
+
+    With r the residual (float32, of the buffer's shape, zeros at first, in the buffer's units: the scale is in it) and
+    Q the rounding of the wire, `buffer.accumulate(a, scale=s, wire=..., feedback=residual)` computes t = s*a + r, each
+    step rounded to float32, has Q(t) added to the buffer, and keeps r = t - Q(t). What was added and what is kept are
+    thus together what was wanted, up to the roundings of float32 (Seide et al. 2014; Karimireddy et al. 2019).
+
+    A call that fails with nothing applied leaves the residual as it was. One that fails with its outcome unknown leaves
+    it as if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, to be sent by the next
+    call: nothing is lost and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
+
+    Thread-safe: calls with one residual take turns.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        if buffer.dtype != np.float32:
+            raise InvalidArgumentError(
+                f"error feedback for buffer {buffer.name!r}: it is {buffer.dtype}; only float32 is rounded"
+            )
+        self.buffer = buffer
+        self.lock = threading.RLock()
+        self._residual = np.zeros(buffer.size, np.float32)
+
+    @property
+    def residual(self) -> Array:
+        """A copy of what has not been sent yet, in the buffer's shape."""
+        with self.lock:
+            return self._residual.reshape(self.buffer.shape).copy()
+
+    def reset(self) -> None:
+        """Forget what has not been sent."""
+        with self.lock:
+            self._residual[:] = 0
+
+    def top_k(self, array: Array, k: int, *, scale: float = 1.0) -> tuple[Array, Array]:
+        """Return (indices, values) of the k largest elements, by magnitude, of scale * array + residual; keep the rest.
+
+        `array` is float32 with as many elements as the buffer. For buffer.accumulate_sparse(indices, values,
+        feedback=self): what is returned is out of the residual from then on. O(size) time.
+        """
+        memory = arrays.readable(array, DTYPES["float32"])
+        if memory.count != self._residual.size or not 0 < k <= memory.count:
+            raise InvalidArgumentError(
+                f"top_k of buffer {self.buffer.name!r}: k={k!r} of {memory.count} elements; pass all"
+            )
+        with self.lock:
+            self._residual += np.float32(scale) * arrays.as_float32(memory)
+            largest = np.argpartition(np.abs(self._residual), memory.count - k)[memory.count - k :]
+            indices = np.sort(largest).astype(np.int64)
+            values = self._residual[indices]
+            self._residual[indices] = 0
+        return indices, values
+
+    def __repr__(self) -> str:
+        return f"<smb.ErrorFeedback of buffer {self.buffer.name!r}>"
+
+    # ---- for Buffer, which holds `lock` meanwhile
+
+    def take(self, array: Array, offset: int, scale: float, wire: int) -> Sending:
+        """Take out what is to be sent of the flat array and the residual at `offset`."""
+        part = self._residual[offset : offset + array.size]
+        before = part.copy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = array + part if scale == 1.0 else np.float32(scale) * array + part
+            arrives = total if wire == WIRES["exact"] else self._rounded(total, offset, wire)
+            np.subtract(total, arrives, out=part)
+        return Sending(self, offset, total, arrives, before)
+
+    def _rounded(self, total: Array, offset: int, wire: int) -> Array:
+        arrives = np.empty_like(total)
+        chunk_bytes = self.buffer.layout.chunk_bytes
+        source, sink = engine.memory_of(total), engine.memory_of(arrives)
+        engine.round_as_sent(wire, source, total.size, 4 * offset, chunk_bytes, sink)
+        return arrives
+
+
+class Sending:
+    """What one call took out of a residual. `values` is what it sends."""
+
+    def __init__(self, feedback: ErrorFeedback, offset: int, values: Array, arrives: Array, before: Array) -> None:
+        self.values = values
+        self._feedback = feedback
+        self._offset = offset
+        self._arrives = arrives
+        self._before = before
+
+    def undo(self) -> None:
+        """The call was not made: the residual is what it was. With the lock held since `take`."""
+        self._feedback._residual[self._offset : self._offset + self.values.size] = self._before
+
+    def put_back(self, missing: list[range]) -> None:
+        """These elements were not applied and never will be: the next call sends them."""
+        with self._feedback.lock:
+            for elements in missing:
+                here = slice(elements.start - self._offset, elements.stop - self._offset)
+                self._feedback._residual[elements.start : elements.stop] += self._arrives[here]
+
+
+class SparseSending:
+    """What accumulate_sparse was to send of a residual."""
+
+    def __init__(self, feedback: ErrorFeedback, indices: Array, values: Array) -> None:
+        self._feedback, self._indices, self._values = feedback, indices, values
+
+    def put_back(self, missing: list[range]) -> None:
+        """These elements were not applied and never will be: they are in the residual again."""
+        with self._feedback.lock:
+            for elements in missing:
+                low, high = np.searchsorted(self._indices, (elements.start, elements.stop))
+                self._feedback._residual[self._indices[low:high]] += self._values[low:high]
