@@ -23,6 +23,9 @@ def create(
     stripe: Annotated[
         str | None, typer.Option("--stripe", metavar="SIZE", help="Bytes in a row on one server, e.g. 1MiB.")
     ] = None,
+    wire: Annotated[
+        str | None, typer.Option("--wire", help="How elements travel: exact, bfloat16, float16 or int8.")
+    ] = None,
     exist_ok: Annotated[
         bool, typer.Option("--exist-ok", help="It may be there already, with this shape and dtype.")
     ] = False,
@@ -36,7 +39,7 @@ def create(
     extents = _parse_shape(shape)
     stripe_bytes = None if stripe is None else parse_size(stripe)
     with connect(coordinator) as client:
-        buffer = client.create(name, extents, dtype, servers=servers, stripe=stripe_bytes, exist_ok=exist_ok)
+        buffer = client.create(name, extents, dtype, servers=servers, stripe=stripe_bytes, wire=wire, exist_ok=exist_ok)
         if as_json:
             print_json(buffer_json(buffer))
             return

@@ -87,6 +87,17 @@ def test_a_buffer_from_creation_to_deletion(cluster: smb.LocalCluster) -> None:
     assert json.loads(run_smb("ls", "--json", coordinator=cluster.address).stdout) == []
 
 
+def test_create_with_a_wire(cluster: smb.LocalCluster) -> None:
+    """create --wire sets how elements travel, stat says it; another name, or another dtype, is refused."""
+    arguments = ("create", "cli/wire", "--shape", "10", "--wire")
+    assert run_smb(*arguments, "bfloat16", coordinator=cluster.address).returncode == 0
+    assert json.loads(run_smb("stat", "cli/wire", "--json", coordinator=cluster.address).stdout)["wire"] == "bfloat16"
+    for refused in (("float8",), ("int8", "--dtype", "int64")):
+        result = run_smb("create", "cli/other", *arguments[2:], *refused, coordinator=cluster.address)
+        assert result.returncode != 0
+        assert refused[0] in result.stderr
+
+
 def test_create_twice_is_an_error_unless_allowed(cluster: smb.LocalCluster) -> None:
     """A taken name is one line on stderr and exit code 1; with --exist-ok and the same shape it is fine."""
     arguments = ("create", "cli/twice", "--shape", "10", "--dtype", "int64")
