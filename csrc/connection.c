@@ -489,54 +489,66 @@ static enum step answer_failure(struct connection *connection, int status)
 
 /* The read that is in hand, and those right behind it that have arrived and whose chunks' locks are free: one large call
  * into the kernel is up to 1.5 times as fast as several of a chunk each. Several locks are held then, but only the first was
- * waited for. */
+ * waited for, so there is no order among them to keep. Segments are found before the first lock is taken and given back
+ * after the last: what else that may do is done outside of them. */
 struct batch {
-    uint32_t count;
+    uint32_t admitted, count; /* found; locked */
     struct gate_request requests[READS_PER_SEND];
     uint8_t headers[READS_PER_SEND][SMB_FRAME_BYTES];
     struct iovec parts[1 + 2 * READS_PER_SEND]; /* earlier replies; then header and data of each */
 };
 
-static int batch_add(struct batch *batch, const struct gate_request *request)
-{
-    uint8_t *place;
-    uint32_t i = batch->count;
-    batch->requests[i] = *request;
-    int status = gate_open(&batch->requests[i], false, &place);
-    if (status != SMB_OK)
-        return status;
-    struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
-    reply.length = reply.payload = request->frame.length;
-    smb_frame_encode(&reply, batch->headers[i]);
-    batch->parts[1 + 2 * i] = (struct iovec){batch->headers[i], SMB_FRAME_BYTES};
-    batch->parts[2 + 2 * i] = (struct iovec){place, request->frame.length};
-    batch->count++;
-    return SMB_OK;
-}
-
-static bool is_plain_read(struct connection *connection, const uint8_t *bytes, struct smb_frame *frame)
+static bool is_plain_read(const struct connection *connection, const uint8_t *bytes, struct smb_frame *frame)
 {
     return smb_frame_parse(bytes, frame) == SMB_OK && !(frame->flags & SMB_FLAG_REPLY) && frame->opcode == SMB_READ &&
            !(frame->flags & (SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM)) && frame->session == connection->session &&
            frame->length >= BULK_BYTES;
 }
 
-/* Those behind the one in hand. They stay in `in` until they are answered. */
-static void batch_extend(struct connection *connection, struct batch *batch)
+/* Those behind the one in hand stay in `in` until they are answered. */
+static void batch_admit(struct connection *connection, struct batch *batch)
 {
-    uint32_t at = connection->in_start;
-    while (batch->count < READS_PER_SEND && connection->in_end - at >= SMB_FRAME_BYTES) {
-        struct gate_request request = {0};
-        if (!is_plain_read(connection, connection->in + at, &request.frame) ||
-            gate_admit(connection->loop->server, &request.frame, &request) != SMB_OK)
+    batch->requests[0] = connection->request;
+    batch->admitted = 1;
+    if (connection->request.frame.length < BULK_BYTES)
+        return;
+    for (uint32_t at = connection->in_start; batch->admitted < READS_PER_SEND && connection->in_end - at >= SMB_FRAME_BYTES;
+         at += SMB_FRAME_BYTES) {
+        struct gate_request *request = &batch->requests[batch->admitted];
+        struct smb_frame frame;
+        request->record_hint = 0;
+        if (!is_plain_read(connection, connection->in + at, &frame) ||
+            gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;
-        request.retried = true; /* no patience: its lock is tried once */
-        if (batch_add(batch, &request) != SMB_OK) {
-            gate_done(&request);
-            return;
-        }
-        at += SMB_FRAME_BYTES;
+        request->retried = true; /* no patience: its lock is tried once */
+        batch->admitted++;
     }
+}
+
+/* SMB_OK: at least the first is locked. */
+static int batch_open(struct batch *batch)
+{
+    for (uint32_t i = batch->count = 0; i < batch->admitted; i++) {
+        const struct smb_frame *frame = &batch->requests[i].frame;
+        uint8_t *place;
+        int status = gate_open(&batch->requests[i], false, &place);
+        if (status != SMB_OK)
+            return i == 0 ? status : SMB_OK;
+        struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+        reply.length = reply.payload = frame->length;
+        smb_frame_encode(&reply, batch->headers[i]);
+        batch->parts[1 + 2 * i] = (struct iovec){batch->headers[i], SMB_FRAME_BYTES};
+        batch->parts[2 + 2 * i] = (struct iovec){place, frame->length};
+        batch->count++;
+    }
+    return SMB_OK;
+}
+
+/* The first is the connection's. */
+static void batch_done(struct batch *batch)
+{
+    for (uint32_t i = 1; i < batch->admitted; i++)
+        gate_done(&batch->requests[i]);
 }
 
 /* What is not sent as it lies there: encoded, or with a checksum, of a copy that nobody changes. */
@@ -567,18 +579,17 @@ static enum step answer_read_by_copy(struct connection *connection)
  * it does not take whole the rest is set aside before its lock is released, so that a slow peer never holds it. */
 static enum step answer_read(struct connection *connection)
 {
-    struct batch batch = {.count = 0};
+    struct batch batch;
     if (!chunk_memory(&connection->tail))
         return refuse(connection, SMB_OUT_OF_MEMORY);
     if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
         return answer_read_by_copy(connection);
-    int status = batch_add(&batch, &connection->request);
-    if (status == SMB_BUSY)
-        return park(connection);
-    if (status != SMB_OK)
-        return answer_failure(connection, status);
-    if (connection->request.frame.length >= BULK_BYTES)
-        batch_extend(connection, &batch);
+    batch_admit(connection, &batch);
+    int status = batch_open(&batch);
+    if (status != SMB_OK) {
+        batch_done(&batch);
+        return status == SMB_BUSY ? park(connection) : answer_failure(connection, status);
+    }
     uint64_t sent = 0;
     enum step step = send_with(connection, batch.parts, 1 + 2 * batch.count, &sent);
     uint32_t begun = 0;
@@ -603,9 +614,8 @@ static enum step answer_read(struct connection *connection)
             count_done(connection, &request->frame);
             begun++;
         }
-        if (i > 0)
-            gate_done(request);
     }
+    batch_done(&batch);
     connection->in_start += (begun - 1) * SMB_FRAME_BYTES;
     finish_request(connection, false);
     return step;

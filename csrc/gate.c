@@ -135,7 +135,7 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
 
 /* ---- the ways through --------------------------------------------------------------------------------------------- */
 
-/* Copies the source range into scratch: two chunk locks are never held at once. */
+/* Copies the source range into scratch: no chunk lock is waited for while another is held. */
 static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id, uint64_t offset, uint8_t *scratch)
 {
     if (!request->other) {

@@ -595,6 +595,13 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct flig
             break;
         flight->payload = (const uint8_t *)request->source + within;
         flight->payload_bytes = flight->length;
+        if (link->client->checksums) { /* a caller's array may change meanwhile: what is sent is what the checksum is of */
+            flight->encoded = malloc(flight->length);
+            if (!flight->encoded)
+                return false;
+            memcpy(flight->encoded, flight->payload, flight->length);
+            flight->payload = flight->encoded;
+        }
         break;
     case SMB_ACCUMULATE_FROM:
         frame.op = (uint8_t)request->op;

@@ -7,8 +7,8 @@
  *   [records_offset, ..)  completion records: records.h
  *   [data_offset, ..)     the bytes, page aligned
  *
- * Locking. Whoever changes bytes of a chunk holds its lock and makes the sequence count odd meanwhile. At most one chunk lock
- * is held by a thread at any time, so there is no order to keep. Readers take none: they copy, and copy again if the count was
+ * Locking. Whoever changes bytes of a chunk holds its lock and makes the sequence count odd meanwhile. No thread waits
+ * for a chunk lock while it holds another, so there is no order to keep. Readers take none: they copy, and copy again if the count was
  * odd or moved; a reader that keeps losing takes the lock. A lock whose holder died is found by the next one to lock
  * (EOWNERDEAD): the chunk then holds, element by element, the old or the new value of the change that was under way, and the
  * count is made even again.

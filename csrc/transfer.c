@@ -101,12 +101,14 @@ bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t en
 {
     uint64_t start = rest->buffer_offset / element, end = start + rest->bytes / element;
     *first = first_entry_from(request, start);
-    uint64_t last = first_entry_from(request, end), found = last - *first;
-    *entries = found < entries_max ? found : entries_max;
-    if (found == 0) {
+    uint64_t last = first_entry_from(request, end);
+    if (last <= *first) {
         rest->bytes = 0;
         return false;
     }
+    /* They were checked; but they are the caller's, who may change them meanwhile: no more than there is room for. */
+    uint64_t found = last - *first < rest->bytes / element ? last - *first : rest->bytes / element;
+    *entries = found < entries_max ? found : entries_max;
     uint64_t skip = ((uint64_t)request->indices[*first] - start) * element;
     uint64_t stop = ((uint64_t)request->indices[*first + *entries - 1] + 1 - start) * element;
     *piece = (struct smb_piece){.segment = rest->segment, .segment_offset = rest->segment_offset + skip,

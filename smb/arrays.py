@@ -71,9 +71,18 @@ def readable(array: Any, dtype: Dtype) -> Memory:
     return _of_numpy(_contiguous(_same_dtype(_as_numpy(array, dtype), dtype)))
 
 
+class _Held:
+    """What numpy makes an array of; the array keeps it, and with it the memory, alive."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        at = (address_of(memory.place), True)
+        self.__array_interface__ = {"version": 3, "shape": (memory.count,), "typestr": "<f4", "data": at}
+
+
 def as_float32(memory: Memory) -> np.ndarray[Any, Any]:
-    """Return readable float32 memory as a flat array, without a copy; keep the Memory while it is used."""
-    return np.ctypeslib.as_array((ctypes.c_float * memory.count).from_address(address_of(memory.place)))
+    """Return readable float32 memory as a flat, read-only array, without a copy."""
+    return np.asarray(_Held(memory))
 
 
 def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:

@@ -306,20 +306,14 @@ class Buffer:
         if feedback is None:
             self._call(_ACCUMULATE, offset, count, place, sink, op=number, scale=scale, fence=fence, wire=wires)
             return result
-        if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
-            raise InvalidArgumentError(
-                f"{self._asked('accumulate')}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
-            )
+        self._check_feedback(feedback, op, "accumulate")
         with feedback.lock:
             sending = feedback.take(arrays.as_float32(arrays.readable(array, self._dtype)), offset, scale, wires)
-            place = arrays.readable(sending.values, self._dtype).place
+            place = memory_of(sending.values)
             try:
                 self._call(_ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
             except Error as error:
-                failed = getattr(error, "_outcome", None)
-                if isinstance(failed, _Failed):  # as if all was applied, until settle finds out
-                    failed.sending = sending
-                else:
+                if not self._leave_to_settle(error, sending):
                     sending.undo()
                 raise
         return result
@@ -338,23 +332,22 @@ class Buffer:
 
         `indices` are int64, strictly ascending; `values` are as many, of the buffer's dtype, and travel exact: 4 bytes
         more each. Atomic per chunk, unless a chunk has more than 1 MiB of them. All other elements stay as they are.
-        With feedback=, `values` are of its top_k(): if the call is not made, or settle() finds some of them not
-        applied, they go back into the residual.
+        With feedback=, `values` are of its top_k(): if they are not applied, or settle() finds some of them not to be,
+        they go back into the residual. Arguments that are refused (InvalidArgumentError) leave the residual alone.
         """
-        number = self._op(op, scale, "accumulate_sparse")
         asked = self._asked("accumulate_sparse")
-        memory = arrays.readable(values, self._dtype)
-        where = np.ascontiguousarray(indices)
+        where, memory = np.ascontiguousarray(indices), arrays.readable(values, self._dtype)
+        if feedback is not None:
+            self._check_feedback(feedback, op, "accumulate_sparse")
+            if scale != 1.0:
+                raise InvalidArgumentError(f"{asked}: scale={scale!r} with feedback=: give it to top_k, which scales")
+        number = self._op(op, scale, "accumulate_sparse")
         if where.dtype != np.int64 or where.ndim != 1 or where.size != memory.count or where.size == 0:
             raise InvalidArgumentError(
                 f"{asked}: {where.dtype}{list(where.shape)} indices for {memory.count} values; pass int64, one each"
             )
         if where[0] < 0 or where[-1] >= self.size or not (where[1:] > where[:-1]).all():
             raise InvalidArgumentError(f"{asked}: indices must ascend strictly, from 0 to {self.size - 1}")
-        if feedback is not None and (op != "sum" or scale != 1.0 or feedback.buffer.name != self.name):
-            raise InvalidArgumentError(
-                f"{asked}: feedback= takes this buffer's, op='sum' and scale=1: top_k has scaled"
-            )
         first, count = int(where[0]), int(where[-1] - where[0]) + 1
         try:
             self._call(
@@ -364,10 +357,7 @@ class Buffer:
         except Error as error:
             if feedback is not None:
                 taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
-                failed = getattr(error, "_outcome", None)
-                if isinstance(failed, _Failed):
-                    failed.sending = taken
-                else:
+                if not self._leave_to_settle(error, taken):
                     taken.put_back([range(self.size)])
             raise
 
@@ -524,6 +514,28 @@ class Buffer:
         )
 
     # ---- inside
+
+    def _check_feedback(self, feedback: ErrorFeedback, op: str, call: str) -> None:
+        if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
+            )
+
+    def _leave_to_settle(self, error: Error, sending: Sending | SparseSending) -> bool:
+        """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
+        failed = getattr(error, "_outcome", None)
+        if not isinstance(failed, _Failed):
+            return False
+        try:
+            missing = self.settle(error, timeout=0)
+        except Error:
+            failed.sending = sending  # as if all was applied, until settle finds out
+            return True
+        if sum(map(len, missing)) == sending.count:
+            return False
+        failed.settled = True
+        sending.put_back(missing)
+        return True
 
     def _asked(self, call: str) -> str:
         return f"{call} of buffer {self.name!r}"

@@ -43,6 +43,11 @@ class Status(IntEnum):
     VERSION = lib.SMB_VERSION
     SYSTEM = lib.SMB_SYSTEM
 
+    @classmethod
+    def _missing_(cls, value: object) -> Status:  # noqa: ARG003 - whichever it is
+        """Whatever else a server may answer: it does not speak our protocol."""
+        return cls.PROTOCOL
+
 
 class Opcode(IntEnum):
     """enum smb_opcode, as far as a buffer's calls use it."""

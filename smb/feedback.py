@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,10 @@ class ErrorFeedback:
     step rounded to float32, has Q(t) added to the buffer, and keeps r = t - Q(t). What was added and what is kept are
     thus together what was wanted, up to the roundings of float32 (Seide et al. 2014; Karimireddy et al. 2019).
 
-    A call that fails with nothing applied leaves the residual as it was. One that fails with its outcome unknown leaves
-    it as if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, to be sent by the next
-    call: nothing is lost and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
+    A call that fails with nothing applied leaves the residual as it was: make it again. Where a part was applied, Q(t)
+    of the rest is added to the residual, to be sent by the next call. One that fails with its outcome unknown leaves it
+    as if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, and returns []. Nothing is
+    lost and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
 
     Thread-safe: calls with one residual take turns.
     """
@@ -59,6 +61,10 @@ class ErrorFeedback:
         feedback=self): what is returned is out of the residual from then on. O(size) time.
         """
         memory = arrays.readable(array, DTYPES["float32"])
+        try:
+            k = operator.index(k)
+        except TypeError as error:
+            raise InvalidArgumentError(f"top_k of buffer {self.buffer.name!r}: k={k!r} is no whole number") from error
         if memory.count != self._residual.size or not 0 < k <= memory.count:
             raise InvalidArgumentError(
                 f"top_k of buffer {self.buffer.name!r}: k={k!r} of {memory.count} elements; pass all"
@@ -99,6 +105,7 @@ class Sending:
 
     def __init__(self, feedback: ErrorFeedback, offset: int, values: Array, arrives: Array, before: Array) -> None:
         self.values = values
+        self.count = values.size
         self._feedback = feedback
         self._offset = offset
         self._arrives = arrives
@@ -120,6 +127,7 @@ class SparseSending:
     """What accumulate_sparse was to send of a residual."""
 
     def __init__(self, feedback: ErrorFeedback, indices: Array, values: Array) -> None:
+        self.count = int(indices[-1] - indices[0]) + 1
         self._feedback, self._indices, self._values = feedback, indices, values
 
     def put_back(self, missing: list[range]) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
+import os
+import signal
+import threading
+import urllib.request
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import smb
 from tests.conftest import Connect
@@ -189,6 +195,84 @@ def test_a_call_that_was_not_made_leaves_the_residual(client: smb.Client) -> Non
     np.testing.assert_array_equal(feedback.residual, before)
 
 
+def test_feedback_of_arrays_that_must_be_copied_first(client: smb.Client) -> None:
+    """Every other element, a transposed tensor, a list: what is added is what was given."""
+    whole = values(12, 2000)
+    tensor = torch.from_numpy(whole.reshape(40, 50)).T
+    for name, array in (("strided", whole[::2]), ("tensor", tensor), ("list", whole[:100].tolist())):
+        buffer = client.create(name, np.asarray(array).size)
+        for _ in range(5):
+            gc.collect()
+            buffer.accumulate(array, wire="exact", feedback=smb.ErrorFeedback(buffer))
+        np.testing.assert_allclose(buffer.read(), 5 * np.asarray(array).ravel(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_call_that_was_refused_leaves_the_residual(client: smb.Client, connect: Connect, sparse: bool) -> None:
+    """Under a lock that was lost the servers refuse it: nothing was applied, and all of it is still to be sent."""
+    buffer = client.create("fenced", 1000)
+    feedback = smb.ErrorFeedback(buffer)
+    buffer.accumulate(values(13, 1000), wire="int8", feedback=feedback)
+    before = feedback.residual
+    assert np.abs(before).max() > 0
+    lock = buffer.lock(ttl=0.2).acquire()
+    client.renewals.remove(lock)
+    with connect("tcp").open("fenced").lock(timeout=20):
+        add = (
+            functools.partial(buffer.accumulate_sparse, *feedback.top_k(np.zeros(1000, np.float32), 100))
+            if sparse
+            else functools.partial(buffer.accumulate, values(14, 1000), wire="int8")
+        )
+        with pytest.raises(smb.LockLostError):
+            add(fence=lock, feedback=feedback)
+    np.testing.assert_array_equal(feedback.residual, before)
+
+
+def test_refused_arguments_leave_the_residual(client: smb.Client) -> None:
+    """A k that is no whole number, a scale twice, somebody else's feedback."""
+    buffer = client.create("refused", 10)
+    feedback = smb.ErrorFeedback(buffer)
+    buffer.accumulate(values(15, 10), wire="int8", feedback=feedback)
+    before, ones = feedback.residual, np.ones(10, np.float32)
+    with pytest.raises(smb.InvalidArgumentError, match="whole number"):
+        feedback.top_k(ones, 2.5)  # type: ignore[arg-type]
+    for bad in ({"feedback": feedback, "scale": 2.0}, {"feedback": "x"}, {"feedback": feedback, "op": "max"}):
+        with pytest.raises(smb.InvalidArgumentError, match=r"feedback="):
+            buffer.accumulate_sparse(np.arange(10), ones, **bad)
+    np.testing.assert_array_equal(feedback.residual, before)
+
+
+def test_checksums_of_an_array_that_changes(cluster: smb.LocalCluster) -> None:
+    """What is sent is what the checksum is of, although another thread writes to the array all the time."""
+    with smb.connect(cluster.address, transport="tcp", checksum=True) as client:
+        buffer = client.create("changing", 1 << 20)
+        array = np.zeros(1 << 20, np.float32)
+        stop = threading.Event()
+
+        def write() -> None:
+            while not stop.is_set():
+                np.add(array, 1, out=array)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        before = spoilt_frames(cluster)
+        try:
+            for _ in range(20):
+                buffer.accumulate(array)
+                buffer.write(array)
+        finally:
+            stop.set()
+            writer.join(20)
+        client.delete("changing")
+        assert spoilt_frames(cluster) == before
+        assert client.engine.spoilt() == 0
+
+
+def spoilt_frames(cluster: smb.LocalCluster) -> list[str]:
+    pages = (urllib.request.urlopen(f"http://{server.metrics}/metrics").read().decode() for server in cluster.servers)
+    return [line for page in pages for line in page.splitlines() if "errors_total" in line and "checksum" in line]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8"])
 @pytest.mark.parametrize("op", ["sum", "max", "replace"])
 def test_some_elements_only(client: smb.Client, dtype: str, op: str) -> None:
@@ -253,9 +337,11 @@ def test_the_largest_with_feedback(client: smb.Client) -> None:
     np.testing.assert_allclose(buffer.read(), exact, atol=1e-4)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_what_a_failed_call_missed_goes_back_into_the_residual(sparse: bool) -> None:
-    """A server gone in the middle: settle puts back what it did not get; sent again, all of it counts once."""
+@pytest.mark.parametrize("stopped", [False, True], ids=["gone", "stopped"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_what_a_failed_call_missed_goes_back_into_the_residual(sparse: bool, stopped: bool) -> None:
+    """A server that is gone did not get it, and that is known at once; of one that is stopped in the middle and killed
+    settle finds out. Sent again, all of it counts once."""
     size = 300_000
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
@@ -266,18 +352,23 @@ def test_what_a_failed_call_missed_goes_back_into_the_residual(sparse: bool) -> 
         feedback = smb.ErrorFeedback(buffer)
         array = np.arange(size, dtype=np.float32) % 1000 + 1
         buffer.write(np.zeros(size, np.float32))
-        cluster.servers[1].kill()
+        if stopped:
+            os.kill(cluster.servers[1].pid, signal.SIGSTOP)
+        else:
+            cluster.servers[1].kill()
         add = (
             functools.partial(buffer.accumulate_sparse, *feedback.top_k(array, size // 2))
             if sparse
             else functools.partial(buffer.accumulate, array, wire="int8")
         )
-        with pytest.raises(smb.UnavailableError, match="settle") as caught:
+        with pytest.raises(smb.TimeoutError if stopped else smb.UnavailableError, match="settle") as caught:
             add(feedback=feedback)
+        if stopped:
+            cluster.servers[1].kill()
         cluster.servers[1].start()
         before = feedback.residual
         assert buffer.settle(caught.value, timeout=20) == []
-        assert np.abs(feedback.residual - before).max() > 0
+        assert (np.abs(feedback.residual - before).max() > 0) == stopped
         after = feedback.residual
         assert buffer.settle(caught.value, timeout=20) == []  # again: nothing is put back twice
         np.testing.assert_array_equal(feedback.residual, after)
