@@ -3,6 +3,7 @@
 fleet.py        a coordinator, memory servers and client processes, on a lab's hosts or on loopback
 worker.py       a client process: does what it is told, line by line
 links.py        bare sockets over the same links: what nothing can beat
-experiments.py  the questions
+servers.py, clients.py, coordinator.py: the questions
+runs.py         one measurement, bytes checked
 report.py       answers as JSON, tables and plots
 """

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from perf.netlab import LabError
-from perf.scaling import clients, servers
+from perf.scaling import clients, coordinator, servers
 from perf.scaling.report import Answer, save
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
@@ -19,6 +19,7 @@ EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "clients": clients.how_many,
     "connections": clients.how_many_connections,
     "costs": clients.what_each_costs,
+    "coordinator": coordinator.how_many_sessions,
 }
 
 
