@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from perf.contender import FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
 
 SOURCE = Path(__file__).with_name("limits.c")
 BUILD = Path(__file__).resolve().parent.parent / "build" / "perf"
@@ -58,12 +58,9 @@ class Limit:
     Nothing runs except during `measure`: every case is a start of the program.
     """
 
-    kind = "limit"
-    quiet = True
-
     def __init__(self, name: str, transport: str, over: str, **options: int) -> None:
         self.name = name
-        self.counts = transport == over  # towards the limit; Unix sockets are shown beside TCP's, not as its limit
+        self.kind = LIMIT if transport == over else ASIDE  # Unix sockets are shown beside TCP's, not as its limit
         self._transport = transport
         self._over = over
         self._options = options

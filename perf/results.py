@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from perf.contender import Case, Sample
+from perf.contender import ASIDE, LIMIT, OURS, PEER, Case, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS, LIMIT, ASIDE, PEER = KINDS = ("ours", "limit", "aside", "peer")
 
 
 @dataclass

@@ -17,8 +17,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from perf import limits, ours
-from perf.contender import FETCH_ADD, OPERATIONS, SHM, TCP, TRANSPORTS, Case, Contender, Sample
-from perf.results import ASIDE, KINDS, LIMIT, OURS, PEER, ROOT, Results, new_results
+from perf.contender import (
+    ASIDE,
+    FETCH_ADD,
+    KINDS,
+    LIMIT,
+    OPERATIONS,
+    OURS,
+    SHM,
+    TCP,
+    TRANSPORTS,
+    Case,
+    Contender,
+    Sample,
+)
+from perf.results import ROOT, Results, new_results
 from perf.tables import describe, markdown
 from smb.cli.signals import interrupted_once
 from smb.config import parse_bytes
@@ -56,15 +69,9 @@ def _peers(missing: dict[str, str]) -> Iterator[Contender]:
     for path in sorted(PEERS.glob("[!_]*.py")):
         try:
             module = importlib.import_module(f"perf.peers.{path.stem}")
-            items = getattr(module, "CONTENDERS", [])
-            yield from [item() if isinstance(item, type) or not hasattr(item, "measure") else item for item in items]
+            yield from getattr(module, "CONTENDERS", [])
         except Exception as error:  # noqa: BLE001 - an optional package's own troubles
             missing[path.stem] = f"its module can't be used: {type(error).__name__}: {error}"
-
-
-def kind_of(contender: Contender) -> str:
-    kind = str(getattr(contender, "kind", PEER))
-    return kind if kind != LIMIT or getattr(contender, "counts", True) else ASIDE
 
 
 # ---- what is measured
@@ -140,21 +147,16 @@ Step = Callable[[str, Case], None]
 
 
 def measure(results: Results, contenders: Sequence[Contender], cases: Sequence[Case], step: Step) -> None:
-    """Fill `results`. Within a round, all who use no processor while they wait take turns case by case, so that a drift
-    of the machine hits them alike; each of the others has its part of the round for itself."""
-    results.kinds |= {contender.name: kind_of(contender) for contender in contenders}
-    quiet = [contender for contender in contenders if getattr(contender, "quiet", False)]
-    groups = [quiet, *([contender] for contender in contenders if contender not in quiet)]
+    """Fill `results`. In a round all take turns case by case, so that a drift of the machine hits them alike."""
+    results.kinds |= {contender.name: contender.kind for contender in contenders}
     for number in range(results.rounds):
-        shift = number % len(groups)
-        for group in groups[shift:] + groups[:shift]:
-            _measure_group(results, group, cases, number, step)
+        _measure_round(results, contenders, cases, number, step)
 
 
-def _measure_group(
-    results: Results, group: Sequence[Contender], cases: Sequence[Case], number: int, step: Step
+def _measure_round(
+    results: Results, contenders: Sequence[Contender], cases: Sequence[Case], number: int, step: Step
 ) -> None:
-    turns = [Turn(contender) for contender in group]
+    turns = [Turn(contender) for contender in contenders]
     try:
         for index, case in enumerate(cases):
             dropped = slow_variants(results, case) if number > 0 else set()
@@ -216,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(contender: Contender, names: Sequence[str] | None) -> bool:
-    words = (kind_of(contender), f"{kind_of(contender)}s", contender.name.lower())
+    words = (contender.kind, f"{contender.kind}s")
     return names is None or any(name in words or name in contender.name.lower() for name in names)
 
 

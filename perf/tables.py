@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from perf.contender import FETCH_ADD, OPERATIONS, TRANSPORTS, Case
-from perf.results import ASIDE, LIMIT, OURS, PEER, Cell, Results
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TRANSPORTS, Case
+from perf.results import Cell, Results
 
 _LATENCY_BYTES = 8
 _CPU_BYTES = (256 << 10, 4 << 20, 64 << 20)  # where CPU seconds are shown

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf.clients import Array
 from perf.contender import ACCUMULATE, READ, SHM, TCP, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 SOURCE = Path(__file__).with_name("ucx_peer.c")
 BUILD = Path(__file__).parents[2] / "build" / "perf"
@@ -89,14 +89,14 @@ class Client(Peer):
         self.check("connect", self.lib.peer_connect(self.peer, *target))
         self._before = self.ffi.new("int64_t *")
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self.check("put", self.lib.peer_put(self.peer, self.ffi.cast("void *", source.ctypes.data), source.nbytes))
 
-    def read(self, into: Floats) -> Floats:
+    def read(self, into: Array) -> Array:
         self.check("get", self.lib.peer_get(self.peer, self.ffi.cast("void *", into.ctypes.data), into.nbytes))
         return into
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         raise NotImplementedError("UCX adds no floats at the target")
 
     def fetch_add(self, value: int) -> int:
@@ -127,7 +127,7 @@ def _measure(case: Case) -> Sample:
         return processes.measure(case, functools.partial(Client, library, target), server_pid)
 
 
-class Ucx:
+class Ucx(processes.Peer):
     name = "UCX"
 
     def missing(self) -> str | None:
@@ -138,14 +138,8 @@ class Ucx:
     def takes(self, case: Case) -> bool:
         return case.transport in (SHM, TCP) and case.operation != ACCUMULATE
 
-    def __enter__(self) -> Ucx:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def measure(self, case: Case) -> Sample:
         return processes.apart(_measure, case)
 
 
-CONTENDERS = [Ucx]
+CONTENDERS = [Ucx()]

@@ -11,8 +11,22 @@ import numpy as np
 import pytest
 
 from perf import clients, compare, limits, run
-from perf.contender import ACCUMULATE, FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
-from perf.results import LIMIT, OURS, PEER, Results
+from perf.contender import (
+    ACCUMULATE,
+    FETCH_ADD,
+    LIMIT,
+    OURS,
+    PEER,
+    READ,
+    SHM,
+    TCP,
+    WRITE,
+    Case,
+    Run,
+    Sample,
+    sample_of,
+)
+from perf.results import Results
 from perf.tables import markdown
 
 CASE = Case(TCP, WRITE, 1000, clients=2, seconds=1.0)
