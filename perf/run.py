@@ -36,12 +36,13 @@ from perf.tables import describe, markdown
 from smb.cli.signals import interrupted_once
 from smb.config import parse_bytes
 
-SIZES = "8,4KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
+SIZES = "8,4KiB,256KiB,4MiB,64MiB"
 RESULTS = ROOT / "perf" / "results"
 PEERS = ROOT / "perf" / "peers"
 _CELL_S = 120.0  # for a case with all that goes with it, for a start, and for an end: longer means that it hangs
 _FAILURES_MAX = 3  # in a row, before a contender is given up for the round
 _VARIANTS_KEPT = 4  # of each kind of limit, after the first round
+_AND_MORE = ", and more parts with --add"
 
 
 class HangError(Exception):
@@ -203,8 +204,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     contenders = [contender for contender in contenders if _chosen(contender, options.contenders)]
     results = new_results(" ".join(["python -m perf.run", *words]), options.rounds)
     results.missing = missing
-    cases = cases_of(options)
     console = Console(stderr=True)
+    whole = _begun(results, options)
+    if isinstance(whole, str):
+        console.print(whole)
+        return 2
+    cases = cases_of(options)
     interrupted = False
     try:
         with interrupted_once(), _progress(console, contenders, cases, options.rounds) as step:
@@ -212,9 +217,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what was measured so far follows")
-    write(results, options.output, console)
+    whole.add(results)
+    write(whole, options.output, console)
     failed = [cell for cell in results.cells.values() if cell.failed and results.kinds[cell.contender] in (OURS, LIMIT)]
     return 130 if interrupted else 1 if failed else 0
+
+
+def _begun(results: Results, options: argparse.Namespace) -> Results | str:
+    """Return what this run adds to, itself if to nothing; or why it can't."""
+    path = options.output / "results.json"
+    if not options.add or not path.exists():
+        return results
+    whole = Results.load(path)
+    try:
+        whole.add(results)
+    except ValueError as error:
+        return f"--add to {path}: {error}"
+    if not whole.command.endswith(_AND_MORE):
+        whole.command += _AND_MORE
+    return whole
 
 
 def _chosen(contender: Contender, names: Sequence[str] | None) -> bool:
@@ -262,19 +283,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", type=_sizes, help=f"bytes of the array; default {SIZES}")
     parser.add_argument("--operations", type=one_of(OPERATIONS), default=list(OPERATIONS), help=", ".join(OPERATIONS))
     parser.add_argument("--transports", type=one_of(TRANSPORTS), default=[SHM, TCP], help=", ".join(TRANSPORTS))
-    parser.add_argument("--clients", type=_counts, help="processes on one array; default 1,2,4")
+    parser.add_argument("--clients", type=_counts, help="processes on one array; default 1,2")
     parser.add_argument("--contenders", type=lambda text: text.lower().split(","), help=f"{', '.join(KINDS)}, or names")
-    parser.add_argument("--rounds", type=int, help="default 3; the tables show medians over them")
-    parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.3")
+    parser.add_argument("--rounds", type=int, help="default 2; the tables show medians over them")
+    parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.2")
     parser.add_argument("--output", type=Path, help="folder; default perf/results, with --quick build/perf/results")
+    parser.add_argument("--add", action="store_true", help="keep the cells that --output has, of the same commit")
     parser.add_argument("--quick", action="store_true", help="a look: few sizes, 1 and 2 clients, one short round")
     options = parser.parse_args(words)
     quick = options.quick
     defaults: dict[str, Any] = {
         "sizes": _sizes("8,256KiB,4MiB" if quick else SIZES),
-        "clients": [1, 2] if quick else [1, 2, 4],
-        "rounds": 1 if quick else 3,
-        "seconds": 0.05 if quick else 0.3,
+        "clients": [1, 2],
+        "rounds": 1 if quick else 2,
+        "seconds": 0.05 if quick else 0.2,
         "output": ROOT / "build" / "perf" / "results" if quick else RESULTS,
     }
     for name, value in defaults.items():
