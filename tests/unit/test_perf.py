@@ -181,6 +181,17 @@ def test_a_cell_that_fails_since_then_is_a_regression() -> None:
     assert compare.report(*compare.changes(before, after))[1] == 1
 
 
+def test_parts_of_one_measurement_add_up_and_of_two_do_not() -> None:
+    """A cell measured again replaces the former; another commit's is refused."""
+    other = replace(CASE, nbytes=2000)
+    whole, part = _results({CASE: [1.0], other: [1.0]}), _results({other: [5.0]})
+    whole.add(part)
+    assert {case: cell.speed for (_, case), cell in whole.cells.items()} == {CASE: 1.0, other: 5.0}
+    part.commit = "another"
+    with pytest.raises(ValueError, match="same commit"):
+        whole.add(part)
+
+
 # ---- the whole
 
 
