@@ -39,6 +39,12 @@ def markdown(results: Results) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _peers(results: Results) -> list[str]:
+    """Those of which there are cells."""
+    seen = {name for name, _ in results.cells}
+    return [name for name, kind in results.kinds.items() if kind == PEER and name in seen]
+
+
 def size_name(nbytes: int) -> str:
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit and nbytes % unit == 0:
@@ -108,7 +114,7 @@ def _ratio(ratio: float) -> str:
 
 
 def _latencies(results: Results) -> str:
-    peers = [name for name, kind in results.kinds.items() if kind == PEER]
+    peers = _peers(results)
     lines = []
     for case in results.cases():
         ours = results.ours(case)
@@ -137,7 +143,7 @@ def _micros(seconds: float | None) -> str:
 
 
 def _beside_peers(results: Results) -> list[str]:
-    peers = [name for name, kind in results.kinds.items() if kind == PEER]
+    peers = _peers(results)
     if not peers:
         return []
     parts = ["## Ours / each peer", "Where a peer is faster the cell is bold."]
@@ -185,7 +191,7 @@ def _beside_unix(results: Results) -> list[str]:
 
 
 def _cpu(results: Results) -> str:
-    peers = [name for name, kind in results.kinds.items() if kind == PEER]
+    peers = _peers(results)
     lines = []
     for case in results.cases():
         if case.nbytes not in _CPU_BYTES or case.operation == FETCH_ADD:
