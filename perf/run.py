@@ -108,7 +108,10 @@ class Turn:
                 if not self._entered:
                     self.contender.__enter__()
                     self._entered = True
+                before = _loopback_bytes()
                 sample = self.contender.measure(case)
+                if case.transport == TCP and self.contender.kind != ASIDE:
+                    check_tcp(case, sample, _loopback_bytes() - before)
         except Exception as error:  # noqa: BLE001 - whatever a peer's library raises is shown in its cell
             self._failures += 1
             self._why = f"{type(error).__name__}: {error}" if type(error) is not RuntimeError else str(error)
@@ -126,6 +129,18 @@ class Turn:
                     self.contender.__exit__(None, None, None)
             except Exception as error:  # noqa: BLE001 - as above; the run goes on
                 sys.stderr.write(f"{self.contender.name} did not end well: {error}\n")
+
+
+def check_tcp(case: Case, sample: Sample, loopback_bytes: int) -> None:
+    """RuntimeError where the loopback device has not carried what was moved: some libraries find another way."""
+    if loopback_bytes < sample.calls * case.nbytes:
+        raise RuntimeError(
+            f"not over TCP: {sample.calls} calls of {case.nbytes} bytes, {loopback_bytes} bytes on the loopback device"
+        )
+
+
+def _loopback_bytes() -> int:
+    return int(Path("/sys/class/net/lo/statistics/rx_bytes").read_text())
 
 
 @contextmanager

@@ -196,7 +196,10 @@ class Mpich(Mpi):
     launcher = "mpiexec.hydra"
     transports = {  # noqa: RUF012
         SHM: ((), {}),
-        TCP: ((), {"MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}),
+        TCP: (
+            (),
+            {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"},
+        ),
     }
 
 

@@ -141,6 +141,13 @@ def test_a_contender_with_wrong_bytes_has_no_figure(lost: int) -> None:
     assert ("wrong bytes" in markdown(results)) == (lost == 1)
 
 
+def test_what_is_not_over_tcp_has_no_figure_there() -> None:
+    """A library that takes shared memory where TCP was asked for is found out."""
+    run.check_tcp(CASE, _sample(1e9), 100 * 1000)
+    with pytest.raises(RuntimeError, match="not over TCP"):
+        run.check_tcp(CASE, _sample(1e9), 100 * 1000 - 1)
+
+
 # ---- ratios and regressions
 
 
