@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf perf-peers scaling install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf scaling install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -55,14 +55,10 @@ sanitized: $(VENV)/test-installed
 promises: $(VENV)/installed
 	$(BIN)/python perf/promises.py
 
-# Us beside the physical limits and the peers, into perf/results; make perf PERF="--quick" for a look (perf/README.md).
-perf: $(VENV)/perf-installed
+# Us beside the physical limits and the peers, into perf/results, in about 20 minutes; make perf PERF="--quick" for a look, LARGE=1
+# to install the peers too that bring hundreds of megabytes (perf/README.md).
+perf: $(VENV)/perf-installed $(if $(LARGE),$(VENV)/perf-large-installed)
 	$(BIN)/python -m perf.run $(PERF)
-
-# The peers that perf/ measures beside us (perf/peers/README.md); LARGE=1 for those that bring hundreds of megabytes.
-perf-peers: $(VENV)/demo-installed
-	$(PIP) install --requirement perf/peers/requirements.txt $(if $(LARGE),--requirement perf/peers/requirements-large.txt)
-	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -y -q redis-server; }
 
 # One machine as many: how the box scales over servers behind links of their own, over clients and connections. As root.
 # About 6 minutes; ARGS=--quick: one. Results in perf/results.
@@ -89,11 +85,16 @@ $(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt
 	$(PIP) install --requirement tests/requirements.txt
 	@touch $@
 
-# The peers' packages are large, and some have no build for some machines: what can't be had is a footnote, not an error.
-$(VENV)/perf-installed: $(VENV)/installed perf/requirements.txt $(wildcard perf/peers/requirements.txt)
-	@echo "installing what the measurements need"
+# Some have no build for some machines: what can't be had is a footnote of the table, not an error. PyTorch brings gloo.
+$(VENV)/perf-installed: $(VENV)/demo-installed perf/requirements.txt perf/peers/requirements.txt
+	@echo "installing what the measurements need, and the peers"
 	$(PIP) install --requirement perf/requirements.txt
-	-test ! -e perf/peers/requirements.txt || $(PIP) install --requirement perf/peers/requirements.txt
+	-$(PIP) install --requirement perf/peers/requirements.txt
+	-@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -y -q redis-server; }
+	@touch $@
+
+$(VENV)/perf-large-installed: $(VENV)/perf-installed perf/peers/requirements-large.txt
+	-$(PIP) install --requirement perf/peers/requirements-large.txt
 	@touch $@
 
 clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import signal
 import time
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from perf.contender import ACCUMULATE, READ, Case, Run
 
-_ANSWER_S = 60.0  # to get ready, and to come to an end, each beyond the case's own seconds
+SPAWN = multiprocessing.get_context("spawn")  # the threads of gRPC, UCX and others do not survive a fork
+ANSWER_S = 60.0  # to get ready, and to come to an end: the slowest peer takes 2 s for one call with 256 MiB
 _END_S = 5.0
 
 Array = NDArray[np.float32]
@@ -27,6 +29,8 @@ class Worker(Protocol):
 
     def run(self, case: Case, index: int, wait_for_start: Callable[[], object], **about: Any) -> Run:
         """Do the case's calls as client `index` (perf.contender.run_calls) and check what was read."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,10 @@ class Clients:
     @classmethod
     def start(cls, count: int, make_worker: Callable[..., Worker], *arguments: Any) -> Clients:
         """Start `count` processes, each with a worker of its own."""
-        context = multiprocessing.get_context("spawn")  # gRPC's threads do not survive a fork
         clients = cls([], [])
         for _ in range(count):
-            pipe, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, make_worker, arguments), daemon=True)
+            pipe, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(target=_serve, args=(theirs, make_worker, arguments), daemon=True)
             process.start()
             theirs.close()  # so that they see the pipe end with us
             clients.processes.append(process)
@@ -51,21 +54,22 @@ class Clients:
         return clients
 
     def run(
-        self, case: Case, server_cpu_seconds: Callable[[], float] = lambda: 0.0, **about: Any
-    ) -> tuple[list[Run], float]:
+        self, case: Case, server_cpu_seconds: Callable[[], float] | None, **about: Any
+    ) -> tuple[list[Run], float | None]:
         """Let the first `case.clients` of them run the case, started together when all are warm.
 
-        Returns their runs, and the server's CPU seconds meanwhile. RuntimeError where one fails; close them then.
+        Returns their runs, and the server's CPU seconds meanwhile (None where none was to be asked). RuntimeError where
+        one fails; close them then.
         """
         pipes = self.pipes[: case.clients]
         for index, pipe in enumerate(pipes):
             pipe.send((case, index, about))
-        _gather(pipes, _ANSWER_S)
-        before = server_cpu_seconds()
+        _gather(pipes, ANSWER_S)
+        before = server_cpu_seconds() if server_cpu_seconds else None
         for pipe in pipes:
             pipe.send("start")
-        runs = _gather(pipes, _ANSWER_S + case.seconds)
-        return runs, server_cpu_seconds() - before
+        runs = _gather(pipes, ANSWER_S + case.seconds)
+        return runs, None if server_cpu_seconds is None or before is None else server_cpu_seconds() - before
 
     def close(self) -> None:
         """End them all; those that do not end by themselves, by force."""
@@ -74,9 +78,7 @@ class Clients:
         deadline = time.monotonic() + _END_S
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+            stop(process)
 
 
 def _gather(pipes: list[Connection], seconds: float) -> list[Any]:
@@ -101,7 +103,7 @@ def _gather(pipes: list[Connection], seconds: float) -> list[Any]:
 
 
 def _serve(pipe: Connection, make_worker: Callable[..., Worker], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; our parent ends us
+    end_with_parent()
     worker: Worker | None = None
 
     def wait_for_start() -> None:
@@ -119,6 +121,25 @@ def _serve(pipe: Connection, make_worker: Callable[..., Worker], arguments: tupl
             except Exception as error:  # noqa: BLE001 - it is reported, with its type
                 answer = RuntimeError(f"{type(error).__name__}: {error}")
             pipe.send(answer)
+    if worker is not None:
+        worker.close()
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when its parent dies, however that dies; Ctrl-C, which reaches the whole group,
+    is the parent's affair."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def stop(process: multiprocessing.process.BaseProcess) -> None:
+    """End it, by force where it does not end by itself."""
+    process.terminate()
+    process.join(_END_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 def cpu_seconds(pid: int) -> float:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from perf.contender import Case, Sample
+from perf.contender import OURS, Case, Sample
 from perf.ours import Ours
-from perf.results import OURS, ROOT, Results, new_results
+from perf.results import ROOT, Results, new_results
 from perf.run import cases_of, parse
 from perf.tables import describe
 from smb.cli.signals import interrupted_once

@@ -15,6 +15,7 @@ import numpy as np
 
 WRITE, READ, ACCUMULATE, FETCH_ADD = OPERATIONS = ("write", "read", "accumulate", "fetch_add")
 SHM, TCP, VERBS = TRANSPORTS = ("shm", "tcp", "verbs")
+OURS, LIMIT, ASIDE, PEER = KINDS = ("ours", "limit", "aside", "peer")
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ class Sample:
 
 
 class Contender(Protocol):
-    """Something that can do some of the cases."""
+    """Something that can do some of the cases. All take turns case by case, so between them it uses no processor."""
 
     name: str  # in tables: "smb", "memcpy", "bare socket, polling", "Open MPI 5", ...
+    kind: str  # of KINDS; aside: shown beside the limits, without being one
 
     def missing(self) -> str | None:
         """Why it can't run here (a module, a program), in words for the table's footnotes; None if it can."""

@@ -15,26 +15,28 @@ from typing import Any
 
 import numpy as np
 
-from perf.contender import FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
 
-SOURCE = Path(__file__).with_name("limits.c")
-BUILD = Path(__file__).resolve().parent.parent / "build" / "perf"
-FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-march=native", "-Wall", "-Wextra", "-Werror", "-pthread")
+FOLDER = Path(__file__).resolve().parent
+SOURCES = [FOLDER / name for name in ("limits.c", "limits_memory.c", "limits_sockets.c")]
+BUILD = FOLDER.parent / "build" / "perf"
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-flto", "-march=native", "-Wall", "-Wextra", "-Werror", "-pthread")
 # Below this, neither a second connection nor the size of socket buffers matters.
 SMALL_BYTES = 256 << 10
 
 
 def build() -> Path:
     """Return the program, compiled if source, flags or processor are new. Raises RuntimeError with what gcc says."""
-    text = SOURCE.read_bytes() + " ".join(FLAGS).encode() + _processor().encode()
+    files = [path.read_bytes() for path in (FOLDER / "limits.h", *SOURCES)]
+    text = b"".join(files) + " ".join(FLAGS).encode() + _processor().encode()
     program = BUILD / f"limits-{hashlib.sha256(text).hexdigest()[:12]}"
     if not program.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         draft = program.with_suffix(f".{os.getpid()}")
-        command = [_compiler() or "gcc", *FLAGS, str(SOURCE), "-o", str(draft)]
+        command = [_compiler() or "gcc", *FLAGS, *map(str, SOURCES), "-o", str(draft)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
-            raise RuntimeError(f"{SOURCE.name} does not compile: {made.stderr.strip()[-500:]}")
+            raise RuntimeError(f"{SOURCES[0]} does not compile: {made.stderr.strip()[-500:]}")
         draft.replace(program)
     return program
 
@@ -58,12 +60,9 @@ class Limit:
     Nothing runs except during `measure`: every case is a start of the program.
     """
 
-    kind = "limit"
-    quiet = True
-
     def __init__(self, name: str, transport: str, over: str, **options: int) -> None:
         self.name = name
-        self.counts = transport == over  # towards the limit; Unix sockets are shown beside TCP's, not as its limit
+        self.kind = LIMIT if transport == over else ASIDE  # Unix sockets are shown beside TCP's, not as its limit
         self._transport = transport
         self._over = over
         self._options = options

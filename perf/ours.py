@@ -12,7 +12,7 @@ import numpy as np
 
 import smb
 from perf.clients import Clients, added, check, cpu_seconds, written
-from perf.contender import ACCUMULATE, FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, run_calls, sample_of
+from perf.contender import ACCUMULATE, FETCH_ADD, OURS, READ, SHM, TCP, WRITE, Case, Run, Sample, run_calls, sample_of
 
 _CAPACITY_BYTES = 640 << 20  # two arrays of the largest size, and what goes with them
 _CLIENTS_MAX = 8
@@ -22,8 +22,7 @@ _TIMEOUT_S = 30.0
 class Ours:
     """smb over one transport of the case's choice. `servers`: how many memory servers hold the array."""
 
-    kind = "ours"
-    quiet = True  # idle daemons and clients use no CPU
+    kind = OURS
 
     def __init__(self, name: str = "smb", servers: int = 1) -> None:
         self.name = name
@@ -64,7 +63,7 @@ class Ours:
             self._owner.delete(buffer.name, missing_ok=True)
         return sample_of(case, runs, server_cpu)
 
-    def _run(self, case: Case, name: str) -> tuple[list[Run], float]:
+    def _run(self, case: Case, name: str) -> tuple[list[Run], float | None]:
         if self._clients is None:
             self._clients = Clients.start(_CLIENTS_MAX, Client, self._cluster.address)
         try:
@@ -110,6 +109,10 @@ class Client:
         if case.operation == READ:
             check(case, array, run.calls)
         return run
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
 
 
 CONTENDERS = [Ours()]

@@ -12,8 +12,8 @@ mpl.use("Agg")
 
 from matplotlib import pyplot
 
-from perf.contender import ACCUMULATE, OPERATIONS, READ, WRITE, Case
-from perf.results import OURS, PEER, Cell, Results
+from perf.contender import ACCUMULATE, OPERATIONS, OURS, PEER, READ, WRITE, Case
+from perf.results import Cell, Results
 from perf.tables import size_name
 
 _ARRAYS = (WRITE, READ, ACCUMULATE)

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from perf.contender import Case, Sample
+from perf.contender import ASIDE, LIMIT, OURS, PEER, Case, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS, LIMIT, ASIDE, PEER = KINDS = ("ours", "limit", "aside", "peer")
 
 
 @dataclass
@@ -110,6 +109,22 @@ class Results:
             "ratios": [self._ratios(case) for case in self.cases()],
             "cells": [cell.to_json() for cell in self.cells.values()],
         }
+
+    def add(self, part: Results) -> None:
+        """Take in a part of the same measurement that was made apart: its cells replace those of the same case.
+
+        ValueError where the two are not one: commit, machine and number of rounds must agree.
+        """
+        for what, mine, others in (
+            ("commit", self.commit, part.commit),
+            ("rounds", self.rounds, part.rounds),
+            ("processor", self.machine.get("cpu"), part.machine.get("cpu")),
+        ):
+            if mine != others:
+                raise ValueError(f"parts of one measurement have the same {what}: {mine} is not {others}")
+        self.kinds |= part.kinds
+        self.missing = part.missing
+        self.cells |= part.cells
 
     def _ratios(self, case: Case) -> dict[str, Any]:
         limit = self.best(case)

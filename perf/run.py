@@ -17,18 +17,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from perf import limits, ours
-from perf.contender import FETCH_ADD, OPERATIONS, SHM, TCP, TRANSPORTS, Case, Contender, Sample
-from perf.results import ASIDE, KINDS, LIMIT, OURS, PEER, ROOT, Results, new_results
+from perf.contender import (
+    ASIDE,
+    FETCH_ADD,
+    KINDS,
+    LIMIT,
+    OPERATIONS,
+    OURS,
+    SHM,
+    TCP,
+    TRANSPORTS,
+    Case,
+    Contender,
+    Sample,
+)
+from perf.results import ROOT, Results, new_results
 from perf.tables import describe, markdown
 from smb.cli.signals import interrupted_once
 from smb.config import parse_bytes
 
-SIZES = "8,4KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
+SIZES = "8,4KiB,256KiB,4MiB,64MiB"
 RESULTS = ROOT / "perf" / "results"
 PEERS = ROOT / "perf" / "peers"
 _CELL_S = 120.0  # for a case with all that goes with it, for a start, and for an end: longer means that it hangs
 _FAILURES_MAX = 3  # in a row, before a contender is given up for the round
 _VARIANTS_KEPT = 4  # of each kind of limit, after the first round
+_AND_MORE = ", and more parts with --add"
 
 
 class HangError(Exception):
@@ -56,15 +70,9 @@ def _peers(missing: dict[str, str]) -> Iterator[Contender]:
     for path in sorted(PEERS.glob("[!_]*.py")):
         try:
             module = importlib.import_module(f"perf.peers.{path.stem}")
-            items = getattr(module, "CONTENDERS", [])
-            yield from [item() if isinstance(item, type) or not hasattr(item, "measure") else item for item in items]
+            yield from getattr(module, "CONTENDERS", [])
         except Exception as error:  # noqa: BLE001 - an optional package's own troubles
             missing[path.stem] = f"its module can't be used: {type(error).__name__}: {error}"
-
-
-def kind_of(contender: Contender) -> str:
-    kind = str(getattr(contender, "kind", PEER))
-    return kind if kind != LIMIT or getattr(contender, "counts", True) else ASIDE
 
 
 # ---- what is measured
@@ -100,7 +108,10 @@ class Turn:
                 if not self._entered:
                     self.contender.__enter__()
                     self._entered = True
+                before = _loopback_bytes()
                 sample = self.contender.measure(case)
+                if case.transport == TCP and self.contender.kind != ASIDE:
+                    check_tcp(case, sample, _loopback_bytes() - before)
         except Exception as error:  # noqa: BLE001 - whatever a peer's library raises is shown in its cell
             self._failures += 1
             self._why = f"{type(error).__name__}: {error}" if type(error) is not RuntimeError else str(error)
@@ -118,6 +129,18 @@ class Turn:
                     self.contender.__exit__(None, None, None)
             except Exception as error:  # noqa: BLE001 - as above; the run goes on
                 sys.stderr.write(f"{self.contender.name} did not end well: {error}\n")
+
+
+def check_tcp(case: Case, sample: Sample, loopback_bytes: int) -> None:
+    """RuntimeError where the loopback device has not carried what was moved: some libraries find another way."""
+    if loopback_bytes < sample.calls * case.nbytes:
+        raise RuntimeError(
+            f"not over TCP: {sample.calls} calls of {case.nbytes} bytes, {loopback_bytes} bytes on the loopback device"
+        )
+
+
+def _loopback_bytes() -> int:
+    return int(Path("/sys/class/net/lo/statistics/rx_bytes").read_text())
 
 
 @contextmanager
@@ -140,21 +163,16 @@ Step = Callable[[str, Case], None]
 
 
 def measure(results: Results, contenders: Sequence[Contender], cases: Sequence[Case], step: Step) -> None:
-    """Fill `results`. Within a round, all who use no processor while they wait take turns case by case, so that a drift
-    of the machine hits them alike; each of the others has its part of the round for itself."""
-    results.kinds |= {contender.name: kind_of(contender) for contender in contenders}
-    quiet = [contender for contender in contenders if getattr(contender, "quiet", False)]
-    groups = [quiet, *([contender] for contender in contenders if contender not in quiet)]
+    """Fill `results`. In a round all take turns case by case, so that a drift of the machine hits them alike."""
+    results.kinds |= {contender.name: contender.kind for contender in contenders}
     for number in range(results.rounds):
-        shift = number % len(groups)
-        for group in groups[shift:] + groups[:shift]:
-            _measure_group(results, group, cases, number, step)
+        _measure_round(results, contenders, cases, number, step)
 
 
-def _measure_group(
-    results: Results, group: Sequence[Contender], cases: Sequence[Case], number: int, step: Step
+def _measure_round(
+    results: Results, contenders: Sequence[Contender], cases: Sequence[Case], number: int, step: Step
 ) -> None:
-    turns = [Turn(contender) for contender in group]
+    turns = [Turn(contender) for contender in contenders]
     try:
         for index, case in enumerate(cases):
             dropped = slow_variants(results, case) if number > 0 else set()
@@ -201,8 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     contenders = [contender for contender in contenders if _chosen(contender, options.contenders)]
     results = new_results(" ".join(["python -m perf.run", *words]), options.rounds)
     results.missing = missing
-    cases = cases_of(options)
     console = Console(stderr=True)
+    whole = _begun(results, options)
+    if isinstance(whole, str):
+        console.print(whole)
+        return 2
+    cases = cases_of(options)
     interrupted = False
     try:
         with interrupted_once(), _progress(console, contenders, cases, options.rounds) as step:
@@ -210,13 +232,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what was measured so far follows")
-    write(results, options.output, console)
+    whole.add(results)
+    write(whole, options.output, console)
     failed = [cell for cell in results.cells.values() if cell.failed and results.kinds[cell.contender] in (OURS, LIMIT)]
     return 130 if interrupted else 1 if failed else 0
 
 
+def _begun(results: Results, options: argparse.Namespace) -> Results | str:
+    """Return what this run adds to, itself if to nothing; or why it can't."""
+    path = options.output / "results.json"
+    if not options.add or not path.exists():
+        return results
+    whole = Results.load(path)
+    try:
+        whole.add(results)
+    except ValueError as error:
+        return f"--add to {path}: {error}"
+    if not whole.command.endswith(_AND_MORE):
+        whole.command += _AND_MORE
+    return whole
+
+
 def _chosen(contender: Contender, names: Sequence[str] | None) -> bool:
-    words = (kind_of(contender), f"{kind_of(contender)}s", contender.name.lower())
+    words = (contender.kind, f"{contender.kind}s")
     return names is None or any(name in words or name in contender.name.lower() for name in names)
 
 
@@ -260,19 +298,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", type=_sizes, help=f"bytes of the array; default {SIZES}")
     parser.add_argument("--operations", type=one_of(OPERATIONS), default=list(OPERATIONS), help=", ".join(OPERATIONS))
     parser.add_argument("--transports", type=one_of(TRANSPORTS), default=[SHM, TCP], help=", ".join(TRANSPORTS))
-    parser.add_argument("--clients", type=_counts, help="processes on one array; default 1,2,4")
+    parser.add_argument("--clients", type=_counts, help="processes on one array; default 1,2")
     parser.add_argument("--contenders", type=lambda text: text.lower().split(","), help=f"{', '.join(KINDS)}, or names")
-    parser.add_argument("--rounds", type=int, help="default 3; the tables show medians over them")
-    parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.3")
+    parser.add_argument("--rounds", type=int, help="default 2; the tables show medians over them")
+    parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.2")
     parser.add_argument("--output", type=Path, help="folder; default perf/results, with --quick build/perf/results")
+    parser.add_argument("--add", action="store_true", help="keep the cells that --output has, of the same commit")
     parser.add_argument("--quick", action="store_true", help="a look: few sizes, 1 and 2 clients, one short round")
     options = parser.parse_args(words)
     quick = options.quick
     defaults: dict[str, Any] = {
         "sizes": _sizes("8,256KiB,4MiB" if quick else SIZES),
-        "clients": [1, 2] if quick else [1, 2, 4],
-        "rounds": 1 if quick else 3,
-        "seconds": 0.05 if quick else 0.3,
+        "clients": [1, 2],
+        "rounds": 1 if quick else 2,
+        "seconds": 0.05 if quick else 0.2,
         "output": ROOT / "build" / "perf" / "results" if quick else RESULTS,
     }
     for name, value in defaults.items():

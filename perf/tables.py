@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from perf.contender import FETCH_ADD, OPERATIONS, TRANSPORTS, Case
-from perf.results import ASIDE, LIMIT, OURS, PEER, Cell, Results
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TRANSPORTS, Case
+from perf.results import Cell, Results
 
 _LATENCY_BYTES = 8
 _CPU_BYTES = (256 << 10, 4 << 20, 64 << 20)  # where CPU seconds are shown
@@ -37,6 +37,12 @@ def markdown(results: Results) -> str:
         _all_cells(results),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _peers(results: Results) -> list[str]:
+    """Those of which there are cells."""
+    seen = {name for name, _ in results.cells}
+    return [name for name, kind in results.kinds.items() if kind == PEER and name in seen]
 
 
 def size_name(nbytes: int) -> str:
@@ -108,7 +114,7 @@ def _ratio(ratio: float) -> str:
 
 
 def _latencies(results: Results) -> str:
-    peers = [name for name, kind in results.kinds.items() if kind == PEER]
+    peers = _peers(results)
     lines = []
     for case in results.cases():
         ours = results.ours(case)
@@ -137,7 +143,7 @@ def _micros(seconds: float | None) -> str:
 
 
 def _beside_peers(results: Results) -> list[str]:
-    peers = [name for name, kind in results.kinds.items() if kind == PEER]
+    peers = _peers(results)
     if not peers:
         return []
     parts = ["## Ours / each peer", "Where a peer is faster the cell is bold."]
@@ -185,7 +191,7 @@ def _beside_unix(results: Results) -> list[str]:
 
 
 def _cpu(results: Results) -> str:
-    peers = [name for name, kind in results.kinds.items() if kind == PEER]
+    peers = _peers(results)
     lines = []
     for case in results.cases():
         if case.nbytes not in _CPU_BYTES or case.operation == FETCH_ADD:

@@ -9,9 +9,9 @@ from multiprocessing.synchronize import Lock
 
 import numpy as np
 
+from perf.clients import SPAWN, Array
 from perf.contender import SHM, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import SPAWN, Floats
 
 LOCKS = 64
 STRIPE = (256 << 10) // 4  # elements
@@ -22,7 +22,7 @@ class Mapped:
 
     def __init__(self, name: str, locks: Sequence[Lock], case: Case, client: int) -> None:
         self._memory = SharedMemory(name)
-        self._array: Floats = np.ndarray(case.nbytes // 4, np.float32, self._memory.buf)
+        self._array: Array = np.ndarray(case.nbytes // 4, np.float32, self._memory.buf)
         self._counter = memoryview(self._memory.buf)[:8].cast("q")
         self._locks = locks
         stripes = [
@@ -32,14 +32,14 @@ class Mapped:
         first = len(stripes) * max(client, 0) // case.clients  # every client begins elsewhere, so they meet less
         self._stripes = stripes[first:] + stripes[:first]
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         np.copyto(self._array, source)
 
-    def read(self, into: Floats) -> Floats:
+    def read(self, into: Array) -> Array:
         np.copyto(into, self._array)
         return into
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         for lock, stripe in self._stripes:
             there = self._array[stripe]
             with lock:
@@ -57,7 +57,7 @@ class Mapped:
         self._memory.close()
 
 
-class SharedMemoryAndLocks:
+class SharedMemoryAndLocks(processes.Peer):
     """New memory for every case."""
 
     name = "shared_memory, 64 locks, numpy"
@@ -67,12 +67,6 @@ class SharedMemoryAndLocks:
 
     def takes(self, case: Case) -> bool:
         return case.transport == SHM
-
-    def __enter__(self) -> SharedMemoryAndLocks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def measure(self, case: Case) -> Sample:
         memory = SharedMemory(create=True, size=case.nbytes)
@@ -84,4 +78,4 @@ class SharedMemoryAndLocks:
             memory.unlink()
 
 
-CONTENDERS = [SharedMemoryAndLocks]
+CONTENDERS = [SharedMemoryAndLocks()]

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from perf.clients import Array
 from perf.contender import ACCUMULATE, FETCH_ADD, READ, TCP, WRITE, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 SERVER, CLIENT = range(2)  # ranks in a group that each client has with the server
 QUESTIONS = (WRITE, READ, ACCUMULATE)
@@ -52,17 +52,17 @@ class Client:
         self._word[0] = QUESTIONS.index(operation)
         self._pair.send(self._word)
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._ask(WRITE)
         self._pair.send(source)
         self._pair.receive(self._word)
 
-    def read(self, into: Floats) -> Floats:
+    def read(self, into: Array) -> Array:
         self._ask(READ)
         self._pair.receive(into)
         return into
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         self._ask(ACCUMULATE)
         self._pair.send(contribution)
         self._pair.receive(self._word)
@@ -114,7 +114,7 @@ def _measure(case: Case) -> Sample:
         return processes.measure(case, functools.partial(Client, port), pid)
 
 
-class Gloo:
+class Gloo(processes.Peer):
     name = "gloo"
 
     def missing(self) -> str | None:
@@ -123,14 +123,8 @@ class Gloo:
     def takes(self, case: Case) -> bool:
         return case.transport == TCP and case.operation != FETCH_ADD
 
-    def __enter__(self) -> Gloo:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def measure(self, case: Case) -> Sample:
         return processes.apart(_measure, case)
 
 
-CONTENDERS = [Gloo]
+CONTENDERS = [Gloo()]

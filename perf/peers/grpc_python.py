@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from perf.clients import Array
 from perf.contender import FETCH_ADD, TCP, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 CHUNK_BYTES = 1 << 20
 OPTIONS = (
@@ -108,13 +108,13 @@ class Unary:
         self._accumulate = self._channel.unary_unary("/Store/accumulate")
         self._fetch_add = self._channel.unary_unary("/Store/fetch_add")
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._write(source.tobytes())
 
-    def read(self, _into: Floats) -> Floats:
+    def read(self, _into: Array) -> Array:
         return np.frombuffer(self._read(b""), np.float32)
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         self._accumulate(contribution.tobytes())
 
     def fetch_add(self, value: int) -> int:
@@ -133,10 +133,10 @@ class Streamed(Unary):
         self._read_streamed = self._channel.unary_stream("/Store/read_streamed")
         self._accumulate_streamed = self._channel.stream_unary("/Store/accumulate_streamed")
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._write_streamed(_chunks(source))
 
-    def read(self, into: Floats) -> Floats:
+    def read(self, into: Array) -> Array:
         there = memoryview(into).cast("B")
         at = 0
         for chunk in self._read_streamed(b""):
@@ -144,17 +144,17 @@ class Streamed(Unary):
             at += len(chunk)
         return into
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         self._accumulate_streamed(_chunks(contribution))
 
 
-def _chunks(array: Floats) -> Iterator[bytes]:
+def _chunks(array: Array) -> Iterator[bytes]:
     here = memoryview(array).cast("B")
     for at in range(0, len(here), CHUNK_BYTES):
         yield bytes(here[at : at + CHUNK_BYTES])
 
 
-class GrpcUnary:
+class GrpcUnary(processes.Peer):
     name = "gRPC, unary"
     connect: type[Unary] = Unary
 
@@ -163,12 +163,6 @@ class GrpcUnary:
 
     def takes(self, case: Case) -> bool:
         return case.transport == TCP
-
-    def __enter__(self) -> GrpcUnary:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def measure(self, case: Case) -> Sample:
         with processes.server(serve, case.nbytes, case.clients) as (pid, port):
@@ -183,4 +177,4 @@ class GrpcStreamed(GrpcUnary):
         return case.transport == TCP and case.operation != FETCH_ADD and case.nbytes > CHUNK_BYTES
 
 
-CONTENDERS = [GrpcUnary, GrpcStreamed]
+CONTENDERS = [GrpcUnary(), GrpcStreamed()]

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from perf.clients import Array
 from perf.contender import READ, TCP, WRITE, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 
 def _engine() -> Any:
@@ -31,7 +31,7 @@ class Client:
         self._target, self._address = target
         self._registered: set[int] = set()
 
-    def _transfer(self, transfer: Callable[..., int], array: Floats) -> None:
+    def _transfer(self, transfer: Callable[..., int], array: Array) -> None:
         at = array.ctypes.data
         if at not in self._registered:
             self._engine.register_memory(at, array.nbytes)
@@ -40,14 +40,14 @@ class Client:
         if status:
             raise RuntimeError(f"Mooncake: a transfer of {array.nbytes} bytes failed: {status}")
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._transfer(self._engine.transfer_sync_write, source)
 
-    def read(self, into: Floats) -> Floats:
+    def read(self, into: Array) -> Array:
         self._transfer(self._engine.transfer_sync_read, into)
         return into
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         raise NotImplementedError("Mooncake adds nothing at the target")
 
     def fetch_add(self, value: int) -> int:
@@ -74,7 +74,7 @@ def _measure(case: Case) -> Sample:
         return processes.measure(case, functools.partial(Client, target), pid)
 
 
-class Mooncake:
+class Mooncake(processes.Peer):
     name = "Mooncake"
 
     def missing(self) -> str | None:
@@ -83,14 +83,8 @@ class Mooncake:
     def takes(self, case: Case) -> bool:
         return case.transport == TCP and case.operation in (WRITE, READ)
 
-    def __enter__(self) -> Mooncake:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def measure(self, case: Case) -> Sample:
         return processes.apart(_measure, case)
 
 
-CONTENDERS = [Mooncake]
+CONTENDERS = [Mooncake()]

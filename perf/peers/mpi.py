@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from perf.clients import ANSWER_S, Array, check, end_with_parent
 from perf.contender import FETCH_ADD, READ, SHM, TCP, Case, Run, Sample, sample_of
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 OWNER = 0
 NAP_S = 0.001  # of the owner, where the clients do without it
@@ -39,16 +39,16 @@ class Window:
         self._float, self._sum, self._int64 = MPI.FLOAT, MPI.SUM, MPI.INT64_T
         self._value, self._before = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._window.Put((source, self._float), OWNER)
         self._window.Flush(OWNER)
 
-    def read(self, into: Floats) -> Floats:
+    def read(self, into: Array) -> Array:
         self._window.Get((into, self._float), OWNER)
         self._window.Flush(OWNER)
         return into
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         self._window.Accumulate((contribution, self._float), OWNER, op=self._sum)
         self._window.Flush(OWNER)
 
@@ -63,7 +63,7 @@ class Window:
 
 
 def rank_main(case: Case, answer: Path) -> None:
-    processes.die_with_parent()
+    end_with_parent()
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -82,9 +82,9 @@ def rank_main(case: Case, answer: Path) -> None:
             barrier.Wait()
 
     if world.rank == OWNER:
-        array: Floats = np.frombuffer(window.tomemory(), np.float32)
+        array: Array = np.frombuffer(window.tomemory(), np.float32)
         window.Lock(OWNER)
-        array[:] = 0 if case.operation == FETCH_ADD else processes.start_values(case)
+        array[:] = processes.start_values(case)
         window.Unlock(OWNER)
     world.Barrier()
     window.Lock_all()
@@ -102,17 +102,17 @@ def rank_main(case: Case, answer: Path) -> None:
     runs = world.gather(run, OWNER)
     if world.rank == OWNER:
         window.Lock(OWNER)
-        clients = runs[1:]
-        if case.operation == FETCH_ADD:
-            processes.check_counter(case, 0, int(array.view(np.int64)[0]), clients)
-        elif case.operation != READ:
-            processes.check_array(case, array, clients)
+        assert runs is not None
+        clients = [run for run in runs if run is not None]
+        if case.operation != READ:
+            found = array.view(np.int64)[:1] if case.operation == FETCH_ADD else array
+            check(case, found, sum(run.calls for run in clients))
         window.Unlock(OWNER)
         answer.write_bytes(pickle.dumps((clients, cpu_s)))
     window.Free()
 
 
-class Mpi:
+class Mpi(processes.Peer):
     """One implementation: where its files are, and how it is told to use a transport."""
 
     name: str
@@ -127,17 +127,11 @@ class Mpi:
         try:
             self._file(self.library), self._file(self.launcher)
         except importlib.metadata.PackageNotFoundError:
-            return f"no Python package {self.package} (make perf-peers)"
+            return f"no Python package {self.package} (perf/peers/README.md)"
         return processes.missing_modules("mpi4py")
 
     def takes(self, case: Case) -> bool:
         return case.transport in self.transports
-
-    def __enter__(self) -> Mpi:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def measure(self, case: Case) -> Sample:
         options, environment = self.transports[case.transport]
@@ -157,7 +151,7 @@ class Mpi:
                 },
             ) as launched,
         ):
-            _, error = launched.communicate(timeout=processes.DEADLINE_S + case.seconds)
+            _, error = launched.communicate(timeout=ANSWER_S + case.seconds)
             if launched.returncode:
                 raise RuntimeError(f"{self.name}: {case}: its ranks ended with {launched.returncode}:\n{error[-4000:]}")
             runs, owner_cpu_s = pickle.loads(Path(directory, "answer").read_bytes())
@@ -202,11 +196,14 @@ class Mpich(Mpi):
     launcher = "mpiexec.hydra"
     transports = {  # noqa: RUF012
         SHM: ((), {}),
-        TCP: ((), {"MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}),
+        TCP: (
+            (),
+            {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"},
+        ),
     }
 
 
-CONTENDERS = [OpenMpi, Mpich]
+CONTENDERS = [OpenMpi(), Mpich()]
 
 if __name__ == "__main__":
     rank_main(Case(**json.loads(sys.argv[1])), Path(sys.argv[2]))

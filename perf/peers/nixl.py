@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from perf.clients import Array
 from perf.contender import READ, SHM, TCP, WRITE, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 TARGET = "target"
 # Over shared memory, connections are still made over TCP: nothing else tells NIXL of a peer that died.
@@ -45,7 +45,7 @@ class Client:
         self._transfers: dict[tuple[str, int], Any] = {}
         self._registered: list[Any] = []
 
-    def _transfer(self, direction: str, array: Floats) -> None:
+    def _transfer(self, direction: str, array: Array) -> None:
         at = array.ctypes.data
         handle = self._transfers.get((direction, at))
         if handle is None:  # prepared once for each buffer, as a program would
@@ -59,14 +59,14 @@ class Client:
         if state != "DONE":
             raise RuntimeError(f"NIXL: {direction} of {array.nbytes} bytes ended as {state}")
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._transfer("WRITE", source)
 
-    def read(self, into: Floats) -> Floats:
+    def read(self, into: Array) -> Array:
         self._transfer("READ", into)
         return into
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         raise NotImplementedError("NIXL adds nothing at the target")
 
     def fetch_add(self, value: int) -> int:
@@ -94,7 +94,7 @@ def _measure(case: Case) -> Sample:
         return processes.measure(case, functools.partial(Client, target), None if case.transport == SHM else pid)
 
 
-class Nixl:
+class Nixl(processes.Peer):
     name = "NIXL"
 
     def missing(self) -> str | None:
@@ -103,14 +103,8 @@ class Nixl:
     def takes(self, case: Case) -> bool:
         return case.transport in TRANSPORTS and case.operation in (WRITE, READ)
 
-    def __enter__(self) -> Nixl:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def measure(self, case: Case) -> Sample:
         return processes.apart(_measure, case)
 
 
-CONTENDERS = [Nixl]
+CONTENDERS = [Nixl()]

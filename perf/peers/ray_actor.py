@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from perf.clients import Array
 from perf.contender import SHM, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 NAMESPACE = "perf"
@@ -28,13 +28,13 @@ class Holder:
         self._array = np.zeros(nbytes // 4, np.float32)
         self._counter = 0
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         np.copyto(self._array, source)
 
-    def read(self) -> Floats:
+    def read(self) -> Array:
         return self._array
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         self._array += contribution
 
     def fetch_add(self, value: int) -> int:
@@ -52,13 +52,13 @@ class Client:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         self._actor = ray.get_actor("holder", NAMESPACE)
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._ray.get(self._actor.write.remote(source))
 
-    def read(self, _into: Floats) -> Floats:
+    def read(self, _into: Array) -> Array:
         return self._ray.get(self._actor.read.remote())
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         self._ray.get(self._actor.accumulate.remote(contribution))
 
     def fetch_add(self, value: int) -> int:
@@ -91,7 +91,7 @@ def _measure(case: Case) -> Sample:
             ray.shutdown()
 
 
-class Ray:
+class Ray(processes.Peer):
     name = "Ray, actor"
 
     def missing(self) -> str | None:
@@ -100,14 +100,8 @@ class Ray:
     def takes(self, case: Case) -> bool:
         return case.transport == SHM
 
-    def __enter__(self) -> Ray:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def measure(self, case: Case) -> Sample:
         return processes.apart(_measure, case)
 
 
-CONTENDERS = [Ray]
+CONTENDERS = [Ray()]

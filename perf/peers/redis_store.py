@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
+from perf.clients import Array
 from perf.contender import TCP, Case, Sample
 from perf.peers import processes
-from perf.peers.processes import Floats
 
 
 class Client:
@@ -24,13 +24,13 @@ class Client:
         self._redis = redis.Redis("127.0.0.1", port)
         self._lock = self._redis.lock("lock", sleep=0.0002)
 
-    def write(self, source: Floats) -> None:
+    def write(self, source: Array) -> None:
         self._redis.set("array", memoryview(source).cast("B"))
 
-    def read(self, _into: Floats) -> Floats:
+    def read(self, _into: Array) -> Array:
         return np.frombuffer(self._redis.get("array"), np.float32)
 
-    def accumulate(self, contribution: Floats) -> None:
+    def accumulate(self, contribution: Array) -> None:
         with self._lock:
             self.write(self.read(contribution) + contribution)
 
@@ -41,7 +41,7 @@ class Client:
         self._redis.close()
 
 
-class Redis:
+class Redis(processes.Peer):
     name = "Redis"
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Redis:
 
     def missing(self) -> str | None:
         if shutil.which("redis-server") is None:
-            return "no program redis-server (make perf-peers)"
+            return "no program redis-server (perf/peers/README.md)"
         return processes.missing_modules("redis")
 
     def takes(self, case: Case) -> bool:
@@ -85,4 +85,4 @@ class Redis:
         return processes.measure(case, functools.partial(Client, self._port), self._pid)
 
 
-CONTENDERS = [Redis]
+CONTENDERS = [Redis()]

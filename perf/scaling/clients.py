@@ -159,7 +159,7 @@ def how_many_connections(quick: bool) -> Answer:
             if handles:
                 turns = (handles[i % len(handles)] for i in range(times + len(handles)))
                 in_turn = _latencies(
-                    lambda turns=turns: check(
+                    lambda turns=turns: check(  # type: ignore[misc]
                         next(turns).transfer(Opcode.READ, 0, 8, 20_000, sink=element.ctypes.data)
                     ),
                     times,

@@ -62,7 +62,7 @@ def how_many(quick: bool) -> Answer:
                 "share": reached / statistics.median(links[count, operation]),
             }
         )
-    most = [row for row in rows if row["servers"] == SERVERS]
+    most: list[dict[str, Any]] = [row for row in rows if row["servers"] == SERVERS]
     worst = min(most, key=lambda row: row["share"])
     lowest = min(row["times_one"] for row in most)
     limit = f"{SERVERS} servers carry {lowest:.2f} to {max(row['times_one'] for row in most):.2f} times what one does. "

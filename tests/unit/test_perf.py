@@ -11,8 +11,22 @@ import numpy as np
 import pytest
 
 from perf import clients, compare, limits, run
-from perf.contender import ACCUMULATE, FETCH_ADD, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
-from perf.results import LIMIT, OURS, PEER, Results
+from perf.contender import (
+    ACCUMULATE,
+    FETCH_ADD,
+    LIMIT,
+    OURS,
+    PEER,
+    READ,
+    SHM,
+    TCP,
+    WRITE,
+    Case,
+    Run,
+    Sample,
+    sample_of,
+)
+from perf.results import Results
 from perf.tables import markdown
 
 CASE = Case(TCP, WRITE, 1000, clients=2, seconds=1.0)
@@ -127,6 +141,13 @@ def test_a_contender_with_wrong_bytes_has_no_figure(lost: int) -> None:
     assert ("wrong bytes" in markdown(results)) == (lost == 1)
 
 
+def test_what_is_not_over_tcp_has_no_figure_there() -> None:
+    """A library that takes shared memory where TCP was asked for is found out."""
+    run.check_tcp(CASE, _sample(1e9), 100 * 1000)
+    with pytest.raises(RuntimeError, match="not over TCP"):
+        run.check_tcp(CASE, _sample(1e9), 100 * 1000 - 1)
+
+
 # ---- ratios and regressions
 
 
@@ -165,6 +186,17 @@ def test_a_cell_that_fails_since_then_is_a_regression() -> None:
     before, after = _results({CASE: [1, 1, 1]}), _results({CASE: [1, 1, 1]})
     after.cell("smb", CASE).failed = "wrong bytes"
     assert compare.report(*compare.changes(before, after))[1] == 1
+
+
+def test_parts_of_one_measurement_add_up_and_of_two_do_not() -> None:
+    """A cell measured again replaces the former; another commit's is refused."""
+    other = replace(CASE, nbytes=2000)
+    whole, part = _results({CASE: [1.0], other: [1.0]}), _results({other: [5.0]})
+    whole.add(part)
+    assert {case: cell.speed for (_, case), cell in whole.cells.items()} == {CASE: 1.0, other: 5.0}
+    part.commit = "another"
+    with pytest.raises(ValueError, match="same commit"):
+        whole.add(part)
 
 
 # ---- the whole
