@@ -1,4 +1,5 @@
-/* address.h: a numeric IPv4 or IPv6 address and a port, as a socket address. Names are resolved by callers of the engine. */
+/* address.h: a numeric IPv4 or IPv6 address and a port, as a socket address, and what depends on where a peer is. Names are
+ * resolved by callers of the engine. */
 #ifndef SMB_ADDRESS_H
 #define SMB_ADDRESS_H
 
@@ -7,6 +8,10 @@
 #include <stdbool.h>
 #include <string.h>
 #include <sys/socket.h>
+
+/* What a socket to the same host holds of what is sent; the kernel doubles it. More goes around the cache that both ends share:
+ * without a bound loopback grows to 4 MiB, at 0.7 to 0.9 times the speed. Half of it, and one and a half, measured slower. */
+enum { SEND_BUFFER_HERE_BYTES = 512 << 10 };
 
 struct address {
     socklen_t length;
@@ -35,6 +40,28 @@ static inline bool address_parse(const char *text, uint16_t port, struct address
 static inline uint16_t address_port(const struct address *address)
 {
     return ntohs(address->name.any.sa_family == AF_INET ? address->name.v4.sin_port : address->name.v6.sin6_port);
+}
+
+/* Whether a connected TCP socket leads to this host: both ends have one address. */
+static inline bool address_is_here(int fd)
+{
+    struct address ours, peers;
+    socklen_t ours_length = sizeof ours.name, peers_length = sizeof peers.name;
+    if (getsockname(fd, &ours.name.any, &ours_length) != 0 || getpeername(fd, &peers.name.any, &peers_length) != 0 ||
+        ours.name.any.sa_family != peers.name.any.sa_family)
+        return false;
+    return ours.name.any.sa_family == AF_INET
+               ? ours.name.v4.sin_addr.s_addr == peers.name.v4.sin_addr.s_addr
+               : memcmp(&ours.name.v6.sin6_addr, &peers.name.v6.sin6_addr, sizeof ours.name.v6.sin6_addr) == 0;
+}
+
+/* Of a connected TCP socket. Over a network the system sizes the buffer, by the bandwidth and the delay that it finds. Failure
+ * costs time, not correctness. */
+static inline void address_bound_send_buffer(int fd)
+{
+    int bytes = SEND_BUFFER_HERE_BYTES;
+    if (address_is_here(fd))
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
 }
 
 #endif

@@ -118,7 +118,10 @@ static int open_tcp(const char *address, uint16_t port, uint64_t deadline_ns, in
         return SMB_SYSTEM;
     int on = 1;
     setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    return connect_to(*fd, &peer.name.any, peer.length, deadline_ns);
+    int status = connect_to(*fd, &peer.name.any, peer.length, deadline_ns);
+    if (status == SMB_OK)
+        address_bound_send_buffer(*fd);
+    return status;
 }
 
 static int open_unix(const char *path, uint64_t deadline_ns, int *fd)

@@ -1,7 +1,9 @@
 /* Servers and clients in one process: every operation in every way gives what plain arrays give. */
 #include <pthread.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "address.h"
 #include "random.h"
 #include "rig.h"
 
@@ -477,6 +479,49 @@ static void contiguous_view(void)
     rig_stop(&rig);
 }
 
+/* ---- socket buffers */
+
+static int send_buffer_bytes(int fd)
+{
+    int bytes = 0;
+    socklen_t length = sizeof bytes;
+    return getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, &length) == 0 ? bytes : -1;
+}
+
+/* TCP connections of this process, clients' and servers' ends, that are bounded as those within one host are. */
+static int bounded_ends(void)
+{
+    int like = socket(AF_INET, SOCK_STREAM, 0), bytes = SEND_BUFFER_HERE_BYTES, count = 0;
+    CHECK(setsockopt(like, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes) == 0);
+    for (int fd = 0; fd < 256; fd++) {
+        struct address peer;
+        socklen_t length = sizeof peer.name;
+        count += getpeername(fd, &peer.name.any, &length) == 0 && peer.name.any.sa_family == AF_INET &&
+                 send_buffer_bytes(fd) == send_buffer_bytes(like);
+    }
+    close(like);
+    return count;
+}
+
+static void send_buffers_are_bounded_within_a_host(void)
+{
+    static struct rig rig;
+    static struct reach reach;
+    rig_start(&rig, LAYOUT, SMB_INT64);
+    reach_make(&reach, &rig, BY_TCP, 9);
+    CHECK(bounded_ends() == 2 * RIG_SERVERS);
+    /* Another address of loopback has the ends of a connection differ, as over a network. */
+    uint16_t port;
+    uint64_t instance;
+    struct smb_link *link;
+    CHECK(smb_server_listen_tcp(rig.servers[0], "0.0.0.0", 0, &port) == SMB_OK);
+    CHECK(smb_client_connect_tcp(reach.client, "127.0.0.2", port, 7, RIG_TIMEOUT_MS, &link, &instance) == SMB_OK);
+    CHECK(bounded_ends() == 2 * RIG_SERVERS);
+    smb_link_close(link);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -494,6 +539,7 @@ int main(void)
         TEST(deletion_under_traffic),
         TEST(counters_are_true),
         TEST(contiguous_view),
+        TEST(send_buffers_are_bounded_within_a_host),
     };
     return RUN_TESTS(tests);
 }
