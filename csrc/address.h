@@ -6,6 +6,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -55,12 +56,23 @@ static inline bool address_is_here(int fd)
                : memcmp(&ours.name.v6.sin6_addr, &peers.name.v6.sin6_addr, sizeof ours.name.v6.sin6_addr) == 0;
 }
 
+/* Asked for more than this, the kernel would give less than we need for a few chunks, and for good. */
+static inline bool address_may_have(int bytes)
+{
+    FILE *file = fopen("/proc/sys/net/core/wmem_max", "re");
+    int most = 0;
+    bool known = file && fscanf(file, "%d", &most) == 1;
+    if (file)
+        fclose(file);
+    return known && most >= bytes;
+}
+
 /* Of a connected TCP socket. Over a network the system sizes the buffer, by the bandwidth and the delay that it finds. Failure
  * costs time, not correctness. */
 static inline void address_bound_send_buffer(int fd)
 {
     int bytes = SEND_BUFFER_HERE_BYTES;
-    if (address_is_here(fd))
+    if (address_is_here(fd) && address_may_have(bytes))
         setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
 }
 

@@ -509,14 +509,15 @@ static void send_buffers_are_bounded_within_a_host(void)
     static struct reach reach;
     rig_start(&rig, LAYOUT, SMB_INT64);
     reach_make(&reach, &rig, BY_TCP, 9);
-    CHECK(bounded_ends() == 2 * RIG_SERVERS);
+    int bounded = address_may_have(SEND_BUFFER_HERE_BYTES) ? 2 * RIG_SERVERS : 0;
+    CHECK(bounded_ends() == bounded);
     /* Another address of loopback has the ends of a connection differ, as over a network. */
     uint16_t port;
     uint64_t instance;
     struct smb_link *link;
     CHECK(smb_server_listen_tcp(rig.servers[0], "0.0.0.0", 0, &port) == SMB_OK);
     CHECK(smb_client_connect_tcp(reach.client, "127.0.0.2", port, 7, RIG_TIMEOUT_MS, &link, &instance) == SMB_OK);
-    CHECK(bounded_ends() == 2 * RIG_SERVERS);
+    CHECK(bounded_ends() == bounded);
     smb_link_close(link);
     reach_end(&reach);
     rig_stop(&rig);
