@@ -96,6 +96,7 @@ def test_create_with_a_wire(cluster: smb.LocalCluster) -> None:
         result = run_smb("create", "cli/other", *arguments[2:], *refused, coordinator=cluster.address)
         assert result.returncode != 0
         assert refused[0] in result.stderr
+    assert run_smb("rm", "cli/wire", coordinator=cluster.address).returncode == 0
 
 
 def test_create_twice_is_an_error_unless_allowed(cluster: smb.LocalCluster) -> None:
