@@ -299,16 +299,20 @@ class Buffer:
         """
         number = self._op(op, scale, "accumulate")
         wires = self._wire if wire is None else self._wire_of(wire, "accumulate")
-        place, count, owner = self._source(array)
+        if feedback is None:
+            place, count, owner = self._source(array)
+        else:
+            self._check_feedback(feedback, op, "accumulate")
+            owner = arrays.readable(array, self._dtype)
+            count = owner.count
         offset, count = self._range(offset, count, "accumulate")
         result = np.empty(owner.shape, self.dtype) if fetch else None
         sink = arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE
         if feedback is None:
             self._call(_ACCUMULATE, offset, count, place, sink, op=number, scale=scale, fence=fence, wire=wires)
             return result
-        self._check_feedback(feedback, op, "accumulate")
         with feedback.lock:
-            sending = feedback.take(arrays.as_float32(arrays.readable(array, self._dtype)), offset, scale, wires)
+            sending = feedback.take(arrays.as_float32(owner), offset, scale, wires)
             place = memory_of(sending.values)
             try:
                 self._call(_ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
