@@ -16,6 +16,14 @@ import smb.torch
 from tests.conftest import Connect
 from tests.support.clients import in_process, run_together
 from tests.support.daemons import wait_for
+from tests.support.states import (
+    filled,
+    follow_until,
+    pin_and_wait,
+    publish_until_killed,
+    publish_up_to,
+    value_of,
+)
 
 DTYPES = [
     "float16", "float32", "float64", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
@@ -29,24 +37,6 @@ def network(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(100, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 10, dtype=torch.bfloat16)
     )
-
-
-def filled(value: int) -> dict[str, torch.Tensor]:
-    """A state whose every element is `value`, over many chunks."""
-    return {
-        "a": torch.full((300_000,), float(value)),
-        "b": torch.full((7, 11), value, dtype=torch.int64),
-        "c": torch.full((), value % 2, dtype=torch.bool),
-        "d": torch.full((100_000,), float(value % 256), dtype=torch.bfloat16),
-    }
-
-
-def value_of(state: Any) -> int:
-    """The one value of all of a filled state."""
-    value = int(state["b"][0, 0])
-    for name, wanted in filled(value).items():
-        assert torch.equal(state[name], wanted), f"a mix: {name} beside b={value}"
-    return value
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -138,44 +128,6 @@ def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
         smb.torch.follow(client, "nobody")
 
 
-def follow_until(barrier: Any, address: str, transport: str, last: int) -> list[int]:
-    """Follow "w" until generation `last`; check each, by all three ways to read; return those that were seen."""
-    with smb.connect(address, transport=transport) as client:
-        barrier.wait()
-        follower = smb.torch.follow(client, "w", timeout=60)  # before the trainer
-        seen = [0]
-        while seen[-1] < last:
-            follower.wait(timeout=60)
-            if len(seen) % 3 == 0:
-                with follower.pin(ttl=10) as generation:
-                    assert value_of(generation) == generation.number >= seen[-1]
-                    follower.generation = generation.number
-            else:
-                value = value_of(follower.state_dict())
-                assert value == follower.generation > seen[-1]
-            seen.append(follower.generation)
-        return seen[1:]
-
-
-def publish_up_to(barrier: Any, address: str, last: int) -> list[int]:
-    """Publish generations 1 to `last` under "w", in which every value is the generation's number; every other one in
-    the background, with the state overwritten at once.
-    """
-    with smb.connect(address) as client:
-        barrier.wait()
-        publisher = smb.torch.Publisher(client, "w", filled(0), stripe="64KiB")
-        for number in range(1, last + 1):
-            if number % 2:
-                assert publisher.publish(filled(number)) == number
-            else:
-                state = filled(number)
-                publisher.publish_async(state)
-                for tensor in state.values():
-                    tensor.zero_()
-        assert publisher.publish(filled(last + 1)) == last + 1
-        return [publisher.generation]
-
-
 def test_readers_never_see_a_mix(cluster: smb.LocalCluster, connect: Connect) -> None:
     """One trainer at full rate, four readers over both transports that were there before it: every generation that
     anybody saw is whole, its number is right, and the numbers grow.
@@ -188,19 +140,6 @@ def test_readers_never_see_a_mix(cluster: smb.LocalCluster, connect: Connect) ->
         assert numbers[-1] >= last
         assert numbers == sorted(numbers)
     assert sum(map(len, seen)) >= 8
-
-
-def pin_and_wait(messages: Any, address: str, ttl: float) -> None:
-    """Pin the latest generation of "w", tell so, and read it whenever the process runs until it is lost; tell that."""
-    with smb.connect(address, transport="tcp") as client:
-        follower = smb.torch.follow(client, "w", timeout=60)
-        with follower.pin(ttl=ttl) as generation:
-            messages.put(generation.number)
-            try:
-                while True:
-                    assert value_of(generation) == generation.number
-            except smb.LockLostError as error:
-                messages.put(str(error))
 
 
 def test_a_stopped_reader_does_not_stop_the_trainer(cluster: smb.LocalCluster, connect: Connect) -> None:
@@ -236,14 +175,6 @@ def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client
     assert publisher.publish(filled(3), timeout=0.1) == 3
     with pytest.raises(smb.TimeoutError):
         follower.wait(timeout=0.1) if follower.state_dict() else None
-
-
-def publish_until_killed(messages: Any, address: str) -> None:
-    """Publish filled states under "w", each value one more than the last published; tell each number."""
-    with smb.connect(address) as client:
-        publisher = smb.torch.Publisher(client, "w", filled(0))
-        while True:
-            messages.put(publisher.publish(filled(publisher.generation + 1)))
 
 
 def test_a_trainer_that_is_killed_comes_back(cluster: smb.LocalCluster, connect: Connect) -> None:

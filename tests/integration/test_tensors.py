@@ -11,7 +11,7 @@ import torch
 import smb
 from smb.tensors import ELEMENTS
 from tests.conftest import Connect
-from tests.support.clients import run_together
+from tests.support.clients import add_ones, run_together
 
 MODEL = {"layer1.weight": ((300, 200), "float32"), "layer1.bias": ((300,), "float32"), "scale": ((), "float32")}
 
@@ -22,16 +22,6 @@ def bytes_of(seed: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndar
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     bits = generator.integers(0, 2 if dtype == np.bool_ else 256, size, dtype=np.uint8)
     return bits.view(dtype).reshape(shape)
-
-
-def add_ones(barrier: Any, address: str, transport: str, times: int) -> int:
-    """Add to one tensor of a buffer, knowing its name alone."""
-    with smb.connect(address, transport=transport) as client:
-        bias = client.open("model").tensor("layer1.bias")
-        barrier.wait()
-        for _ in range(times):
-            bias.accumulate(np.ones(bias.shape, bias.dtype))
-        return bias.size
 
 
 def test_a_tensor_is_found_by_its_name(client: smb.Client, connect: Connect) -> None:
