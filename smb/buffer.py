@@ -25,7 +25,10 @@ from smb.engine import (
     EngineError,
     Opcode,
     Outcome,
+    Place,
     Status,
+    direct,
+    memory_at,
     memory_of,
 )
 from smb.errors import (
@@ -53,8 +56,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Result = TypeVar("Result")
 
-# An enum's member is slow to look up.
-_READ, _WRITE, _ACCUMULATE, _FETCH_ADD = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE, Opcode.FETCH_ADD
+# Short, for these are all over.
+_READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
@@ -111,7 +114,7 @@ class BufferInfo:
         )
 
 
-class Buffer:
+class Buffer(Place):
     """A named array of `shape` and `dtype` in the memory servers. Made by Client.create and Client.open.
 
     An acknowledged call counts exactly once, also when connections break and servers are killed and restarted
@@ -150,7 +153,6 @@ class Buffer:
         self._wire = WIRES[info.wire]
         self._size = info.nbytes // self._itemsize
         self._plain = info.versions == 1
-        self._counters = self._size if self._dtype.name == "int64" else 0
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
@@ -209,6 +211,7 @@ class Buffer:
 
     # ---- reading and writing
 
+    @direct(_READ)
     def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
         """Return `count` elements from element `offset`, or all.
 
@@ -228,6 +231,7 @@ class Buffer:
             self._read_published(offset, count, memory.place, number)
         return cast(Array, result)
 
+    @direct(_WRITE)
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
         """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
 
@@ -270,6 +274,7 @@ class Buffer:
 
     # ---- changing in place
 
+    @direct(_ACCUMULATE)
     def accumulate(
         self,
         array: Any,
@@ -382,13 +387,13 @@ class Buffer:
             raise InvalidArgumentError(f"{asked}: {other!r} has two copies that take turns; read() it and accumulate")
         self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, other=other, fence=fence)
 
+    @direct(Opcode.FETCH_ADD)
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
-        if not (type(index) is type(value) is int and 0 <= index < self._counters and _LOWEST <= value <= _HIGHEST):
-            index, value = self._counter("fetch_add", index, value)
-        old = self._call(_FETCH_ADD, index, 1, argument=value & _MASK)
-        return old if old <= _HIGHEST else old - 2**64
+        index, value = self._counter("fetch_add", index, value)
+        return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
 
+    @direct(Opcode.COMPARE_SWAP)
     def compare_swap(self, index: int, expected: int, new: int) -> int:
         """Set element `index` of an int64 buffer to `new` if it is `expected`; return what it was before. Atomic.
 
@@ -626,20 +631,13 @@ class Buffer:
         token: int = 0,
         wire: int = 0,
         indices: Array | None = None,
+        ended: Outcome | None = None,
+        started: float | None = None,
     ) -> int:
-        """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
+        """Do one call on the engine, or go on with one that has `ended`. Broken connections are its links' to
+        mend (transport/links.py)."""
         client, handle = self._client, self._handle
-        started = time.monotonic()
         start, nbytes = offset * self._itemsize, count * self._itemsize
-        result: Outcome | int | None = None
-        if self._plain and handle is not None and fence is None and other is None and not token and not wire:
-            # The usual case by itself: what a small call takes is Python's time.
-            client.check_open()
-            result = handle.transfer(
-                opcode, start, nbytes, client.timeout_ms, source, sink, op, scale, argument, expected
-            )
-            if type(result) is int:
-                return result
         if self._info.versions > 1 and opcode is not Opcode.READ and not token:
             raise InvalidArgumentError(
                 f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
@@ -653,60 +651,72 @@ class Buffer:
         deadline = Deadline(client.timeout, started)
         pause = _RETRY_FIRST_S
         while True:
-            if result is not None:
-                pass
-            elif token or wire or other is not None:
+            if ended is None:
                 client.check_open()
-                handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
-                others = None
-                if other is not None:
-                    others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
-                result = handle.transfer_gated(
-                    opcode,
-                    start,
-                    nbytes,
-                    deadline.left_ms(),
-                    source=source,
-                    sink=sink,
-                    op=op,
-                    scale=scale,
-                    argument=argument,
-                    other=others,
-                    token=token,
-                    wire=wire,
-                    indices=NOWHERE if indices is None else engine.memory_of(indices),
-                    entries=0 if indices is None else indices.size,
-                )
-            else:
-                client.check_open()
-                handle = self._handle or self._ensure(deadline)
-                result = handle.transfer(
-                    opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
-                )
-            if isinstance(result, int):
-                return result
-            if result.status is Status.LOCK_LOST and fence is not None:
+                if token or wire or other is not None:
+                    handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
+                    others = None
+                    if other is not None:
+                        others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
+                    done = handle.transfer_gated(
+                        opcode,
+                        start,
+                        nbytes,
+                        deadline.left_ms(),
+                        source=source,
+                        sink=sink,
+                        op=op,
+                        scale=scale,
+                        argument=argument,
+                        other=others,
+                        token=token,
+                        wire=wire,
+                        indices=NOWHERE if indices is None else engine.memory_of(indices),
+                        entries=0 if indices is None else indices.size,
+                    )
+                else:
+                    handle = self._handle or self._ensure(deadline)
+                    done = handle.transfer(
+                        opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
+                    )
+                if isinstance(done, int):
+                    return done
+                ended = done
+            if ended.status is Status.LOCK_LOST and fence is not None:
                 fence.lose(token)
-            if result.status is Status.NOT_FOUND:
+            if ended.status is Status.NOT_FOUND:
                 self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
                 self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
                 if other is not None:
                     other._forget(other._handle)
                     other._refresh(deadline)
-            elsewhere = result.status is Status.STALE_EPOCH or not _all_alive(self._ways)
-            if not elsewhere or result.sent or deadline.left() == 0.0:
-                raise self._error(opcode, result)
+            elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
+            if not elsewhere or ended.sent or deadline.left() == 0.0:
+                raise self._error(opcode, ended)
             self._forget(handle)
             if other is not None:
                 other._forget(other._handle)
-            result = None
+            ended = None
             time.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, _RETRY_MAX_S)
+
+    def _go_on(
+        self, started: float, opcode: int, offset: int, count: int, source: int, sink: int, op: int, scale: float,
+        argument: int, expected: int, status: int, segment: int, bytes_applied: int, sent: int, doubt: int,
+    ) -> int:  # fmt: skip
+        """Go on with a `direct` method's call that failed: in the words of csrc/smb.h, addresses as integers."""
+        ended = engine.outcome_of(status, segment, bytes_applied, sent, doubt)
+        result = self._call(
+            Opcode(opcode), offset, count, memory_at(source), memory_at(sink), op=op, scale=scale, argument=argument,
+            expected=expected, ended=ended, started=started,
+        )  # fmt: skip
+        return _signed(result)
 
     def _forget(self, handle: BufferHandle | None) -> None:
         """Look for new ways at the next call, unless another thread has done so already."""
         with self._lock:
             if handle is not None and handle in (self._handle, self._gated_handle):
+                self._disarm()
                 self._handle = self._gated_handle = None
                 self._homes = ()
                 self._ask_first = True
@@ -829,6 +839,9 @@ class Buffer:
         for index, (place, way) in enumerate(zip(layout.segments, ways, strict=True)):
             way.apply(handle, index, place, layout.epoch)
         self._ways, self._handle = ways, handle
+        if self._plain and not self._wire:
+            client = self._client
+            handle.arm(self, client.switch, self._size, self._itemsize, self._info.dtype.char, client.timeout_ms)
         _log.info('buffer "%s": %s', self.name, describe(list(zip(layout.segments, ways, strict=True))))
 
     def _refresh(self, deadline: Deadline) -> None:
