@@ -8,6 +8,7 @@ import operator
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -726,11 +727,7 @@ class Buffer(Place):
         self._ensure(deadline)
         with self._lock:
             if self._gated_handle is None:
-                handle = self._new_handle()
-                for index, place in enumerate(self.layout.segments):
-                    link = self._client.reach_gated(place, deadline)
-                    handle.set_link(index, place.id, self.layout.epoch, link)
-                self._gated_handle = handle
+                self._gated_handle = self._until_reached(self._attach_gated, deadline)
             return self._gated_handle
 
     def _new_handle(self) -> BufferHandle:
@@ -804,45 +801,60 @@ class Buffer(Place):
                 return
 
     def _ensure(self, deadline: Deadline) -> BufferHandle:
-        """Return a handle all of whose segments are reachable, waiting for servers that come back."""
+        """Return a handle all of whose segments are reachable."""
         with self._lock:
-            pause = _RETRY_FIRST_S
-            while self._handle is None:
-                self._client.check_open()
-                asked = self._ask_first
-                try:
-                    self._attach(deadline)
-                except TransportError:
-                    if asked:
-                        raise
-                except UnavailableError as error:
-                    if deadline.left() <= pause:
-                        raise UnavailableError(f"buffer {self.name!r} can't be reached: {error}") from error
-                    time.sleep(pause)
-                    pause = min(2 * pause, _RETRY_MAX_S)
+            if self._handle is None:
+                self._handle = self._until_reached(self._attach, deadline)
+                if self._plain and not self._wire:
+                    self._handle.arm(
+                        self, self._client.switch, self._size, self._itemsize, self._info.dtype.char,
+                        self._client.timeout_ms,
+                    )  # fmt: skip
             return self._handle
 
-    def _attach(self, deadline: Deadline) -> None:
-        """Find a way to every segment."""
-        if self._ask_first:
-            self._refresh(deadline)
+    def _until_reached(self, attach: Callable[[Deadline], BufferHandle], deadline: Deadline) -> BufferHandle:
+        """Return what `attach` does, waiting for servers that come back, and asking where they are now."""
+        pause = _RETRY_FIRST_S
+        while True:
+            self._client.check_open()
+            asked = self._ask_first
+            if asked:
+                self._refresh(deadline)
+            try:
+                return attach(deadline)
+            except TransportError:
+                self._ask_first = True
+                if asked:
+                    raise
+            except UnavailableError as error:
+                self._ask_first = True
+                if deadline.left() <= pause:
+                    raise UnavailableError(f"buffer {self.name!r} can't be reached: {error}") from error
+                time.sleep(pause)
+                pause = min(2 * pause, _RETRY_MAX_S)
+
+    def _attach(self, deadline: Deadline) -> BufferHandle:
+        """Find the best way to every segment."""
         layout = self._info.layout
         try:
             ways = tuple(self._client.reach(place, layout.epoch, deadline) for place in layout.segments)
-        except (TransportError, UnavailableError):
-            self._ask_first = True
-            raise
         except NotFoundError as error:
             self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
             raise UnavailableError(f"buffer {self.name!r}: {error}; {_LOST}") from error
         handle = self._new_handle()
         for index, (place, way) in enumerate(zip(layout.segments, ways, strict=True)):
             way.apply(handle, index, place, layout.epoch)
-        self._ways, self._handle = ways, handle
-        if self._plain and not self._wire:
-            client = self._client
-            handle.arm(self, client.switch, self._size, self._itemsize, self._info.dtype.char, client.timeout_ms)
+        self._ways = ways
         _log.info('buffer "%s": %s', self.name, describe(list(zip(layout.segments, ways, strict=True))))
+        return handle
+
+    def _attach_gated(self, deadline: Deadline) -> BufferHandle:
+        """Find a way through its server to every segment."""
+        handle = self._new_handle()
+        for index, place in enumerate(self.layout.segments):
+            link = self._client.reach_gated(place, deadline)
+            handle.set_link(index, place.id, self.layout.epoch, link)
+        return handle
 
     def _refresh(self, deadline: Deadline) -> None:
         try:
