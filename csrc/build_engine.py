@@ -1,4 +1,5 @@
-"""Builds what is generated: the engine's cffi module and the gRPC code. Called by setuptools (see pyproject.toml)."""
+"""Builds what is compiled or generated: the engine's cffi module, its short way from Python, the gRPC code. Called by
+setuptools (see pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -69,10 +70,26 @@ class BuildPythonCode(build_py):
 
 
 class BuildEngine(build_ext):
-    """build_ext that makes the one extension: cffi's wrapper and the engine's sources in a single shared object."""
+    """build_ext that makes the engine (cffi's wrapper and its sources in one shared object) and direct.c beside it."""
 
     def build_extension(self, ext: Extension) -> None:
         """Write cffi's wrapper into the build folder, then compile it with the engine's sources."""
+        # Flags for compiler and linker behind all others, separated by spaces: special builds, "-DSMB_FAILPOINTS" or
+        # "-O1 -fsanitize=address,undefined" (tests/support/builds.py). Users need none.
+        extra = os.environ.get("SMB_ENGINE_FLAGS", "").split()
+        ext.depends = [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h")]
+        ext.include_dirs = ["csrc"]
+        ext.extra_compile_args = [*COMPILE_ARGS, *extra]
+        ext.extra_link_args = ["-pthread", *extra]
+        if ext.name == MODULE:
+            self.add_engine(ext)
+        else:
+            # CPython's macros for tables of members leave the end of the last one out.
+            ext.extra_compile_args += ["-Wno-missing-field-initializers", "-Wno-cast-function-type"]
+        super().build_extension(ext)
+
+    def add_engine(self, ext: Extension) -> None:
+        """Write cffi's wrapper into the build folder and name the sources."""
         from cffi import FFI
 
         ffi = FFI()
@@ -81,17 +98,10 @@ class BuildEngine(build_ext):
         wrapper = Path(self.build_temp) / "smb_engine_wrapper.c"
         wrapper.parent.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(wrapper))
-        # Flags for compiler and linker behind all others, separated by spaces: special builds, "-DSMB_FAILPOINTS" or
-        # "-O1 -fsanitize=address,undefined" (tests/support/builds.py). Users need none.
-        extra = os.environ.get("SMB_ENGINE_FLAGS", "").split()
         ext.sources = [*(f"csrc/{name}.c" for name in SOURCES), str(wrapper)]
-        ext.depends = [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h")]
-        ext.include_dirs = ["csrc"]
         ext.define_macros = [("Py_LIMITED_API", "0x030A0000")]
         # cffi's own code has unused parameters and functions.
-        ext.extra_compile_args = [*COMPILE_ARGS, "-Wno-unused-parameter", "-Wno-unused-function", *extra]
-        ext.extra_link_args = ["-pthread", *extra]
-        super().build_extension(ext)
+        ext.extra_compile_args += ["-Wno-unused-parameter", "-Wno-unused-function"]
 
 
 if __name__ == "__main__":

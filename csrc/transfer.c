@@ -382,6 +382,12 @@ static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *re
     return true;
 }
 
+int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
+{
+    *outcome = (struct smb_outcome){0};
+    return request_is_sound(buffer, request) && done_at_once(buffer, request, outcome);
+}
+
 int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
 {
     *outcome = (struct smb_outcome){0};

@@ -8,7 +8,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,7 +26,10 @@ from smb.engine import (
     EngineError,
     Opcode,
     Outcome,
+    Place,
     Status,
+    direct,
+    memory_at,
     memory_of,
 )
 from smb.errors import (
@@ -56,8 +59,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Result = TypeVar("Result")
 
-# An enum's member is slow to look up.
-_READ, _WRITE, _ACCUMULATE, _FETCH_ADD = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE, Opcode.FETCH_ADD
+# Short, for these are all over.
+_READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
@@ -117,7 +120,7 @@ class BufferInfo:
         )
 
 
-class Buffer:
+class Buffer(Place):
     """A named array of `shape` and `dtype` in the memory servers. Made by Client.create and Client.open.
 
     An acknowledged call counts exactly once, also when connections break and servers are killed and restarted
@@ -156,7 +159,6 @@ class Buffer:
         self._wire = WIRES[info.wire]
         self._size = info.nbytes // self._itemsize
         self._plain = info.versions == 1
-        self._counters = self._size if self._dtype.name == "int64" else 0
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
@@ -247,6 +249,7 @@ class Buffer:
 
     # ---- reading and writing
 
+    @direct(_READ)
     def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
         """Return `count` elements from element `offset`, or all.
 
@@ -272,6 +275,7 @@ class Buffer:
         memory = arrays.writable(out, self._dtype, self.size)
         return self._read_published(0, self.size, memory.place, number)
 
+    @direct(_WRITE)
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
         """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
 
@@ -314,6 +318,7 @@ class Buffer:
 
     # ---- changing in place
 
+    @direct(_ACCUMULATE)
     def accumulate(
         self,
         array: Any,
@@ -426,13 +431,13 @@ class Buffer:
             raise InvalidArgumentError(f"{asked}: {other!r} has two copies that take turns; read() it and accumulate")
         self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, other=other, fence=fence)
 
+    @direct(Opcode.FETCH_ADD)
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
-        if not (type(index) is type(value) is int and 0 <= index < self._counters and _LOWEST <= value <= _HIGHEST):
-            index, value = self._counter("fetch_add", index, value)
-        old = self._call(_FETCH_ADD, index, 1, argument=value & _MASK)
-        return old if old <= _HIGHEST else old - 2**64
+        index, value = self._counter("fetch_add", index, value)
+        return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
 
+    @direct(Opcode.COMPARE_SWAP)
     def compare_swap(self, index: int, expected: int, new: int) -> int:
         """Set element `index` of an int64 buffer to `new` if it is `expected`; return what it was before. Atomic.
 
@@ -680,20 +685,13 @@ class Buffer:
         token: int = 0,
         wire: int = 0,
         indices: Array | None = None,
+        ended: Outcome | None = None,
+        started: float | None = None,
     ) -> int:
-        """Do one call on the engine. Broken connections are its links' to mend (transport/links.py)."""
+        """Do one call on the engine, or go on with one that has `ended`. Broken connections are its links' to
+        mend (transport/links.py)."""
         client, handle = self._client, self._handle
-        started = time.monotonic()
         start, nbytes = offset * self._itemsize, count * self._itemsize
-        result: Outcome | int | None = None
-        if self._plain and handle is not None and fence is None and other is None and not token and not wire:
-            # The usual case by itself: what a small call takes is Python's time.
-            client.check_open()
-            result = handle.transfer(
-                opcode, start, nbytes, client.timeout_ms, source, sink, op, scale, argument, expected
-            )
-            if type(result) is int:
-                return result
         if self._info.versions > 1 and opcode is not Opcode.READ and not token:
             raise InvalidArgumentError(
                 f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
@@ -707,60 +705,72 @@ class Buffer:
         deadline = Deadline(client.timeout, started)
         pause = _RETRY_FIRST_S
         while True:
-            if result is not None:
-                pass
-            elif token or wire or other is not None:
+            if ended is None:
                 client.check_open()
-                handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
-                others = None
-                if other is not None:
-                    others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
-                result = handle.transfer_gated(
-                    opcode,
-                    start,
-                    nbytes,
-                    deadline.left_ms(),
-                    source=source,
-                    sink=sink,
-                    op=op,
-                    scale=scale,
-                    argument=argument,
-                    other=others,
-                    token=token,
-                    wire=wire,
-                    indices=NOWHERE if indices is None else engine.memory_of(indices),
-                    entries=0 if indices is None else indices.size,
-                )
-            else:
-                client.check_open()
-                handle = self._handle or self._ensure(deadline)
-                result = handle.transfer(
-                    opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
-                )
-            if isinstance(result, int):
-                return result
-            if result.status is Status.LOCK_LOST and fence is not None:
+                if token or wire or other is not None:
+                    handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
+                    others = None
+                    if other is not None:
+                        others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
+                    done = handle.transfer_gated(
+                        opcode,
+                        start,
+                        nbytes,
+                        deadline.left_ms(),
+                        source=source,
+                        sink=sink,
+                        op=op,
+                        scale=scale,
+                        argument=argument,
+                        other=others,
+                        token=token,
+                        wire=wire,
+                        indices=NOWHERE if indices is None else engine.memory_of(indices),
+                        entries=0 if indices is None else indices.size,
+                    )
+                else:
+                    handle = self._handle or self._ensure(deadline)
+                    done = handle.transfer(
+                        opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
+                    )
+                if isinstance(done, int):
+                    return done
+                ended = done
+            if ended.status is Status.LOCK_LOST and fence is not None:
                 fence.lose(token)
-            if result.status is Status.NOT_FOUND:
+            if ended.status is Status.NOT_FOUND:
                 self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
                 self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
                 if other is not None:
                     other._forget(other._handle)
                     other._refresh(deadline)
-            elsewhere = result.status is Status.STALE_EPOCH or not _all_alive(self._ways)
-            if not elsewhere or result.sent or deadline.left() == 0.0:
-                raise self._error(opcode, result)
+            elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
+            if not elsewhere or ended.sent or deadline.left() == 0.0:
+                raise self._error(opcode, ended)
             self._forget(handle)
             if other is not None:
                 other._forget(other._handle)
-            result = None
+            ended = None
             time.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, _RETRY_MAX_S)
+
+    def _go_on(
+        self, started: float, opcode: int, offset: int, count: int, source: int, sink: int, op: int, scale: float,
+        argument: int, expected: int, status: int, segment: int, bytes_applied: int, sent: int, doubt: int,
+    ) -> int:  # fmt: skip
+        """Go on with a `direct` method's call that failed: in the words of csrc/smb.h, addresses as integers."""
+        ended = engine.outcome_of(status, segment, bytes_applied, sent, doubt)
+        result = self._call(
+            Opcode(opcode), offset, count, memory_at(source), memory_at(sink), op=op, scale=scale, argument=argument,
+            expected=expected, ended=ended, started=started,
+        )  # fmt: skip
+        return _signed(result)
 
     def _forget(self, handle: BufferHandle | None) -> None:
         """Look for new ways at the next call, unless another thread has done so already."""
         with self._lock:
             if handle is not None and handle in (self._handle, self._gated_handle):
+                self._disarm()
                 self._handle = self._gated_handle = None
                 self._homes = ()
                 self._ask_first = True
@@ -770,11 +780,7 @@ class Buffer:
         self._ensure(deadline)
         with self._lock:
             if self._gated_handle is None:
-                handle = self._new_handle()
-                for index, place in enumerate(self.layout.segments):
-                    link = self._client.reach_gated(place, deadline)
-                    handle.set_link(index, place.id, self.layout.epoch, link)
-                self._gated_handle = handle
+                self._gated_handle = self._until_reached(self._attach_gated, deadline)
             return self._gated_handle
 
     def _new_handle(self) -> BufferHandle:
@@ -866,42 +872,60 @@ class Buffer:
                 return version
 
     def _ensure(self, deadline: Deadline) -> BufferHandle:
-        """Return a handle all of whose segments are reachable, waiting for servers that come back."""
+        """Return a handle all of whose segments are reachable."""
         with self._lock:
-            pause = _RETRY_FIRST_S
-            while self._handle is None:
-                self._client.check_open()
-                asked = self._ask_first
-                try:
-                    self._attach(deadline)
-                except TransportError:
-                    if asked:
-                        raise
-                except UnavailableError as error:
-                    if deadline.left() <= pause:
-                        raise UnavailableError(f"buffer {self.name!r} can't be reached: {error}") from error
-                    time.sleep(pause)
-                    pause = min(2 * pause, _RETRY_MAX_S)
+            if self._handle is None:
+                self._handle = self._until_reached(self._attach, deadline)
+                if self._plain and not self._wire:
+                    self._handle.arm(
+                        self, self._client.switch, self._size, self._itemsize, self._info.dtype.char,
+                        self._client.timeout_ms,
+                    )  # fmt: skip
             return self._handle
 
-    def _attach(self, deadline: Deadline) -> None:
-        """Find a way to every segment."""
-        if self._ask_first:
-            self._refresh(deadline)
+    def _until_reached(self, attach: Callable[[Deadline], BufferHandle], deadline: Deadline) -> BufferHandle:
+        """Return what `attach` does, waiting for servers that come back, and asking where they are now."""
+        pause = _RETRY_FIRST_S
+        while True:
+            self._client.check_open()
+            asked = self._ask_first
+            if asked:
+                self._refresh(deadline)
+            try:
+                return attach(deadline)
+            except TransportError:
+                self._ask_first = True
+                if asked:
+                    raise
+            except UnavailableError as error:
+                self._ask_first = True
+                if deadline.left() <= pause:
+                    raise UnavailableError(f"buffer {self.name!r} can't be reached: {error}") from error
+                time.sleep(pause)
+                pause = min(2 * pause, _RETRY_MAX_S)
+
+    def _attach(self, deadline: Deadline) -> BufferHandle:
+        """Find the best way to every segment."""
         layout = self._info.layout
         try:
             ways = tuple(self._client.reach(place, layout.epoch, deadline) for place in layout.segments)
-        except (TransportError, UnavailableError):
-            self._ask_first = True
-            raise
         except NotFoundError as error:
             self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
             raise UnavailableError(f"buffer {self.name!r}: {error}; {_LOST}") from error
         handle = self._new_handle()
         for index, (place, way) in enumerate(zip(layout.segments, ways, strict=True)):
             way.apply(handle, index, place, layout.epoch)
-        self._ways, self._handle = ways, handle
+        self._ways = ways
         _log.info('buffer "%s": %s', self.name, describe(list(zip(layout.segments, ways, strict=True))))
+        return handle
+
+    def _attach_gated(self, deadline: Deadline) -> BufferHandle:
+        """Find a way through its server to every segment."""
+        handle = self._new_handle()
+        for index, place in enumerate(self.layout.segments):
+            link = self._client.reach_gated(place, deadline)
+            handle.set_link(index, place.id, self.layout.epoch, link)
+        return handle
 
     def _refresh(self, deadline: Deadline) -> None:
         try:

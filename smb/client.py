@@ -28,7 +28,7 @@ from smb.config import (
 )
 from smb.control import Coordinator, SessionEndedError
 from smb.dtypes import WIRES, dtype_of
-from smb.engine import AskOpcode, EngineClient, Link
+from smb.engine import AskOpcode, EngineClient, Link, Switch
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
 from smb.layout import SegmentPlace
 from smb.lock import Lock, Renewals
@@ -110,6 +110,8 @@ class Client:
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._pid = os.getpid()
         self._closed = False
+        self.switch = Switch()  # of its buffers' direct calls
+        self.switch.open = True
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self.coordinator = Coordinator(address)
@@ -332,6 +334,7 @@ class Client:
             if self._closed:
                 return
             self._closed = True
+            self.switch.open = False
             executor = self._executor
         self._stop.set()
         self.renewals.close()
@@ -481,6 +484,7 @@ def _renew(
             ours = client()
             if ours is not None:
                 ours.session_ended = True
+                ours.switch.open = False
                 ours.engine.close()
             return
         except Error as error:

@@ -1,18 +1,24 @@
 """The engine as typed Python: the only file of `smb` that touches cffi's `lib`. See csrc/smb.h for what each call does.
 
-Every call here releases the GIL while it runs. Objects free their C side when they are collected; a buffer handle
-keeps the client, links and segments that it uses alive.
+Every call here releases the GIL while it runs (a `direct` method's only if it takes longer than handing the GIL over).
+Objects free their C side when they are collected; a buffer handle keeps the client, links and segments that it uses
+alive.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import numpy as np
+
+from smb._direct import Method, forked, set_up
+from smb._direct import Place as Place
+from smb._direct import Switch as Switch
 from smb._engine import ffi, lib
 from smb.errors import Error, InvalidArgumentError
 
@@ -345,17 +351,6 @@ class Outcome:
     doubt: Doubt | None = None
 
 
-class _Outcomes(threading.local):
-    """This thread's outcomes, kept because a small operation would spend its time making them.
-
-    A list and not one: a signal handler, or a finalizer, may make a call in the middle of another one.
-    """
-
-    def __init__(self) -> None:
-        self.free: list[Any] = []
-
-
-_outcomes = _Outcomes()
 NOWHERE: Any = ffi.NULL
 
 
@@ -373,6 +368,30 @@ def address_of(memory: Any) -> int:
 def memory_at(address: int) -> Any:
     """Return an address for `transfer`."""
     return ffi.cast("void *", address)
+
+
+set_up(
+    int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer"))),
+    int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer_at_once"))),
+    np.ndarray,
+)
+os.register_at_fork(after_in_child=forked)
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def direct(opcode: Opcode) -> Callable[[Function], Function]:
+    """Put the short way (csrc/direct.c) in front of a method of a Place.
+
+    READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
+    value); COMPARE_SWAP: (index, expected, new). With others, or where these are not the usual ones, the method itself
+    is called.
+    """
+
+    def put_in_front(function: Function) -> Function:
+        return cast(Function, Method(opcode, function))
+
+    return put_in_front
 
 
 class BufferHandle:
@@ -412,14 +431,11 @@ class BufferHandle:
 
         Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
         """
-        free = _outcomes.free
-        outcome = free.pop() if free else ffi.new("struct smb_outcome *")
+        outcome = ffi.new("struct smb_outcome *")
         status = lib.smb_call(
             self.pointer, opcode, offset, nbytes, source, sink, op, scale, argument, expected, timeout_ms, outcome
         )
-        result: Outcome | int = outcome.result if status == 0 else _outcome(outcome)
-        free.append(outcome)
-        return result
+        return int(outcome.result) if status == 0 else _outcome(outcome)
 
     def transfer_gated(
         self,
@@ -457,11 +473,21 @@ class BufferHandle:
         request.timeout_ms = timeout_ms
         return 0 if lib.smb_transfer(self.pointer, request, outcome) == 0 else _outcome(outcome)
 
+    def arm(self, place: Place, client: Switch, size: int, itemsize: int, code: str, timeout_ms: int) -> None:
+        """Let the place's `direct` methods come here: `size` elements of the buffer protocol's format `code`."""
+        place._arm(self, client, int(ffi.cast("uintptr_t", self.pointer)), size, itemsize, code, timeout_ms)
+
     def map(self) -> tuple[int, int]:
         """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""
         address, nbytes = ffi.new("void **"), ffi.new("uint64_t *")
         _check(lib.smb_buffer_map(self.pointer, address, nbytes))
         return int(ffi.cast("uintptr_t", address[0])), int(nbytes[0])
+
+
+def outcome_of(status: int, segment: int, bytes_applied: int, sent: int, doubt: int) -> Outcome:
+    """Return the outcome that a `direct` method hands over; `doubt` is its address, now the result's."""
+    pointer = Doubt(ffi.cast("struct smb_doubt *", doubt)) if doubt else None
+    return Outcome(Status(status), segment, bytes_applied, bool(sent), pointer)
 
 
 def _outcome(outcome: Any) -> Outcome:

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 import smb
 from tests.conftest import Connect
-from tests.support.daemons import wait_for
+from tests.support.daemons import stop, wait_for
 
 
 def test_classes_are_pythons_too() -> None:
@@ -296,9 +295,8 @@ def test_after_close(client: smb.Client) -> None:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().split()[2] == "T", "stop")
+        stop(pid)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

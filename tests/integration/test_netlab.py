@@ -40,8 +40,10 @@ with socket.create_connection((sys.argv[1], 7000), 10) as connection:
     connection.sendall(bytes(int(sys.argv[2])))
 """
 # Makes a lab with a process on it and waits; what is on it is named on the output.
+# A job in the background of a shell is started with SIGINT ignored, and its children too.
 OWNER = """
-import sys, time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from perf.netlab import Host, Lab
 with Lab([Host("one")]) as lab:
     print(lab.namespace("one"), lab.popen("one", ["sleep", "1000"]).pid, flush=True)

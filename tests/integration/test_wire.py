@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
-import signal
 import threading
 import urllib.request
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 
 import smb
 from tests.conftest import Connect
+from tests.support.daemons import stop
 
 Array = np.ndarray[Any, np.dtype[Any]]
 WIRES = ("bfloat16", "float16", "int8")
@@ -353,7 +352,7 @@ def test_what_a_failed_call_missed_goes_back_into_the_residual(sparse: bool, sto
         array = np.arange(size, dtype=np.float32) % 1000 + 1
         buffer.write(np.zeros(size, np.float32))
         if stopped:
-            os.kill(cluster.servers[1].pid, signal.SIGSTOP)
+            stop(cluster.servers[1].pid)
         else:
             cluster.servers[1].kill()
         add = (

@@ -26,8 +26,8 @@ VARIABLE = "SMB_TEST_DAEMON_BUILD"  # a kind: daemons of tests/support/daemons.p
 
 # -O1, since who compiles waits for it; every result is that of the other levels (see build_engine.py).
 FLAGS = {
-    "failpoints": "-O1 -DSMB_FAILPOINTS",
-    "sanitized": "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all",
+    "failpoints": "-O1 -Werror -DSMB_FAILPOINTS",
+    "sanitized": "-O1 -g -Werror -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all",
 }
 
 # In a process of its own: setuptools warns, and changes the process that it runs in.
@@ -35,7 +35,8 @@ COMPILE = """
 import sys
 from setuptools import Distribution, Extension
 from csrc.build_engine import BuildEngine
-distribution = Distribution({"ext_modules": [Extension("smb._engine", [], py_limited_api=True)]})
+direct = Extension("smb._direct", ["csrc/direct.c"])
+distribution = Distribution({"ext_modules": [Extension("smb._engine", [], py_limited_api=True), direct]})
 command = BuildEngine(distribution)
 command.build_lib, command.build_temp = sys.argv[1:]
 command.ensure_finalized()

@@ -32,6 +32,13 @@ def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEAD
     return value
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it has its effect: a thread that runs on another core goes on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_for(lambda: all((t / "stat").read_text().rsplit(")")[-1].split()[0] == "T" for t in tasks.iterdir()), "stop")
+
+
 def cluster_metric(cluster: smb.LocalCluster, name: str) -> float:
     """A metric without labels, summed over the cluster's memory servers."""
     total = 0.0

@@ -1,0 +1,16 @@
+from typing import Any
+
+def set_up(transfer: int, transfer_at_once: int, array_type: type, /) -> None: ...
+def forked() -> None: ...
+
+class Switch:
+    open: bool
+
+class Place:
+    def _arm(
+        self, handle: object, client: Switch, buffer: int, size: int, itemsize: int, code: str, timeout_ms: int, /
+    ) -> None: ...
+    def _disarm(self) -> None: ...
+
+class Method:
+    def __init__(self, opcode: int, function: Any) -> None: ...
