@@ -360,8 +360,8 @@ static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payl
             finished = true;
         } else if (here && untouched) {
             let_go(&left); /* the others may be in use: it never began */
-        } else if (!here) {
-            restore(&left); /* it can't be finished; clear_marks gives what is left of it free, and counts it */
+        } else {
+            restore(&left); /* it can't be finished; whoever clears the marks that are left counts them */
         }
         /* Not marked by this slot at all: it never began, or it was over. */
         for (int i = 0; i < left.count; i++)
