@@ -410,6 +410,8 @@ class Buffer:
             raise InvalidArgumentError(f"{asked}: rule {rule!r} has {wanted} as its state, but {len(state)} were given")
         if self._dtype.name != "float32":
             raise InvalidArgumentError(f"{asked}: it is {self._dtype.name}; rules are for float32 buffers")
+        if not self._plain:
+            raise InvalidArgumentError(f"{asked}: it has two copies that take turns (versions=2); use others")
         others = (gradient, *state)
         for other in others:
             self._check_beside(other, "apply")
