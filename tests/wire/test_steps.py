@@ -147,7 +147,7 @@ def test_a_step_is_made_once(server: EngineServer) -> None:
 
 
 def test_only_under_the_fence_of_the_weights(server: EngineServer) -> None:
-    """With a token that a later one has made stale there, LOCK_LOST, and nothing has changed; with that one it is done."""
+    """With a token that a later one has made stale, LOCK_LOST, and nothing has changed; with that one it is done."""
     frame, payload = step(Rule.MOMENTUM, GRADIENT, FIRST)
     with server.hello() as client:
         put(client, FLOATS, 3.0)
