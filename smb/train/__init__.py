@@ -8,10 +8,10 @@
 Framework-neutral: `values` is a flat float32 array. docs/training.md compares the schemes.
 """
 
-from smb.train.group import delete
+from smb.train.group import delete, shared
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
-from smb.train.scheme import SCHEMES, Exchange, Scheme
+from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
 from smb.train.status import GroupStatus, WorkerStatus, status
 from smb.train.worker import Worker, join
 
@@ -27,5 +27,7 @@ __all__ = [
     "WorkerStatus",
     "delete",
     "join",
+    "scheme_of",
+    "shared",
     "status",
 ]

@@ -213,6 +213,17 @@ def view(client: Client, name: str) -> Group:
     return group
 
 
+def shared(client: Client, name: str, out: Values | None = None) -> Values:
+    """Return the present shared model of a group, float32 (n,), in `out` if given, without joining.
+
+    Of one round, where there are rounds; blocks for a few calls. Raises NotFoundError, InvalidArgumentError.
+    """
+    group = view(client, name)
+    values: Values = np.empty(group.weights.size, np.float32) if out is None else out
+    group.read(values)
+    return values
+
+
 def delete(client: Client, name: str) -> None:
     """Delete a group with all of its buffers; its workers get NotFoundError. Raises NotFoundError."""
     view(client, name)

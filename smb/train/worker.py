@@ -10,6 +10,7 @@ import numpy as np
 
 from smb.client import Client
 from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.train import table as t
 from smb.train.group import Group, enter
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
@@ -75,6 +76,16 @@ class Worker:
     def status(self) -> WorkerStatus:
         """What the group knows of this worker."""
         return worker_status(self._group.table.read(), self._group.member.slot)
+
+    @property
+    def contributions(self) -> int:
+        """How many this worker has sent. No call to a server."""
+        return self._group.member.get(t.CONTRIBUTIONS)
+
+    @property
+    def members(self) -> int:
+        """How many take part now, this worker among them, those whose death nobody noticed yet too. One small read."""
+        return max(1, len(self._group.live(self._group.table.read())))
 
     def step(self, samples: int = 1) -> None:
         """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
