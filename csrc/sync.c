@@ -558,8 +558,10 @@ static int ask_publish(struct sync *sync, const struct sync_request *request, ui
 static int ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
                    struct news *news)
 {
-    uint64_t pins = 0;
+    uint64_t pins = 0, ttl_ms = request->words[0] ? request->words[0] : SYNC_PIN_MS;
     struct pin *pin = sync->pins;
+    if (ttl_ms > SYNC_PIN_MS)
+        return SMB_INVALID;
     while (pin && (pin->session != request->session || pin->name != request->sequence)) {
         pins += pin->session == request->session;
         pin = pin->next;
@@ -569,7 +571,7 @@ static int ask_pin(struct sync *sync, const struct sync_request *request, uint64
         if (!pin)
             return SMB_OUT_OF_MEMORY;
         *pin = (struct pin){.next = sync->pins, .session = request->session, .name = request->sequence,
-                            .version = get(&sync->words->version), .expires_ns = later(now_ns, SYNC_PIN_MS)};
+                            .version = get(&sync->words->version), .expires_ns = later(now_ns, ttl_ms)};
         sync->pins = pin;
         due(news, pin->expires_ns);
     }

@@ -20,8 +20,9 @@
  *                  TIMEOUT: likewise a and b.
  *   PUBLISH        w: token of the publisher's lock, version. OK: a the version; the lock is released; waiters are woken. Also
  *                  repeated. LOCK_LOST. INVALID if it is not the next one.
- *   PIN            OK: a version, b the pin's name. Nobody may begin to overwrite its copy until UNPIN, until the session ends, or
- *                  for SYNC_PIN_MS. Repeated: the same pin. OUT_OF_MEMORY: the session has very many.
+ *   PIN            w: ttl_ms (0: SYNC_PIN_MS; more than that is INVALID). OK: a version, b the pin's name. Nobody may begin to
+ *                  overwrite its copy until UNPIN, until the session ends, or for the ttl. Repeated: the same pin, no longer than
+ *                  before. OUT_OF_MEMORY: the session has very many.
  *   UNPIN          w: the pin's name. OK, also where there is none.
  *
  * Threads. Every function may be called from any thread; one mutex per struct sync guards the queues and the words (which
@@ -43,7 +44,7 @@ enum {
     SYNC_TTL_MS_MIN = 10,
     SYNC_TTL_MS_MAX = 86400000,
     SYNC_GRACE_MS = 500,       /* after the start, so that those who waited longest are back before somebody is granted */
-    SYNC_PIN_MS = 30000,       /* a reader that takes longer looks again, and sees that it has lost */
+    SYNC_PIN_MS = 30000,       /* a publisher waits no longer for a reader; which looks again, and sees that it has lost */
     SYNC_ABSENCE_MS = 3000,    /* a barrier's party without a connection for so long has left */
     SYNC_PARTIES_MAX = 65536,  /* bounds what one ARRIVE, and a restart over garbage, looks through */
     SYNC_SEAT_BYTES = 16       /* session, sequence */

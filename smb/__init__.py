@@ -26,6 +26,7 @@ from smb.errors import (
 from smb.feedback import ErrorFeedback
 from smb.layout import Layout
 from smb.lock import Lock
+from smb.tensors import Tensor
 
 __all__ = [
     "AlreadyExistsError",
@@ -44,6 +45,7 @@ __all__ = [
     "OutOfMemoryError",
     "PermissionDeniedError",
     "ServerInfo",
+    "Tensor",
     "TimeoutError",
     "TransportError",
     "UnavailableError",

@@ -17,7 +17,7 @@ from smb.engine import address_of, memory_at, memory_of
 from smb.errors import InvalidArgumentError
 
 _CPU_DEVICES = (1, 3)  # kDLCPU, and kDLCUDAHost: pinned memory of the host
-_DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
+_DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 
 
 class Memory:
@@ -74,15 +74,22 @@ def readable(array: Any, dtype: Dtype) -> Memory:
 class _Held:
     """What numpy makes an array of; the array keeps it, and with it the memory, alive."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, count: int, typestr: str, read_only: bool) -> None:
         self._memory = memory
-        at = (address_of(memory.place), True)
-        self.__array_interface__ = {"version": 3, "shape": (memory.count,), "typestr": "<f4", "data": at}
+        at = (address_of(memory.place), read_only)
+        self.__array_interface__ = {"version": 3, "shape": (count,), "typestr": typestr, "data": at}
 
 
 def as_float32(memory: Memory) -> np.ndarray[Any, Any]:
     """Return readable float32 memory as a flat, read-only array, without a copy."""
-    return np.asarray(_Held(memory))
+    return np.asarray(_Held(memory, memory.count, "<f4", True))
+
+
+def as_bytes(memory: Memory, itemsize: int) -> np.ndarray[Any, Any]:
+    """Return memory of elements of that many bytes as a flat array of uint8, without a copy: to be written to only
+    where the memory may be.
+    """
+    return np.asarray(_Held(memory, memory.count * itemsize, "|u1", False))
 
 
 def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:
@@ -191,7 +198,7 @@ def _of_dlpack(array: Any, dtype: Dtype, *, copy: bool) -> Memory:
     address = _capsule_pointer(capsule, b"dltensor")
     tensor = _DLTensor.from_address(cast(int, address))
     bits = tensor.dtype.bits
-    name = f"{_DLPACK_KINDS.get(tensor.dtype.code, 'unknown')}{bits}"
+    name = f"{_DLPACK_KINDS.get(tensor.dtype.code, 'unknown')}{bits}".replace("bool8", "bool")
     if name != dtype.name or tensor.dtype.lanes != 1:
         raise _wrong_dtype(name if name in DTYPES else str(getattr(array, "dtype", name)), dtype)
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))

@@ -8,6 +8,7 @@ import operator
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -42,7 +43,9 @@ from smb.errors import (
 from smb.feedback import ErrorFeedback, Sending, SparseSending
 from smb.layout import Layout, SegmentPlace
 from smb.lock import PUBLISHER_LOCK, Lock
+from smb.pins import Pin
 from smb.proto import control_pb2 as pb
+from smb.tensors import Tensor, TensorTable, tensor_of
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import describe
 from smb.waits import SESSION_ENDED, Home, raise_fences, wait_ms
@@ -59,6 +62,7 @@ _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
 _PUBLISH_TTL_S = 10.0
+_PUBLISH_WAIT_MAX_S = 86400.0
 
 _LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 _ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
@@ -156,6 +160,7 @@ class Buffer:
         self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
+        self._table: TensorTable | None = None  # once somebody asks
         self._homes: tuple[Home, ...] = ()
         self._ways: tuple[Way, ...] = ()
         self._ask_first = False  # the coordinator, before ways are looked for again: a server may have moved
@@ -188,6 +193,11 @@ class Buffer:
         return self._info.nbytes
 
     @property
+    def versions(self) -> int:
+        """Copies: 2 where a read never mixes what publish() replaces, else 1."""
+        return self._info.versions
+
+    @property
     def wire(self) -> str:
         """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
         return self._info.wire
@@ -198,6 +208,25 @@ class Buffer:
         made anew at each look; to change it changes nothing here.
         """
         return metadata.decode(self._info.metadata_json)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The named tensors inside it, in their order; none unless it was created with tensors=."""
+        return {name: Tensor(self, name, place) for name, place in self.table.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the named tensor inside it, to be read, written and accumulated by itself. Raises NotFoundError."""
+        return tensor_of(self, self.table, name)
+
+    @property
+    def table(self) -> TensorTable:
+        """Which elements the named tensors are; empty where there are none. Raises Error where it makes no sense."""
+        if self._table is None:
+            try:
+                self._table = TensorTable.from_metadata(self.metadata, self.dtype, self.nbytes)
+            except Error as error:
+                raise Error(f"buffer {self.name!r}: {error}") from error
+        return self._table
 
     @property
     def layout(self) -> Layout:
@@ -227,15 +256,21 @@ class Buffer:
         `wire` other than "exact" it is what the servers' values are when rounded so.
         """
         number = self._wire if wire is None else self._wire_of(wire, "read")
-        whole = offset == 0 and count is None
-        offset, count = self._range(offset, self.size if whole else count, "read")
-        result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
-        memory = arrays.writable(result, self._dtype, count)
+        offset, count, result, memory = self._sink(offset, count, out)
         if self._info.versions == 1:
             self._call(_READ, offset, count, sink=memory.place, wire=number)
         else:
             self._read_published(offset, count, memory.place, number)
         return cast(Array, result)
+
+    def read_version(self, out: Any, *, wire: str | None = None) -> int:
+        """Read all of a buffer with versions=2 into `out`, as read() does; return the number of the version that it is,
+        0 before the first.
+        """
+        self._check_versions("read_version")
+        number = self._wire if wire is None else self._wire_of(wire, "read_version")
+        memory = arrays.writable(out, self._dtype, self.size)
+        return self._read_published(0, self.size, memory.place, number)
 
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
         """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
@@ -421,13 +456,21 @@ class Buffer:
         """The version published last, 0 before the first. Asks the home server, unless it is on this host."""
         return self._look()[0]
 
-    def publish(self, array: Any) -> int:
+    def pin(self, *, ttl: float = 5.0) -> Pin:
+        """Hold the version published last of a buffer with versions=2, to read it piece by piece: `with buffer.pin() as
+        pin: pin.read(...)`. Publishers wait for it, `ttl` seconds (at most 30) and no longer. See Pin.
+        """
+        self._check_versions("pin")
+        return Pin(self.name, self._sync_homes()[0], self._read_copy, ttl)
+
+    def publish(self, array: Any, *, timeout: float | None = None) -> int:
         """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
 
         `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole,
         and until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is
-        write() and a number. Publishers take turns. Blocks while readers have the copy pinned that is to be
-        overwritten. The array travels exact, whatever the buffer's wire is.
+        write() and a number. Publishers take turns. Blocks while another one is at it, and while readers have the
+        copy pinned that is to be overwritten: for `timeout` seconds (default: the client's), then TimeoutError, and
+        nothing was done. No pin lasts longer than 30 s. The array travels exact, whatever the buffer's wire is.
         """
         memory = arrays.readable(array, self._dtype)
         if memory.count != self.size:
@@ -435,8 +478,10 @@ class Buffer:
                 f"{self._asked('publish')}: {memory.count} elements for its {self.size}; give all"
             )
         asked, homes = self._asked("publish"), self._sync_homes()
-        timeout = self._client.timeout
-        ttl_ms = round(1000 * max(timeout, _PUBLISH_TTL_S))  # all below ends within the client's timeouts
+        timeout = self._client.timeout if timeout is None else timeout
+        if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN is neither
+            raise InvalidArgumentError(f"{asked}: timeout={timeout!r} is not between 0 and {_PUBLISH_WAIT_MAX_S:g} s")
+        ttl_ms = round(1000 * max(self._client.timeout, _PUBLISH_TTL_S))  # all below ends within the client's timeouts
         try:
             turn = homes[0].ask(asked, AskOpcode.LOCK, PUBLISHER_LOCK, (ttl_ms, wait_ms(timeout), 0), wait=timeout)
         except TimeoutError as error:
@@ -778,16 +823,34 @@ class Buffer:
         told = self._sync_homes()[0].ask(self._asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
         return told.a, told.b
 
-    def _read_published(self, offset: int, count: int, sink: Any, wire: int) -> None:
-        """Read from one version's copy: no byte of it changed if, after the read, publication version + 2 has not
-        begun.
+    def _check_versions(self, call: str) -> None:
+        if self._info.versions == 1:
+            raise InvalidArgumentError(f"{self._asked(call)}: it has one copy; create it with versions=2")
+
+    def _sink(self, offset: int, count: int | None, out: Any) -> tuple[int, int, Any, arrays.Memory]:
+        """Return (offset, count, array to return, its memory) of a read."""
+        whole = offset == 0 and count is None
+        offset, count = self._range(offset, self.size if whole else count, "read")
+        result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
+        return offset, count, result, arrays.writable(result, self._dtype, count)
+
+    def _read_copy(self, version: int, offset: int, count: int | None, out: Any, wire: str | None) -> Array | None:
+        """Read that version; None if a publisher has begun to overwrite it."""
+        number = self._wire if wire is None else self._wire_of(wire, "read")
+        offset, count, result, memory = self._sink(offset, count, out)
+        self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=memory.place, wire=number)
+        return cast(Array, result) if max(self._look()) < version + 2 else None
+
+    def _read_published(self, offset: int, count: int, sink: Any, wire: int) -> int:
+        """Read from one version's copy, and return which: no byte of it changed if, after the read, publication version
+        + 2 has not begun.
         """
         version, _ = self._look()
         for _ in range(_LOOKS):
             self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
             latest, writing = self._look()
             if max(latest, writing) < version + 2:
-                return
+                return version
             version = latest
         home, asked = self._sync_homes()[0], self._asked("read")
         while True:
@@ -800,7 +863,7 @@ class Buffer:
             finally:
                 home.ask(asked, AskOpcode.UNPIN, 0, (pin.b,))
             if max(latest, writing) < version + 2:  # else a restarted server had forgotten the pin
-                return
+                return version
 
     def _ensure(self, deadline: Deadline) -> BufferHandle:
         """Return a handle all of whose segments are reachable, waiting for servers that come back."""

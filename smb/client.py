@@ -29,11 +29,12 @@ from smb.config import (
 from smb.control import Coordinator, SessionEndedError
 from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link
-from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
 from smb.layout import SegmentPlace
 from smb.lock import Lock, Renewals
 from smb.metadata import JSON, encode
 from smb.proto import control_pb2 as pb
+from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
 from smb.transport.links import Links, Whereabouts
@@ -150,6 +151,7 @@ class Client:
         exist_ok: bool = False,
         wire: str | None = None,
         metadata: Mapping[str, JSON] | None = None,
+        tensors: Mapping[str, Any] | None = None,
     ) -> Buffer:
         """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
 
@@ -165,6 +167,11 @@ class Client:
         opens it finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by
         exist_ok=True has the metadata that it was created with.
 
+        `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
+        (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
+        them, for everybody. Where all have one dtype of the above, the buffer has it too; else it is uint8, and can't
+        be added to.
+
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
         """
@@ -173,6 +180,10 @@ class Client:
             raise InvalidArgumentError(f"create {name!r}: replicas={replicas} is not there yet; only replicas=1 is")
         if versions not in (1, 2):
             raise InvalidArgumentError(f"create {name!r}: versions={versions!r}; there are 1 and 2")
+        table = _table(name, tensors, shape, dtype, like) if tensors is not None else None
+        if table is not None:
+            shape, dtype = table.size, table.dtype
+            metadata = _with_table(name, metadata, table)
         if shape is None and like is None:
             raise InvalidArgumentError(f"create {name!r}: of which shape? pass one, or like= another buffer")
         model = (like if isinstance(like, Buffer) else self.open(like)) if like is not None else None
@@ -203,7 +214,12 @@ class Client:
         elif servers is not None:
             request.server_count = _server_count(name, servers)
         self.check_open()
-        return Buffer(self, BufferInfo.of(self.coordinator.create_buffer(request, self.timeout)))
+        buffer = Buffer(self, BufferInfo.of(self.coordinator.create_buffer(request, self.timeout)))
+        if table is not None and (differ := table.differences(buffer.table)):
+            raise AlreadyExistsError(
+                f"create {name!r}: it exists, but with other tensors ({len(differ)} differ): {'; '.join(differ[:3])}"
+            )
+        return buffer
 
     def open(self, name: str, *, timeout: float = 0.0) -> Buffer:
         """Return the buffer of that name; with timeout > 0 (seconds) wait until somebody creates it.
@@ -406,6 +422,18 @@ def _check_name(call: str, name: str) -> None:
     """Refuse what could not even be sent; which names are good the coordinator says."""
     if not isinstance(name, str) or not name.isprintable():
         raise InvalidArgumentError(f"{call}: {name!r} can't be a name; a name is a str of printable characters")
+
+
+def _table(name: str, tensors: Mapping[str, Any], *others: object) -> TensorTable:
+    if any(other is not None for other in others):
+        raise InvalidArgumentError(f"create {name!r}: tensors= says shape and dtype; leave out those two, and like=")
+    return TensorTable.of(tensors, f"create {name!r}")
+
+
+def _with_table(name: str, metadata: Mapping[str, JSON] | None, table: TensorTable) -> dict[str, JSON]:
+    if metadata is not None and METADATA_KEY in metadata:
+        raise InvalidArgumentError(f"create {name!r}: metadata[{METADATA_KEY!r}] is where tensors= are written")
+    return {**(metadata or {}), **table.to_metadata()}
 
 
 def _server_count(name: str, servers: int) -> int:

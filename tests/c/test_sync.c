@@ -341,6 +341,29 @@ static void versions(void)
     place_end(&place);
 }
 
+/* A pin holds for as long as was asked, SYNC_PIN_MS at most; to repeat it does not prolong it. */
+static void pins_run_out(void)
+{
+    struct place place;
+    struct asked pin, turn;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, SYNC_PIN_MS + 1, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2, 0, UINT64_MAX, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 3, 0, 2000, 0, 0), SMB_OK);
+    CHECK_EQ(pin.answer.a, 1);
+    publish(&place, 2);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+    pass(&place, SECOND);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 3, 0, 2000, 0, 0), SMB_OK); /* repeated */
+    CHECK(pin.answer.a == 1 && turn.answers == 0);
+    pass(&place, SECOND - MS);
+    CHECK_EQ(turn.answers, 0);
+    pass(&place, MS);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 3);
+    place_end(&place);
+}
+
 /* A pin is one for each request, also if it is repeated; holds for SYNC_PIN_MS; and a session has not without end. */
 static void pins(void)
 {
@@ -418,7 +441,7 @@ int main(void)
     static const struct test tests[] = {
         TEST(locks), TEST(locks_over_a_restart), TEST(grace), TEST(longest_lease), TEST(long_queue), TEST(fences),
         TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
-        TEST(versions), TEST(pins), TEST(ends), TEST(thousand_waiters),
+        TEST(versions), TEST(pins), TEST(pins_run_out), TEST(ends), TEST(thousand_waiters),
     };
     return RUN_TESTS(tests);
 }

@@ -1,0 +1,73 @@
+"""Pins: a reader holds one version of a buffer while it reads it piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from smb.engine import AskOpcode
+from smb.errors import InvalidArgumentError, LockLostError
+from smb.waits import Home
+
+Array = np.ndarray[Any, np.dtype[Any]]
+# (version, offset, count, out, wire) to what was read, or None where the version was overwritten.
+Read: TypeAlias = "Callable[[int, int, int | None, Any, str | None], Array | None]"
+
+PIN_S_MIN, PIN_S_MAX = 0.001, 30.0  # csrc/sync.h: SYNC_PIN_MS
+
+
+class Pin:
+    """One version of a buffer with versions=2, held for reading: `with buffer.pin() as pin: pin.read(0, 10)`.
+
+    Entering takes the version published last; all that is read through the pin is of that one. Meanwhile the next
+    version can be published, but not the one after it, whose copy it is that is read here: the publisher waits. The pin
+    is a lease: after `ttl` seconds it is over, so that a reader that hangs delays a publisher by so much at most. It is
+    not renewed. A read after the publisher has gone on raises LockLostError; none ever returns what is no whole of its
+    version. Not reentrant; for one thread at a time.
+    """
+
+    def __init__(self, buffer: str, home: Home, read: Read, ttl: float) -> None:
+        self._asked = f"pin of buffer {buffer!r}"
+        if not isinstance(ttl, (int, float)) or not PIN_S_MIN <= ttl <= PIN_S_MAX:
+            raise InvalidArgumentError(f"{self._asked}: ttl={ttl!r} is not between {PIN_S_MIN} and {PIN_S_MAX:g} s")
+        self._home = home
+        self._read = read
+        self._ttl_ms = round(1000 * ttl)
+        self._name: int | None = None
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """The version that is held; 0: nothing was published yet, all is 0."""
+        return self._version
+
+    def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
+        """As Buffer.read, of the version that is held. Raises LockLostError where a publisher has overwritten it."""
+        if self._name is None:
+            raise InvalidArgumentError(
+                f"{self._asked}: it is not taken; enter it first (with buffer.pin() as pin: ...)"
+            )
+        result = self._read(self._version, offset, count, out, wire)
+        if result is None:
+            raise LockLostError(
+                f"{self._asked}: version {self._version} was overwritten: the pin ran out after "
+                f"{self._ttl_ms / 1000:g} s, or its server was restarted; pin the latest, for longer"
+            )
+        return result
+
+    def __enter__(self) -> Pin:
+        if self._name is not None:
+            raise InvalidArgumentError(f"{self._asked}: it is taken already")
+        told = self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms,))
+        self._version, self._name = told.a, told.b
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        name, self._name = self._name, None
+        if name is not None:
+            self._home.ask(self._asked, AskOpcode.UNPIN, 0, (name,))

@@ -1,0 +1,337 @@
+"""Named tensors inside a buffer: which name stands for which elements.
+
+The table is in the buffer's metadata, under METADATA_KEY: name -> {"dtype", "shape", "offset"}, in the order given.
+Offsets are bytes from the buffer's start, multiples of 64, ascending, without overlap; what lies between two tensors is
+nobody's, and 0 where nobody wrote. Tensors that all have one of the buffers' element types make a buffer of that type,
+which can be added to; any others a buffer of bytes (uint8), which is read and written only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from smb import arrays
+from smb.dtypes import DTYPES, Dtype
+from smb.errors import Error, InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.feedback import ErrorFeedback
+    from smb.lock import Lock
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+METADATA_KEY = "smb.tensors"
+ALIGNMENT_BYTES = 64  # a cache line, and what vector instructions, DLPack and memory-mapped readers like best
+BYTES_MAX = 1 << 56  # as a buffer's
+DIMENSIONS_MAX = 32  # likewise
+
+# What a tensor may be made of: the buffers' element types, and those that only travel as bytes.
+ELEMENTS: dict[str, Dtype] = DTYPES | {
+    np.dtype(numpy).name: Dtype(np.dtype(numpy).name, 0, np.dtype(numpy))
+    for numpy in (
+        np.bool_, np.int8, np.int16, np.uint16, np.uint32, np.uint64, np.complex64, np.complex128,
+        ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor of a table. `offset` is bytes from the buffer's start."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 0 where an extent is 0."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * self.dtype.itemsize
+
+
+class TensorTable(Mapping[str, TensorPlace]):
+    """Name -> TensorPlace, in the order of the places. Immutable."""
+
+    def __init__(self, places: Mapping[str, TensorPlace]) -> None:
+        self._places = dict(places)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any], asked: str = "tensors") -> TensorTable:
+        """Lay out tensors one after the other, each at a multiple of 64 bytes.
+
+        A value is a pair (shape, dtype), or anything that has both (a numpy array, a torch tensor of any device, a
+        TensorPlace); data is not looked at. Raises InvalidArgumentError, whose message begins with `asked`.
+        """
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise InvalidArgumentError(
+                f"{asked}: {_short(tensors)} is no mapping of names to tensors, with at least one"
+            )
+        places: dict[str, TensorPlace] = {}
+        end = 0
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not name:
+                raise InvalidArgumentError(f"{asked}: {name!r} is no name of a tensor; a name is a str, not empty")
+            offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            places[name] = place = TensorPlace(*_form(f"{asked}: tensor {name!r}", tensor), offset)
+            end = offset + place.nbytes
+            if end > BYTES_MAX:
+                raise InvalidArgumentError(
+                    f"{asked}: tensor {name!r} ends at {end} bytes, past the largest buffer's end"
+                )
+        if end == 0:
+            raise InvalidArgumentError(f"{asked}: the tensors have no elements at all")
+        return cls(places)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], dtype: np.dtype[Any], nbytes: int) -> TensorTable:
+        """Return the table of a buffer of that dtype, bytes and metadata; empty where it has none.
+
+        Raises Error for one that is not as this module writes it: other programs may store anything there.
+        """
+        stored = metadata.get(METADATA_KEY, {})
+        try:
+            places = {
+                name: TensorPlace(
+                    ELEMENTS[entry["dtype"]].numpy, _extents(entry["shape"]), operator.index(entry["offset"])
+                )
+                for name, entry in stored.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Error(f"its table of tensors can't be read: {error!r}") from error
+        end = 0
+        for name, place in places.items():
+            if place.offset < end or place.offset % ALIGNMENT_BYTES or place.offset + place.nbytes > nbytes:
+                raise Error(
+                    f"its table of tensors is no good: {name!r} at byte {place.offset}, {place.nbytes} bytes, overlaps "
+                    f"another, is not at a multiple of {ALIGNMENT_BYTES}, or lies outside the buffer's {nbytes} bytes"
+                )
+            if place.dtype != dtype != np.uint8:
+                raise Error(f"its table of tensors is no good: {name!r} is {place.dtype}, the buffer {dtype}")
+            end = place.offset + place.nbytes
+        return cls(places)
+
+    def to_metadata(self) -> dict[str, Any]:
+        """Return what from_metadata reads."""
+        return {
+            METADATA_KEY: {
+                name: {"dtype": place.dtype.name, "shape": list(place.shape), "offset": place.offset}
+                for name, place in self._places.items()
+            }
+        }
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes from the start to the last tensor's end."""
+        return max((place.offset + place.nbytes for place in self._places.values()), default=0)
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type of a buffer that holds these tensors: theirs, or uint8."""
+        names = {place.dtype.name for place in self._places.values()}
+        return DTYPES[names.pop()].numpy if len(names) == 1 and names <= DTYPES.keys() else np.dtype(np.uint8)
+
+    @property
+    def size(self) -> int:
+        """Elements of such a buffer."""
+        return self.nbytes // self.dtype.itemsize
+
+    def views(self, memory: Array) -> dict[str, Array]:
+        """Return each tensor as a view of `memory`, a contiguous array of such a buffer's dtype and size."""
+        if memory.nbytes != self.nbytes or not memory.flags.c_contiguous:
+            raise InvalidArgumentError(
+                f"{memory.nbytes} bytes of memory for tensors of {self.nbytes}; or not contiguous"
+            )
+        flat = memory.reshape(-1).view(np.uint8)
+        return {
+            name: flat[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
+            for name, place in self._places.items()
+        }
+
+    def differences(self, other: TensorTable) -> list[str]:
+        """Return what another table has otherwise: "name: what"."""
+        found = [f"{name}: only in one" for name in self._places.keys() ^ other._places.keys()]
+        for name in self._places.keys() & other._places.keys():
+            ours, theirs = self[name], other[name]
+            if ours != theirs:
+                found.append(f"{name}: {_describe(ours)}, not {_describe(theirs)}")
+        return sorted(found)
+
+    def __getitem__(self, name: str) -> TensorPlace:
+        return self._places[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class Tensor:
+    """One named tensor of a buffer. Made by Buffer.tensor.
+
+    It has what the buffer has, for its own elements: the same promises and errors (see Buffer). Where the tensors of
+    the buffer have several element types it is a buffer of bytes, and accumulate is refused.
+    """
+
+    def __init__(self, buffer: Buffer, name: str, place: TensorPlace) -> None:
+        self.buffer = buffer
+        self.name = name
+        self._place = place
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type."""
+        return self._place.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape; () for a single element."""
+        return self._place.shape
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._place.size
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._place.nbytes
+
+    @property
+    def offset(self) -> int:
+        """Where it begins, in elements of the buffer."""
+        return self._place.offset // self.buffer.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"<smb.Tensor {self.name!r} {self.dtype.name}{list(self.shape)} of buffer {self.buffer.name!r}>"
+
+    def read(self, *, out: Any = None, wire: str | None = None) -> Array:
+        """Return its values, in its shape; or fill `out`, contiguous, of its dtype and size. See Buffer.read."""
+        result = np.empty(self.shape, self.dtype) if out is None else out
+        if self.size == 0:
+            return cast(Array, result)
+        if not self._as_bytes:
+            return self.buffer.read(self.offset, self.size, out=result, wire=wire)
+        memory = arrays.writable(result, ELEMENTS[self.dtype.name], self.size)
+        self.buffer.read(self.offset, self.nbytes, out=arrays.as_bytes(memory, self.dtype.itemsize), wire=wire)
+        return cast(Array, result)
+
+    def write(self, array: Any, *, fence: Lock | None = None, wire: str | None = None) -> None:
+        """Replace its values by the array's: as many elements, of its dtype. See Buffer.write."""
+        memory = self._source(array, "write")
+        if self.size == 0:
+            return
+        if self._as_bytes:
+            self.buffer.write(arrays.as_bytes(memory, self.dtype.itemsize), self.offset, fence=fence, wire=wire)
+        else:
+            self.buffer.write(array, self.offset, fence=fence, wire=wire)
+
+    def accumulate(
+        self,
+        array: Any,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        fetch: bool = False,
+        fence: Lock | None = None,
+        wire: str | None = None,
+        feedback: ErrorFeedback | None = None,
+    ) -> Array | None:
+        """Combine its values with the array's, as many elements, where the memory is. See Buffer.accumulate.
+
+        Raises InvalidArgumentError where the buffer is one of bytes, as its tensors have several element types.
+        """
+        if self._as_bytes:
+            raise InvalidArgumentError(
+                f"{self._asked('accumulate')}: this buffer's tensors have several element types, or one that is only "
+                f"stored, so it is one of bytes, read and written only; put float32 tensors, say, into one of their own"
+            )
+        self._source(array, "accumulate")
+        return self.buffer.accumulate(
+            array, self.offset, op=op, scale=scale, fetch=fetch, fence=fence, wire=wire, feedback=feedback
+        )
+
+    @property
+    def _as_bytes(self) -> bool:
+        return self.dtype != self.buffer.dtype
+
+    def _asked(self, call: str) -> str:
+        return f"{call} of tensor {self.name!r} of buffer {self.buffer.name!r}"
+
+    def _source(self, array: Any, call: str) -> arrays.Memory:
+        try:
+            memory = arrays.readable(array, ELEMENTS[self.dtype.name])
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error
+        if memory.count != self.size:
+            raise InvalidArgumentError(f"{self._asked(call)}: {memory.count} elements for its {self.size}")
+        return memory
+
+
+def tensor_of(buffer: Buffer, table: TensorTable, name: str) -> Tensor:
+    """Return the buffer's tensor of that name. Raises NotFoundError, which names those that are spelt alike."""
+    place = table.get(name)
+    if place is not None:
+        return Tensor(buffer, name, place)
+    if not table:
+        raise NotFoundError(f"buffer {buffer.name!r} has no tensors inside it: it was created without tensors=")
+    alike = difflib.get_close_matches(str(name), list(table), 3, 0.4) or list(table)[:3]
+    raise NotFoundError(
+        f"buffer {buffer.name!r} has no tensor {name!r}; it has {len(table)}: {', '.join(map(repr, alike))}, ..."
+    )
+
+
+def _form(asked: str, tensor: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return (dtype, shape)."""
+    if isinstance(tensor, tuple) and len(tensor) == 2:
+        shape, dtype = tensor
+    elif hasattr(tensor, "shape") and hasattr(tensor, "dtype"):
+        shape, dtype = tensor.shape, tensor.dtype
+    else:
+        raise InvalidArgumentError(f"{asked}: {_short(tensor)} is no array and no pair (shape, dtype)")
+    try:
+        extents = _extents(shape)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{asked}: {_short(shape)} is no shape: {error}") from error
+    name = str(dtype).removeprefix("torch.")
+    if name not in ELEMENTS:
+        try:
+            known = np.dtype(dtype)
+            name = known.name if known.isnative else known.str
+        except (TypeError, ValueError):
+            pass
+    if name not in ELEMENTS:
+        raise InvalidArgumentError(f"{asked}: there is no dtype {name!r} here; there are {', '.join(ELEMENTS)}")
+    return ELEMENTS[name].numpy, extents
+
+
+def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
+    extents = tuple(map(operator.index, (shape,) if isinstance(shape, int) else shape))
+    if len(extents) > DIMENSIONS_MAX or any(not 0 <= extent <= BYTES_MAX for extent in extents):
+        raise ValueError(f"an extent is negative, or absurd; or there are more than {DIMENSIONS_MAX}")
+    return extents
+
+
+def _describe(place: TensorPlace) -> str:
+    return f"{place.dtype.name}{list(place.shape)} at byte {place.offset}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
