@@ -14,7 +14,7 @@
 #include "wire.h"
 
 enum { CHUNK = 16384, BYTES = 5 * CHUNK, ELEMENTS = BYTES / 8, OP_BYTES = 40960, TIMEOUT_MS = 20000 };
-enum { TARGET = 1, SOURCE = 2, FLOATS = 3, EPOCH = 7, FLOAT_COUNT = BYTES / 4 };
+enum { TARGET = 1, SOURCE = 2, FLOATS = 3, GRADIENT = 4, STATES = 5 /* and 6 */, EPOCH = 7, FLOAT_COUNT = BYTES / 4 };
 static const struct smb_layout LAYOUT = {BYTES, BYTES, CHUNK, 1};
 
 /* ---- the host: a process without threads that starts servers, one after the other, and tells how each ended */
@@ -57,6 +57,9 @@ static void serve(const struct command *command, uint16_t port, int ready)
     adopt_or_create(server, "target", TARGET, SMB_INT64);
     adopt_or_create(server, "source", SOURCE, SMB_INT64);
     adopt_or_create(server, "floats", FLOATS, SMB_FLOAT32);
+    adopt_or_create(server, "gradient", GRADIENT, SMB_FLOAT32);
+    adopt_or_create(server, "state-0", STATES, SMB_FLOAT32);
+    adopt_or_create(server, "state-1", STATES + 1, SMB_FLOAT32);
     if (!command->no_journal)
         CHECK_EQ(smb_server_open_journal(server, scratch_path("journal"), &recovery), SMB_OK);
     told.finished = recovery.finished;
@@ -145,7 +148,7 @@ static void host_end(struct host *host)
 struct reach {
     struct smb_client *client;
     struct smb_link *link;
-    struct smb_buffer *target, *source, *floats;
+    struct smb_buffer *target, *source, *floats, *gradient, *states[2];
 };
 
 static struct smb_buffer *make_buffer(struct reach *reach, uint64_t id, int dtype)
@@ -164,6 +167,9 @@ static void reach_make(struct reach *reach, uint16_t port, uint64_t session)
     reach->target = make_buffer(reach, TARGET, SMB_INT64);
     reach->source = make_buffer(reach, SOURCE, SMB_INT64);
     reach->floats = make_buffer(reach, FLOATS, SMB_FLOAT32);
+    reach->gradient = make_buffer(reach, GRADIENT, SMB_FLOAT32);
+    for (int i = 0; i < 2; i++)
+        reach->states[i] = make_buffer(reach, STATES + (uint64_t)i, SMB_FLOAT32);
 }
 
 static void reach_end(struct reach *reach)
@@ -171,6 +177,9 @@ static void reach_end(struct reach *reach)
     smb_buffer_destroy(reach->target);
     smb_buffer_destroy(reach->source);
     smb_buffer_destroy(reach->floats);
+    smb_buffer_destroy(reach->gradient);
+    smb_buffer_destroy(reach->states[0]);
+    smb_buffer_destroy(reach->states[1]);
     smb_link_close(reach->link);
     smb_client_destroy(reach->client);
 }
@@ -214,6 +223,10 @@ static int64_t content[ELEMENTS], source[ELEMENTS], delta[ELEMENTS], sink[ELEMEN
 static int64_t indices[FLOAT_COUNT]; /* of what is sparse: every third element, from the first to the last of the range */
 enum { SPARSE_STEP = 3, SPARSE_COUNT = (OP_BYTES / 4 + SPARSE_STEP - 1) / SPARSE_STEP };
 static float float_content[FLOAT_COUNT], float_delta[FLOAT_COUNT], float_sink[FLOAT_COUNT];
+/* Of optimizers' steps. */
+static float gradient[FLOAT_COUNT], states[2][FLOAT_COUNT];
+static const struct smb_hyper HYPER = {.lr = 0.25, .scale = 1.5, .weight_decay = 0.0625, .mu = 0.875, .beta1 = 0.75, .beta2 = 0.9375,
+                                       .eps = 1e-6, .step = 3, .alpha = 0.125};
 
 static void model_make(void)
 {
@@ -226,6 +239,9 @@ static void model_make(void)
         float_content[i] = (float)(16 * i);
         float_delta[i] = (float)(i % 127 + 1);
         indices[i] = (int64_t)SPARSE_STEP * i;
+        gradient[i] = (float)(i % 113) - 50.5F;
+        states[0][i] = (float)(i % 97) - 33;
+        states[1][i] = (float)(i % 89 + 1);
     }
 }
 
@@ -234,20 +250,25 @@ struct operation {
     bool fetch;
     bool journalled, additive;
     int wire;
+    int rule; /* of SMB_APPLY */
 };
 static const struct operation OPERATIONS[] = {
-    {SMB_ACCUMULATE, false, true, true, 0},
-    {SMB_ACCUMULATE, true, true, true, 0},
-    {SMB_ACCUMULATE_FROM, false, true, true, 0},
-    {SMB_FETCH_ADD, false, true, false, 0},
-    {SMB_COMPARE_SWAP, false, true, false, 0},
-    {SMB_FILL, false, false, false, 0},
-    {SMB_WRITE, false, false, false, 0},
-    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_INT8},
-    {SMB_ACCUMULATE, true, true, true, SMB_WIRE_BFLOAT16},
-    {SMB_WRITE, false, false, false, SMB_WIRE_FLOAT16},
-    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_SPARSE},
+    {SMB_ACCUMULATE, false, true, true, 0, 0},
+    {SMB_ACCUMULATE, true, true, true, 0, 0},
+    {SMB_ACCUMULATE_FROM, false, true, true, 0, 0},
+    {SMB_FETCH_ADD, false, true, false, 0, 0},
+    {SMB_COMPARE_SWAP, false, true, false, 0, 0},
+    {SMB_FILL, false, false, false, 0, 0},
+    {SMB_WRITE, false, false, false, 0, 0},
+    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_INT8, 0},
+    {SMB_ACCUMULATE, true, true, true, SMB_WIRE_BFLOAT16, 0},
+    {SMB_WRITE, false, false, false, SMB_WIRE_FLOAT16, 0},
+    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_SPARSE, 0},
+    {SMB_APPLY, false, true, true, 0, SMB_RULE_SGD},
+    {SMB_APPLY, false, true, true, 0, SMB_RULE_NESTEROV},
+    {SMB_APPLY, false, true, true, 0, SMB_RULE_ADAMW},
 };
+static const struct operation ADAM = {SMB_APPLY, false, true, true, 0, SMB_RULE_ADAM};
 enum { OPERATION_COUNT = sizeof OPERATIONS / sizeof *OPERATIONS, COUNTER = 3000 };
 
 static struct smb_request request_of(const struct operation *operation, struct reach *reach)
@@ -257,6 +278,11 @@ static struct smb_request request_of(const struct operation *operation, struct r
     switch (operation->opcode) {
     case SMB_ACCUMULATE: request.sink = operation->fetch ? sink : NULL; break;
     case SMB_ACCUMULATE_FROM: request.other = reach->source; break;
+    case SMB_APPLY:
+        request.op = operation->rule, request.hyper = HYPER, request.other = reach->gradient;
+        for (int i = 0; i < smb_rule_states(operation->rule); i++)
+            request.states[i] = reach->states[i];
+        break;
     case SMB_FETCH_ADD: request.argument = 11, request.bytes = 8, request.offset = COUNTER * 8; break;
     case SMB_COMPARE_SWAP:
         request.expected = (uint64_t)content[COUNTER], request.argument = request.expected + 13;
@@ -286,6 +312,8 @@ static void model_apply(const struct operation *operation, uint64_t result)
         float_content[i] = operation->opcode == SMB_WRITE ? float_delta[i] : float_content[i] + 3 * float_delta[i];
         CHECK(!operation->fetch || float_sink[i] == float_content[i]);
     }
+    if (operation->opcode == SMB_APPLY)
+        smb_kernel_step(operation->rule, float_content, gradient, states[0], states[1], OP_BYTES / 4, &HYPER);
     for (int64_t i = 0; i < OP_BYTES / 8 && operation->wire == SMB_WIRE_EXACT; i++) {
         switch (operation->opcode) {
         case SMB_ACCUMULATE: content[i] += 3 * delta[i]; break;
@@ -307,9 +335,12 @@ static void check_content(struct reach *reach)
     must(reach->target, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = sink}, NULL);
     for (int64_t i = 0; i < ELEMENTS; i++)
         CHECK_EQ(sink[i], content[i]);
-    must(reach->floats, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = float_sink}, NULL);
-    for (int i = 0; i < FLOAT_COUNT; i++)
-        CHECK(float_sink[i] == float_content[i]);
+    struct smb_buffer *const buffers[] = {reach->floats, reach->gradient, reach->states[0], reach->states[1]};
+    const float *const contents[] = {float_content, gradient, states[0], states[1]};
+    for (int b = 0; b < 4; b++) {
+        must(buffers[b], (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = float_sink}, NULL);
+        CHECK(memcmp(float_sink, contents[b], BYTES) == 0);
+    }
 }
 
 static void begin(struct host *host, struct reach *reach, struct told *told)
@@ -321,6 +352,9 @@ static void begin(struct host *host, struct reach *reach, struct told *told)
     must(reach->target, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = content}, NULL);
     must(reach->source, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}, NULL);
     must(reach->floats, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = float_content}, NULL);
+    must(reach->gradient, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = gradient}, NULL);
+    for (int i = 0; i < 2; i++)
+        must(reach->states[i], (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = states[i]}, NULL);
 }
 
 static void end(struct host *host, struct reach *reach, struct told told)
@@ -343,7 +377,8 @@ static void die_in(struct host *host, struct reach *reach, struct told *told, co
 {
     host_kill(host, *told);
     *told = host_serve(host, at(point, count, false));
-    *calling = (struct calling){.buffer = operation->wire == SMB_WIRE_EXACT ? reach->target : reach->floats,
+    bool of_floats = operation->wire != SMB_WIRE_EXACT || operation->opcode == SMB_APPLY;
+    *calling = (struct calling){.buffer = of_floats ? reach->floats : reach->target,
                                 .request = request_of(operation, reach)};
     CHECK_EQ(pthread_create(&calling->thread, NULL, call, calling), 0);
     reach_resume(reach, told->port);
@@ -367,18 +402,54 @@ struct point {
     bool per_block;      /* reached for every block: first, middle and last are tried */
     bool additive_only;
     bool any_change;     /* also of those that are not journalled */
+    bool per_target;     /* reached for every segment that changes: each one's first is tried */
 };
 static const struct point POINTS[] = {
-    {"journal.described", false, false, false}, {"journal.active", false, false, false},
-    {"journal.marked", false, false, false},    {"journal.odd", false, false, false},
-    {"journal.undo_copied", true, false, false}, {"journal.dirty", true, false, false},
-    {"journal.block_half", true, true, false},  {"journal.block_changed", true, false, false},
-    {"journal.block_done", true, false, false}, {"gate.changed", false, false, true},
-    {"journal.noted", false, false, false},     {"journal.even", false, false, false},
-    {"journal.unmarked", false, false, false},  {"journal.unlocked", false, false, false},
-    {"journal.rested", false, false, false},    {"connection.changed", false, false, true},
+    {.name = "journal.described"},
+    {.name = "journal.active"},
+    {.name = "journal.marked", .per_target = true},
+    {.name = "journal.odd", .per_target = true},
+    {.name = "journal.undo_copied", .per_block = true, .per_target = true},
+    {.name = "journal.dirty", .per_block = true},
+    {.name = "journal.block_half", .per_block = true, .additive_only = true},
+    {.name = "journal.block_changed", .per_block = true},
+    {.name = "journal.block_done", .per_block = true},
+    {.name = "gate.changed", .any_change = true},
+    {.name = "journal.noted"},
+    {.name = "journal.even", .per_target = true},
+    {.name = "journal.unmarked", .per_target = true},
+    {.name = "journal.unlocked"},
+    {.name = "journal.rested"},
+    {.name = "connection.changed", .any_change = true},
 };
 enum { BLOCKS = OP_BYTES / JOURNAL_BLOCK_BYTES, OP_CHUNKS = (OP_BYTES + CHUNK - 1) / CHUNK };
+
+/* How many segments it changes: of so many, blocks are as much smaller (of three, a quarter). */
+static long targets_of(const struct operation *operation)
+{
+    return operation->opcode == SMB_APPLY ? 1 + smb_rule_states(operation->rule) : 1;
+}
+
+/* How often an operation gets to a point. */
+static long times_reached(const struct operation *operation, const struct point *point)
+{
+    static const long blocks_in_page[] = {0, 1, 2, 4};
+    if (operation->opcode == SMB_FETCH_ADD || operation->opcode == SMB_COMPARE_SWAP)
+        return 1;
+    return (point->per_block ? BLOCKS * blocks_in_page[targets_of(operation)] : OP_CHUNKS) *
+           (point->per_target ? targets_of(operation) : 1);
+}
+
+/* Each of the first targets, then about the middle, then the last; 0 after that. */
+static long next_count(const struct operation *operation, const struct point *point, long count)
+{
+    long last = times_reached(operation, point), targets = point->per_target ? targets_of(operation) : 1;
+    if (count >= last)
+        return 0;
+    if (count < targets)
+        return count + 1;
+    return count < (last + 1) / 2 ? (last + 1) / 2 : last;
+}
 
 /* Every point x operation x first, middle, last block (or chunk): the change counts once, with the right result. */
 static void killed_at_every_point(void)
@@ -395,9 +466,7 @@ static void killed_at_every_point(void)
             const struct point *point = &POINTS[p];
             if ((!operation->journalled && !point->any_change) || (!operation->additive && point->additive_only))
                 continue;
-            bool one = operation->opcode == SMB_FETCH_ADD || operation->opcode == SMB_COMPARE_SWAP;
-            long last = one ? 1 : point->per_block ? BLOCKS : OP_CHUNKS;
-            for (long count = 1; count <= last; count += count == last || last == 1 ? 1 : (last - 1) / 2 + (last - 1) % 2) {
+            for (long count = 1; count > 0; count = next_count(operation, point, count)) {
                 die_in(&host, &reach, &told, operation, point->name, count, &calling);
                 live_again(&host, &reach, &told, operation, &calling);
                 deaths++;
@@ -405,7 +474,7 @@ static void killed_at_every_point(void)
         }
     }
     printf("  %d kills\n", deaths);
-    CHECK(deaths > 150);
+    CHECK(deaths > 400);
     end(&host, &reach, told);
 }
 
@@ -426,12 +495,94 @@ static void killed_in_recovery(void)
         for (size_t p = 0; p < sizeof points / sizeof *points && operation->journalled; p++) {
             if (!operation->additive && strcmp(points[p], "journal.block_half") == 0)
                 continue;
-            die_in(&host, &reach, &told, operation, "journal.block_changed", operation->additive ? 6 : 1, &calling);
-            CHECK_EQ(host_serve(&host, at(points[p], 1, true)).pid, 0);
-            host_await_kill(&host);
-            live_again(&host, &reach, &told, operation, &calling);
+            for (long count = 1; count <= (strcmp(points[p], "recovery.slots_done") ? targets_of(operation) : 1); count++) {
+                bool once = strcmp(points[p], "recovery.finished") == 0 || strcmp(points[p], "recovery.noted") == 0;
+                if (once && count > 1)
+                    continue;
+                die_in(&host, &reach, &told, operation, "journal.block_changed", operation->additive ? 6 : 1, &calling);
+                CHECK_EQ(host_serve(&host, at(points[p], count, true)).pid, 0);
+                host_await_kill(&host);
+                live_again(&host, &reach, &told, operation, &calling);
+            }
         }
     }
+    end(&host, &reach, told);
+}
+
+static int local_add(const char *name, uint64_t chunk, float *model)
+{
+    static float ones[CHUNK / 4];
+    struct smb_segment *segment;
+    for (int i = 0; i < CHUNK / 4; i++)
+        ones[i] = (float)(i % 7 + 1);
+    CHECK_EQ(smb_segment_open(scratch_path(name), &segment), SMB_OK);
+    struct smb_change add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .offset = chunk * CHUNK, .bytes = CHUNK,
+                             .source = ones};
+    int status = smb_segment_apply(segment, &add, smb_now_ns() + 20000000U);
+    smb_segment_release(segment);
+    for (uint64_t i = 0; status == SMB_OK && i < CHUNK / 4; i++)
+        model[chunk * CHUNK / 4 + i] += ones[i];
+    return status;
+}
+
+/* Of the chunks that a step changes together some are marked and some are not: those are a local client's to change, and what it
+ * does there is neither lost nor overwritten, before the step (it had not begun) as after it (it was over). */
+static void local_client_between_marks(void)
+{
+    struct host host;
+    struct reach reach;
+    struct told told;
+    struct calling calling;
+    begin(&host, &reach, &told);
+    for (long marked = 1; marked <= 2; marked++) {
+        die_in(&host, &reach, &told, &ADAM, "journal.marked", marked, &calling);
+        CHECK_EQ(local_add("floats", 0, float_content), SMB_TIMEOUT);
+        CHECK_EQ(local_add("state-0", 0, states[0]), marked == 1 ? SMB_OK : SMB_TIMEOUT);
+        CHECK_EQ(local_add("state-1", 0, states[1]), SMB_OK);
+        live_again(&host, &reach, &told, &ADAM, &calling);
+        CHECK_EQ(told.finished, 0);
+
+        die_in(&host, &reach, &told, &ADAM, "journal.unmarked", marked, &calling);
+        CHECK_EQ(local_add("state-1", 0, states[1]), SMB_TIMEOUT);
+        smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], CHUNK / 4, &HYPER); /* chunk 0 is done */
+        CHECK_EQ(local_add("floats", 0, float_content), SMB_OK);
+        CHECK_EQ(local_add("state-0", 0, states[0]), marked == 2 ? SMB_OK : SMB_TIMEOUT);
+        told = host_serve(&host, (struct command){.count = 0});
+        CHECK(told.torn == 0 && told.finished == 1);
+        reach_resume(&reach, told.port);
+        pthread_join(calling.thread, NULL);
+        CHECK_EQ(calling.outcome.status, SMB_OK);
+        smb_kernel_step(ADAM.rule, float_content + CHUNK / 4, gradient + CHUNK / 4, states[0] + CHUNK / 4, states[1] + CHUNK / 4,
+                        (OP_BYTES - CHUNK) / 4, &HYPER);
+        check_content(&reach);
+    }
+    end(&host, &reach, told);
+}
+
+/* A state that is gone when the daemon starts again: the rest is set free and counted, up to the last block that was whole. */
+static void state_is_gone(void)
+{
+    enum { BLOCK = JOURNAL_BLOCK_BYTES / 4 / 4 };
+    struct host host;
+    struct reach reach;
+    struct told told;
+    struct calling calling;
+    struct smb_segment *segment;
+    begin(&host, &reach, &told);
+    die_in(&host, &reach, &told, &ADAM, "journal.block_half", 3, &calling);
+    CHECK_EQ(unlink(scratch_path("state-0")), 0);
+    told = host_serve(&host, (struct command){.count = 0}); /* with an empty one in its place */
+    CHECK(told.torn == 2 && told.finished == 0);
+    smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], 2 * BLOCK, &HYPER);
+    CHECK_EQ(smb_segment_open(scratch_path("floats"), &segment), SMB_OK);
+    CHECK(memcmp(smb_segment_data(segment), float_content, BYTES) == 0);
+    smb_segment_release(segment);
+    CHECK_EQ(smb_segment_open(scratch_path("state-1"), &segment), SMB_OK);
+    CHECK(memcmp(smb_segment_data(segment), states[1], BYTES) == 0);
+    smb_segment_release(segment);
+    reach_resume(&reach, told.port);
+    pthread_join(calling.thread, NULL);
+    CHECK_EQ(calling.outcome.status, SMB_OK);
     end(&host, &reach, told);
 }
 
@@ -499,6 +650,9 @@ static void lost_journal(void)
         unlink(scratch_path("target"));
         unlink(scratch_path("source"));
         unlink(scratch_path("floats"));
+        unlink(scratch_path("gradient"));
+        unlink(scratch_path("state-0"));
+        unlink(scratch_path("state-1"));
     }
 }
 
@@ -522,7 +676,7 @@ static void journal_of_the_version_before(void)
     file = fopen(scratch_path("journal"), "r");
     CHECK(file != NULL && fseek(file, 8, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
     fclose(file);
-    CHECK_EQ(version, 2);
+    CHECK_EQ(version, 3);
     end(&host, &reach, told);
 }
 
@@ -552,7 +706,7 @@ static void garbage_in_slots(void)
 int main(void)
 {
     static const struct test tests[] = {TEST(killed_at_every_point), TEST(killed_in_recovery),
-                                        TEST(local_client_waits_for_recovery), TEST(lost_journal), TEST(journal_of_the_version_before),
+                                        TEST(local_client_between_marks), TEST(state_is_gone), TEST(local_client_waits_for_recovery), TEST(lost_journal), TEST(journal_of_the_version_before),
                                         TEST(garbage_in_slots)};
     return RUN_TESTS(tests);
 }
