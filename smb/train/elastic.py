@@ -28,7 +28,7 @@ _BLOCK = 1 << 16  # elements: two arrays of them stay in a core's cache between 
 def check_settings(scheme: str, alpha: float | None, every: int) -> None:
     """Raise InvalidArgumentError unless 0 < alpha <= 1 (None: BETA / p) and every >= 1."""
     if alpha is not None and not 0 < alpha <= 1:
-        raise InvalidArgumentError(f"scheme {scheme!r}: alpha={alpha!r} is no moving rate; it is more than 0, at most 1")
+        raise InvalidArgumentError(f"scheme {scheme!r}: alpha={alpha!r} is no moving rate; it is in 0 < alpha <= 1")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise InvalidArgumentError(f"scheme {scheme!r}: every={every!r} is no number of steps; it is at least 1")
 

@@ -88,7 +88,7 @@ def test_a_lost_server_surfaces_and_still_each_element_counts_once(
 
 
 def test_a_restart_in_the_middle_is_not_noticed(cluster: smb.LocalCluster, delta: np.ndarray) -> None:
-    """kill -9 and restart of each server in turn while contributions follow one another: none fails, each counts once."""
+    """kill -9 and restart of each server under contributions that follow one another: none fails, each counts."""
     with smb.connect(cluster.address, transport="tcp", timeout=30) as client:
         buffer = client.create("w", SIZE, stripe="64KiB")
         contribution = Contribution(client, buffer)
