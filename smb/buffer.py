@@ -9,12 +9,12 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from smb import arrays, engine
+from smb import arrays, engine, metadata
 from smb.dtypes import DTYPES, OPS, SPARSE_WIRE, WIRES, Dtype
 from smb.engine import (
     NOWHERE,
@@ -80,6 +80,7 @@ class BufferInfo:
     versions: int
     copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
     wire: str = "exact"  # how its elements travel unless a call says
+    metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; of one that was listed, ""
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
@@ -108,6 +109,7 @@ class BufferInfo:
             buffer.versions or 1,
             buffer.copy_stride_bytes,
             buffer.wire or "exact",
+            buffer.metadata,
         )
 
 
@@ -189,6 +191,13 @@ class Buffer:
     def wire(self) -> str:
         """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
         return self._info.wire
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What it was created with beside its elements: a JSON object, the same for everybody, for good. The dict is
+        made anew at each look; to change it changes nothing here.
+        """
+        return metadata.decode(self._info.metadata_json)
 
     @property
     def layout(self) -> Layout:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -32,6 +32,7 @@ from smb.engine import AskOpcode, EngineClient, Link
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.layout import SegmentPlace
 from smb.lock import Lock, Renewals
+from smb.metadata import JSON, encode
 from smb.proto import control_pb2 as pb
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
@@ -148,6 +149,7 @@ class Client:
         like: Buffer | str | None = None,
         exist_ok: bool = False,
         wire: str | None = None,
+        metadata: Mapping[str, JSON] | None = None,
     ) -> Buffer:
         """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
 
@@ -159,7 +161,9 @@ class Client:
         same shape and dtype instead. versions=2 keeps two copies, so that a read never mixes what publish() replaces;
         such a buffer changes by publish alone, and takes twice the memory. `wire` is how its elements travel where a
         call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it
-        along.
+        along. `metadata` is a JSON object, at most 1 MiB as text, that the coordinator keeps with the buffer: whoever
+        opens it finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by
+        exist_ok=True has the metadata that it was created with.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -190,6 +194,7 @@ class Client:
             like=model.name if model is not None else "",
             exist_ok=exist_ok,
             wire=wire or "",
+            metadata=encode(f"create {name!r}", metadata) if metadata is not None else "",
         )
         if stripe is not None and request.stripe_bytes == 0:
             raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,9 @@ from smb.cli.options import Coordinator, Json
 from smb.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
-    from smb import Buffer, BufferInfo
+    from smb import Buffer
+
+_SHOWN_MAX = 200  # characters of one entry of the metadata
 
 
 def stat(
@@ -21,24 +24,20 @@ def stat(
 ) -> None:
     """Show one buffer in detail.
 
-    Shape, layout, and where each segment lies.
+    Shape, layout, metadata, and where each segment lies.
     """
     from smb.cli.describe import buffer_json
-    from smb.errors import NotFoundError
 
     with connect(coordinator) as client:
-        # Not client.open: to look at a buffer needs no way to its bytes, and its servers may be down.
-        buffer = next((each for each in client.list() if each.name == name), None)
-        if buffer is None:
-            raise NotFoundError(f"no buffer {name!r}; `smb ls` lists those there are")
+        buffer = client.open(name)  # looks for no way to its bytes yet: its servers may be down
         addresses = {server.name: (server.address, server.alive) for server in client.servers()}
     if as_json:
-        print_json(buffer_json(buffer))
+        print_json({**buffer_json(buffer), "metadata": buffer.metadata})
         return
     _show(buffer, addresses)
 
 
-def _show(buffer: Buffer | BufferInfo, addresses: dict[str, tuple[str, bool]]) -> None:
+def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]]) -> None:
     from smb.cli.describe import format_shape
     from smb.config import format_bytes
 
@@ -57,6 +56,9 @@ def _show(buffer: Buffer | BufferInfo, addresses: dict[str, tuple[str, bool]]) -
         ("epoch", str(layout.epoch)),
     ):
         facts.add_row(key, value)
+    for key, item in buffer.metadata.items():
+        text = json.dumps(item, ensure_ascii=False)
+        facts.add_row(f"metadata {key}", text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + " ...  (all: --json)")
     out.print(facts)
     out.print()
     rows = table("SEGMENT", "SERVER", "STATE", "ADDRESS", "SIZE", "ID", right=("SEGMENT", "SIZE"))

@@ -38,6 +38,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         exist_ok=request.exist_ok,
         versions=request.versions or 1,
         wire=request.wire,
+        metadata=request.metadata,
     )
     return check_creation(creation, replicas=request.replicas)
 
@@ -59,8 +60,8 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
     return ServerRegistered(server, frozenset(request.segment_ids))
 
 
-def buffer_message(state: State, record: BufferRecord) -> pb.Buffer:
-    """Return the buffer with the addresses that its servers have now."""
+def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) -> pb.Buffer:
+    """Return the buffer with the addresses that its servers have now; one that is `listed` without its metadata."""
     layout = pb.Layout(
         epoch=record.epoch,
         stripe_bytes=record.stripe_bytes,
@@ -79,6 +80,7 @@ def buffer_message(state: State, record: BufferRecord) -> pb.Buffer:
         versions=record.versions,
         wire=record.wire,
         copy_stride_bytes=record.copy_stride_bytes,
+        metadata="" if listed else record.metadata,
     )
 
 

@@ -59,6 +59,7 @@ class BufferRecord:
     kind: Kind = Kind.BUFFER  # from here on the defaults are those of records that were stored without it
     versions: int = 1
     wire: str = "exact"
+    metadata: str = ""  # a JSON object, checked; empty: {}
 
     @property
     def key(self) -> str:

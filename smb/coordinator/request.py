@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from smb import metadata
 from smb.config import parse_address
 from smb.coordinator.records import Kind, key_of
 from smb.dtypes import DTYPES, WIRES
@@ -35,6 +36,7 @@ class Creation:
     versions: int = 1
     kind: Kind = Kind.BUFFER
     wire: str = ""
+    metadata: str = ""
 
     @property
     def key(self) -> str:
@@ -72,6 +74,7 @@ def check_creation(creation: Creation, *, replicas: int) -> Creation:
             f"{asked} with versions={creation.versions}: a buffer has 1 version, or 2: one published, one being written"
         )
     check_wire(creation)
+    metadata.check(asked, creation.metadata)
     return creation
 
 

@@ -172,7 +172,7 @@ class CoordinatorService(CoordinatorServicer):
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
         """See control.proto. By name."""
         state = self._ledger.state
-        return pb.ListBuffersReply(buffers=[buffer_message(state, record) for record in state.listed()])
+        return pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in state.listed()])
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""

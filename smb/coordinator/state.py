@@ -57,6 +57,7 @@ SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown th
 BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536
+METADATA_BYTES_MAX = 256 << 20  # of all buffers: it is held in memory, and read whole at every start
 FIRST_EPOCH = 1
 
 Key = TypeVar("Key")
@@ -273,6 +274,8 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         return state, ()
     if len(state.buffers) >= BUFFERS_MAX:
         raise OutOfMemoryError(f'no place for "{creation.name}": a cluster has at most {BUFFERS_MAX} buffers')
+    if creation.metadata:
+        _check_room_for_metadata(state, creation)
     if creation.like:
         like = _find_ready(state, creation.like)
         creation = _shaped_like(creation, like)
@@ -408,6 +411,15 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         raise AlreadyExistsError(f'a buffer "{existing.name}" exists, but {differs}')
 
 
+def _check_room_for_metadata(state: State, creation: Creation) -> None:
+    there = sum(len(record.metadata) for record in state.buffers.values())
+    if there + len(creation.metadata) > METADATA_BYTES_MAX:
+        raise OutOfMemoryError(
+            f"{creation.asked}: no room for {len(creation.metadata)} bytes of metadata: the buffers that are there "
+            f"have {there} of {METADATA_BYTES_MAX} bytes; delete some, or keep it in a buffer"
+        )
+
+
 def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
     segments = tuple(segment.server for segment in existing.segments)
     servers = tuple(dict.fromkeys(segments))
@@ -478,6 +490,7 @@ def _pending(creation: Creation, placement: Placement, new_id: Callable[[], int]
         kind=creation.kind,
         versions=creation.versions,
         wire=creation.wire or "exact",
+        metadata=creation.metadata,
     )
 
 

@@ -364,6 +364,31 @@ def test_placement_by_number_name_and_likeness(connect: Connect) -> None:
     assert [(piece.segment, piece.offset, piece.count) for piece in pieces] == [(0, 2048, 2048), (1, 0, 2048)]
 
 
+def test_metadata_is_there_for_whoever_opens(connect: Connect) -> None:
+    """Every client sees what the first creation gave, as a dict that is its own; list() does without."""
+    one, two = connect(), connect("tcp")
+    given = {"run": {"every": 50, "names": ["a", "b"]}, "rate": 0.1}
+    made = one.create("w", 10, metadata=given)
+    assert made.metadata == given
+    opened = two.open("w")
+    opened.metadata["run"]["every"] = 1
+    assert opened.metadata == two.open("w").metadata == given
+    assert two.create("w", 10, metadata={"other": 1}, exist_ok=True).metadata == given
+    assert two.create("v", like=opened).metadata == {}
+    assert two.create("u", 10, metadata={"a": "x" * ((1 << 20) - 8)}).metadata == two.open("u").metadata
+    assert [info.metadata_json for info in two.list()] == ["", "", ""]
+    for wrong, told in (
+        ({"a": np.zeros(3)}, "ndarray"),
+        ({"a": "x" * (1 << 20)}, "room for 1 MiB"),
+        ([1], "no mapping"),
+    ):
+        with pytest.raises(smb.InvalidArgumentError, match=rf"create 't': .*{told}"):
+            one.create("t", 10, metadata=wrong)  # type: ignore[arg-type]
+    assert len(one.list()) == 3
+    one.delete("w")
+    assert one.create("w", 10).metadata == {}
+
+
 def test_open_waits_for_the_creator(connect: Connect) -> None:
     """open(timeout=) returns when somebody creates the name, and gives up with NotFoundError."""
     client, creator = connect(), connect()

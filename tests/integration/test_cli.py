@@ -79,12 +79,27 @@ def test_a_buffer_from_creation_to_deletion(cluster: smb.LocalCluster) -> None:
     for server in cluster.servers:
         assert server.name in detail.stdout
     described = json.loads(run_smb("stat", name, "--json", coordinator=cluster.address).stdout)
-    assert described == entry
+    assert described == {**entry, "metadata": {}}
     assert sum(segment["nbytes"] for segment in described["segments"]) == 1_200_000
     assert {segment["server"] for segment in described["segments"]} == {server.name for server in cluster.servers}
 
     assert run_smb("rm", name, coordinator=cluster.address).returncode == 0
     assert json.loads(run_smb("ls", "--json", coordinator=cluster.address).stdout) == []
+
+
+def test_stat_shows_metadata(cluster: smb.LocalCluster) -> None:
+    """stat names each entry, shortened where it is long, and has all of it with --json; ls has none."""
+    with smb.connect(cluster.address) as client:
+        given = {"run": {"every": 50}, "long": "x" * 1000}
+        client.create("cli/meta", (4,), metadata=given)
+        shown = run_smb("stat", "cli/meta", coordinator=cluster.address)
+        assert shown.returncode == 0, shown.stderr
+        assert any("metadata run" in line and '{"every": 50}' in line for line in shown.stdout.splitlines())
+        assert "x" * 300 not in shown.stdout
+        described = json.loads(run_smb("stat", "cli/meta", "--json", coordinator=cluster.address).stdout)
+        assert described["metadata"] == given
+        assert "metadata" not in run_smb("ls", "--json", coordinator=cluster.address).stdout
+        client.delete("cli/meta")
 
 
 def test_create_with_a_wire(cluster: smb.LocalCluster) -> None:

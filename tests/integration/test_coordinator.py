@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sqlite3
 import threading
 import urllib.error
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from smb.coordinator.store import FILE_NAME
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
@@ -146,6 +148,10 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
         ({"stripe_bytes": 1000}, "multiple of 4096"),
         ({"replicas": 2}, "replication is not there yet"),
         ({"versions": 3}, "a buffer has 1 version, or 2"),
+        ({"metadata": "[1]"}, 'create of "w": metadata is no JSON object'),
+        ({"metadata": '{"a":' * 100_000}, "nests deeper than 64"),
+        ({"metadata": " " * (1 << 20) + "{}"}, "there is room for 1 MiB"),
+        ({"kind": pb.LOCK, "metadata": "{}"}, 'lock "w": the coordinator decides its form and place'),
         ({"kind": pb.LOCK}, 'lock "w": the coordinator decides its form and place'),
         ({"kind": 7}, "there is no kind 7"),
         ({"server_names": ["a", "x"]}, 'no memory server "x"'),
@@ -256,6 +262,38 @@ def test_everything_comes_back_after_a_kill(
         server.renew(coordinator)
         assert set(server.segments) <= {segment.id for segment in made.layout.segments}
     create(coordinator, "half")
+
+
+def test_metadata_outlives_a_kill_and_old_state_has_none(
+    daemons: Daemons, daemon: Daemon, coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """1 MiB of it is opened as it was created, after kill -9 too, and not listed; a file written by a coordinator that
+    knew of none is read, and its buffers have none.
+    """
+    text = json.dumps({"a": "x" * ((1 << 20) - 20)})
+    made, plain = create(coordinator, "w", metadata=text), create(coordinator, "v")
+    assert (made.metadata, plain.metadata) == (text, "")
+    assert create(coordinator, "w", metadata='{"b":1}', exist_ok=True) == made
+    address, file = daemon.address, daemons.directory / "state" / FILE_NAME
+    daemon.kill()
+    again = daemons.coordinator(listen=address)
+    assert names(coordinator) == ["v", "w"]
+    assert open_buffer(coordinator, "w") == made
+    listed = coordinator.ListBuffers(pb.ListBuffersRequest(), timeout=10).buffers
+    assert [buffer.metadata for buffer in listed] == ["", ""]
+    again.stop()
+    with closing(sqlite3.connect(file)) as database, database:
+        rows = database.execute("SELECT key, text FROM records WHERE key LIKE 'buffer/%'").fetchall()
+        assert len(rows) == 2
+        for key, old in rows:
+            fields = json.loads(old)
+            del fields["metadata"]
+            database.execute("UPDATE records SET text = ? WHERE key = ?", (json.dumps(fields), key))
+    daemons.coordinator(listen=address)
+    assert names(coordinator) == ["v", "w"]
+    assert open_buffer(coordinator, "v") == plain
+    assert open_buffer(coordinator, "w").metadata == ""
+    create(coordinator, "u", metadata=text)
 
 
 def test_a_deleted_buffer_of_a_server_that_is_away_is_dropped_at_its_return(

@@ -1,0 +1,31 @@
+"""Training through the box: schemes by which workers that come and go share one model.
+
+>>> worker = smb.train.join(client, "run", values, smb.train.LocalSGD(every=50))
+>>> for batch in batches:
+...     values -= rate * gradient(values, batch)
+...     worker.step(samples=len(batch))
+
+Framework-neutral: `values` is a flat float32 array. docs/training.md compares the schemes.
+"""
+
+from smb.train.group import delete
+from smb.train.guards import Guards, RefusedContributionError
+from smb.train.members import MembershipLostError
+from smb.train.scheme import SCHEMES, Exchange, Scheme
+from smb.train.status import GroupStatus, WorkerStatus, status
+from smb.train.worker import Worker, join
+
+__all__ = [
+    "SCHEMES",
+    "Exchange",
+    "GroupStatus",
+    "Guards",
+    "MembershipLostError",
+    "RefusedContributionError",
+    "Scheme",
+    "Worker",
+    "WorkerStatus",
+    "delete",
+    "join",
+    "status",
+]
