@@ -268,9 +268,9 @@ class Shared:
 def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
     """Return what a group shares, by name, without taking part: for evaluation, or to start from. float32, on the CPU.
 
-    Integer buffers are each process's own and are not in it: model.load_state_dict(..., strict=False) where the model
-    has batch normalisation. Blocks for two reads. Raises NotFoundError, InvalidArgumentError (a group that was not made
-    by smb.torch.join).
+    Integer and float64 buffers are each process's own and are not in it: load_state_dict(strict=False) where the model
+    has some (PyTorch does without batch normalisation's num_batches_tracked). Blocks for two reads. Raises
+    NotFoundError, InvalidArgumentError (a group that was not made by smb.torch.join).
     """
     pairs = [(client.open(name), smb.train.shared(client, name))]
     with contextlib.suppress(NotFoundError):
@@ -291,12 +291,11 @@ def _metadata(vector: Trained | Untrained) -> dict[str, Any]:
 
 
 def _table(buffer: smb.Buffer) -> TensorTable:
-    table = TensorTable.from_metadata(buffer.metadata, buffer.nbytes)
-    if not table:
+    if not buffer.table:
         raise InvalidArgumentError(
             f"group of buffer {buffer.name!r}: it has no names for its tensors, so it was not made by smb.torch.join"
         )
-    return table
+    return buffer.table
 
 
 def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:

@@ -137,8 +137,10 @@ def test_another_process_opens_tensors_by_name(connect: Connect) -> None:
         assert torch.equal(found["4.weight"], model[3].weight)
         fresh = network(5)
         fresh.append(nn.Linear(8, 4))
-        missing, unexpected = fresh.load_state_dict(found, strict=False)
-        assert (missing, unexpected) == (["1.num_batches_tracked"], [])
+        fresh.load_state_dict(found)  # PyTorch does without num_batches_tracked
+        assert torch.equal(fresh[0].bias, model[0].bias)
+        fresh = network(6)
+        fresh.append(nn.Linear(8, 4))
         fresh.load_state_dict(shared.state_dict())
         assert torch.equal(fresh[0].bias, model[0].bias)
 
@@ -228,7 +230,7 @@ def test_other_models_and_settings_are_refused(connect: Connect) -> None:
     model = network()
     with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=client):
         other = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
-        with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight: float32\[6, 8\] at byte 0, not float32\[8, 6\]"):
+        with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight: float32\[6, 8\] .*, not float32\[8, 6\]"):
             smb.torch.join(other, sgd(other), "run", client=client)
         other = network()
         with pytest.raises(smb.InvalidArgumentError, match=r"test-adding\.every is 1, not 3"):
