@@ -16,7 +16,7 @@ TRANSPORTS = ("auto", "shm", "tcp")
 # Small enough that the 150 KiB of parameters lie on all of a few servers.
 STRIPE_BYTES = 16 * 1024
 # How long a killed worker may keep the others waiting, in the schemes that wait.
-LEASE_S = 2.0
+LEASE_S = 1.5
 # The workers claim samples in portions of so many batches.
 PORTION_BATCHES = 4
 
@@ -63,7 +63,7 @@ class DemoConfig:
     @classmethod
     def short(cls, scheme: str = "seasgd", *, transport: str = "auto", seed: int = 0) -> DemoConfig:
         """Return a run of a few seconds that still learns, dies and joins: two workers, no comparison, no plot."""
-        return cls(scheme, transport, workers=2, epochs=30.0, seed=seed, target=0.90, compare=False)
+        return cls(scheme, transport, workers=2, epochs=25.0, seed=seed, target=0.90, compare=False)
 
     @property
     def recipe(self) -> Recipe:
