@@ -234,7 +234,8 @@ def _tensors(asked: str, state: State) -> dict[str, torch.Tensor]:
 
 def _as_torch(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
     """Return bytes as a tensor, without a copy."""
-    return torch.from_numpy(memory).view(getattr(torch, dtype.name)).view(shape)
+    kind = getattr(torch, dtype.name)
+    return torch.from_numpy(memory).view(kind).view(shape) if memory.size else torch.empty(shape, dtype=kind)
 
 
 def _check_same(asked: str, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -105,6 +105,89 @@ def test_such_a_buffer_changes_by_publish_alone(client: smb.Client) -> None:
     assert (plain.read() == 1).all()
 
 
+def test_a_pin_holds_one_version(client: smb.Client, connect: Connect) -> None:
+    """What is read through a pin, piece by piece, is of one version, while the next is published and the one after it
+    waits; the pin's end lets it go on.
+    """
+    buffer = client.create("w", (3, 100), "int64", versions=2)
+    mine = connect("tcp").open("w")
+    with mine.pin() as pin:
+        assert pin.version == 0
+        assert not pin.read().any()
+    for number in (1, 2):
+        buffer.publish(np.full((3, 100), number))
+    with mine.pin(ttl=30) as pin, buffer.pin(ttl=30) as other:
+        assert pin.version == other.version == 2
+        assert pin.read(7, 3).tolist() == [2, 2, 2]
+        buffer.publish(np.full((3, 100), 3))
+        with pytest.raises(smb.TimeoutError, match=r"a reader's pin, for 0\.2 s; nothing done"):
+            buffer.publish(np.full((3, 100), 4), timeout=0.2)
+        assert (buffer.version, mine.version) == (3, 3)
+        assert (buffer.read() == 3).all()
+        assert (pin.read() == 2).all()
+        out = np.empty(300, np.int64)
+        assert other.read(out=out) is out
+        assert (out == 2).all()
+        publishing = threading.Thread(target=lambda: buffer.publish(np.full((3, 100), 4), timeout=30))
+        publishing.start()
+        with mine.pin() as later:
+            assert later.version == 3
+            assert (later.read() == 3).all()
+        assert (pin.read(299, 1) == 2).all()
+    publishing.join()
+    assert buffer.version == 4
+    for call in (
+        lambda: pin.read(),
+        lambda: buffer.pin(ttl=31),
+        lambda: buffer.pin(ttl=0),
+        lambda: buffer.pin(ttl="1"),
+    ):
+        with pytest.raises(smb.InvalidArgumentError, match="pin of buffer 'w'"):
+            call()
+    with pytest.raises(smb.InvalidArgumentError, match="create it with versions=2"):
+        client.create("v", 3).pin()
+
+
+def test_a_pin_ends_by_itself(client: smb.Client, connect: Connect) -> None:
+    """A reader that holds a pin for too long delays a publisher until the pin's ttl is over, and is told that it has
+    lost: it never gets another version's values.
+    """
+    buffer = client.create("w", 1000, "int64", versions=2)
+    mine = connect("tcp").open("w")
+    for number in (1, 2):
+        buffer.publish(np.full(1000, number))
+    with mine.pin(ttl=1.0) as pin:
+        began = time.monotonic()
+        buffer.publish(np.full(1000, 3))
+        buffer.publish(np.full(1000, 4))
+        assert 0.5 < time.monotonic() - began < 8
+        for _ in range(2):
+            with pytest.raises(smb.LockLostError, match="version 2 was overwritten: the pin ran out after 1 s"):
+                pin.read(0, 10)
+    with mine.pin(ttl=1.0) as pin:
+        assert (pin.version, pin.read(0, 1)[0]) == (4, 4)
+
+
+def test_a_whole_version_and_its_number(client: smb.Client) -> None:
+    """read_version fills an array and says which version it is."""
+    buffer = client.create("w", (3, 100), "int64", versions=2)
+    out = np.ones((3, 100), np.int64)
+    assert buffer.read_version(out) == 0
+    assert not out.any()
+    for number in (1, 2, 3):
+        buffer.publish(np.full(300, number))
+        assert buffer.read_version(out) == number
+        assert (out == number).all()
+    for wrong in (np.zeros(299, np.int64), np.zeros(300, np.int32)):
+        with pytest.raises(smb.InvalidArgumentError):
+            buffer.read_version(wrong)
+    with pytest.raises(smb.InvalidArgumentError, match="create it with versions=2"):
+        client.create("v", 3).read_version(np.zeros(3, np.float32))
+    for timeout in (-1, float("nan"), 1e9):
+        with pytest.raises(smb.InvalidArgumentError, match="timeout="):
+            buffer.publish(out, timeout=timeout)
+
+
 def test_a_publication_survives_its_server() -> None:
     """kill -9 and restart of the home: what was published stays, who waits goes on waiting, the next number follows."""
     with (

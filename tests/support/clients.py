@@ -89,6 +89,16 @@ def add(barrier: Any, address: str, transport: str, name: str, ranges: Sequence[
         return buffer.transports
 
 
+def add_ones(barrier: Any, address: str, transport: str, times: int) -> int:
+    """Add to one tensor of a buffer, knowing its name alone."""
+    with smb.connect(address, transport=transport) as client:
+        bias = client.open("model").tensor("layer1.bias")
+        barrier.wait()
+        for _ in range(times):
+            bias.accumulate(np.ones(bias.shape, bias.dtype))
+        return bias.size
+
+
 def count_up(barrier: Any, address: str, transport: str, name: str, times: int) -> list[int]:
     """fetch_add 1 and, in between, accumulate TURN to the same element; return the tickets drawn."""
     with smb.connect(address, transport=transport, timeout=30) as client:
