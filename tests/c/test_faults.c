@@ -596,6 +596,50 @@ static void parked_sums_keep_their_sources(void)
     rig_stop(&rig);
 }
 
+/* Steps over several chunks, the first of them parked behind a process that was stopped in its state's chunk: the weights' chunk is
+ * free meanwhile, and each step has its own gradient when it is made. */
+static void parked_steps_hold_nothing(void)
+{
+    enum { CHUNK = 4096, CHUNKS = 4, FLOATS = CHUNKS * CHUNK / 4 };
+    struct rig rig;
+    struct reach reach, other;
+    struct smb_server_counters counters;
+    static float content[FLOATS];
+    pid_t holder = fork_stopped_holder(rig_segment_path(2, 0));
+    rig_start(&rig, (struct smb_layout){sizeof content, sizeof content, CHUNK, 1}, SMB_FLOAT32);
+    rig_add_buffer(&rig, 1);
+    rig_add_buffer(&rig, 2);
+    wait_for_stop(holder);
+    reach_make(&reach, &rig, BY_TCP, 41);
+    reach_make(&other, &rig, BY_TCP, 42);
+    struct smb_buffer *gradient = reach_buffer(&reach, &rig, BY_TCP, 1), *state = reach_buffer(&reach, &rig, BY_TCP, 2);
+    for (int i = 0; i < FLOATS; i++)
+        content[i] = (float)(1 + i * 4 / CHUNK);
+    must(gradient, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof content, .source = content});
+    struct shared waiting = {.buffer = reach.buffer,
+                             .request = {.opcode = SMB_APPLY, .op = SMB_RULE_MOMENTUM, .bytes = sizeof content, .other = gradient,
+                                         .states = {state}, .hyper = {.lr = -1, .scale = 1, .mu = 1}}};
+    CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == 1));
+    for (int i = 0; i < 100; i++)
+        must(other.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = sizeof content,
+                                                .source = content});
+    CHECK_EQ(kill(holder, SIGCONT), 0);
+    pthread_join(waiting.thread, NULL);
+    CHECK_EQ(waitpid(holder, NULL, 0), holder);
+    static float found[FLOATS];
+    must(state, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    CHECK(memcmp(found, content, sizeof found) == 0);
+    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    for (int i = 0; i < FLOATS; i++)
+        CHECK(found[i] == 101 * content[i]);
+    smb_buffer_destroy(gradient);
+    smb_buffer_destroy(state);
+    reach_end(&reach);
+    reach_end(&other);
+    rig_stop(&rig);
+}
+
 /* The server stops while requests are parked and connections are open, and waits for none of them. */
 static void server_stops_with_requests_parked(void)
 {
@@ -633,6 +677,7 @@ int main(void)
         TEST(peer_that_reads_late),
         TEST(stopped_holder_parks_requests),
         TEST(parked_sums_keep_their_sources),
+        TEST(parked_steps_hold_nothing),
         TEST(account_of_a_local_call),
         TEST(waiting_for_a_local_chunk_holds_up_nobody),
         TEST(server_stops_with_requests_parked),

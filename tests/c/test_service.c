@@ -129,6 +129,110 @@ static void every_operation_by_both(void)
     every_operation(BY_BOTH);
 }
 
+/* ---- optimizers' steps */
+
+static const struct smb_hyper HYPER = {.lr = 0.1, .scale = 0.5, .weight_decay = 0.01, .mu = 0.9, .beta1 = 0.9, .beta2 = 0.999,
+                                       .eps = 1e-8, .step = 5, .alpha = 0.3};
+enum { STEP_ARRAYS = 4, STEP_FLOATS = ELEMENTS * 2 };
+
+/* Random ranges of each rule over the ways to a server are what the kernel does with the whole arrays; where a segment is mapped
+ * nothing is done beside its server, and nothing at all. */
+static void steps_pass_the_gate(void)
+{
+    struct rig rig;
+    struct random random = random_make(20261122);
+    static float arrays[STEP_ARRAYS][STEP_FLOATS], found[STEP_FLOATS];
+    rig_start(&rig, LAYOUT, SMB_FLOAT32);
+    for (int number = 1; number < STEP_ARRAYS; number++)
+        rig_add_buffer(&rig, number);
+    for (int way = 0; way < WAYS; way++) {
+        struct reach reach;
+        struct smb_buffer *buffers[STEP_ARRAYS];
+        reach_make(&reach, &rig, (enum way)way, 20);
+        buffers[0] = reach.buffer;
+        for (int number = 0; number < STEP_ARRAYS; number++) {
+            for (int i = 0; i < STEP_FLOATS; i++)
+                arrays[number][i] = (float)random_below(&random, 1000) / 128 - (number < 3 ? 4 : 0);
+            if (number > 0)
+                buffers[number] = reach_buffer(&reach, &rig, (enum way)way, number);
+            must(buffers[number], (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof found, .source = arrays[number]});
+        }
+        for (int round = 0; round < 60; round++) {
+            int rule = 1 + round % 6, states = smb_rule_states(rule);
+            uint64_t at = random_below(&random, STEP_FLOATS), count = 1 + random_below(&random, STEP_FLOATS - at);
+            struct smb_request request = {.opcode = SMB_APPLY, .op = rule, .hyper = HYPER, .offset = 4 * at, .bytes = 4 * count,
+                                          .other = buffers[1],
+                                          .states = {states > 0 ? buffers[2] : NULL, states > 1 ? buffers[3] : NULL}};
+            if (way == BY_MAPPING || way == BY_BOTH) {
+                struct smb_outcome outcome;
+                CHECK_EQ(smb_transfer(buffers[0], &request, &outcome), SMB_INVALID);
+                CHECK(!outcome.sent && outcome.bytes_applied == 0);
+                continue;
+            }
+            must(buffers[0], request);
+            smb_kernel_step(rule, arrays[0] + at, arrays[1] + at, arrays[2] + at, arrays[3] + at, count, &HYPER);
+        }
+        for (int number = 0; number < STEP_ARRAYS; number++) {
+            must(buffers[number], (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+            CHECK(memcmp(found, arrays[number], sizeof found) == 0);
+            if (number > 0)
+                smb_buffer_destroy(buffers[number]);
+        }
+        reach_end(&reach);
+    }
+    rig_stop(&rig);
+}
+
+/* What no step can be is not sent: other layouts, types, numbers, a buffer twice, a state missing or too many is not looked at. */
+static void wrong_steps_are_not_sent(void)
+{
+    struct rig rig;
+    struct reach reach;
+    rig_start(&rig, LAYOUT, SMB_FLOAT32);
+    rig_add_buffer(&rig, 1);
+    reach_make(&reach, &rig, BY_TCP, 21);
+    struct smb_buffer *w = reach.buffer, *g = reach_buffer(&reach, &rig, BY_TCP, 1), *integers, *shorter, *unset;
+    struct smb_layout less = LAYOUT;
+    less.bytes -= 4;
+    CHECK_EQ(smb_buffer_create(reach.client, &LAYOUT, SMB_INT32, &integers), SMB_OK);
+    CHECK_EQ(smb_buffer_create(reach.client, &less, SMB_FLOAT32, &shorter), SMB_OK);
+    CHECK_EQ(smb_buffer_create(reach.client, &LAYOUT, SMB_FLOAT32, &unset), SMB_OK);
+    struct smb_hyper infinite = HYPER, none = HYPER;
+    infinite.lr = 1e300, none.step = 0;
+    const struct smb_request cases[] = {
+        {.op = 0, .other = g, .hyper = HYPER},
+        {.op = 7, .other = g, .hyper = HYPER},
+        {.op = SMB_RULE_SGD, .hyper = HYPER},
+        {.op = SMB_RULE_SGD, .other = w, .hyper = HYPER},
+        {.op = SMB_RULE_SGD, .other = integers, .hyper = HYPER},
+        {.op = SMB_RULE_SGD, .other = shorter, .hyper = HYPER},
+        {.op = SMB_RULE_SGD, .other = unset, .hyper = HYPER},
+        {.op = SMB_RULE_SGD, .other = g, .hyper = infinite},
+        {.op = SMB_RULE_MOMENTUM, .other = g, .hyper = HYPER},
+        {.op = SMB_RULE_MOMENTUM, .other = g, .states = {g}, .hyper = HYPER},
+        {.op = SMB_RULE_MOMENTUM, .other = g, .states = {w}, .hyper = HYPER},
+        {.op = SMB_RULE_ADAM, .other = g, .states = {unset, unset}, .hyper = HYPER},
+        {.op = SMB_RULE_ADAM, .other = g, .states = {unset, shorter}, .hyper = HYPER},
+        {.op = SMB_RULE_ADAM, .other = g, .states = {unset, w}, .hyper = none},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct smb_request request = cases[i];
+        struct smb_outcome outcome;
+        request.opcode = SMB_APPLY, request.bytes = 4, request.timeout_ms = RIG_TIMEOUT_MS;
+        CHECK_EQ(smb_transfer(w, &request, &outcome), SMB_INVALID);
+        CHECK(outcome.sent == 0 && outcome.bytes_applied == 0);
+        request.op = SMB_RULE_SGD, request.hyper = HYPER;
+        if (request.other == g)
+            must(w, request); /* beside it, one that can be: states that the rule has not are not looked at */
+    }
+    smb_buffer_destroy(g);
+    smb_buffer_destroy(integers);
+    smb_buffer_destroy(shorter);
+    smb_buffer_destroy(unset);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
 /* ---- many callers */
 
 struct caller {
@@ -530,6 +634,8 @@ int main(void)
         TEST(every_operation_by_unix_socket),
         TEST(every_operation_by_mapping),
         TEST(every_operation_by_both),
+        TEST(steps_pass_the_gate),
+        TEST(wrong_steps_are_not_sent),
         TEST(threads_share_a_client),
         TEST(threads_share_a_client_by_both),
         TEST(large_transfers),

@@ -47,6 +47,14 @@ def behind_a_proxy(directory: Path, plan: Plan) -> Iterator[tuple[str, Proxy]]:
         proxy.close()
 
 
+def make_weights(client: smb.Client) -> None:
+    """Make what steps are of; the gradient is ones."""
+    weights = client.create("weights", COUNT, "float32")
+    for name in ("gradient", "state"):
+        client.create(name, like=weights)
+    client.open("gradient").fill(1)
+
+
 class Worker:
     """One client's operations, and what it was told of them."""
 
@@ -54,7 +62,7 @@ class Worker:
         self._address, self._number, self._operations = address, number, operations
         self._checksum = checksum
         self.spoilt = 0
-        self.lane = self.common = self.combined = self.filled = 0
+        self.lane = self.common = self.combined = self.filled = self.steps = self.momenta = 0
         self.counted: list[int] = []
         self.swaps = 0
         self.failure: BaseException | None = None
@@ -72,9 +80,10 @@ class Worker:
         lane, common = client.open(f"lane-{self._number}"), client.open("common")
         combined, source = client.open(f"combined-{self._number}"), client.open("source")
         counter, scratch = client.open("counter"), client.open(f"scratch-{self._number}")
+        weights, gradient, state = (client.open(name) for name in ("weights", "gradient", "state"))
         ours = delta(COUNT)
         for turn in range(self._operations):
-            match turn % 6:
+            match turn % 8:
                 case 0:
                     lane.accumulate(ours)
                     self.lane += 1
@@ -90,6 +99,12 @@ class Worker:
                 case 4:
                     combined.accumulate_from(source)
                     self.combined += 1
+                case 5:
+                    weights.apply("sgd", gradient, lr=-1)
+                    self.steps += 1
+                case 6:
+                    weights.apply("momentum", gradient, state, lr=0, mu=1)
+                    self.momenta += 1
                 case _:
                     scratch.fill(turn)
                     self.filled = turn
@@ -113,6 +128,7 @@ def test_random_faults(tmp_path: Path) -> None:
                 client.create(name, COUNT, "int64")
             client.create("counter", 8, "int64")
             client.open("source").write(delta(COUNT))
+            make_weights(client)
         plan.quiet = False
         began = time.monotonic()
         workers = [Worker(address, number, OPERATIONS // workers_count) for number in range(workers_count)]
@@ -131,6 +147,8 @@ def test_random_faults(tmp_path: Path) -> None:
                 check_at_rest(client.open(f"combined-{number}").read(), worker.combined, f"combined {number}")
                 assert (client.open(f"scratch-{number}").read() == worker.filled).all()
             check_at_rest(client.open("common").read(), sum(worker.common for worker in workers), "common")
+            assert (client.open("weights").read() == sum(worker.steps for worker in workers)).all()
+            assert (client.open("state").read() == sum(worker.momenta for worker in workers)).all()
             counted = sorted(value for worker in workers for value in worker.counted)
             assert counted == list(range(len(counted)))
         fired = sum(proxy.fired.values())
@@ -167,6 +185,22 @@ def test_cut_at_each_byte(tmp_path: Path, reply: bool) -> None:
         assert plan.cuts >= HEADER.size
 
 
+@pytest.mark.parametrize("reply", [True, False], ids=["answer", "request"])
+def test_steps_cut_at_each_byte(tmp_path: Path, reply: bool) -> None:
+    """An optimizer's step whose answer, or request with its payload, is cut at each byte: made once, as a whole."""
+    nbytes = HEADER.size + (0 if reply else 96)
+    plan = CutEachByte(Opcode.APPLY, reply, nbytes)
+    with behind_a_proxy(tmp_path, plan) as (address, _), smb.connect(address, transport="tcp", timeout=60) as client:
+        make_weights(client)
+        weights, gradient, state = (client.open(name) for name in ("weights", "gradient", "state"))
+        for _ in range(nbytes + 1):
+            weights.apply("momentum", gradient, state, lr=-1, mu=1)
+        steps = nbytes + 1
+        assert (state.read() == steps).all()
+        assert (weights.read() == steps * (steps + 1) / 2).all()
+        assert plan.cuts >= nbytes
+
+
 class FlipBits:
     """Flips one bit of one frame in some: header, payload and checksum alike; never of a HELLO."""
 
@@ -194,6 +228,7 @@ def test_flipped_bits_with_checksums(tmp_path: Path) -> None:
             client.create("counter", 8, "int64")
             client.open("source").write(delta(COUNT))
             floats = client.create("floats", 5000)
+            make_weights(client)
         plan.quiet = False
         worker = Worker(address, 0, OPERATIONS // 4, checksum=True)
         worker.thread.start()
@@ -215,6 +250,8 @@ def test_flipped_bits_with_checksums(tmp_path: Path) -> None:
             check_at_rest(client.open("combined-0").read(), worker.combined, "combined")
             check_at_rest(client.open("common").read(), worker.common, "common")
             assert (client.open("scratch-0").read() == worker.filled).all()
+            assert (client.open("weights").read() == worker.steps).all()
+            assert (client.open("state").read() == worker.momenta).all()
         assert worker.counted == list(range(len(worker.counted)))
         flipped = dict(proxy.fired)
         print(f"{flipped}: {answers_spoilt + worker.spoilt} answers found spoilt")

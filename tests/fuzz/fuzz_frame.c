@@ -23,6 +23,7 @@ static struct smb_frame nearly(struct input *input)
 {
     static const uint32_t lengths[] = {8, 8, 16, 24, 4096, SMB_CHUNK_BYTES_MAX, SMB_CHUNK_BYTES_MAX + 8, 0};
     static const uint32_t payloads[] = {0, 8, 16, 24, SMB_SYNC_BYTES};
+    bool steps;
     struct smb_frame frame = {.opcode = (uint8_t)(take(input, 1) % (SMB_OPCODE_COUNT + 1)), .lane = 1, .epoch = 1, .session = 1,
                               .segment = 1, .dtype = SMB_INT64, .op = SMB_SUM, .argument = smb_bits_of(1.0)};
     uint64_t what = take(input, 1), how = take(input, 1);
@@ -33,11 +34,16 @@ static struct smb_frame nearly(struct input *input)
         frame.flags |= (uint16_t)((wire / 2 % 5) << SMB_FLAG_WIRE_SHIFT | (wire & 16 ? SMB_FLAG_CHECKSUM : 0));
         frame.dtype = SMB_FLOAT32;
     }
-    frame.length = frame.opcode == SMB_HELLO || frame.opcode >= SMB_WATERMARK ? 0 : lengths[what / 8 % 8];
+    steps = frame.opcode == SMB_APPLY;
+    if (steps && how % 8 != 7) {
+        frame.dtype = SMB_FLOAT32;
+        frame.op = (uint8_t)(what % 8);
+    }
+    frame.length = frame.opcode == SMB_HELLO || (frame.opcode >= SMB_WATERMARK && !steps) ? 0 : lengths[what / 8 % 8];
     if (frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP)
         frame.length = 8;
     frame.offset = what >> 6 == 3 ? UINT64_MAX - 7 - take(input, 1) * 8 : 64;
-    frame.payload = how & 128 ? frame.length : payloads[how / 32 % 5];
+    frame.payload = steps && how & 64 ? 96 : how & 128 ? frame.length : payloads[how / 32 % 5];
     if (wire % 2 && wire & 128)
         frame.payload = (frame.opcode == SMB_READ ? 0 : elements_of(&frame)) + (frame.flags & SMB_FLAG_CHECKSUM ? 4 : 0);
     if (frame.flags & SMB_FLAG_FENCED && take(input, 1) % 4)
@@ -55,6 +61,7 @@ static uint32_t payload_of(const struct smb_frame *frame)
     case SMB_ACCUMULATE: return token + elements_of(frame);
     case SMB_ACCUMULATE_FROM: return token + 16;
     case SMB_COMPARE_SWAP: return token + 8;
+    case SMB_APPLY: return token + 96;
     case SMB_FILL:
     case SMB_FETCH_ADD: return token;
     default: return checksum + (frame->opcode >= SMB_LOCK ? 32 : 0);
@@ -72,7 +79,7 @@ static void check_reply(const struct smb_frame *frame)
 
 static void check_request(const struct smb_frame *frame)
 {
-    bool changes = frame->opcode >= SMB_WRITE && frame->opcode <= SMB_COMPARE_SWAP;
+    bool changes = (frame->opcode >= SMB_WRITE && frame->opcode <= SMB_COMPARE_SWAP) || frame->opcode == SMB_APPLY;
     bool ranged = frame->opcode == SMB_READ || changes;
     uint32_t element = smb_dtype_bytes(frame->dtype);
     bool sparse = (frame->flags >> 4 & 7) == SMB_WIRE_SPARSE;
@@ -90,6 +97,8 @@ static void check_request(const struct smb_frame *frame)
     MUST(frame->offset <= UINT64_MAX - frame->length);
     if (frame->opcode == SMB_FETCH_ADD || frame->opcode == SMB_COMPARE_SWAP)
         MUST(frame->length == 8 && frame->dtype == SMB_INT64);
+    if (frame->opcode == SMB_APPLY)
+        MUST(frame->dtype == SMB_FLOAT32 && frame->op >= 1 && frame->op <= 6);
     if (frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM)
         MUST(smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument)));
 }

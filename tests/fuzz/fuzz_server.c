@@ -10,7 +10,7 @@
 #include "segment.h"
 #include "wire.h"
 
-enum { WITNESS = 0x1111, SCRATCH = 0x2222, FLOATS = 0x3333, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, FRAME_MAX = 64 + 8 + 2 * CHUNK + 4 };
+enum { WITNESS = 0x1111, SCRATCH = 0x2222, FLOATS = 0x3333, STEPS = 0x4444 /* three of them */, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, FRAME_MAX = 64 + 8 + 2 * CHUNK + 4 };
 
 struct peer {
     int fd; /* -1: none now */
@@ -46,6 +46,11 @@ static void start(void)
     MUST(smb_server_create_segment(server, fuzz_path("witness"), WITNESS, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
     MUST(smb_server_create_segment(server, fuzz_path("scratch"), SCRATCH, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
     MUST(smb_server_create_segment(server, fuzz_path("floats"), FLOATS, EPOCH, SMB_FLOAT32, BYTES, CHUNK) == SMB_OK);
+    for (uint64_t i = 0; i < SMB_APPLY_SEGMENTS; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "step-%d", (int)i);
+        MUST(smb_server_create_segment(server, fuzz_path(name), STEPS + i, EPOCH, SMB_FLOAT32, BYTES, CHUNK) == SMB_OK);
+    }
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     MUST(smb_server_listen_unix(server, socket_path) == SMB_OK);
     MUST(smb_segment_open(fuzz_path("witness"), &witness) == SMB_OK);
@@ -127,7 +132,8 @@ static uint32_t payload_of(const struct smb_frame *frame)
         return token + (wire == SMB_WIRE_EXACT ? frame->length : (uint32_t)smb_wire_bytes(wire, frame->length / 4));
     case SMB_ACCUMULATE_FROM: return token + SMB_FROM_BYTES;
     case SMB_COMPARE_SWAP: return token + 8;
-    default: return frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES + smb_frame_checksum_bytes(frame) : token;
+    case SMB_APPLY: return token + SMB_APPLY_BYTES;
+    default: return smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES + smb_frame_checksum_bytes(frame) : token;
     }
 }
 
@@ -142,7 +148,7 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
         frame.payload = payload_of(&frame);
         return frame;
     }
-    if (frame.opcode >= SMB_LOCK) {
+    if (smb_opcode_waits(frame.opcode)) {
         frame.argument = frame.opcode <= SMB_FENCE ? take(input, 1) % 2 : 0;
         frame.payload = payload_of(&frame);
         return frame;
@@ -159,6 +165,11 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
         frame.flags |= SMB_FLAG_FETCH;
     if (where & 128 && smb_opcode_changes(frame.opcode))
         frame.flags |= SMB_FLAG_FENCED;
+    if (frame.opcode == SMB_APPLY) {
+        frame.segment = FLOATS;
+        frame.dtype = SMB_FLOAT32;
+        frame.op = (uint8_t)(SMB_RULE_SGD + where % 6);
+    }
     if (where & 256 && frame.opcode <= SMB_ACCUMULATE) {
         uint64_t wire = where >> 9 & 7;
         frame.segment = FLOATS;
@@ -227,21 +238,41 @@ static void fit_words(const struct smb_frame *frame, uint8_t *payload)
     }
 }
 
+/* A step that can be; sometimes of segments that stand in for each other. */
+static void fit_step(struct input *input, const struct smb_frame *frame, uint8_t *payload)
+{
+    uint8_t *words = payload + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0);
+    uint64_t how = take(input, 1);
+    struct smb_hyper hyper = {.lr = 0.5, .scale = (double)(how % 3), .weight_decay = how % 5 ? 0 : 0.25, .mu = 0.5, .beta1 = 0.5,
+                              .beta2 = 0.75, .eps = 0.125, .step = (double)(how % 16), .alpha = 0.5};
+    for (int i = 0; i < SMB_APPLY_SEGMENTS; i++)
+        smb_store64(words + 8 * i, i <= smb_rule_states(frame->op) ? STEPS + (uint64_t)i : 0);
+    if (how >= 192)
+        smb_store64(words + 8 * (how % SMB_APPLY_SEGMENTS), STEPS - 1 + how / 3 % 5);
+    if (how >= 240)
+        smb_store64(words + 8 * (how % SMB_APPLY_SEGMENTS), how % 2 ? FLOATS : WITNESS);
+    smb_store_hyper(words + 8 * SMB_APPLY_SEGMENTS, &hyper);
+}
+
 /* Tokens, times, rounds, versions; another segment's name and a place in it. */
 static void fill_payload(struct input *input, const struct smb_frame *frame, uint8_t *payload)
 {
     static const uint64_t words[] = {0, 1, 2, 3, 4, 5, 1000, SCRATCH, WITNESS, CHUNK, BYTES - 8, UINT64_MAX, UINT64_MAX / 2};
     uint64_t fitting = take(input, 1) % 4;
     memset(payload, 0, frame->payload);
-    for (uint32_t i = 0; i + 8 <= frame->payload && i < SMB_SYNC_BYTES; i += 8)
+    uint32_t words_end = frame->opcode == SMB_APPLY ? SMB_TOKEN_BYTES + SMB_APPLY_BYTES : SMB_SYNC_BYTES;
+    for (uint32_t i = 0; i + 8 <= frame->payload && i < words_end; i += 8)
         smb_store64(payload + i, words[take(input, 1) % (sizeof words / sizeof *words)]);
-    bool has_words = frame->payload >= SMB_FROM_BYTES && frame->opcode != SMB_WRITE && frame->opcode != SMB_ACCUMULATE;
+    bool has_words = frame->payload >= SMB_FROM_BYTES && frame->opcode != SMB_WRITE && frame->opcode != SMB_ACCUMULATE &&
+                     frame->opcode != SMB_APPLY;
     if (smb_frame_wire(frame) == SMB_WIRE_SPARSE) { /* ascending, or nearly; a quarter is left as it is */
         uint32_t entry = SMB_WIRE_INDEX_BYTES + smb_dtype_bytes(frame->dtype), next = 0;
         for (uint32_t at = frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0; fitting && at + entry <= frame->payload;
              at += entry, next += 1 + (uint32_t)fitting % 2)
             memcpy(payload + at, &next, sizeof next);
     }
+    if (fitting && frame->opcode == SMB_APPLY && smb_frame_body(frame) == SMB_APPLY_BYTES)
+        fit_step(input, frame, payload);
     if (fitting && (has_words || (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES)))
         fit_words(frame, payload);
 }

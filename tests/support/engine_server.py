@@ -1,4 +1,4 @@
-"""The engine's server in a process of its own, with three segments and nothing around it: the target of frames."""
+"""The engine's server in a process of its own, with a few segments and nothing around it: the target of frames."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ EPOCH = 5
 WITNESS = 0x1111111111111111
 SCRATCH = 0x2222222222222222
 FLOATS = 0x3333333333333333
+MORE_FLOATS = (0x4444444444444444, 0x5555555555555555, 0x6666666666666666)
+FEW_FLOATS = 0x7777777777777777
 CHUNK_BYTES = 65536
 SEGMENT_BYTES = 3 * CHUNK_BYTES + 24
 PATTERN = bytes(i % 251 for i in range(SEGMENT_BYTES))  # what lies in WITNESS
@@ -132,7 +134,9 @@ def serve(unix_path: Path, memory: Path, descriptors: int) -> None:
     for segment in (WITNESS, SCRATCH):
         form = SegmentForm(segment, EPOCH, Dtype.INT64, SEGMENT_BYTES, CHUNK_BYTES)
         engine.create_segment(memory / f"{segment:016x}", form)
-    engine.create_segment(memory / "floats", SegmentForm(FLOATS, EPOCH, Dtype.FLOAT32, 4096, 4096))
+    for segment in (FLOATS, *MORE_FLOATS, FEW_FLOATS):
+        nbytes = 2048 if segment == FEW_FLOATS else 4096
+        engine.create_segment(memory / f"{segment:016x}", SegmentForm(segment, EPOCH, Dtype.FLOAT32, nbytes, 4096))
     engine.listen_unix(unix_path)
     print(json.dumps({"port": engine.listen_tcp("127.0.0.1", 0)}), flush=True)
     for _ in sys.stdin:

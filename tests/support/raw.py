@@ -39,6 +39,7 @@ class Opcode(IntEnum):
     PUBLISH = 18
     PIN = 19
     UNPIN = 20
+    APPLY = 21
 
 
 class Dtype(IntEnum):
@@ -57,6 +58,15 @@ class Op(IntEnum):
     MAX = 3
     PROD = 4
     REPLACE = 5
+    ELASTIC = 6
+
+
+class Rule(IntEnum):
+    SGD = 1
+    MOMENTUM = 2
+    NESTEROV = 3
+    ADAM = 4
+    ADAMW = 5
     ELASTIC = 6
 
 
