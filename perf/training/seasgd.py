@@ -95,9 +95,9 @@ def how_many_servers(quick: bool) -> Answer:
         "workers without a limit, all on this one machine. Real bytes: every worker reads all parameters and adds all "
         "of its differences in each iteration, float32 and exact; the sum over workers and shared model is checked. "
         "Computing is a sleep: its ratio is to the time that all workers' accumulates take over one server's link. "
-        "All in step: max(computing, write + accumulate) + read at the links' bare rate, if all workers read at the same "
-        "time, and add at the same time; workers that are not in step read while others add, in the links' other "
-        "direction. Parameters: "
+        "All in step: max(computing, write + accumulate) + read at the links' bare rate, if all workers read at one "
+        "time and add at another; workers that are not in step read while others add, in the links' other direction. "
+        "Parameters: "
         + "; ".join(f"{network.name} {network.parameters:,} ({network.source})" for network in networks)
         + ".",
         columns=(
@@ -114,15 +114,13 @@ def how_many_servers(quick: bool) -> Answer:
         rows=rows,
         limit=limit,
         lines=[
-            *(
-                Line(
-                    f"{network.name}, {ratio:.3g}",
-                    "servers",
-                    "times_one",
-                    lambda row, key=(network.name, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
-                )
-                for network, ratio in dict.fromkeys((network, ratio) for network, ratio, _ in cases)
+            Line(
+                f"{network.name}, {ratio:.3g}",
+                "servers",
+                "times_one",
+                lambda row, key=(network.name, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
             )
+            for network, ratio in dict.fromkeys((network, ratio) for network, ratio, _ in cases)
         ],
         y_title="iterations per second, times one server",
         also={"link_bytes_per_second": link, "goal": GOAL},
