@@ -8,10 +8,14 @@
 Framework-neutral: `values` is a flat float32 array. docs/training.md compares the schemes.
 """
 
+from smb.train.asyncdiloco import AsyncDiLoCo
+from smb.train.bsp import BSP
+from smb.train.diloco import DiLoCo
 from smb.train.eamsgd import EAMSGD
 from smb.train.easgd import EASGD
 from smb.train.group import delete
 from smb.train.guards import Guards, RefusedContributionError
+from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.scheme import SCHEMES, Exchange, Scheme
 from smb.train.seasgd import SEASGD
@@ -19,13 +23,17 @@ from smb.train.status import GroupStatus, WorkerStatus, status
 from smb.train.worker import Worker, join
 
 __all__ = [
+    "BSP",
     "EAMSGD",
     "EASGD",
     "SCHEMES",
     "SEASGD",
+    "AsyncDiLoCo",
+    "DiLoCo",
     "Exchange",
     "GroupStatus",
     "Guards",
+    "LocalSGD",
     "MembershipLostError",
     "RefusedContributionError",
     "Scheme",
