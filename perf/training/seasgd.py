@@ -95,7 +95,9 @@ def how_many_servers(quick: bool) -> Answer:
         "workers without a limit, all on this one machine. Real bytes: every worker reads all parameters and adds all "
         "of its differences in each iteration, float32 and exact; the sum over workers and shared model is checked. "
         "Computing is a sleep: its ratio is to the time that all workers' accumulates take over one server's link. "
-        "Predicted: max(computing, write + accumulate) + read, at the links' bare rate. Parameters: "
+        "All in step: max(computing, write + accumulate) + read at the links' bare rate, if all workers read at one "
+        "time and add at another; workers that are not in step read while others add, in the links' other direction. "
+        "Parameters: "
         + "; ".join(f"{network.name} {network.parameters:,} ({network.source})" for network in networks)
         + ".",
         columns=(
@@ -106,21 +108,19 @@ def how_many_servers(quick: bool) -> Answer:
             Column("servers", "servers"),
             Column("iterations", "iterations"),
             Column("iteration_s", "iteration, s", "{:.2f}"),
-            Column("predicted_s", "predicted, s", "{:.2f}"),
+            Column("in_step_s", "all in step, s", "{:.2f}"),
             Column("times_one", "times one server", "{:.2f}"),
         ),
         rows=rows,
         limit=limit,
         lines=[
-            *(
-                Line(
-                    f"{network.name}, {ratio:.3g}",
-                    "servers",
-                    "times_one",
-                    lambda row, key=(network.name, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
-                )
-                for network, ratio in dict.fromkeys((network, ratio) for network, ratio, _ in cases)
+            Line(
+                f"{network.name}, {ratio:.3g}",
+                "servers",
+                "times_one",
+                lambda row, key=(network.name, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
             )
+            for network, ratio in dict.fromkeys((network, ratio) for network, ratio, _ in cases)
         ],
         y_title="iterations per second, times one server",
         also={"link_bytes_per_second": link, "goal": GOAL},
@@ -132,8 +132,9 @@ def _measure(fleet: Fleet, network: Network, ratio: float, link: float) -> dict[
     count = len(fleet.names)
     alone_s = WORKERS * network.nbytes / (PAYLOAD * parse_rate(RATE) / 8)  # all accumulates, or reads, over one link
     compute_s = ratio * alone_s
-    predicted_s = max(compute_s, WORKERS * network.nbytes / link / count) + WORKERS * network.nbytes / link / count
-    steps = max(2, min(20, round(MEASURE_S / predicted_s)))
+    links_s = WORKERS * network.nbytes / (link * count)  # the same over all links, at their bare rate
+    in_step_s = max(compute_s, links_s) + links_s
+    steps = max(2, min(20, round(MEASURE_S / in_step_s)))
     workers = [fleet.worker(module="perf.training.worker") for _ in range(WORKERS)]
     for number, worker in enumerate(workers):
         joined = worker.ask(do="join", name="run", elements=network.parameters, scheme="seasgd", settings=_settings())
@@ -153,7 +154,7 @@ def _measure(fleet: Fleet, network: Network, ratio: float, link: float) -> dict[
         "servers": count,
         "iterations": steps,
         "iteration_s": (max(answer["end"] for answer in answers) - start) / steps,
-        "predicted_s": predicted_s,
+        "in_step_s": in_step_s,
         "spent_s": [answer["spent"] for answer in answers],
     }
 
@@ -170,8 +171,8 @@ def _train(workers: list[Process], steps: int, compute_s: float) -> tuple[float,
 
 def _check(workers: list[Process], parameters: int) -> None:
     """What a worker gives to the shared model it takes from its own: the sum over all of them stays what it was."""
-    totals = ask_all(workers, do="totals")
-    found = sum(total["values"] for total in totals) + totals[0]["shared"]
+    totals = [*ask_all(workers, do="total", of="values"), workers[0].ask(do="total", of="shared")]
+    found = sum(total["total"] for total in totals)
     wanted = parameters * WORKERS * (WORKERS + 1) / 2
     if abs(found - wanted) > TOLERANCE * wanted:
         raise RuntimeError(f"workers and shared model add up to {found!r}, not to {wanted!r}: bytes were lost")

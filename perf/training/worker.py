@@ -7,7 +7,7 @@ answers each by a line on stdout.
 {"do": "train", "steps": K, "start": T, "compute_s": S}
     from time.monotonic() T on, K times: the scheme's step, then S seconds of sleep in place of computing; then flush
     -> start, end, spent: seconds of each step, and of the flush
-{"do": "totals"}                                 -> values, shared: the sum over all elements, in float64
+{"do": "total", "of": "values" or "shared"}      -> total: the sum over all elements, in float64
 {"do": "leave"}
 """
 
@@ -38,9 +38,7 @@ class TrainingProcess:
         self._name = name
         self._values = np.zeros(elements, np.float32)
         began = time.monotonic()
-        self._worker = smb.train.join(
-            self._client, name, self._values, scheme=smb.train.SCHEMES[scheme](**settings), samples=False
-        )
+        self._worker = smb.train.join(self._client, name, self._values, scheme=smb.train.SCHEMES[scheme](**settings))
         shared = self._client.open(name)
         return {
             "servers": len({segment.server for segment in shared.layout.segments}),
@@ -64,9 +62,9 @@ class TrainingProcess:
         end = time.monotonic()
         return {"start": start, "end": end, "spent": [*spent, end - began]}
 
-    def totals(self) -> dict[str, Any]:
-        shared = self._client.open(self._name).read()
-        return {"values": float(self._values.sum(dtype=np.float64)), "shared": float(shared.sum(dtype=np.float64))}
+    def total(self, of: str) -> dict[str, Any]:
+        array = self._values if of == "values" else self._client.open(self._name).read()
+        return {"total": float(array.sum(dtype=np.float64))}
 
     def leave(self) -> dict[str, Any]:
         self._worker.close()

@@ -1,19 +1,26 @@
 <<<<<<< HEAD
+<<<<<<< HEAD
 """Judges and references for training schemes: what workers saw of each other's updates, and what a model must become.
 
 A worker whose k-th update adds 1 to element `worker` of the model makes every later read of the model a record of whose
 updates it contains: `seen[w]` of worker w's. Nothing is taken from what a scheme says of itself. Pure, as
 tests/support/checkers.py; tests/unit/test_training_checkers.py tries them on planted bad histories first.
 =======
+=======
+>>>>>>> wt-elastic
 """Workers of smb.train in threads and processes, and what their rounds must come to, in plain numpy.
 
 What each worker does locally is made up, and depends on its values, the worker and the step: any error in who counts,
 with which weight, from which weights, changes the result.
+<<<<<<< HEAD
 >>>>>>> wt-rounds
+=======
+>>>>>>> wt-elastic
 """
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 <<<<<<< HEAD
 import itertools
 from collections.abc import Callable, Sequence
@@ -165,6 +172,8 @@ class Quadratic:
         velocity += scale * (scale * values - target)
         values -= self._lr * velocity
 =======
+=======
+>>>>>>> wt-elastic
 import contextlib
 import os
 import signal
@@ -313,4 +322,7 @@ def take_part(
             messages.put((worker.status.rejoins, values.copy()))
         worker.close()
         messages.put("left")
+<<<<<<< HEAD
 >>>>>>> wt-rounds
+=======
+>>>>>>> wt-elastic
