@@ -29,15 +29,15 @@ class Seen:
     seen: tuple[int, ...]
 
 
-def seen_in(values: Values, worker: int, clock: int, workers: int) -> Seen:
+def seen_in(values: Values, worker: int, clock: int, workers: int, *, whole: bool = True) -> Seen:
     """Return the record of a read. The model is the pattern 0, 1, ..., workers - 1 repeated, so every part of it tells:
-    a read that contains only a part of an update is found.
+    with `whole` a read that contains a part of an update is refused; without, an update counts if all of it is there.
     """
     rows = values[: values.size // workers * workers].reshape(-1, workers)
     torn = (rows != rows[0]).any(axis=0)
-    if torn.any():
+    if whole and torn.any():
         raise BadHistoryError(f"worker {worker} at clock {clock} saw a part of an update of worker {np.argmax(torn)}")
-    return Seen(worker, clock, tuple(int(count) for count in rows[0]))
+    return Seen(worker, clock, tuple(int(count) for count in rows.min(axis=0)))
 
 
 def mark_of(worker: int, size: int, workers: int) -> Values:
