@@ -62,7 +62,7 @@ struct stream {
     uint32_t in_flight;
     uint32_t segment_index;
     uint64_t segment_id;
-    uint64_t source_id;            /* ACCUMULATE_FROM: the other buffer's segment */
+    uint64_t source_ids[SMB_APPLY_SEGMENTS]; /* of the other buffers' segments: ACCUMULATE_FROM, APPLY */
     uint32_t epoch;
     uint8_t dtype;
 };
@@ -88,7 +88,7 @@ struct flight {
     int fate;                      /* enum smb_doubt_state: what is known of a change by now */
     const void *payload;           /* still to be sent after the header */
     uint32_t payload_bytes;
-    uint8_t small[SMB_TOKEN_BYTES + SMB_SYNC_BYTES]; /* payload that is no caller's memory, or what comes before it */
+    uint8_t small[SMB_TOKEN_BYTES + SMB_APPLY_BYTES]; /* payload that is no caller's memory, or what comes before it */
     uint32_t small_bytes;
     uint8_t checksum[SMB_CHECKSUM_BYTES]; /* after the payload, if the client uses them */
     uint32_t checksum_bytes;

@@ -310,10 +310,22 @@ static enum step refuse_version(struct connection *connection)
     return refuse_hello(connection, &(struct smb_frame){.opcode = SMB_HELLO}, SMB_VERSION);
 }
 
+static bool is_from_segments(int opcode)
+{
+    return opcode == SMB_ACCUMULATE_FROM || opcode == SMB_APPLY;
+}
+
 /* Every change is made from the journal slot, also one without a payload. */
 static bool needs_staging(const struct smb_frame *frame)
 {
     return frame->payload > smb_frame_checksum_bytes(frame) || smb_opcode_changes(frame->opcode);
+}
+
+/* What is changed from another segment has that one's bytes there, after its payload. */
+static uint32_t staging_bytes(const struct smb_frame *frame)
+{
+    uint32_t body = smb_frame_body(frame);
+    return is_from_segments(frame->opcode) && frame->length > body ? frame->length : body;
 }
 
 static enum step receive_more(struct connection *connection)
@@ -364,7 +376,7 @@ static enum step next_request(struct connection *connection)
 
     connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
     if (connection->admitted == SMB_OK && needs_staging(&frame))
-        connection->admitted = make_staging(connection, frame.opcode == SMB_ACCUMULATE_FROM ? frame.length : smb_frame_body(&frame));
+        connection->admitted = make_staging(connection, staging_bytes(&frame));
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
@@ -653,9 +665,9 @@ static enum step answer_change(struct connection *connection)
         return refuse(connection, SMB_OUT_OF_MEMORY);
     uint64_t result = 0;
     const uint8_t *payload = connection->staging;
-    if (frame->opcode == SMB_ACCUMULATE_FROM) {
+    if (is_from_segments(frame->opcode)) {
         if (!connection->from_kept)
-            memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES, sizeof connection->from);
+            memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES, SMB_TOKEN_BYTES + smb_frame_body(frame));
         connection->from_kept = true;
         payload = connection->from + SMB_TOKEN_BYTES;
     }

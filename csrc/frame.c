@@ -10,7 +10,7 @@ enum {
     ARGUMENT_AT = 56, END_AT = 64
 };
 _Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
-_Static_assert((int)SMB_UNPIN + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
+_Static_assert((int)SMB_APPLY + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
 
 static void store16(uint8_t *bytes, uint16_t value)
 {
@@ -101,7 +101,7 @@ static bool request_is_sound(const struct smb_frame *frame)
         return false;
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK)
         return frame->length == 0 && payload == 0;
-    if (frame->opcode >= SMB_LOCK)
+    if (smb_opcode_waits(frame->opcode))
         return frame->length == 0 && payload == SMB_SYNC_BYTES;
 
     /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a chunk can be. */
@@ -123,6 +123,8 @@ static bool request_is_sound(const struct smb_frame *frame)
                smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_ACCUMULATE_FROM:
         return payload == SMB_FROM_BYTES && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+    case SMB_APPLY:
+        return payload == SMB_APPLY_BYTES && smb_rule_states(frame->op) >= 0 && frame->dtype == SMB_FLOAT32;
     case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
     case SMB_COMPARE_SWAP: return frame->length == 8 && payload == 8 && frame->dtype == SMB_INT64;
     default: return false;

@@ -59,7 +59,7 @@ static bool has_result(int opcode)
 
 static bool is_journalled(int opcode)
 {
-    return opcode == SMB_ACCUMULATE || opcode == SMB_ACCUMULATE_FROM || has_result(opcode);
+    return opcode == SMB_ACCUMULATE || opcode == SMB_ACCUMULATE_FROM || opcode == SMB_APPLY || has_result(opcode);
 }
 
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused)
@@ -94,29 +94,32 @@ static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *r
     return smb_segment_apply(request->segment, &read, patience(request));
 }
 
-/* Under the chunk's lock: bytes, watermark, and the journal around both where there is one. */
+/* Under the chunk's lock, or locks: bytes, watermark, and the journal around both where there is one. */
 static int make_change(struct smb_server *server, struct gate_request *request, const struct slot *slot,
                        struct smb_change *change)
 {
-    struct smb_segment *segment = request->segment;
+    struct smb_segment *segment = request->segment, *targets[SMB_TARGETS_MAX];
     const struct smb_frame *frame = &request->frame;
     struct journal *journal = slot && is_journalled(change->opcode) ? server->journal : NULL;
     if (!smb_segment_change_fits(segment, change))
         return SMB_INVALID;
-    if (smb_segment_deleted(segment))
-        return SMB_NOT_FOUND;
+    int count = smb_segment_targets(segment, change, targets);
+    for (int i = 0; i < count; i++)
+        if (smb_segment_deleted(targets[i]))
+            return SMB_NOT_FOUND;
     if (journal) {
         struct change_name name = {.session = frame->session, .sequence = frame->sequence, .lane = frame->lane};
-        slot_describe(journal, slot, frame->segment, change, &name);
+        slot_describe(journal, slot, segment, change, &name);
     }
-    int status = smb_segment_lock(segment, change->offset, patience(request));
+    int status = smb_segment_lock_each(targets, count, change->offset, patience(request));
     if (status != SMB_OK)
         return status;
     if (journal) {
         slot_begin(journal, slot, segment, change);
         slot_run(journal, slot, segment, change);
     } else {
-        smb_segment_change_begin(segment, change->offset);
+        for (int i = 0; i < count; i++)
+            smb_segment_change_begin(targets[i], change->offset);
         smb_segment_change_range(segment, change, 0, change->bytes);
     }
     if (change->sink)
@@ -125,9 +128,11 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
     record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
     if (journal)
         slot_end(journal, slot, segment, change);
-    else
-        smb_segment_change_end(segment, change->offset);
-    smb_segment_unlock(segment, change->offset);
+    for (int i = 0; i < count; i++) {
+        if (!journal)
+            smb_segment_change_end(targets[i], change->offset);
+        smb_segment_unlock(targets[i], change->offset);
+    }
     if (journal)
         slot_rest(journal, slot);
     return smb_segment_still_there(segment);
@@ -138,16 +143,34 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
 /* Copies the source range into scratch: no chunk lock is waited for while another is held. */
 static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id, uint64_t offset, uint8_t *scratch)
 {
-    if (!request->other) {
-        struct smb_segment *other = server_find(server, id);
-        if (!other)
-            return SMB_NOT_FOUND;
-        request->other = other;
-    }
-    if (smb_segment_dtype(request->other) != request->frame.dtype)
+    struct smb_segment **source = &request->others[0];
+    if (!*source && !(*source = server_find(server, id)))
+        return SMB_NOT_FOUND;
+    if (smb_segment_dtype(*source) != request->frame.dtype)
         return SMB_INVALID;
     struct smb_change read = {.opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
-    return smb_segment_apply(request->other, &read, patience(request));
+    return smb_segment_apply(*source, &read, patience(request));
+}
+
+/* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or each other. */
+static int read_step(struct smb_server *server, struct gate_request *request, const uint8_t *words, uint8_t *scratch,
+                     struct smb_change *change)
+{
+    const struct smb_frame *frame = &request->frame;
+    uint64_t gradient = smb_load64(words);
+    smb_load_hyper(words + 8 * SMB_APPLY_SEGMENTS, &change->hyper);
+    if (gradient == frame->segment)
+        return SMB_INVALID;
+    for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {
+        uint64_t id = smb_load64(words + 8 * (1 + i));
+        struct smb_segment **state = &request->others[1 + i];
+        if ((id != 0) != (i < smb_rule_states(frame->op)) || (id != 0 && id == gradient))
+            return SMB_INVALID;
+        if (id != 0 && !*state && !(*state = server_find(server, id)))
+            return SMB_NOT_FOUND;
+        change->states[i] = *state;
+    }
+    return read_source(server, request, gradient, frame->offset, scratch);
 }
 
 static int change_now(struct smb_server *server, struct gate_request *request, const struct slot *slot,
@@ -163,6 +186,10 @@ static int change_now(struct smb_server *server, struct gate_request *request, c
         status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8), scratch);
         change.source = scratch;
         change.scale = smb_double_of(frame->argument);
+        break;
+    case SMB_APPLY:
+        status = read_step(server, request, payload, scratch, &change);
+        change.source = scratch;
         break;
     case SMB_ACCUMULATE: change.scale = smb_double_of(frame->argument); break;
     case SMB_COMPARE_SWAP: change.expected = smb_load64(payload); break;
@@ -228,7 +255,10 @@ void gate_done(struct gate_request *request)
 {
     if (request->segment)
         smb_segment_release(request->segment);
-    if (request->other)
-        smb_segment_release(request->other);
-    request->segment = request->other = NULL;
+    request->segment = NULL;
+    for (int i = 0; i < SMB_APPLY_SEGMENTS; i++) {
+        if (request->others[i])
+            smb_segment_release(request->others[i]);
+        request->others[i] = NULL;
+    }
 }

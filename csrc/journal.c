@@ -19,8 +19,9 @@ enum {
     SLOT_BYTES = PAYLOAD_AT + SMB_CHUNK_BYTES_MAX,
     HEADER_BYTES = PAGE + JOURNAL_SLOTS_MAX * (int)sizeof(uint32_t),
     FREE_KEPT = 16,     /* the lowest slots keep their memory when they are free, the others give it back */
-    VERSION = 2,
-    VERSION_EXACT = 1   /* the same without `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
+    VERSION = 3,
+    VERSION_ONE_SEGMENT = 2, /* the same without SMB_APPLY */
+    VERSION_EXACT = 1        /* and without `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
 };
 _Static_assert(HEADER_BYTES % PAGE == 0, "slots begin at a page");
 static const uint64_t MAGIC = 0x4C4E524A424D5353U; /* "SSMBJRNL" */
@@ -49,6 +50,8 @@ struct slot_words {
     uint32_t op;
     uint32_t source_bytes; /* of SMB_WIRE_SPARSE */
     uint32_t wire;       /* how the payload is encoded; the blocks are those of what it is decoded to */
+    uint64_t states[SMB_RULE_STATES_MAX]; /* of SMB_APPLY: ids, 0 for none */
+    struct smb_hyper hyper;
 };
 
 struct journal {
@@ -95,11 +98,11 @@ static struct slot_words *words_of(const struct journal *journal, uint32_t numbe
 
 /* ---- one change --------------------------------------------------------------------------------------------------- */
 
-void slot_describe(struct journal *journal, const struct slot *slot, uint64_t segment_id, const struct smb_change *change,
-                   const struct change_name *name)
+void slot_describe(struct journal *journal, const struct slot *slot, const struct smb_segment *segment,
+                   const struct smb_change *change, const struct change_name *name)
 {
     struct slot_words *words = words_of(journal, slot->number);
-    words->segment = segment_id;
+    words->segment = smb_segment_id(segment);
     words->session = name->session;
     words->sequence = name->sequence;
     words->lane = name->lane;
@@ -112,36 +115,56 @@ void slot_describe(struct journal *journal, const struct slot *slot, uint64_t se
     words->op = (uint32_t)change->op;
     words->wire = (uint32_t)change->wire;
     words->source_bytes = change->source_bytes;
+    if (change->opcode == SMB_APPLY) {
+        for (int i = 0; i < SMB_RULE_STATES_MAX; i++)
+            words->states[i] = change->states[i] ? smb_segment_id(change->states[i]) : 0;
+        words->hyper = change->hyper;
+    }
     FAILPOINT("journal.described");
 }
 
 void slot_begin(struct journal *journal, const struct slot *slot, struct smb_segment *segment, const struct smb_change *change)
 {
     struct slot_words *words = words_of(journal, slot->number);
+    struct smb_segment *targets[SMB_TARGETS_MAX];
+    int count = smb_segment_targets(segment, change, targets);
     store_progress(words, progress_word(words->sequence, 0, 0));
     FAILPOINT("journal.active");
-    smb_segment_mark(segment, change->offset, slot->number + 1);
-    atomic_signal_fence(memory_order_seq_cst);
-    FAILPOINT("journal.marked");
-    smb_segment_change_begin(segment, change->offset);
-    FAILPOINT("journal.odd");
+    for (int i = 0; i < count; i++) {
+        smb_segment_mark(targets[i], change->offset, slot->number + 1);
+        atomic_signal_fence(memory_order_seq_cst);
+        FAILPOINT("journal.marked");
+    }
+    for (int i = 0; i < count; i++) {
+        smb_segment_change_begin(targets[i], change->offset);
+        FAILPOINT("journal.odd");
+    }
 }
+
+/* A block, large enough for all but the smallest part of the work to be in it, and what it was fits the undo page. */
+static uint64_t whole_block_bytes(const struct smb_change *change)
+{
+    int states = change->opcode == SMB_APPLY ? smb_rule_states(change->op) : 0;
+    return states <= 0 ? JOURNAL_BLOCK_BYTES : states == 1 ? JOURNAL_BLOCK_BYTES / 2 : JOURNAL_BLOCK_BYTES / 4;
+}
+_Static_assert(SMB_TARGETS_MAX <= 4, "the undo page is cut into quarters");
 
 static uint64_t block_bytes(const struct smb_change *change, uint64_t block)
 {
-    uint64_t left = change->bytes - block * JOURNAL_BLOCK_BYTES;
-    return left < JOURNAL_BLOCK_BYTES ? left : JOURNAL_BLOCK_BYTES;
+    uint64_t whole = whole_block_bytes(change), left = change->bytes - block * whole;
+    return left < whole ? left : whole;
 }
 
 static uint64_t block_count(const struct smb_change *change)
 {
-    return (change->bytes + JOURNAL_BLOCK_BYTES - 1) / JOURNAL_BLOCK_BYTES;
+    uint64_t whole = whole_block_bytes(change);
+    return (change->bytes + whole - 1) / whole;
 }
 
 static void change_block(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes)
 {
 #ifdef SMB_FAILPOINTS
-    if (change->opcode == SMB_ACCUMULATE || change->opcode == SMB_ACCUMULATE_FROM) {
+    if (change->opcode == SMB_ACCUMULATE || change->opcode == SMB_ACCUMULATE_FROM || change->opcode == SMB_APPLY) {
         /* A kill lands inside a kernel, too: let there be a place for it. */
         uint64_t half = bytes / 2 / 8 * 8;
         if (half > 0)
@@ -158,11 +181,15 @@ static void change_block(struct smb_segment *segment, struct smb_change *change,
 static void run_blocks(uint8_t *undo, struct slot_words *words, struct smb_segment *segment, struct smb_change *change,
                        uint64_t first)
 {
-    const uint8_t *target = (const uint8_t *)smb_segment_data(segment) + change->offset;
-    for (uint64_t block = first; block < block_count(change); block++) {
-        uint64_t from = block * JOURNAL_BLOCK_BYTES, bytes = block_bytes(change, block);
-        memcpy(undo, target + from, bytes);
-        FAILPOINT("journal.undo_copied");
+    struct smb_segment *targets[SMB_TARGETS_MAX];
+    uint64_t whole = whole_block_bytes(change), blocks = block_count(change);
+    int count = smb_segment_targets(segment, change, targets);
+    for (uint64_t block = first; block < blocks; block++) {
+        uint64_t from = block * whole, bytes = block_bytes(change, block);
+        for (int i = 0; i < count; i++) {
+            memcpy(undo + (uint64_t)i * whole, (const uint8_t *)smb_segment_data(targets[i]) + change->offset + from, bytes);
+            FAILPOINT("journal.undo_copied");
+        }
         store_progress(words, progress_word(words->sequence, block, DIRTY));
         FAILPOINT("journal.dirty");
         change_block(segment, change, from, bytes);
@@ -181,12 +208,18 @@ void slot_end(struct journal *journal, const struct slot *slot, struct smb_segme
 {
     (void)journal;
     (void)slot;
+    struct smb_segment *targets[SMB_TARGETS_MAX];
+    int count = smb_segment_targets(segment, change, targets);
     FAILPOINT("journal.noted");
-    smb_segment_change_end(segment, change->offset);
-    FAILPOINT("journal.even");
-    smb_segment_mark(segment, change->offset, 0);
-    atomic_signal_fence(memory_order_seq_cst);
-    FAILPOINT("journal.unmarked");
+    for (int i = 0; i < count; i++) {
+        smb_segment_change_end(targets[i], change->offset);
+        FAILPOINT("journal.even");
+    }
+    for (int i = 0; i < count; i++) {
+        smb_segment_mark(targets[i], change->offset, 0);
+        atomic_signal_fence(memory_order_seq_cst);
+        FAILPOINT("journal.unmarked");
+    }
 }
 
 void slot_rest(struct journal *journal, const struct slot *slot)
@@ -206,7 +239,10 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
                                   .offset = words->offset, .bytes = words->bytes, .source = payload,
                                   .argument = words->argument, .expected = words->expected};
     uint64_t word = atomic_load_explicit(&words->progress, memory_order_relaxed);
-    bool additive = words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM;
+    bool applies = words->opcode == SMB_APPLY && smb_rule_states(change->op) >= 0;
+    bool additive = words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM || applies;
+    if (applies)
+        change->hyper = words->hyper;
     /* The segment has not been asked yet, but only float32 is encoded. */
     uint64_t needed = words->wire == SMB_WIRE_EXACT    ? words->bytes
                       : words->wire == SMB_WIRE_SPARSE ? words->source_bytes
@@ -218,56 +254,121 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
            (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change);
 }
 
-static void finish_left(uint8_t *undo, struct slot_words *words, struct smb_segment *segment, struct smb_change *change,
-                        struct record *record)
+/* What was under way, as its slot tells it. */
+struct left {
+    uint32_t mark;
+    uint8_t *undo;
+    struct slot_words *words;
+    struct smb_change change;
+    struct smb_segment *targets[SMB_TARGETS_MAX]; /* references; NULL: not here any more */
+    int count;
+    uint64_t block;
+    bool dirty;
+};
+
+static bool left_marked(const struct left *left, int target)
 {
-    uint64_t word = atomic_load_explicit(&words->progress, memory_order_relaxed);
-    uint64_t block = word >> BLOCK_SHIFT & BLOCK_MASK;
-    if (!smb_segment_changing(segment, change->offset))
-        smb_segment_change_begin(segment, change->offset);
-    FAILPOINT("recovery.odd");
-    bool whole = change->opcode == SMB_FETCH_ADD || change->opcode == SMB_COMPARE_SWAP;
-    if (word & DIRTY) {
-        memcpy((uint8_t *)smb_segment_data(segment) + change->offset + block * JOURNAL_BLOCK_BYTES, undo,
-               block_bytes(change, block));
+    return left->targets[target] && smb_segment_holds(left->targets[target], left->change.offset, left->change.bytes) &&
+           smb_segment_marked(left->targets[target], left->change.offset) == left->mark;
+}
+
+/* All of them, or false. */
+static bool find_targets(struct left *left, journal_find find, void *argument)
+{
+    bool all = (left->targets[0] = find(argument, left->words->segment)) != NULL;
+    left->count = 1;
+    for (int i = 0; left->change.opcode == SMB_APPLY && i < smb_rule_states(left->change.op); i++) {
+        left->targets[left->count] = left->change.states[i] = find(argument, left->words->states[i]);
+        all = left->targets[left->count++] && all;
+    }
+    return all;
+}
+
+static void restore(const struct left *left)
+{
+    uint64_t whole = whole_block_bytes(&left->change);
+    for (int i = 0; left->dirty && i < left->count; i++) {
+        if (!left_marked(left, i))
+            continue;
+        memcpy((uint8_t *)smb_segment_data(left->targets[i]) + left->change.offset + left->block * whole,
+               left->undo + (uint64_t)i * whole, block_bytes(&left->change, left->block));
         FAILPOINT("recovery.restored");
     }
-    if (whole && block > 0)
-        memcpy(&change->result, undo, 8); /* done already: the old value is what was kept of it */
-    run_blocks(undo, words, segment, change, block);
+}
+
+static void let_go(const struct left *left)
+{
+    for (int i = 0; i < left->count; i++) {
+        if (!left_marked(left, i))
+            continue;
+        if (smb_segment_changing(left->targets[i], left->change.offset))
+            smb_segment_change_end(left->targets[i], left->change.offset);
+        smb_segment_mark(left->targets[i], left->change.offset, 0);
+        FAILPOINT("recovery.unmarked");
+    }
+}
+
+static struct record *record_of(struct smb_segment *segment, const struct slot_words *words)
+{
+    uint32_t count;
+    _Atomic uint64_t *evictions;
+    struct record *table = smb_segment_records(segment, &count, &evictions);
+    for (uint32_t i = 0; i < count; i++)
+        if (atomic_load(&table[i].session) == words->session && atomic_load(&table[i].lane) == words->lane)
+            return &table[i];
+    return NULL;
+}
+
+static void finish_left(struct left *left)
+{
+    struct smb_change *change = &left->change;
+    struct record *record = record_of(left->targets[0], left->words);
+    for (int i = 0; i < left->count; i++) {
+        if (left_marked(left, i) && !smb_segment_changing(left->targets[i], change->offset))
+            smb_segment_change_begin(left->targets[i], change->offset);
+        FAILPOINT("recovery.odd");
+    }
+    bool whole = change->opcode == SMB_FETCH_ADD || change->opcode == SMB_COMPARE_SWAP;
+    restore(left);
+    if (whole && left->block > 0)
+        memcpy(&change->result, left->undo, 8); /* done already: the old value is what was kept of it */
+    run_blocks(left->undo, left->words, left->targets[0], change, left->block);
     FAILPOINT("recovery.finished");
     if (record)
-        record_note(record, words->sequence, whole, change->result);
+        record_note(record, left->words->sequence, whole, change->result);
     FAILPOINT("recovery.noted");
-    smb_segment_change_end(segment, change->offset);
-    smb_segment_mark(segment, change->offset, 0);
-    FAILPOINT("recovery.unmarked");
+    let_go(left);
 }
 
 /* true: there was something to finish. */
 static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payload_bytes, journal_find find, void *argument)
 {
     uint8_t *at = slot_at(journal, number);
-    struct slot_words *words = words_of(journal, number);
-    struct smb_change change;
+    struct left left = {.mark = number + 1, .undo = at, .words = words_of(journal, number)};
     bool finished = false;
-    struct smb_segment *segment = NULL;
-    if (describe_left(words, at + PAYLOAD_AT, payload_bytes, &change) && (segment = find(argument, words->segment)) != NULL) {
-        /* Not marked by this slot: it never began, or it was over. */
-        if (smb_segment_change_fits(segment, &change) && smb_segment_marked(segment, change.offset) == number + 1) {
-            uint32_t count;
-            _Atomic uint64_t *evictions;
-            struct record *table = smb_segment_records(segment, &count, &evictions);
-            struct record *record = NULL;
-            for (uint32_t i = 0; i < count && !record; i++)
-                if (atomic_load(&table[i].session) == words->session && atomic_load(&table[i].lane) == words->lane)
-                    record = &table[i];
-            finish_left(at, words, segment, &change, record);
+    if (describe_left(left.words, at + PAYLOAD_AT, payload_bytes, &left.change)) {
+        uint64_t word = atomic_load_explicit(&left.words->progress, memory_order_relaxed);
+        left.block = word >> BLOCK_SHIFT & BLOCK_MASK;
+        left.dirty = word & DIRTY;
+        bool here = find_targets(&left, find, argument) && smb_segment_change_fits(left.targets[0], &left.change);
+        int marked = 0;
+        for (int i = 0; i < left.count; i++)
+            marked += left_marked(&left, i);
+        bool untouched = left.block == 0 && !left.dirty, all_done = left.block == block_count(&left.change);
+        if (here && (marked == left.count || (marked > 0 && all_done))) {
+            finish_left(&left);
             finished = true;
+        } else if (here && untouched) {
+            let_go(&left); /* the others may be in use: it never began */
+        } else if (!here) {
+            restore(&left); /* it can't be finished; clear_marks gives what is left of it free, and counts it */
         }
-        smb_segment_release(segment);
+        /* Not marked by this slot at all: it never began, or it was over. */
+        for (int i = 0; i < left.count; i++)
+            if (left.targets[i])
+                smb_segment_release(left.targets[i]);
     }
-    store_progress(words, 0);
+    store_progress(left.words, 0);
     return finished;
 }
 
@@ -302,7 +403,7 @@ static bool header_is_ours(int fd, struct journal_header *header)
     struct stat file;
     return fstat(fd, &file) == 0 && S_ISREG(file.st_mode) && (uint64_t)file.st_size == FILE_BYTES &&
            pread(fd, header, sizeof *header, 0) == (ssize_t)sizeof *header && header->magic == MAGIC &&
-           (header->version == VERSION || header->version == VERSION_EXACT) && header->slot_bytes == SLOT_BYTES && header->identity != 0;
+           header->version >= VERSION_EXACT && header->version <= VERSION && header->slot_bytes == SLOT_BYTES && header->identity != 0;
 }
 
 /* Under another name first, so that a file under its own name is always complete. */

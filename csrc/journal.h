@@ -1,7 +1,8 @@
 /* journal.h: additions that a kill in the middle does not tear. docs/decisions/0008.
  *
  * One file of tmpfs beside the daemon's segments: a header page, then slots, each
- *   [0, 4096)      undo: the old bytes of the block that is being changed
+ *   [0, 4096)      undo: the old bytes of the block that is being changed; of a change of several segments each one's, side by
+ *                  side, of a block that is as much smaller
  *   [4096, 8192)   which change this is, and how far it has come (struct slot_words); its last 8 bytes may hold a token
  *   [8192, ..)     the payload, received there straight from the socket
  * The file is sparse: a slot takes memory from its first use on, all of it allocated before it is touched.
@@ -10,7 +11,8 @@
  * block holds what it was. One 64-bit word: block, dirty and sequence in separate words were seen to fail.
  *
  * A change from a slot: slot_describe; lock the chunk; slot_begin (marks it); slot_run; record_note; slot_end (unmarks it);
- * unlock; slot_rest. Recovery does from slot_run on what was left to do, under no lock: the mark keeps all others away.
+ * unlock; slot_rest. One of several segments (APPLY) has the chunk of each locked, marked and unmarked. Marks are set before the first
+ * block is begun and taken away after the last: where some are missing, nothing was changed yet, or everything was. Recovery does from slot_run on what was left to do, under no lock: the mark keeps all others away.
  *
  * Only program order counts here, not the order in which other processors see the stores: who reads them comes after our death.
  * So the stores are relaxed, with compiler fences between them.
@@ -56,7 +58,7 @@ void journal_give_slot(struct journal *journal, struct slot *slot);
 /* Makes room for so many bytes of payload. */
 int journal_reserve(struct journal *journal, struct slot *slot, uint32_t payload_bytes);
 
-void slot_describe(struct journal *journal, const struct slot *slot, uint64_t segment_id, const struct smb_change *change,
+void slot_describe(struct journal *journal, const struct slot *slot, const struct smb_segment *segment, const struct smb_change *change,
                    const struct change_name *name);
 void slot_begin(struct journal *journal, const struct slot *slot, struct smb_segment *segment, const struct smb_change *change);
 void slot_run(struct journal *journal, const struct slot *slot, struct smb_segment *segment, struct smb_change *change);

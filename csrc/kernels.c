@@ -110,6 +110,20 @@ static uint16_t double_to_float16(double value)
 #endif
 #define PRAGMA(text) _Pragma(#text)
 
+/* A rule's numbers as they meet elements. */
+struct step {
+    float lr; /* of Adam divided by its first correction; of elastic alpha */
+    float scale;
+    float decay;
+    float mu; /* of Adam beta1 */
+    float one_less_mu;
+    float beta2;
+    float one_less_beta2;
+    float root; /* 1/sqrt of the second correction */
+    float eps;
+    float keep; /* what decoupled decay leaves of b */
+};
+
 #define ISA(name) name##_generic
 #include "kernels_body.inc"
 #undef ISA
@@ -140,14 +154,16 @@ typedef void (*apply_function)(int dtype, int op, void *target, const void *sour
 typedef void (*encode_function)(int wire, const float *from, uint64_t count, uint8_t *to);
 typedef void (*apply_encoded_function)(int wire, int op, float *target, const uint8_t *from, uint64_t first, uint64_t count,
                                        float scale);
+typedef void (*step_function)(int rule, float *b, const float *g, float *m, float *v, uint64_t count, const struct step *c);
 
 static struct isa {
     const char *name;
     apply_function apply;
     encode_function encode;
     apply_encoded_function apply_encoded;
+    step_function step;
     bool crc_instruction;
-} isas[3] = {{"generic", apply_generic, encode_generic, apply_encoded_generic, false}};
+} isas[3] = {{"generic", apply_generic, encode_generic, apply_encoded_generic, step_generic, false}};
 static int isa_count = 1;
 static _Atomic int isa_current; /* relaxed: any of them gives the same bits */
 
@@ -156,10 +172,10 @@ __attribute__((constructor)) static void choose_isa(void)
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && HAS_F16C) {
-        isas[isa_count++] = (struct isa){"avx2", apply_avx2, encode_avx2, apply_encoded_avx2, true};
+        isas[isa_count++] = (struct isa){"avx2", apply_avx2, encode_avx2, apply_encoded_avx2, step_avx2, true};
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            isas[isa_count++] = (struct isa){"avx512", apply_avx512, encode_avx512, apply_encoded_avx512, true};
+            isas[isa_count++] = (struct isa){"avx512", apply_avx512, encode_avx512, apply_encoded_avx512, step_avx512, true};
     }
 #endif
     isa_current = isa_count - 1;
@@ -224,6 +240,63 @@ int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64
         memmove(target, source, count * smb_dtype_bytes(dtype));
     else
         isas[isa_current].apply(dtype, op, target, source, count, scale);
+    return SMB_OK;
+}
+
+/* ---- optimizers' steps --------------------------------------------------------------------------------------------- */
+
+int smb_rule_states(int rule)
+{
+    switch (rule) {
+    case SMB_RULE_SGD:
+    case SMB_RULE_ELASTIC: return 0;
+    case SMB_RULE_MOMENTUM:
+    case SMB_RULE_NESTEROV: return 1;
+    case SMB_RULE_ADAM:
+    case SMB_RULE_ADAMW: return 2;
+    default: return -1;
+    }
+}
+
+static bool is_number(double value)
+{
+    return isfinite((float)value);
+}
+
+int smb_rule_accepts(int rule, const struct smb_hyper *hyper)
+{
+    if (rule == SMB_RULE_ELASTIC)
+        return is_number(hyper->alpha);
+    if (smb_rule_states(rule) < 0 || !is_number(hyper->lr) || !is_number(hyper->scale) || !is_number(hyper->weight_decay))
+        return 0;
+    switch (smb_rule_states(rule)) {
+    case 0: return 1;
+    case 1: return is_number(hyper->mu);
+    default:
+        return hyper->beta1 >= 0 && hyper->beta1 < 1 && hyper->beta2 >= 0 && hyper->beta2 < 1 && hyper->eps >= 0 &&
+               is_number(hyper->eps) && hyper->step >= 1 && hyper->step <= 0x1p53 && hyper->step == trunc(hyper->step);
+    }
+}
+
+int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count, const struct smb_hyper *hyper)
+{
+    if (!smb_rule_accepts(rule, hyper))
+        return SMB_INVALID;
+    struct step step = {.lr = (float)hyper->lr, .scale = (float)hyper->scale, .decay = (float)hyper->weight_decay,
+                        .mu = (float)hyper->mu};
+    if (rule == SMB_RULE_ELASTIC) {
+        step.lr = (float)hyper->alpha;
+    } else if (smb_rule_states(rule) == 2) {
+        step.lr = (float)(hyper->lr / (1 - pow(hyper->beta1, hyper->step)));
+        step.mu = (float)hyper->beta1;
+        step.one_less_mu = (float)(1 - hyper->beta1);
+        step.beta2 = (float)hyper->beta2;
+        step.one_less_beta2 = (float)(1 - hyper->beta2);
+        step.root = (float)(1 / sqrt(1 - pow(hyper->beta2, hyper->step)));
+        step.eps = (float)hyper->eps;
+        step.keep = (float)(1 - hyper->lr * hyper->weight_decay);
+    }
+    isas[isa_current].step(rule, b, g, m, v, count, &step);
     return SMB_OK;
 }
 

@@ -609,8 +609,15 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct flig
     case SMB_ACCUMULATE_FROM:
         frame.op = (uint8_t)request->op;
         frame.argument = smb_bits_of(request->scale);
-        put_small(flight, stream->source_id);
+        put_small(flight, stream->source_ids[0]);
         put_small(flight, piece->segment_offset);
+        break;
+    case SMB_APPLY:
+        frame.op = (uint8_t)request->op;
+        for (int i = 0; i < SMB_APPLY_SEGMENTS; i++)
+            put_small(flight, stream->source_ids[i]);
+        smb_store_hyper(flight->small + flight->small_bytes, &request->hyper);
+        flight->small_bytes += 8 * SMB_HYPER_WORDS;
         break;
     case SMB_COMPARE_SWAP: put_small(flight, request->expected); break;
     }

@@ -471,6 +471,34 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
     }
 }
 
+int smb_segment_targets(struct smb_segment *segment, const struct smb_change *change, struct smb_segment *targets[SMB_TARGETS_MAX])
+{
+    int count = 0;
+    targets[count++] = segment;
+    for (int i = 0; change->opcode == SMB_APPLY && i < SMB_RULE_STATES_MAX; i++)
+        if (change->states[i])
+            targets[count++] = change->states[i];
+    return count;
+}
+
+int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset, uint64_t deadline_ns)
+{
+    int first = 0; /* the one that is waited for, while none is held */
+    for (int round = 0; round <= count; round++) {
+        int held = 0, status = SMB_OK;
+        for (; held < count && status == SMB_OK; held += status == SMB_OK)
+            status = smb_segment_lock(targets[(first + held) % count], offset, held == 0 ? deadline_ns : SMB_TRY_ONCE);
+        if (status == SMB_OK)
+            return SMB_OK;
+        for (int i = 0; i < held; i++)
+            smb_segment_unlock(targets[(first + i) % count], offset);
+        if (status != SMB_BUSY || held == 0)
+            return status;
+        first = (first + held) % count;
+    }
+    return SMB_BUSY;
+}
+
 void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
 {
     pthread_mutex_unlock(&chunk_at(segment, offset)->lock);
@@ -650,6 +678,15 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
         smb_kernel_apply((int)segment->dtype, change->op, target, (const uint8_t *)change->source + from, bytes / element,
                          change->scale);
         break;
+    case SMB_APPLY: {
+        float *states[SMB_RULE_STATES_MAX] = {NULL};
+        for (int i = 0; i < SMB_RULE_STATES_MAX; i++)
+            if (change->states[i])
+                states[i] = (float *)(change->states[i]->data + change->offset + from);
+        smb_kernel_step(change->op, (float *)target, (const float *)((const uint8_t *)change->source + from), states[0], states[1],
+                        bytes / element, &change->hyper);
+        break;
+    }
     case SMB_FILL: fill(target, bytes, element, change->argument); break;
     case SMB_FETCH_ADD: {
         uint64_t *word = (uint64_t *)target;
@@ -665,6 +702,23 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
         break;
     }
     }
+}
+
+/* Its states are as many as the rule has, each another segment with that range in one chunk. */
+static bool step_fits(const struct smb_segment *segment, const struct smb_change *change)
+{
+    int count = smb_rule_states(change->op);
+    if (segment->dtype != SMB_FLOAT32 || change->sink || !smb_rule_accepts(change->op, &change->hyper))
+        return false;
+    for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {
+        const struct smb_segment *state = change->states[i];
+        if ((state != NULL) != (i < count))
+            return false;
+        if (state && (state == segment || (i > 0 && state == change->states[0]) || state->dtype != SMB_FLOAT32 ||
+                      !smb_segment_holds(state, change->offset, change->bytes)))
+            return false;
+    }
+    return true;
 }
 
 bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change)
@@ -687,6 +741,7 @@ bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb
     case SMB_ACCUMULATE_FROM: return smb_op_accepts((int)segment->dtype, change->op, change->scale);
     case SMB_FETCH_ADD:
     case SMB_COMPARE_SWAP: return change->bytes == 8 && segment->dtype == SMB_INT64;
+    case SMB_APPLY: return step_fits(segment, change);
     default: return false;
     }
 }
@@ -699,7 +754,8 @@ int smb_segment_still_there(const struct smb_segment *segment)
 
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
 {
-    if (!smb_segment_change_fits(segment, change))
+    /* APPLY passes the gate alone: it takes several locks. */
+    if (change->opcode == SMB_APPLY || !smb_segment_change_fits(segment, change))
         return SMB_INVALID;
     if (smb_segment_deleted(segment))
         return SMB_NOT_FOUND;

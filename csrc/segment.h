@@ -8,7 +8,8 @@
  *   [data_offset, ..)     the bytes, page aligned
  *
  * Locking. Whoever changes bytes of a chunk holds its lock and makes the sequence count odd meanwhile. No thread waits
- * for a chunk lock while it holds another, so there is no order to keep. Readers take none: they copy, and copy again if the count was
+ * for a chunk lock while it holds another, so there is no order to keep: what changes a chunk of several segments (APPLY) waits
+ * for one lock, takes the others where they are free, else lets go of all and waits for the one that was not. Readers take none: they copy, and copy again if the count was
  * odd or moved; a reader that keeps losing takes the lock. A lock whose holder died is found by the next one to lock
  * (EOWNERDEAD): the chunk then holds, element by element, the old or the new value of the change that was under way, and the
  * count is made even again.
@@ -32,16 +33,18 @@
 #include "smb.h"
 #include "sync.h"
 
-/* One change or read of a range within one chunk. */
+/* One change or read of a range within one chunk; APPLY: within the same chunk of each of several segments. */
 struct smb_change {
-    int opcode;            /* SMB_READ .. SMB_COMPARE_SWAP */
+    int opcode;            /* SMB_READ .. SMB_COMPARE_SWAP, SMB_APPLY */
     int op;
     double scale;
     uint64_t offset;
     uint64_t bytes;
     int wire;              /* enum smb_wire: of the source of WRITE and ACCUMULATE; the range is that of its elements decoded */
     uint32_t source_bytes; /* of SMB_WIRE_SPARSE */
-    const void *source;    /* WRITE, ACCUMULATE; ACCUMULATE_FROM: a copy of the other segment's bytes */
+    const void *source;    /* WRITE, ACCUMULATE; ACCUMULATE_FROM, APPLY: a copy of the other segment's bytes */
+    struct smb_segment *states[SMB_RULE_STATES_MAX]; /* APPLY: changed with the segment; NULL where the rule, `op`, has none */
+    struct smb_hyper hyper; /* APPLY */
     void *sink;            /* READ; ACCUMULATE: the new values, if not NULL */
     uint64_t argument;     /* FILL: element bits; FETCH_ADD: what to add; COMPARE_SWAP: the new value */
     uint64_t expected;     /* COMPARE_SWAP */
@@ -55,6 +58,12 @@ enum { SMB_TRY = 0, SMB_TRY_ONCE = 1 }; /* as deadline_ns: do not wait; and do n
  * (monotonic): SMB_TIMEOUT then; with SMB_TRY it spins for some microseconds and returns SMB_BUSY, nothing done.
  * SMB_INVALID where the range is not inside one chunk of the segment; SMB_NOT_FOUND once it is deleted. */
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns);
+
+/* The segments that a change of this one changes, itself first; returns how many. */
+enum { SMB_TARGETS_MAX = 1 + SMB_RULE_STATES_MAX };
+int smb_segment_targets(struct smb_segment *segment, const struct smb_change *change, struct smb_segment *targets[SMB_TARGETS_MAX]);
+/* The chunk's lock in each of them, or SMB_BUSY and none. `deadline_ns` is SMB_TRY or SMB_TRY_ONCE. */
+int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset, uint64_t deadline_ns);
 
 /* The lock by itself, for the daemon's way of sending straight from the segment. SMB_OK: held. */
 int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns);

@@ -136,7 +136,7 @@ static inline struct served *served_of(const struct smb_segment *segment)
 struct gate_request {
     struct smb_frame frame;
     struct smb_segment *segment;  /* a reference while the request is in hand */
-    struct smb_segment *other;    /* ACCUMULATE_FROM: the source */
+    struct smb_segment *others[SMB_APPLY_SEGMENTS]; /* references too. ACCUMULATE_FROM: the source; APPLY: gradient, then state */
     struct record *record;        /* of the change's lane, while it is carried out */
     uint32_t record_hint;
     bool retried;                 /* was parked before */
@@ -209,7 +209,7 @@ struct connection {
     bool in_list;                       /* linked in `again` or `parked` */
     bool counted_parked;                /* since the request in hand was parked for the first time */
     bool retried;                       /* the request in hand was parked before */
-    bool from_kept;                     /* its payload, of ACCUMULATE_FROM, is in `from` */
+    bool from_kept;                     /* its payload, of ACCUMULATE_FROM or APPLY, is in `from` */
     bool greeted;
     bool checksums;                     /* its HELLO had one: so has every frame */
     uint64_t session;
@@ -235,7 +235,7 @@ struct connection {
     uint8_t *staging;                   /* one chunk: payload on its way in; the 8 bytes before it are for a token */
     struct slot slot;                   /* where staging lies, if there is a journal */
     uint8_t *own_staging;               /* else */
-    uint8_t from[SMB_TOKEN_BYTES + SMB_FROM_BYTES]; /* payload of ACCUMULATE_FROM: staging is for the source's bytes then */
+    uint8_t from[SMB_TOKEN_BYTES + SMB_APPLY_BYTES]; /* payload of those two: staging is for the source's bytes then */
     uint8_t *tail;                      /* one chunk and a checksum: data on its way out */
     int pass_fd;                        /* goes with the one answer in `out`; -1: none */
     struct smb_segment *pass_segment;   /* keeps pass_fd open */

@@ -77,6 +77,26 @@ enum smb_wire {
 };
 enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
 
+/* What an optimizer does with weights b, a gradient g and its state m, v, all float32. With g' = scale*g + weight_decay*b (the
+ * last term left out where weight_decay is 0), each step below rounded to float32, from left to right:
+ *   sgd       b - lr*g'
+ *   momentum  m' = mu*m + g'; b - lr*m'
+ *   nesterov  m' = mu*m + g'; b - lr*(g' + mu*m')
+ *   adam      m' = beta1*m + (1 - beta1)*g'; v' = beta2*v + (1 - beta2)*(g'*g');
+ *             b - (lr/(1 - beta1^step)) * (m' / (sqrt(v')*(1/sqrt(1 - beta2^step)) + eps))
+ *   adamw     the same with g' = scale*g, after b is multiplied by 1 - lr*weight_decay
+ *   elastic   b + alpha*(g - b)
+ * What has no element in it (1 - beta1, lr/(1 - beta1^step), ...) is computed in float64 and rounded once. These are torch.optim's
+ * rules (dampening 0), Adam of Kingma and Ba 2015, decoupled decay of Loshchilov and Hutter 2019. */
+enum smb_rule {
+    SMB_RULE_SGD = 1, SMB_RULE_MOMENTUM = 2, SMB_RULE_NESTEROV = 3, SMB_RULE_ADAM = 4, SMB_RULE_ADAMW = 5, SMB_RULE_ELASTIC = 6
+};
+enum { SMB_RULE_STATES_MAX = 2 };
+/* A rule does not look at those that are not in its line. */
+struct smb_hyper {
+    double lr; double scale; double weight_decay; double mu; double beta1; double beta2; double eps; double step; double alpha;
+};
+
 /* What a frame asks. Retired numbers are never reused. */
 enum smb_opcode {
     SMB_HELLO = 1,
@@ -99,9 +119,10 @@ enum smb_opcode {
     SMB_AWAIT_VERSION = 17,
     SMB_PUBLISH = 18,
     SMB_PIN = 19,
-    SMB_UNPIN = 20
+    SMB_UNPIN = 20,
+    SMB_APPLY = 21           /* an optimizer's step: changes the weights and its state, from another segment as the gradient */
 };
-enum { SMB_OPCODE_COUNT = 21, SMB_STATUS_COUNT = 33 };
+enum { SMB_OPCODE_COUNT = 22, SMB_STATUS_COUNT = 33 };
 
 /* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames over the local socket. */
 enum smb_transport { SMB_TRANSPORT_SHM = 0, SMB_TRANSPORT_TCP = 1, SMB_TRANSPORT_UNIX = 2 };
@@ -127,6 +148,12 @@ int smb_op_accepts(int dtype, int op, double scale);
 /* target[i] = op(target[i], source[i]) for count elements. Pointers need no alignment beyond the element's. The two ranges
  * may be the same but must not overlap otherwise. */
 int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+/* How many state arrays a rule has; -1 for a number that is no rule. */
+int smb_rule_states(int rule);
+/* 1 where the rule's numbers are finite as float32, 0 <= beta1, beta2 < 1, eps >= 0, and step is whole and at least 1. */
+int smb_rule_accepts(int rule, const struct smb_hyper *hyper);
+/* The rule for count elements. m and v are NULL where the rule has none; no two of the arrays overlap. */
+int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count, const struct smb_hyper *hyper);
 /* Whether it is one of bfloat16, float16 and int8. */
 int smb_wire_is_dense(int wire);
 /* Bytes that count float32 elements take on the way; 0 for a number that is no enum smb_wire. */
@@ -196,8 +223,8 @@ void smb_segment_counters(const struct smb_segment *segment, uint64_t *operation
 
 struct smb_server;
 struct smb_server_counters {
-    uint64_t operations[3][21];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
-    uint64_t bytes[3][21];
+    uint64_t operations[3][22];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
+    uint64_t bytes[3][22];
     uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[3];
     uint64_t connections_now[3];
@@ -321,13 +348,17 @@ void smb_buffer_destroy(struct smb_buffer *buffer);
  *   FILL            argument: the element's bits in its low bytes
  *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers
  *   FETCH_ADD       8 bytes; argument: what to add; outcome.result: the old value
- *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value */
+ *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value
+ *   APPLY           op: the rule; hyper; other: the gradient, states: as many as the rule has, all of equal layout on the same
+ *                   servers and no buffer twice; every segment of each is reached over a link */
 struct smb_request {
     int opcode; int op; double scale;
     uint64_t offset; uint64_t bytes;
     const void *source; void *sink;
     uint64_t argument; uint64_t expected;
     struct smb_buffer *other;
+    struct smb_buffer *states[2];
+    struct smb_hyper hyper;
     uint64_t token;            /* of a lock of this buffer, if fenced: all segments are reached over links then */
     bool fenced;
     const int64_t *indices;    /* of SMB_WIRE_SPARSE: elements of the buffer, ascending, `count` of them, whose values are in source; */

@@ -269,6 +269,34 @@ static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
            a->segment_count == b->segment_count;
 }
 
+/* The other buffers that a request names, and how many: ACCUMULATE_FROM, APPLY. */
+static int others_of(const struct smb_request *request, const struct smb_buffer *others[SMB_APPLY_SEGMENTS])
+{
+    int states = request->opcode == SMB_APPLY ? smb_rule_states(request->op) : 0, count = 0;
+    if (request->opcode != SMB_APPLY && request->opcode != SMB_ACCUMULATE_FROM)
+        return 0;
+    others[count++] = request->other;
+    for (int i = 0; i < states; i++)
+        others[count++] = request->states[i];
+    return count;
+}
+
+static bool others_are_sound(const struct smb_buffer *buffer, const struct smb_request *request)
+{
+    const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
+    int count = others_of(request, others);
+    for (int i = 0; i < count; i++) {
+        if (!others[i] || others[i]->dtype != buffer->dtype || !same_layout(&others[i]->layout, &buffer->layout))
+            return false;
+        for (int j = 0; j < i && request->opcode == SMB_APPLY; j++)
+            if (others[j] == others[i])
+                return false;
+        if (others[i] == buffer && request->opcode == SMB_APPLY)
+            return false;
+    }
+    return true;
+}
+
 static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     uint32_t element = smb_dtype_bytes(buffer->dtype);
@@ -289,9 +317,11 @@ static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_r
     case SMB_ACCUMULATE: return request->source != NULL && smb_op_accepts(buffer->dtype, request->op, request->scale);
     case SMB_FILL: return request->sink == NULL;
     case SMB_ACCUMULATE_FROM:
-        return request->sink == NULL && request->other != NULL && request->other->dtype == buffer->dtype &&
-               same_layout(&request->other->layout, &buffer->layout) &&
+        return request->sink == NULL && others_are_sound(buffer, request) &&
                smb_op_accepts(buffer->dtype, request->op, request->scale);
+    case SMB_APPLY:
+        return request->sink == NULL && buffer->dtype == SMB_FLOAT32 && smb_rule_accepts(request->op, &request->hyper) &&
+               others_are_sound(buffer, request);
     case SMB_FETCH_ADD:
     case SMB_COMPARE_SWAP: return request->bytes == 8 && buffer->dtype == SMB_INT64 && request->sink == NULL;
     default: return false;
@@ -316,22 +346,28 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
         *stream = (struct stream){.call = call, .link = place->link, .request = request, .cursor = cursor,
                                   .segment_index = i, .segment_id = place->segment_id, .epoch = place->epoch,
                                   .dtype = (uint8_t)buffer->dtype};
-        if (request->opcode == SMB_ACCUMULATE_FROM)
-            stream->source_id = request->other->places[i].segment_id;
+        const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
+        int sources = others_of(request, others);
+        for (int s = 0; s < sources; s++)
+            stream->source_ids[s] = others[s]->places[i].segment_id;
         stream_advance(stream);
         count -= !stream->have_piece; /* none of the entries is there */
     }
     return count;
 }
 
-/* Every segment of the range is reachable, and for ACCUMULATE_FROM in the same way in both buffers. */
+/* Every segment of the range is reachable, in the same way in all buffers; for what passes the gate, over a link. */
 static bool places_are_set(const struct smb_buffer *buffer, const struct smb_request *request, uint32_t *missing)
 {
+    const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
+    int count = others_of(request, others);
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
         const struct place *place = &buffer->places[i];
-        const struct place *other = request->opcode == SMB_ACCUMULATE_FROM ? &request->other->places[i] : place;
-        bool beside_the_gate = request->fenced && place->segment;
-        if (!is_set(place) || (!place->segment) != (!other->segment) || beside_the_gate) {
+        bool beside_the_gate = (request->fenced || request->opcode == SMB_APPLY) && place->segment;
+        bool alike = true;
+        for (int o = 0; o < count; o++)
+            alike = alike && is_set(&others[o]->places[i]) && !others[o]->places[i].segment == !place->segment;
+        if (!is_set(place) || !alike || beside_the_gate) {
             *missing = i;
             return false;
         }
@@ -363,7 +399,7 @@ static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *re
 {
     uint64_t first = request->offset / buffer->layout.chunk_bytes;
     if (first != (request->offset + request->bytes - 1) / buffer->layout.chunk_bytes ||
-        request->opcode == SMB_ACCUMULATE_FROM || request->fenced || request->wire != SMB_WIRE_EXACT)
+        request->opcode == SMB_ACCUMULATE_FROM || request->opcode == SMB_APPLY || request->fenced || request->wire != SMB_WIRE_EXACT)
         return false;
     struct smb_piece piece;
     smb_layout_piece(&buffer->layout, request->offset, request->bytes, &piece);

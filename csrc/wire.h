@@ -9,7 +9,7 @@
  *        2    1 version    of this layout; another one is refused before anything else is believed
  *        3    1 opcode
  *        4    1 dtype      of the range; must be the segment's, so that a stale client can't add floats to integers
- *        5    1 op         of accumulate
+ *        5    1 op         of accumulate; of apply the rule
  *        6    2 flags      and in them how the payload's elements are encoded (enum smb_wire)
  *        8    2 status     of a reply; 0 in a request
  *       10    2 lane       of the session: each lane has its own sequence, so that several links may be used side by side
@@ -41,14 +41,23 @@ enum smb_frame_flag {
     SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
-/* Payloads: of ACCUMULATE_FROM, where to read; of what waits, four words (sync.h); before the payload of a fenced change, the
+/* Payloads: of ACCUMULATE_FROM, where to read; of APPLY, the segments of the gradient and of the state (0: none), then the words
+ * of struct smb_hyper, as float64; of what waits, four words (sync.h); before the payload of a fenced change, the
  * token. The token's lowest bit says which of the segment's locks it is of (enum sync_lock). */
-enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8, SMB_CHECKSUM_BYTES = 4 };
+enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8, SMB_CHECKSUM_BYTES = 4,
+       SMB_APPLY_SEGMENTS = 1 + SMB_RULE_STATES_MAX, SMB_HYPER_WORDS = 9, SMB_APPLY_BYTES = 8 * (SMB_APPLY_SEGMENTS + SMB_HYPER_WORDS) };
+_Static_assert(sizeof(struct smb_hyper) == 8 * SMB_HYPER_WORDS, "it travels word for word");
 
 /* Changes a segment's bytes: has a sequence number that counts, and may be fenced. */
 static inline bool smb_opcode_changes(int opcode)
 {
-    return opcode >= SMB_WRITE && opcode <= SMB_COMPARE_SWAP;
+    return (opcode >= SMB_WRITE && opcode <= SMB_COMPARE_SWAP) || opcode == SMB_APPLY;
+}
+
+/* Waits by nature: has no range, and four words of payload. */
+static inline bool smb_opcode_waits(int opcode)
+{
+    return opcode >= SMB_LOCK && opcode <= SMB_UNPIN;
 }
 
 struct smb_frame {
@@ -134,6 +143,23 @@ static inline double smb_double_of(uint64_t bits)
     double value;
     __builtin_memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+/* The words of an APPLY's payload. */
+static inline void smb_store_hyper(uint8_t *bytes, const struct smb_hyper *hyper)
+{
+    double words[SMB_HYPER_WORDS];
+    __builtin_memcpy(words, hyper, sizeof words);
+    for (int i = 0; i < SMB_HYPER_WORDS; i++)
+        smb_store64(bytes + 8 * i, smb_bits_of(words[i]));
+}
+
+static inline void smb_load_hyper(const uint8_t *bytes, struct smb_hyper *hyper)
+{
+    double words[SMB_HYPER_WORDS];
+    for (int i = 0; i < SMB_HYPER_WORDS; i++)
+        words[i] = smb_double_of(smb_load64(bytes + 8 * i));
+    __builtin_memcpy(hyper, words, sizeof words);
 }
 
 #endif

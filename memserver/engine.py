@@ -42,6 +42,7 @@ KINDS: dict[int, str] = {
     lib.SMB_PUBLISH: "publish",
     lib.SMB_PIN: "pin",
     lib.SMB_UNPIN: "unpin",
+    lib.SMB_APPLY: "apply",
 }
 TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",

@@ -8,6 +8,7 @@ import operator
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -43,6 +44,7 @@ from smb.feedback import ErrorFeedback, Sending, SparseSending
 from smb.layout import Layout, SegmentPlace
 from smb.lock import PUBLISHER_LOCK, Lock
 from smb.proto import control_pb2 as pb
+from smb.rules import hyper_of, rule_of
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import describe
 from smb.waits import SESSION_ENDED, Home, raise_fences, wait_ms
@@ -380,16 +382,51 @@ class Buffer:
         `other` has the same placement: create one of the two with like= the other.
         """
         number = self._op(op, scale, "accumulate_from")
-        asked = self._asked("accumulate_from")
-        if not isinstance(other, Buffer) or other._client is not self._client:
-            raise InvalidArgumentError(f"{asked}: the other must be a buffer opened by the same client, not {other!r}")
-        if not _same_placement(self.layout, other.layout) or self.dtype != other.dtype:
-            raise InvalidArgumentError(
-                f"{asked}: {other!r} does not lie on the same servers in the same way; make it with like={self.name!r}"
-            )
+        self._check_beside(other, "accumulate_from")
         if other._info.versions > 1:
-            raise InvalidArgumentError(f"{asked}: {other!r} has two copies that take turns; read() it and accumulate")
-        self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, other=other, fence=fence)
+            raise InvalidArgumentError(
+                f"{self._asked('accumulate_from')}: {other!r} has two copies that take turns; read() it and accumulate"
+            )
+        self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, others=(other,), fence=fence)
+
+    def apply(self, rule: str, gradient: Buffer, *state: Buffer, fence: Lock | None = None, **hyper: float) -> None:
+        """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
+
+        All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
+        the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
+        (scale=1, weight_decay=0; a decay of 0 is no term), each step rounded to float32, from left to right:
+
+        "sgd" (lr): b - lr*g'.
+        "momentum" (lr, mu; state m): m = mu*m + g', then b - lr*m. "nesterov": the same m, then b - lr*(g' + mu*m).
+        "adam" (lr, step, beta1=0.9, beta2=0.999, eps=1e-8; state m, v): m = beta1*m + (1 - beta1)*g', v = beta2*v +
+        (1 - beta2)*(g'*g'), then b - (lr/(1 - beta1**step)) * (m / (sqrt(v)*(1/sqrt(1 - beta2**step)) + eps)); `step`
+        is 1 in the first call.
+        "adamw": as adam with g' = scale*g, after b is multiplied by 1 - lr*weight_decay (weight_decay=0.01).
+        "elastic" (alpha): b + alpha*(g - b).
+
+        Numbers without an element in them are computed in float64 and rounded once. These are torch.optim's rules (with
+        dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
+        for elastic.
+
+        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, whoever is
+        killed in the middle. Blocks, and raises, as accumulate_from does.
+        """
+        asked = self._asked("apply")
+        known = rule_of(rule, asked)
+        numbers = hyper_of(known, hyper, asked)
+        if len(state) != len(known.states):
+            wanted = f"{len(known.states)} ({', '.join(known.states)})" if known.states else "none"
+            raise InvalidArgumentError(f"{asked}: rule {rule!r} has {wanted} as its state, but {len(state)} were given")
+        if self._dtype.name != "float32":
+            raise InvalidArgumentError(f"{asked}: it is {self._dtype.name}; rules are for float32 buffers")
+        others = (gradient, *state)
+        for other in others:
+            self._check_beside(other, "apply")
+            if other._info.versions > 1:
+                raise InvalidArgumentError(f"{asked}: {other!r} has two copies that take turns (versions=2)")
+        if len({self._info.id, *(other._info.id for other in others)}) != 1 + len(others):
+            raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
+        self._call(Opcode.APPLY, 0, self.size, op=known.number, others=others, hyper=numbers, fence=fence)
 
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
@@ -528,6 +565,17 @@ class Buffer:
 
     # ---- inside
 
+    def _check_beside(self, other: Buffer, call: str) -> None:
+        if not isinstance(other, Buffer) or other._client is not self._client:
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
+            )
+        if not _same_placement(self.layout, other.layout) or self.dtype != other.dtype:
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: {other!r} does not lie on the same servers in the same way; make it with "
+                f"like={self.name!r}"
+            )
+
     def _check_feedback(self, feedback: ErrorFeedback, op: str, call: str) -> None:
         if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
             raise InvalidArgumentError(
@@ -630,7 +678,8 @@ class Buffer:
         scale: float = 1.0,
         argument: int = 0,
         expected: int = 0,
-        other: Buffer | None = None,
+        others: tuple[Buffer, ...] = (),
+        hyper: Mapping[str, float] | None = None,
         fence: Lock | None = None,
         token: int = 0,
         wire: int = 0,
@@ -641,7 +690,7 @@ class Buffer:
         started = time.monotonic()
         start, nbytes = offset * self._itemsize, count * self._itemsize
         result: Outcome | int | None = None
-        if self._plain and handle is not None and fence is None and other is None and not token and not wire:
+        if self._plain and handle is not None and fence is None and not others and not token and not wire:
             # The usual case by itself: what a small call takes is Python's time.
             client.check_open()
             result = handle.transfer(
@@ -664,12 +713,13 @@ class Buffer:
         while True:
             if result is not None:
                 pass
-            elif token or wire or other is not None:
+            elif token or wire or others:
                 client.check_open()
-                handle = self._gated(deadline) if token else self._handle or self._ensure(deadline)
-                others = None
-                if other is not None:
-                    others = other._gated(deadline) if token else other._handle or other._ensure(deadline)
+                gated = bool(token) or opcode is Opcode.APPLY
+                handle = self._gated(deadline) if gated else self._handle or self._ensure(deadline)
+                theirs = [
+                    other._gated(deadline) if gated else other._handle or other._ensure(deadline) for other in others
+                ]
                 result = handle.transfer_gated(
                     opcode,
                     start,
@@ -680,7 +730,8 @@ class Buffer:
                     op=op,
                     scale=scale,
                     argument=argument,
-                    other=others,
+                    others=theirs,
+                    hyper=hyper,
                     token=token,
                     wire=wire,
                     indices=NOWHERE if indices is None else engine.memory_of(indices),
@@ -699,14 +750,14 @@ class Buffer:
             if result.status is Status.NOT_FOUND:
                 self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
                 self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
-                if other is not None:
+                for other in others:
                     other._forget(other._handle)
                     other._refresh(deadline)
             elsewhere = result.status is Status.STALE_EPOCH or not _all_alive(self._ways)
             if not elsewhere or result.sent or deadline.left() == 0.0:
                 raise self._error(opcode, result)
             self._forget(handle)
-            if other is not None:
+            for other in others:
                 other._forget(other._handle)
             result = None
             time.sleep(min(pause, deadline.left()))
@@ -870,7 +921,7 @@ class Buffer:
         if outcome.status is Status.TIMEOUT:
             return TimeoutError(f"{asked}: no answer from {where} within {self._client.timeout:g} s; {applied}")
         if outcome.status is Status.NOT_FOUND:
-            lost = _ONE_LOST if opcode is Opcode.ACCUMULATE_FROM else _LOST
+            lost = _ONE_LOST if opcode in (Opcode.ACCUMULATE_FROM, Opcode.APPLY) else _LOST
             return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
         if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
             return UnavailableError(

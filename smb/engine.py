@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -59,6 +60,7 @@ class Opcode(IntEnum):
     ACCUMULATE_FROM = lib.SMB_ACCUMULATE_FROM
     FETCH_ADD = lib.SMB_FETCH_ADD
     COMPARE_SWAP = lib.SMB_COMPARE_SWAP
+    APPLY = lib.SMB_APPLY
 
 
 class AskOpcode(IntEnum):
@@ -433,14 +435,15 @@ class BufferHandle:
         op: int = 0,
         scale: float = 1.0,
         argument: int = 0,
-        other: BufferHandle | None = None,
+        others: Sequence[BufferHandle] = (),
+        hyper: Mapping[str, float] | None = None,
         token: int = 0,
         wire: int = 0,
         indices: Any = NOWHERE,
         entries: int = 0,
     ) -> Outcome | int:
         """As transfer, with another buffer as the source, under a lock's token, rounded on the way, or of `entries`
-        elements whose indices (int64) are given.
+        elements whose indices (int64) are given; of APPLY, `op` is the rule, `others` the gradient and the state.
 
         With a token the change is refused once the lock that it is of is another's; every segment is reached over a
         link then.
@@ -452,7 +455,12 @@ class BufferHandle:
         request.wire = wire
         request.indices, request.count = ffi.cast("int64_t *", indices), entries
         request.argument = argument
-        request.other = other.pointer if other is not None else ffi.NULL
+        if others:
+            request.other = others[0].pointer
+            for index, state in enumerate(others[1:]):
+                request.states[index] = state.pointer
+        for name, value in (hyper or {}).items():
+            setattr(request.hyper, name, value)
         request.token, request.fenced = token, token != 0
         request.timeout_ms = timeout_ms
         return 0 if lib.smb_transfer(self.pointer, request, outcome) == 0 else _outcome(outcome)

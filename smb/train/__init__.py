@@ -9,10 +9,14 @@ Framework-neutral: `values` is a flat float32 array. docs/training.md compares t
 """
 
 from smb.train.asp import ASP
+from smb.train.asyncdiloco import AsyncDiLoCo
+from smb.train.bsp import BSP
+from smb.train.diloco import DiLoCo
 from smb.train.eamsgd import EAMSGD
 from smb.train.easgd import EASGD
 from smb.train.group import delete
 from smb.train.guards import Guards, RefusedContributionError
+from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.r2sp import R2SP
 from smb.train.scheme import SCHEMES, Exchange, Scheme
@@ -23,15 +27,19 @@ from smb.train.worker import Worker, join
 
 __all__ = [
     "ASP",
+    "BSP",
     "EAMSGD",
     "EASGD",
     "R2SP",
     "SCHEMES",
     "SEASGD",
     "SSP",
+    "AsyncDiLoCo",
+    "DiLoCo",
     "Exchange",
     "GroupStatus",
     "Guards",
+    "LocalSGD",
     "MembershipLostError",
     "RefusedContributionError",
     "Scheme",

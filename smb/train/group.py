@@ -34,6 +34,7 @@ from smb.train.scheme import Json, Scheme, Values, scheme_of
 METADATA = "smb.train"
 LEASE_S = 10.0
 _SETUP_S = 30.0
+_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
 
 _log = logging.getLogger("smb")
 
@@ -42,6 +43,7 @@ class Group:
     """A worker's view of its group. Made by `enter`; one thread at a time, like the Exchange that it is for.
 
     weights: the shared weights. table: who is there. member: our slot. scheme, guards, lease: the group's settings.
+    patience: seconds to wait before one looks whether others are dead. transfer_bytes: of the model, as it travels.
     """
 
     def __init__(self, client: Client, name: str, weights: Buffer, settings: dict[str, Json]) -> None:
@@ -58,7 +60,8 @@ class Group:
         self._zero = np.zeros(1, np.int64)
         self._seen = 0  # the tick's version, as far as we know
         self._rejoins = 0
-        self._patience = max(0.05, self.lease / 4)
+        self.patience = max(0.05, self.lease / 4)
+        self.transfer_bytes = round(weights.size * _BYTES[weights.wire])
 
     # ---- membership
 
@@ -75,7 +78,7 @@ class Group:
         self._rejoins = old.get(t.REJOINS) + 1
         old.release()
         self.admit()
-        for column in (t.CONTRIBUTIONS, t.REFUSED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
+        for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, old.get(column))
         self.member.report()
         _log.warning(
@@ -103,8 +106,8 @@ class Group:
     # ---- waking and waiting
 
     def wake(self) -> None:
-        """Wake every member that waits."""
-        self.tick.publish(self._zero)
+        """Wake every member that waits. Look at the table before you wait yourself."""
+        self._seen = self.tick.publish(self._zero)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until somebody calls wake(); False after `timeout` seconds (default: a quarter of the lease).
@@ -113,7 +116,7 @@ class Group:
         members: reap().
         """
         try:
-            self._seen = self.tick.wait(self._seen + 1, timeout=self._patience if timeout is None else timeout)
+            self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
         except TimeoutError:
             return False
         return True

@@ -44,9 +44,10 @@ class MembershipLostError(Error):
 class Member:
     """This process's slot. Its statistics are kept here and written to the table by `report`."""
 
-    def __init__(self, table: t.Table, slot: int, incarnation: int, lock: Lock, clock: int) -> None:
+    def __init__(self, table: t.Table, slot: int, incarnation: int, former: int, lock: Lock, clock: int) -> None:
         self.slot = slot
         self.incarnation = incarnation
+        self.former = former  # who had the slot before; 0 for nobody
         self.row = 1 + slot
         self.stats = np.zeros(t.STATS_END - t.STATS, np.int64)
         self.mark = t.mark(incarnation, clock)
@@ -139,7 +140,9 @@ def admit(client: Client, group: str, table: t.Table, lease: float, first_clock:
             continue
         incarnation = table.add(0, t.INCARNATIONS, 1) + 1
         _take_row(table, slot)
-        member = Member(table, slot, incarnation, lock, first_clock(table.read()))
+        rows = table.read()
+        former = t.incarnation_of(rows[1 + slot, t.MARK])
+        member = Member(table, slot, incarnation, former, lock, first_clock(rows))
         # The mark before the incarnation: who is seen is seen with its own mark.
         _set(table, 1 + slot, t.MARK, member.mark)
         member.set(t.JOINED_US, time.time_ns() // 1000)

@@ -27,6 +27,7 @@ class WorkerStatus:
     clock: int
     contributions: int
     refused: int
+    dropped: int
     staleness: int
     staleness_max: int
     norm: float
@@ -62,6 +63,7 @@ def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
         clock=t.clock_of(row[t.MARK]),
         contributions=int(row[t.CONTRIBUTIONS]),
         refused=int(row[t.REFUSED]),
+        dropped=int(row[t.DROPPED]),
         staleness=int(row[t.STALENESS]),
         staleness_max=int(row[t.STALENESS_MAX]),
         norm=struct.unpack("<d", struct.pack("<q", int(row[t.NORM])))[0],

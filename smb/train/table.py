@@ -22,7 +22,8 @@ INCARNATIONS = 1  # given out so far
 READY = 2  # 1 once the group is complete
 GROUP_EXTRA = 3  # to 15: the scheme's own
 GROUP_EXTRA_END = 16
-DECIDED = 16  # to 31: rounds.py, who counts in round r, in column DECIDED + r % 16
+DECIDED = 16  # to 31: rounds.py, who counts in round r, in column DECIDED + r % DECIDED_KEPT
+DECIDED_KEPT = 16
 
 # ---- a member's row
 INCARNATION = 0  # 0: the slot is free
@@ -39,7 +40,8 @@ BYTES = 9  # sent and received as contributions and models
 REJOINS = 10
 JOINED_US = 11  # microseconds since 1970, by the member's clock; shown, compared with nothing
 PID = 12
-STATS_END = 13
+DROPPED = 13  # contributions that came too late and were not sent again
+STATS_END = 14
 HOST = 16  # to 23: the host's name in UTF-8, zero-padded
 HOST_END = 24
 EXTRA = 24  # to 31: the scheme's own

@@ -25,7 +25,9 @@ static struct smb_frame request(int opcode)
     case SMB_COMPARE_SWAP: frame.payload = 8; break;
     case SMB_WATERMARK: frame.dtype = 0, frame.length = 0, frame.offset = 0; break;
     }
-    if (opcode >= SMB_LOCK)
+    if (opcode == SMB_APPLY)
+        frame.dtype = SMB_FLOAT32, frame.op = SMB_RULE_ADAM, frame.payload = SMB_APPLY_BYTES;
+    if (smb_opcode_waits(opcode))
         frame.dtype = 0, frame.length = 0, frame.offset = 0, frame.payload = SMB_SYNC_BYTES;
     return frame;
 }
@@ -113,8 +115,9 @@ static void check_promises(const struct smb_frame *frame)
         return;
     }
     CHECK_EQ(frame->status, 0);
-    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode >= SMB_WATERMARK) {
-        CHECK_EQ(payload, frame->opcode >= SMB_LOCK ? SMB_SYNC_BYTES : 0);
+    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK ||
+        smb_opcode_waits(frame->opcode)) {
+        CHECK_EQ(payload, smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES : 0);
         return;
     }
     CHECK(frame->sequence > 0 || frame->opcode == SMB_READ);
@@ -123,6 +126,10 @@ static void check_promises(const struct smb_frame *frame)
     CHECK(frame->offset + frame->length > frame->offset);
     if (frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM)
         CHECK(smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument)));
+    if (frame->opcode == SMB_APPLY) {
+        CHECK(frame->dtype == SMB_FLOAT32 && smb_rule_states(frame->op) >= 0);
+        CHECK_EQ(smb_frame_body(frame), SMB_APPLY_BYTES);
+    }
     if (frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE)
         CHECK_EQ(payload, elements + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0));
 }
@@ -238,6 +245,16 @@ static void each_rule(void)
     frame = request(SMB_ACCUMULATE), frame.argument = smb_bits_of(0.5), expect(frame, SMB_PROTOCOL); /* int64 */
     frame.dtype = SMB_FLOAT64, expect(frame, SMB_OK);
     frame = request(SMB_ACCUMULATE_FROM), frame.payload = 8, expect(frame, SMB_PROTOCOL);
+    for (int rule = 0; rule < 256; rule++)
+        frame = request(SMB_APPLY), frame.op = (uint8_t)rule, expect(frame, rule >= 1 && rule <= 6 ? SMB_OK : SMB_PROTOCOL);
+    for (int dtype = 0; dtype < 9; dtype++)
+        frame = request(SMB_APPLY), frame.dtype = (uint8_t)dtype, expect(frame, dtype == SMB_FLOAT32 ? SMB_OK : SMB_PROTOCOL);
+    frame = request(SMB_APPLY), frame.payload -= 8, expect(frame, SMB_PROTOCOL);
+    frame.payload += 16, expect(frame, SMB_PROTOCOL); /* as long as with a token */
+    frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_OK);
+    frame.flags |= SMB_FLAG_FETCH, expect(frame, SMB_PROTOCOL);
+    frame = request(SMB_APPLY), frame.sequence = 0, expect(frame, SMB_PROTOCOL);
+    frame = request(SMB_APPLY), frame.length = 0, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_FETCH_ADD), frame.length = 16, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_FETCH_ADD), frame.dtype = SMB_FLOAT64, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_COMPARE_SWAP), frame.payload = 0, expect(frame, SMB_PROTOCOL);

@@ -522,7 +522,7 @@ static void journal_of_the_version_before(void)
     file = fopen(scratch_path("journal"), "r");
     CHECK(file != NULL && fseek(file, 8, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
     fclose(file);
-    CHECK_EQ(version, 2);
+    CHECK_EQ(version, 3);
     end(&host, &reach, told);
 }
 

@@ -17,8 +17,8 @@ import smb.train
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import wait_for
-from tests.support.training import Quadratic, check_bound, check_own, reference, staleness_of
-from tests.support.training_processes import drain, in_threads, mark_steps, members, waiting
+from tests.support.seen import Quadratic, check_bound, check_own, reference, staleness_of
+from tests.support.seers import drain, in_threads, mark_steps, members, waiting
 
 Connect = Callable[..., smb.Client]
 WORKERS = 3

@@ -24,8 +24,8 @@ from smb.train.sending import Deltas
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import wait_for
-from tests.support.training import Quadratic, Seen, check_own, check_rotation, reference, staleness_of
-from tests.support.training_processes import SIZE, drain, in_threads, mark_steps, members
+from tests.support.seen import Quadratic, Seen, check_own, check_rotation, reference, staleness_of
+from tests.support.seers import SIZE, drain, in_threads, mark_steps, members
 
 Connect = Callable[..., smb.Client]
 WORKERS = 3

@@ -1,4 +1,4 @@
-"""Workers whose updates mark the model (tests/support/training.py), in processes of their own or in threads."""
+"""Workers whose updates mark the model (tests/support/seen.py), in processes of their own or in threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 import smb
 import smb.train
-from tests.support.training import Seen, mark_of, seen_in
+from tests.support.seen import Seen, mark_of, seen_in
 
 SIZE = 300_000  # several chunks on each of three servers
 JOIN_S = 30.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkers import BadHistoryError, VoidRunError
-from tests.support.training import (
+from tests.support.seen import (
     Quadratic,
     Seen,
     check_bound,

@@ -1,0 +1,84 @@
+"""The optimizers that servers run (Buffer.apply): names, state, numbers. The arithmetic is smb_rule's in csrc/smb.h."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from smb.errors import InvalidArgumentError
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_STEP_MAX = 2**53  # beyond it a float64 has not every whole number
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One optimizer. `number` travels in frames, `states` names its state, `hyper` has the defaults of its numbers,
+    None where one must be given.
+    """
+
+    name: str
+    number: int
+    states: tuple[str, ...]
+    hyper: Mapping[str, float | None]
+
+
+_GRADIENT: dict[str, float | None] = {"lr": None, "scale": 1.0, "weight_decay": 0.0}
+_ADAM: dict[str, float | None] = {**_GRADIENT, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "step": None}
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("sgd", 1, (), _GRADIENT),
+        Rule("momentum", 2, ("m",), {**_GRADIENT, "mu": None}),
+        Rule("nesterov", 3, ("m",), {**_GRADIENT, "mu": None}),
+        Rule("adam", 4, ("m", "v"), _ADAM),
+        Rule("adamw", 5, ("m", "v"), {**_ADAM, "weight_decay": 0.01}),
+        Rule("elastic", 6, (), {"alpha": None}),
+    )
+}
+
+
+def rule_of(name: str, asked: str) -> Rule:
+    """Return the rule of a name. InvalidArgumentError, for what was `asked`, where there is none."""
+    if not isinstance(name, str) or name not in RULES:
+        raise InvalidArgumentError(f"{asked}: there is no rule {name!r}; there are {', '.join(RULES)}")
+    return RULES[name]
+
+
+def hyper_of(rule: Rule, given: Mapping[str, float], asked: str) -> dict[str, float]:
+    """Return all numbers of a rule by name. InvalidArgumentError where one is missing, unknown or out of its range."""
+    strange = [name for name in given if name not in rule.hyper]
+    missing = [name for name, default in rule.hyper.items() if default is None and name not in given]
+    if strange or missing:
+        problem = f"it has no {strange[0]}" if strange else f"it needs {' and '.join(missing)}"
+        raise InvalidArgumentError(f"{asked}: rule {rule.name!r} takes {', '.join(rule.hyper)}: {problem}")
+    numbers: dict[str, float] = {}
+    for name, default in rule.hyper.items():
+        value = given.get(name, default)
+        try:
+            number = float(value)  # type: ignore[arg-type] # None is refused as no number
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgumentError(f"{asked}: {name}={value!r} is no number") from error
+        if not _is_in_range(name, number):
+            raise InvalidArgumentError(f"{asked}: {name}={value!r}: {_RANGES.get(name, 'a finite float32')} is needed")
+        numbers[name] = number
+    return numbers
+
+
+_RANGES = {
+    "beta1": "0 <= beta1 < 1",
+    "beta2": "0 <= beta2 < 1",
+    "eps": "a finite float32 of 0 or more",
+    "step": "the number of this step, whole and at least 1,",
+}
+
+
+def _is_in_range(name: str, number: float) -> bool:
+    if name in ("beta1", "beta2"):
+        return 0 <= number < 1
+    if name == "step":
+        return 1 <= number <= _STEP_MAX and number == int(number)
+    return abs(number) <= _FLOAT32_MAX and (name != "eps" or number >= 0)
