@@ -10,11 +10,10 @@ from smb.train.scheme import Values
 
 
 class Deltas:
-    """What the local optimizer did to `values` since `base`, sent to the shared weights. For one thread.
+    """What the local optimizer did to `values` since they were taken over, sent to the shared weights. For one thread.
 
-    A delta whose sending failed is kept, with what is known of it: `finish` asks which parts were applied and sends the
-    others. `base` moves on at once, so that what the optimizer does meanwhile is the next delta, and nothing counts
-    twice.
+    A delta whose sending failed is kept, with what is known of it: `finish` asks which parts of it were applied, and
+    sends the others. What the optimizer does meanwhile is the next delta.
     """
 
     def __init__(self, weights: Buffer, values: Values) -> None:
@@ -25,24 +24,18 @@ class Deltas:
         self._failure: Error | None = None
 
     def take(self) -> Values:
-        """Return the delta, float32 (n,); valid until the next call. `finish` first."""
+        """Return the present delta, float32 (n,); valid until the next call. Call `finish` before."""
         np.subtract(self.values, self._base, out=self._delta)
         return self._delta
 
     def send(self, *, fetch: bool) -> None:
-        """Add what `take` returned to the shared weights; with `fetch` the values become these, as in `adopt`.
+        """Add what `take` returned to the shared weights. Blocks. With `fetch` the values become these, which contain
+        it.
 
         Raises UnavailableError, TimeoutError: `finish` it later.
         """
-        try:
-            fetched = self._weights.accumulate(self._delta, fetch=fetch)
-        except Error as error:
-            self._failure = error
-            self._base[:] = self.values
-            raise
-        if fetched is not None:
-            self.values[:] = fetched
         self._base[:] = self.values
+        self._add(fetch)
 
     def read(self) -> None:
         """Make the values the shared weights. What was not sent is dropped."""
@@ -54,25 +47,29 @@ class Deltas:
         self._base[:] = self.values
 
     def finish(self) -> bool:
-        """Send what failed before, if anything did; True if so. Raises as `send`; call it again then."""
+        """Send what failed before; False if nothing did. Blocks. Raises as `send`, and Buffer.settle: call it again."""
         failure = self._failure
         if failure is None:
             return False
         try:
             missing = self._weights.settle(failure)
-        except InvalidArgumentError:
-            missing = [range(self._delta.size)]  # nothing of it was applied
-        while missing:
-            part = missing.pop()
-            try:
-                self._weights.accumulate(self._delta[part.start : part.stop], part.start)
-            except Error as error:
-                # Of what is left this part alone is in doubt; the rest was not begun.
-                self._failure = error
-                self._delta = self._only(part, missing)
-                raise
+        except InvalidArgumentError:  # no outcome is in doubt: nothing was applied
+            missing = [range(self._delta.size)]
+        left = np.zeros_like(self._delta)
+        for part in missing:
+            left[part.start : part.stop] = self._delta[part.start : part.stop]
+        self._delta = left
         self._failure = None
+        if missing:
+            self._add(fetch=False)
         return True
 
-    def _only(self, doubtful: range, others: list[range]) -> Values:
-        raise NotImplementedError
+    def _add(self, fetch: bool) -> None:
+        try:
+            fetched = self._weights.accumulate(self._delta, fetch=fetch)
+        except Error as error:
+            self._failure = error
+            raise
+        if fetched is not None:
+            self.values[:] = fetched
+            self.adopt()

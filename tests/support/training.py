@@ -1,5 +1,6 @@
 <<<<<<< HEAD
 <<<<<<< HEAD
+<<<<<<< HEAD
 """Judges and references for training schemes: what workers saw of each other's updates, and what a model must become.
 
 A worker whose k-th update adds 1 to element `worker` of the model makes every later read of the model a record of whose
@@ -8,18 +9,24 @@ tests/support/checkers.py; tests/unit/test_training_checkers.py tries them on pl
 =======
 =======
 >>>>>>> wt-elastic
+=======
+>>>>>>> wt-async
 """Workers of smb.train in threads and processes, and what their rounds must come to, in plain numpy.
 
 What each worker does locally is made up, and depends on its values, the worker and the step: any error in who counts,
 with which weight, from which weights, changes the result.
 <<<<<<< HEAD
+<<<<<<< HEAD
 >>>>>>> wt-rounds
 =======
 >>>>>>> wt-elastic
+=======
+>>>>>>> wt-async
 """
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 <<<<<<< HEAD
 <<<<<<< HEAD
 import itertools
@@ -174,6 +181,8 @@ class Quadratic:
 =======
 =======
 >>>>>>> wt-elastic
+=======
+>>>>>>> wt-async
 import contextlib
 import os
 import signal
@@ -323,6 +332,9 @@ def take_part(
         worker.close()
         messages.put("left")
 <<<<<<< HEAD
+<<<<<<< HEAD
 >>>>>>> wt-rounds
 =======
 >>>>>>> wt-elastic
+=======
+>>>>>>> wt-async
