@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkers import BadHistoryError, VoidRunError
-<<<<<<< HEAD:tests/unit/test_training_checkers.py
-from tests.support.training_histories import (
-=======
 from tests.support.seen import (
->>>>>>> wt-async:tests/unit/test_seen.py
     Quadratic,
     Seen,
     check_bound,
