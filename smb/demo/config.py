@@ -68,12 +68,12 @@ class DemoConfig:
     @property
     def recipe(self) -> Recipe:
         """How the demo uses the scheme."""
-        return recipe(self.scheme, self.workers)
+        return recipe(self.scheme)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The scheme's settings: the demo's, then the options."""
-        return {**self.recipe.settings, **self.options}
+        return {**self.recipe.settings_for(self.workers), **self.options}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class WorkerTask:
     """What one training process needs to know. Travels as JSON on its command line.
 
     coordinator None: train alone, sharing nothing. samples counts those of all workers together. learning_rate is a
-    factor of the trainer's.
+    factor of the trainer's, host the name of the one to be on ("": this one's own).
     """
 
     name: str
@@ -99,6 +99,7 @@ class WorkerTask:
     settings: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 1.0
     nesterov: bool = False
+    host: str = ""
 
     def to_json(self) -> str:
         """Return the task as one line."""

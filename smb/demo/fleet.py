@@ -21,6 +21,7 @@ from smb.errors import Error
 # A worker reports several times a second; importing PyTorch on a busy machine is what takes longest.
 SILENCE_SECONDS_MAX = 60.0
 _READ_BYTES = 65536
+TRAIN_HOST_VARIABLE = "SMB_TRAIN_HOST"
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Fleet:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | ({TRAIN_HOST_VARIABLE: task.host} if task.host else {}),
                 # Ctrl-C is for the parent, which then ends its workers in order.
                 start_new_session=True,
             )

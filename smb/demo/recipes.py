@@ -6,43 +6,50 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smb.errors import InvalidArgumentError
-from smb.train import SCHEMES
-
-# The moving rate of elastic averaging is shared out among the workers; their sum stays below 1, or the shared model
-# would overshoot.
-MOVING_RATE_SUM = 0.8
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A scheme's settings in the demo; what the workers' learning rate is multiplied by; whether their momentum is
-    Nesterov's.
+    """A scheme in the demo.
+
+    alpha_sum: the moving rates of all workers together, where the scheme has one; below 1, or the shared model would
+    overshoot. shares_rate: the steps of all workers are added, so each takes its share of the learning rate; with a
+    mean, or a moving rate, each takes all of it. nesterov: the workers' momentum is Nesterov's. hosts: as if they were
+    on so many.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    learning_rate: float = 1.0
+    alpha_sum: float | None = None
+    shares_rate: bool = False
     nesterov: bool = False
+    hosts: int = 1
+
+    def settings_for(self, workers: int) -> dict[str, Any]:
+        """Return the scheme's settings."""
+        return self.settings if self.alpha_sum is None else {"alpha": self.alpha_sum / workers, **self.settings}
+
+    def rate_for(self, workers: int) -> float:
+        """Return the factor of the workers' learning rate."""
+        return 1.0 / workers if self.shares_rate else 1.0
 
 
-def recipe(scheme: str, workers: int) -> Recipe:
-    """Return the recipe for so many workers. Raises InvalidArgumentError where there is no such scheme."""
-    alpha = MOVING_RATE_SUM / workers
-    recipes = {
-        # The mean of all workers' steps is one step on as many times the samples.
-        "bsp": Recipe(),
-        # The sum of all workers' steps is taken: each takes its share of the learning rate.
-        "asp": Recipe(learning_rate=1.0 / workers),
-        "ssp": Recipe({"staleness": 3}, learning_rate=1.0 / workers),
-        "r2sp": Recipe(learning_rate=1.0 / workers),
-        "easgd": Recipe({"alpha": alpha, "every": 4}),
-        "eamsgd": Recipe({"alpha": alpha, "every": 4}, nesterov=True),
-        "seasgd": Recipe({"alpha": alpha, "every": 4}),
-        "hsgd": Recipe(),
-        "localsgd": Recipe({"every": 10}),
-        "diloco": Recipe({"every": 20}),
-        "asyncdiloco": Recipe({"every": 20}),
-    }
-    if scheme not in recipes or scheme not in SCHEMES:
-        there = ", ".join(name for name in recipes if name in SCHEMES)
-        raise InvalidArgumentError(f"there is no scheme {scheme!r}; there are: {there}")
-    return recipes[scheme]
+RECIPES = {
+    "bsp": Recipe(),
+    "asp": Recipe(shares_rate=True),
+    "ssp": Recipe({"staleness": 3}, shares_rate=True),
+    "r2sp": Recipe(shares_rate=True),
+    "easgd": Recipe({"every": 4}, alpha_sum=0.8),
+    "eamsgd": Recipe({"every": 4}, alpha_sum=0.8, nesterov=True),
+    "seasgd": Recipe({"every": 4}, alpha_sum=0.8),
+    "hsgd": Recipe({"alpha": 0.4, "every": 2}, hosts=2),
+    "localsgd": Recipe({"every": 10}),
+    "diloco": Recipe({"every": 20}),
+    "asyncdiloco": Recipe({"every": 20}),
+}
+
+
+def recipe(scheme: str) -> Recipe:
+    """Return the recipe. Raises InvalidArgumentError where there is no such scheme."""
+    if scheme not in RECIPES:
+        raise InvalidArgumentError(f"there is no scheme {scheme!r}; there are: {', '.join(RECIPES)}")
+    return RECIPES[scheme]

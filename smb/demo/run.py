@@ -98,7 +98,7 @@ def _train_together(
             servers=config.servers,
             scheme=config.scheme,
             settings=config.settings,
-            learning_rate=config.recipe.learning_rate,
+            learning_rate=config.recipe.rate_for(config.workers),
             nesterov=config.recipe.nesterov,
         )
         training = _SharedTraining(config, task, fleet, evaluate, lambda: int(claimed.read()[0]), show)
@@ -165,7 +165,13 @@ class _SharedTraining:
 
     def _start_worker(self) -> Worker:
         number = len(self._fleet.workers) + 1
-        task = replace(self._task, name=f"worker-{number}", order_seed=1000 * self.view.config.seed + number)
+        hosts = self.view.config.recipe.hosts
+        task = replace(
+            self._task,
+            name=f"worker-{number}",
+            order_seed=1000 * self.view.config.seed + number,
+            host=f"host-{number % hosts}" if hosts > 1 else "",
+        )
         self.rates[task.name] = []
         return self._fleet.start(task)
 

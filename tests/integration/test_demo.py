@@ -16,8 +16,8 @@ from smb.cli import main as cli
 from smb.demo import DemoConfig, DemoResult, run_demo
 from smb.demo.config import WorkerTask
 from smb.demo.fleet import Fleet
+from smb.demo.recipes import RECIPES
 from smb.demo.run import DemoView
-from smb.train import SCHEMES
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _threads() -> object:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("number", "scheme"), enumerate(SCHEMES))
+@pytest.mark.parametrize(("number", "scheme"), enumerate(RECIPES))
 def test_short_form_learns(number: int, scheme: str) -> None:
     """By every scheme, processes that share a striped buffer learn to 0.90 in seconds although one is killed and one
     comes late; schemes take turns with the transports."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,10 +49,13 @@ class _Adding(Exchange):
         self._group.count(samples, 2 * delta.nbytes)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _only_here() -> Iterator[None]:
-    yield
-    del SCHEMES[Adding.NAME]
+del SCHEMES[Adding.NAME]
+
+
+@pytest.fixture(autouse=True)
+def _known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only while these tests run: others go through all schemes."""
+    monkeypatch.setitem(SCHEMES, Adding.NAME, Adding)
 
 
 def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:

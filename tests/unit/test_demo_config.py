@@ -5,14 +5,21 @@ import pytest
 from smb.demo import DemoConfig
 from smb.demo.config import WorkerTask
 from smb.demo.extras import check_extras
+from smb.demo.recipes import RECIPES
 from smb.errors import Error, InvalidArgumentError
 from smb.train import SCHEMES
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_has_a_recipe(scheme: str) -> None:
-    """Each scheme of smb.train can be demonstrated, and the demo's settings are settings of it."""
-    assert DemoConfig(scheme=scheme).scheme == scheme
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_every_recipe_can_be_run(scheme: str) -> None:
+    """The settings that the demo gives a scheme are settings of it."""
+    config = DemoConfig(scheme=scheme)
+    assert scheme == SCHEMES[scheme].from_settings(config.settings).NAME
+
+
+def test_every_scheme_has_a_recipe() -> None:
+    """What smb.train has, the demo shows."""
+    assert set(RECIPES) == set(SCHEMES)
 
 
 def test_a_scheme_that_is_not_there_is_refused() -> None:
