@@ -15,14 +15,17 @@ from smb.train.group import delete
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
+from smb.train.metrics import Collector
 from smb.train.scheme import SCHEMES, Exchange, Scheme
 from smb.train.status import GroupStatus, WorkerStatus, status
+from smb.train.work import Unit, WorkUnits, delete_units
 from smb.train.worker import Worker, join
 
 __all__ = [
     "BSP",
     "SCHEMES",
     "AsyncDiLoCo",
+    "Collector",
     "DiLoCo",
     "Exchange",
     "GroupStatus",
@@ -31,9 +34,12 @@ __all__ = [
     "MembershipLostError",
     "RefusedContributionError",
     "Scheme",
+    "Unit",
+    "WorkUnits",
     "Worker",
     "WorkerStatus",
     "delete",
+    "delete_units",
     "join",
     "status",
 ]
