@@ -15,6 +15,7 @@ from smb.train.eamsgd import EAMSGD
 from smb.train.easgd import EASGD
 from smb.train.group import delete
 from smb.train.guards import Guards, RefusedContributionError
+from smb.train.hsgd import HSGD
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.scheme import SCHEMES, Exchange, Scheme
@@ -26,6 +27,7 @@ __all__ = [
     "BSP",
     "EAMSGD",
     "EASGD",
+    "HSGD",
     "SCHEMES",
     "SEASGD",
     "AsyncDiLoCo",
