@@ -8,6 +8,7 @@
 Framework-neutral: `values` is a flat float32 array. docs/training.md compares the schemes.
 """
 
+from smb.train.asp import ASP
 from smb.train.asyncdiloco import AsyncDiLoCo
 from smb.train.bsp import BSP
 from smb.train.diloco import DiLoCo
@@ -18,18 +19,23 @@ from smb.train.guards import Guards, RefusedContributionError
 from smb.train.hsgd import HSGD
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
+from smb.train.r2sp import R2SP
 from smb.train.scheme import SCHEMES, Exchange, Scheme
 from smb.train.seasgd import SEASGD
+from smb.train.ssp import SSP
 from smb.train.status import GroupStatus, WorkerStatus, status
 from smb.train.worker import Worker, join
 
 __all__ = [
+    "ASP",
     "BSP",
     "EAMSGD",
     "EASGD",
     "HSGD",
+    "R2SP",
     "SCHEMES",
     "SEASGD",
+    "SSP",
     "AsyncDiLoCo",
     "DiLoCo",
     "Exchange",

@@ -42,7 +42,7 @@ class Turn:
         """Return it as one int64, not negative, so that compare_swap changes all of it."""
         return (
             (self.updates % (1 << _UPDATES_BITS)) << _UPDATES_SHIFT
-            | self.incarnation << _INCARNATION_SHIFT
+            | (self.incarnation % (1 << _INCARNATION_BITS)) << _INCARNATION_SHIFT
             | self.taken << _SLOT_BITS
             | self.slot
         )

@@ -134,9 +134,8 @@ class _Async:
         if self.steps[worker] % self.scheme.every or worker in self.inbox:
             return
         self.inbox[worker] = (self.values[worker] - self.base[worker], self.base_round[worker])
+        self.staleness_max[worker] = max(self.staleness_max[worker], self.round - self.base_round[worker])
         if len(self.inbox) >= min(self.scheme.quorum or len(self.values), len(self.values)):
-            for other, (_, since) in self.inbox.items():
-                self.staleness_max[other] = max(self.staleness_max[other], self.round - since)
             deltas = [
                 (delta, float(np.float32(1 / np.sqrt(1 + self.round - since))))
                 for _, (delta, since) in sorted(self.inbox.items())

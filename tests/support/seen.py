@@ -2,13 +2,13 @@
 
 A worker whose k-th update adds 1 to element `worker` of the model makes every later read of the model a record of whose
 updates it contains: `seen[w]` of worker w's. Nothing is taken from what a scheme says of itself. Pure, as
-tests/support/checkers.py; tests/unit/test_training_checkers.py tries them on planted bad histories first.
+tests/support/checkers.py; tests/unit/test_seen.py tries them on planted bad histories first.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,15 @@ class Seen:
     seen: tuple[int, ...]
 
 
-def seen_in(values: Values, worker: int, clock: int, workers: int) -> Seen:
+def seen_in(values: Values, worker: int, clock: int, workers: int, *, whole: bool = True) -> Seen:
     """Return the record of a read. The model is the pattern 0, 1, ..., workers - 1 repeated, so every part of it tells:
-    a read that contains only a part of an update is found.
+    with `whole` a read that contains a part of an update is refused; without, an update counts if all of it is there.
     """
     rows = values[: values.size // workers * workers].reshape(-1, workers)
     torn = (rows != rows[0]).any(axis=0)
-    if torn.any():
+    if whole and torn.any():
         raise BadHistoryError(f"worker {worker} at clock {clock} saw a part of an update of worker {np.argmax(torn)}")
-    return Seen(worker, clock, tuple(int(count) for count in rows[0]))
+    return Seen(worker, clock, tuple(int(count) for count in rows.min(axis=0)))
 
 
 def mark_of(worker: int, size: int, workers: int) -> Values:
@@ -57,18 +57,20 @@ def check_own(history: Sequence[Seen]) -> None:
         last[read.worker] = read
 
 
-def check_bound(history: Sequence[Seen], bound: int) -> None:
-    """Stale synchronous: a read at clock c contains every update up to clock c - bound, of every worker."""
+def check_bound(history: Sequence[Seen], bound: int, left: Mapping[int, int] | None = None) -> None:
+    """Stale synchronous: a read at clock c contains every update up to clock c - bound, of every worker. `left` says
+    who made no more than so many.
+    """
     if not history:
         raise VoidRunError("nothing was read")
     check_own(history)
     for read in history:
-        behind = [worker for worker, count in enumerate(read.seen) if count < read.clock - bound]
-        if behind:
-            raise BadHistoryError(
-                f"worker {read.worker} at clock {read.clock} saw only {read.seen[behind[0]]} updates of worker "
-                f"{behind[0]}: the bound is {bound}"
-            )
+        for worker, count in enumerate(read.seen):
+            if count < min(read.clock - bound, (left or {}).get(worker, read.clock)):
+                raise BadHistoryError(
+                    f"worker {read.worker} at clock {read.clock} saw only {count} updates of worker {worker}: "
+                    f"the bound is {bound}"
+                )
 
 
 def check_rotation(history: Sequence[Seen], workers: int, staleness: int | None = None) -> None:
