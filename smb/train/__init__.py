@@ -16,6 +16,7 @@ from smb.train.eamsgd import EAMSGD
 from smb.train.easgd import EASGD
 from smb.train.group import delete, shared
 from smb.train.guards import Guards, RefusedContributionError
+from smb.train.hsgd import HSGD
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.metrics import Collector
@@ -32,6 +33,7 @@ __all__ = [
     "BSP",
     "EAMSGD",
     "EASGD",
+    "HSGD",
     "R2SP",
     "SCHEMES",
     "SEASGD",

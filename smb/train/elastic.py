@@ -99,7 +99,7 @@ class Elastic:
         member = self._group.member
         member.set(t.STALENESS, self._staleness)
         member.set(t.STALENESS_MAX, max(self._staleness, member.get(t.STALENESS_MAX)))
-        self._group.count(self._samples, 2 * self.difference.nbytes)
+        self._group.count(self._samples, 2 * self._group.transfer_bytes)
 
     def abandon(self) -> None:
         """Wait until nothing is under way, and forget what could not be sent."""

@@ -79,6 +79,9 @@ def test_the_bound_is_kept_up_to_it_and_not_beyond() -> None:
     check_bound(ahead, 2)
     with pytest.raises(BadHistoryError, match="the bound is 1"):
         check_bound(ahead, 1)
+    check_bound(ahead, 1, left={1: 1, 2: 1})  # there are no more of theirs
+    with pytest.raises(BadHistoryError, match="of worker 2: the bound is 1"):
+        check_bound(ahead, 1, left={1: 1, 2: 2})
     with pytest.raises(BadHistoryError, match="the bound is 0"):
         check_bound(history_of([0, 1, 2, 0, 1, 2]), 0)  # nobody waited for the others before reading
 
