@@ -1,4 +1,4 @@
-"""Processes that train one model with nothing but numpy, by local SGD. Run it: python examples/numpy_only.py
+"""Processes that train one model with nothing but numpy, by elastic averaging. Run it: python examples/numpy_only.py
 
 A scheme sees one flat float32 array, before and after local steps; how they are made is the program's business. Workers
 say which group, and know nothing of each other: start as many as you like, whenever you like.
@@ -16,7 +16,8 @@ import smb.train
 
 CLASSES, FEATURES = 5, 20
 WORKERS = 3
-STEPS = 300
+SAMPLES = 4000
+EPOCHS = 3
 Array = NDArray[np.float32]
 
 
@@ -38,16 +39,19 @@ def gradient(values: Array, points: Array, classes: NDArray[np.int64]) -> Array:
 
 
 def work(address: str, number: int) -> None:
-    """Train on this worker's own samples."""
-    points, classes = samples(1 + number, 2000)
+    """Train on whatever samples are left to do."""
+    points, classes = samples(1, SAMPLES)
     values = np.zeros(FEATURES * CLASSES, dtype=np.float32)
-    random = np.random.default_rng(number)
-    scheme = smb.train.LocalSGD(every=10)
-    with smb.connect(address) as client, smb.train.join(client, "numpy", values, scheme) as worker:
-        for _ in range(STEPS):
-            batch = random.integers(len(points), size=16)
+    scheme = smb.train.SEASGD(alpha=0.25, every=10)
+    with (
+        smb.connect(address) as client,
+        smb.train.join(client, "numpy", values, scheme) as worker,
+        smb.train.WorkUnits(client, "numpy/units", SAMPLES, 16, epochs=EPOCHS) as units,  # each once an epoch, by one
+    ):
+        for unit in units:
+            batch = slice(unit.start, unit.start + unit.count)
             values -= 0.1 * gradient(values, points[batch], classes[batch])
-            worker.step(samples=16)  # every tenth time, `values` are the mean of all workers' afterwards
+            worker.step(samples=unit.count)  # every tenth time `values` and the shared model draw nearer
         print(f"worker {number}: {worker.contributions} contributions", flush=True)
 
 
@@ -60,7 +64,7 @@ def main() -> None:
             worker.start()
         for worker in workers:
             worker.join()
-        points, classes = samples(99, 2000)
+        points, classes = samples(2, 2000)
         shared = smb.train.shared(client, "numpy").reshape(FEATURES, CLASSES)
         print(f"test accuracy {((points @ shared).argmax(1) == classes).mean():.3f}")
 

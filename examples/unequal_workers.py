@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 import smb
 import smb.train
+from smb.train.r2sp import RoundRobin
 
 FEATURES = 100
 BATCH = 64
 SLOWNESS = (1, 1, 3)
 SECONDS_A_SAMPLE = 1e-4  # of a worker that is not slow, as if its model were larger
-ITERATIONS = 200
+ITERATIONS = 150
 Array = NDArray[np.float32]
 
 
@@ -36,7 +37,7 @@ def work(address: str, number: int, iterations: int, adapt: bool, group: str) ->
         started = time.perf_counter()
         for _ in range(iterations):
             rotation = worker.exchange
-            assert isinstance(rotation, smb.train.r2sp.RoundRobin)
+            assert isinstance(rotation, RoundRobin)
             size = rotation.batch_size or BATCH
             points = random.standard_normal((size, FEATURES), dtype=np.float32)
             error = points @ (values - truth)

@@ -63,7 +63,7 @@ class DemoConfig:
     @classmethod
     def short(cls, scheme: str = "seasgd", *, transport: str = "auto", seed: int = 0) -> DemoConfig:
         """Return a run of a few seconds that still learns, dies and joins: two workers, no comparison, no plot."""
-        return cls(scheme, transport, workers=2, epochs=25.0, seed=seed, target=0.90, compare=False)
+        return cls(scheme, transport, workers=2, epochs=20.0, seed=seed, target=0.90, compare=False)
 
     @property
     def recipe(self) -> Recipe:

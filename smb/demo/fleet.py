@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from smb.config import TRAIN_HOST_VARIABLE
 from smb.demo.config import WorkerTask
 from smb.errors import Error
 
 # A worker reports several times a second; importing PyTorch on a busy machine is what takes longest.
 SILENCE_SECONDS_MAX = 60.0
 _READ_BYTES = 65536
-TRAIN_HOST_VARIABLE = "SMB_TRAIN_HOST"
 
 
 @dataclass
