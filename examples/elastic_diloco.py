@@ -1,14 +1,12 @@
-"""DiLoCo on machines that come and go: workers are killed, others take their place. Run it: python
-examples/elastic_diloco.py [SECONDS]
+"""DiLoCo on machines that come and go. Run it: python examples/elastic_diloco.py [KILLS]
 
-Three processes train on handwritten digits. Every few seconds one is killed with SIGKILL, in the middle of whatever it
+Three processes train on handwritten digits. Again and again one is killed with SIGKILL, in the middle of whatever it
 does, and a new one joins from the shared model. The rounds go on with those who are there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing
 import sys
 import time
@@ -21,7 +19,8 @@ import smb.torch
 import smb.train
 
 WORKERS = 3
-SECONDS = 12.0
+KILLS = 5
+ROUNDS = 20  # between two kills
 LEASE_S = 1.5  # for so long the others wait for one that was killed
 
 
@@ -54,8 +53,8 @@ def train(address: str) -> None:
 
 
 def main() -> None:
-    """Kill a worker and start another one again and again, and look at the shared model meanwhile."""
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS
+    """Kill a worker and start another one, wait for more rounds, look at the shared model, and so on."""
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else KILLS
     images, labels = digits()
     model = network()
     processes = multiprocessing.get_context("spawn")
@@ -67,29 +66,29 @@ def main() -> None:
             return worker
 
         workers = [start() for _ in range(WORKERS)]
-        client.open("elastic/members", timeout=60)  # the first worker has made the group
-        ends, kills = time.monotonic() + seconds, 0
-        for tick in itertools.count(1):
-            time.sleep(0.5)
-            with contextlib.suppress(smb.NotFoundError):  # not complete yet
-                model.load_state_dict(smb.torch.shared_state_dict(client, "elastic"))
-                accuracy = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean()
-                status = smb.train.status(client, "elastic")
-                alive = sum(worker.alive for worker in status.workers)
-                print(
-                    f"round {status.round:4}: {alive} members, {kills} killed, test accuracy {accuracy:.3f}", flush=True
-                )
-            if time.monotonic() > ends:
-                break
-            if tick % 4 == 0:
-                victim = int(torch.randint(WORKERS, ()))
-                workers[victim].kill()
-                workers[victim].join()
-                kills += 1
-                workers[victim] = start()
+        rounds = 0
+        for killed in range(kills + 1):
+            rounds = after(client, rounds + ROUNDS)
+            model.load_state_dict(smb.torch.shared_state_dict(client, "elastic"))
+            accuracy = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean()
+            alive = sum(worker.alive for worker in smb.train.status(client, "elastic").workers)
+            print(f"round {rounds}: {alive} members, {killed} killed, test accuracy {accuracy:.3f}", flush=True)
+            victim = killed % WORKERS
+            workers[victim].kill()
+            workers[victim].join()
+            workers[victim] = start()
         for worker in workers:
             worker.kill()
             worker.join()
+
+
+def after(client: smb.Client, rounds: int) -> int:
+    """Return the number of the group's round once it is at least `rounds`."""
+    while True:
+        with contextlib.suppress(smb.NotFoundError):  # the first worker has not made the group yet
+            if (now := smb.train.status(client, "elastic").round) >= rounds:
+                return now
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def work(address: str, number: int) -> None:
         smb.train.join(client, "numpy", values, scheme) as worker,
         smb.train.WorkUnits(client, "numpy/units", SAMPLES, 16, epochs=EPOCHS) as units,  # each once an epoch, by one
     ):
+        client.barrier("start", WORKERS, timeout=60)  # only so that all three are seen at work
         for unit in units:
             batch = slice(unit.start, unit.start + unit.count)
             values -= 0.1 * gradient(values, points[batch], classes[batch])
