@@ -159,6 +159,7 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
     const struct smb_frame *frame = &request->frame;
     uint64_t gradient = smb_load64(words);
     smb_load_hyper(words + 8 * SMB_APPLY_SEGMENTS, &change->hyper);
+    change->factors = kernel_factors_of(frame->op, &change->hyper);
     if (gradient == frame->segment)
         return SMB_INVALID;
     for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {

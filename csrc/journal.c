@@ -241,8 +241,10 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
     uint64_t word = atomic_load_explicit(&words->progress, memory_order_relaxed);
     bool applies = words->opcode == SMB_APPLY && smb_rule_states(change->op) >= 0;
     bool additive = words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM || applies;
-    if (applies)
+    if (applies) {
         change->hyper = words->hyper;
+        change->factors = kernel_factors_of(change->op, &change->hyper);
+    }
     /* The segment has not been asked yet, but only float32 is encoded. */
     uint64_t needed = words->wire == SMB_WIRE_EXACT    ? words->bytes
                       : words->wire == SMB_WIRE_SPARSE ? words->source_bytes

@@ -110,20 +110,6 @@ static uint16_t double_to_float16(double value)
 #endif
 #define PRAGMA(text) _Pragma(#text)
 
-/* A rule's numbers as they meet elements. */
-struct step {
-    float lr; /* of Adam divided by its first correction; of elastic alpha */
-    float scale;
-    float decay;
-    float mu; /* of Adam beta1 */
-    float one_less_mu;
-    float beta2;
-    float one_less_beta2;
-    float root; /* 1/sqrt of the second correction */
-    float eps;
-    float keep; /* what decoupled decay leaves of b */
-};
-
 #define ISA(name) name##_generic
 #include "kernels_body.inc"
 #undef ISA
@@ -154,7 +140,7 @@ typedef void (*apply_function)(int dtype, int op, void *target, const void *sour
 typedef void (*encode_function)(int wire, const float *from, uint64_t count, uint8_t *to);
 typedef void (*apply_encoded_function)(int wire, int op, float *target, const uint8_t *from, uint64_t first, uint64_t count,
                                        float scale);
-typedef void (*step_function)(int rule, float *b, const float *g, float *m, float *v, uint64_t count, const struct step *c);
+typedef void (*step_function)(int rule, float *b, const float *g, float *m, float *v, uint64_t count, const struct factors *c);
 
 static struct isa {
     const char *name;
@@ -278,25 +264,36 @@ int smb_rule_accepts(int rule, const struct smb_hyper *hyper)
     }
 }
 
+struct factors kernel_factors_of(int rule, const struct smb_hyper *hyper)
+{
+    struct factors factors = {.lr = (float)hyper->lr, .scale = (float)hyper->scale, .decay = (float)hyper->weight_decay,
+                        .mu = (float)hyper->mu};
+    if (rule == SMB_RULE_ELASTIC) {
+        factors.lr = (float)hyper->alpha;
+    } else if (smb_rule_states(rule) == 2) {
+        factors.lr = (float)(hyper->lr / (1 - pow(hyper->beta1, hyper->step)));
+        factors.mu = (float)hyper->beta1;
+        factors.one_less_mu = (float)(1 - hyper->beta1);
+        factors.beta2 = (float)hyper->beta2;
+        factors.one_less_beta2 = (float)(1 - hyper->beta2);
+        factors.root = (float)(1 / sqrt(1 - pow(hyper->beta2, hyper->step)));
+        factors.eps = (float)hyper->eps;
+        factors.keep = (float)(1 - hyper->lr * hyper->weight_decay);
+    }
+    return factors;
+}
+
+void kernel_step(int rule, const struct factors *factors, float *b, const float *g, float *m, float *v, uint64_t count)
+{
+    isas[isa_current].step(rule, b, g, m, v, count, factors);
+}
+
 int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count, const struct smb_hyper *hyper)
 {
     if (!smb_rule_accepts(rule, hyper))
         return SMB_INVALID;
-    struct step step = {.lr = (float)hyper->lr, .scale = (float)hyper->scale, .decay = (float)hyper->weight_decay,
-                        .mu = (float)hyper->mu};
-    if (rule == SMB_RULE_ELASTIC) {
-        step.lr = (float)hyper->alpha;
-    } else if (smb_rule_states(rule) == 2) {
-        step.lr = (float)(hyper->lr / (1 - pow(hyper->beta1, hyper->step)));
-        step.mu = (float)hyper->beta1;
-        step.one_less_mu = (float)(1 - hyper->beta1);
-        step.beta2 = (float)hyper->beta2;
-        step.one_less_beta2 = (float)(1 - hyper->beta2);
-        step.root = (float)(1 / sqrt(1 - pow(hyper->beta2, hyper->step)));
-        step.eps = (float)hyper->eps;
-        step.keep = (float)(1 - hyper->lr * hyper->weight_decay);
-    }
-    isas[isa_current].step(rule, b, g, m, v, count, &step);
+    struct factors factors = kernel_factors_of(rule, hyper);
+    kernel_step(rule, &factors, b, g, m, v, count);
     return SMB_OK;
 }
 

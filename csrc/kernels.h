@@ -1,4 +1,4 @@
-/* kernels.h: beside what smb.h declares, a copy for the engine itself. */
+/* kernels.h: beside what smb.h declares, a copy for the engine itself, and optimizers' steps in parts. */
 #ifndef SMB_KERNELS_H
 #define SMB_KERNELS_H
 
@@ -7,5 +7,23 @@
 /* memcpy of ranges that do not overlap. around_cache: with stores that go around the cache, for data that does not fit there
  * anyway; a line that is overwritten whole need not be read first, which saves a third of the memory traffic. */
 void kernel_copy(void *to, const void *from, uint64_t bytes, bool around_cache);
+
+/* A rule's numbers as they meet elements. */
+struct factors {
+    float lr; /* of Adam divided by its first correction; of elastic alpha */
+    float scale;
+    float decay;
+    float mu; /* of Adam beta1 */
+    float one_less_mu;
+    float beta2;
+    float one_less_beta2;
+    float root; /* 1/sqrt of the second correction */
+    float eps;
+    float keep; /* what decoupled decay leaves of b */
+};
+
+/* Once for all parts of a step: its powers take as long as a hundred elements. Of numbers that smb_rule_accepts does not, any. */
+struct factors kernel_factors_of(int rule, const struct smb_hyper *hyper);
+void kernel_step(int rule, const struct factors *factors, float *b, const float *g, float *m, float *v, uint64_t count);
 
 #endif

@@ -683,8 +683,8 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
         for (int i = 0; i < SMB_RULE_STATES_MAX; i++)
             if (change->states[i])
                 states[i] = (float *)(change->states[i]->data + change->offset + from);
-        smb_kernel_step(change->op, (float *)target, (const float *)((const uint8_t *)change->source + from), states[0], states[1],
-                        bytes / element, &change->hyper);
+        kernel_step(change->op, &change->factors, (float *)target, (const float *)((const uint8_t *)change->source + from), states[0],
+                    states[1], bytes / element);
         break;
     }
     case SMB_FILL: fill(target, bytes, element, change->argument); break;

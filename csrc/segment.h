@@ -29,6 +29,7 @@
 #include <stdatomic.h>
 
 #include "clock.h"
+#include "kernels.h"
 #include "records.h"
 #include "smb.h"
 #include "sync.h"
@@ -45,6 +46,7 @@ struct smb_change {
     const void *source;    /* WRITE, ACCUMULATE; ACCUMULATE_FROM, APPLY: a copy of the other segment's bytes */
     struct smb_segment *states[SMB_RULE_STATES_MAX]; /* APPLY: changed with the segment; NULL where the rule, `op`, has none */
     struct smb_hyper hyper; /* APPLY */
+    struct factors factors; /* of them */
     void *sink;            /* READ; ACCUMULATE: the new values, if not NULL */
     uint64_t argument;     /* FILL: element bits; FETCH_ADD: what to add; COMPARE_SWAP: the new value */
     uint64_t expected;     /* COMPARE_SWAP */

@@ -364,6 +364,14 @@ static void end(struct host *host, struct reach *reach, struct told told)
     reach_end(reach);
 }
 
+/* Of segments and journal: the next server begins anew. */
+static void remove_files(void)
+{
+    static const char *const names[] = {"journal", "target", "source", "floats", "gradient", "state-0", "state-1"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        CHECK_EQ(unlink(scratch_path(names[i])), 0);
+}
+
 static struct command at(const char *point, long count, bool before_recovery)
 {
     struct command command = {.count = count, .before_recovery = before_recovery};
@@ -648,13 +656,7 @@ static void lost_journal(void)
             CHECK(sink[i] == content[i] + (i < OP_BYTES / 8 ? 3 * delta[i] : 0) ||
                   (i < CHUNK / 8 && sink[i] == content[i] + 6 * delta[i]));
         end(&host, &reach, told);
-        unlink(scratch_path("journal"));
-        unlink(scratch_path("target"));
-        unlink(scratch_path("source"));
-        unlink(scratch_path("floats"));
-        unlink(scratch_path("gradient"));
-        unlink(scratch_path("state-0"));
-        unlink(scratch_path("state-1"));
+        remove_files();
     }
 }
 
@@ -682,6 +684,7 @@ static void journals_of_versions_before(void)
         fclose(file);
         CHECK_EQ(version, 3);
         end(&host, &reach, told);
+        remove_files();
     }
 }
 
@@ -695,15 +698,16 @@ static void garbage_in_slots(void)
     begin(&host, &reach, &told);
     for (int round = 0; round < 40; round++) {
         struct calling calling;
-        die_in(&host, &reach, &told, &OPERATIONS[0], "journal.described", 1, &calling);
+        const struct operation *operation = round % 2 ? &ADAM : &OPERATIONS[0];
+        die_in(&host, &reach, &told, operation, "journal.described", 1, &calling);
         FILE *file = fopen(scratch_path("journal"), "r+");
         CHECK(file != NULL);
         for (int i = 0; i < 1 + round / 4; i++) { /* the words of slot 0, past its undo block; never its mark on the chunk */
-            CHECK_EQ(fseek(file, 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 + (long)random_below(&random, 108), SEEK_SET), 0);
+            CHECK_EQ(fseek(file, 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 + (long)random_below(&random, 184), SEEK_SET), 0);
             fputc((int)(random_next(&random) & 255), file);
         }
         fclose(file);
-        live_again(&host, &reach, &told, &OPERATIONS[0], &calling);
+        live_again(&host, &reach, &told, operation, &calling);
     }
     end(&host, &reach, told);
 }
