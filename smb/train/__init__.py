@@ -8,22 +8,34 @@
 Framework-neutral: `values` is a flat float32 array. docs/training.md compares the schemes.
 """
 
+from smb.train.asp import ASP
 from smb.train.asyncdiloco import AsyncDiLoCo
 from smb.train.bsp import BSP
 from smb.train.diloco import DiLoCo
+from smb.train.eamsgd import EAMSGD
+from smb.train.easgd import EASGD
 from smb.train.group import delete
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.metrics import Collector
+from smb.train.r2sp import R2SP
 from smb.train.scheme import SCHEMES, Exchange, Scheme
+from smb.train.seasgd import SEASGD
+from smb.train.ssp import SSP
 from smb.train.status import GroupStatus, WorkerStatus, status
 from smb.train.work import Unit, WorkUnits, delete_units
 from smb.train.worker import Worker, join
 
 __all__ = [
+    "ASP",
     "BSP",
+    "EAMSGD",
+    "EASGD",
+    "R2SP",
     "SCHEMES",
+    "SEASGD",
+    "SSP",
     "AsyncDiLoCo",
     "Collector",
     "DiLoCo",

@@ -39,6 +39,16 @@ class Exchange(ABC):
     restart).
     """
 
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples the next local step is to be made of; None where the scheme has no say in that."""
+        return None
+
+    @property
+    def gradient_scale(self) -> float:
+        """What to multiply the gradient, or the loss, of the next local step by, on account of its batch_size."""
+        return 1.0
+
     @abstractmethod
     def step(self, samples: int) -> None:
         """Take note of one local step over so many samples; exchange where the scheme says so, `values` in place."""

@@ -72,6 +72,16 @@ class Worker:
         return self._exchange
 
     @property
+    def batch_size(self) -> int | None:
+        """How many samples the next local step is to be made of; None where the scheme leaves that to you."""
+        return self._exchange.batch_size
+
+    @property
+    def gradient_scale(self) -> float:
+        """What to multiply the gradient, or the loss, of the next local step by; 1.0 unless batch_size differs."""
+        return self._exchange.gradient_scale
+
+    @property
     def status(self) -> WorkerStatus:
         """What the group knows of this worker."""
         return worker_status(self._group.table.read(), self._group.member.slot)
