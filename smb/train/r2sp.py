@@ -48,6 +48,7 @@ from smb.errors import (
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.train import table as t
+from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
 from smb.train.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.scheme import Exchange, Scheme, Values
@@ -264,7 +265,7 @@ class Passer:
         self._name = group.name
         self._table = t.Table(group.table.buffer)  # with rows of its own
         self._tick = group.tick
-        self._zero = np.zeros(1, np.int64)
+        self._lease = group.lease
         self._changed = threading.Condition()
         self._due: tuple[Turn, bool, float] | None = None
         self._closed = False
@@ -332,7 +333,7 @@ class Passer:
             found = self._table.swap(0, _TURN, turn.word(), following.word())
             if found not in (turn.word(), following.word()):
                 return  # we were taken for dead
-            self._tick.publish(self._zero)
+            wake(self._tick, self._lease)
             live = live_members(self._table.read())
             if not live or any(following.is_of(member) for member in live):
                 return

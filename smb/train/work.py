@@ -24,6 +24,7 @@ from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from smb.errors import TimeoutError as SmbTimeoutError
 from smb.train import members
 from smb.train import table as t
+from smb.train.group import wake
 from smb.train.members import Member, MembershipLostError
 
 _METADATA = "smb.train.work"
@@ -130,7 +131,7 @@ class WorkUnits:
             self._words.compare_swap(1 + index, word, word & ~_LOW)
             self._held = None
         member.leave()
-        self._tick.publish(np.zeros(1, np.int64))
+        wake(self._tick, self._lease)
 
     def __enter__(self) -> WorkUnits:
         return self
@@ -214,7 +215,7 @@ class WorkUnits:
 
     def _last(self, member: Member) -> Unit | None:
         """All is handed out: wait until it is done, or its worker dies."""
-        self._tick.publish(np.zeros(1, np.int64))
+        wake(self._tick, self._lease)
         while True:
             left = self._sweep(member, self._end)
             if left is not None:
