@@ -141,8 +141,9 @@ class _SharedTraining:
 
     def run(self) -> float:
         """Return the seconds from the common start until the last worker was done."""
-        workers = [self._start_worker() for _ in range(self.view.config.workers)]
-        while any(worker.status == "starting" for worker in workers):
+        # The latecomer too, so that importing PyTorch is done when its turn comes; it knows of no cluster until then.
+        *workers, latecomer = [self._start_worker() for _ in range(self.view.config.workers + 1)]
+        while any(worker.status == "starting" for worker in self._fleet.workers):
             self._listen()
         self._raise_if_all_failed()
         self._began = time.monotonic()
@@ -150,8 +151,6 @@ class _SharedTraining:
         self._note_accuracy()
         for worker in workers:
             worker.go()
-        # Started now, so that importing PyTorch is done when its turn comes; it knows of no cluster until then.
-        latecomer = self._start_worker()
         while any(worker.running for worker in self._fleet.workers):
             self._listen()
             self.view.share = min(1.0, self._samples_claimed() / self._task.samples)
@@ -180,7 +179,8 @@ class _SharedTraining:
         if victim.running and share >= config.kill_at:
             victim.kill()
             self._event(victim, "killed")
-        if latecomer.status == "ready" and share >= config.join_at:
+        alone = not any(worker.running for worker in self._fleet.workers if worker is not latecomer)
+        if latecomer.status == "ready" and (share >= config.join_at or alone):
             latecomer.go()
 
     def _listen(self) -> None:

@@ -27,7 +27,7 @@ def _threads() -> object:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("number", "scheme"), enumerate(RECIPES))
+@pytest.mark.parametrize(("number", "scheme"), list(enumerate(RECIPES)))
 def test_short_form_learns(number: int, scheme: str) -> None:
     """By every scheme, processes that share a striped buffer learn to 0.90 in seconds although one is killed and one
     comes late; schemes take turns with the transports."""
@@ -148,6 +148,6 @@ def test_result_counts_what_workers_did() -> None:
         workers=(),
     )
     assert empty.passed
-    assert not replace(empty, accuracy=0.94).passed
+    assert not replace(empty, accuracy=0.89).passed
     assert (empty.samples_per_second, empty.bytes_moved, empty.communication_share) == (50.0, 0, 0.0)
     assert empty.alone_samples_per_second is None
