@@ -506,7 +506,7 @@ class Buffer(Place):
         self._check_versions("pin")
         return Pin(self.name, self._sync_homes()[0], self._read_copy, ttl)
 
-    def publish(self, array: Any, *, timeout: float | None = None) -> int:
+    def publish(self, array: Any, *, timeout: float | None = None, ttl: float | None = None) -> int:
         """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
 
         `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole,
@@ -514,6 +514,9 @@ class Buffer(Place):
         write() and a number. Publishers take turns. Blocks while another one is at it, and while readers have the
         copy pinned that is to be overwritten: for `timeout` seconds (default: the client's), then TimeoutError, and
         nothing was done. No pin lasts longer than 30 s. The array travels exact, whatever the buffer's wire is.
+
+        A publisher that is killed in the middle keeps the next one waiting for `ttl` seconds (default: 10, or the
+        client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.
         """
         memory = arrays.readable(array, self._dtype)
         if memory.count != self.size:
@@ -524,9 +527,14 @@ class Buffer(Place):
         timeout = self._client.timeout if timeout is None else timeout
         if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN is neither
             raise InvalidArgumentError(f"{asked}: timeout={timeout!r} is not between 0 and {_PUBLISH_WAIT_MAX_S:g} s")
-        ttl_ms = round(1000 * max(self._client.timeout, _PUBLISH_TTL_S))  # all below ends within the client's timeouts
+        if ttl is None:
+            ttl = max(self._client.timeout, _PUBLISH_TTL_S)  # all below ends within the client's timeouts
+        if not 0.001 <= ttl <= _PUBLISH_WAIT_MAX_S:
+            raise InvalidArgumentError(f"{asked}: ttl={ttl!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s")
         try:
-            turn = homes[0].ask(asked, AskOpcode.LOCK, PUBLISHER_LOCK, (ttl_ms, wait_ms(timeout), 0), wait=timeout)
+            turn = homes[0].ask(
+                asked, AskOpcode.LOCK, PUBLISHER_LOCK, (round(1000 * ttl), wait_ms(timeout), 0), wait=timeout
+            )
         except TimeoutError as error:
             raise TimeoutError(
                 f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"

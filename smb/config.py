@@ -9,6 +9,7 @@ from smb.errors import InvalidArgumentError
 COORDINATOR_VARIABLE = "SMB_COORDINATOR"
 TRANSPORT_VARIABLE = "SMB_TRANSPORT"
 CHECKSUM_VARIABLE = "SMB_CHECKSUM"
+TRAIN_HOST_VARIABLE = "SMB_TRAIN_HOST"
 # Set by LocalCluster for its daemons: they end with that process, however it ends.
 OWNER_VARIABLE = "SMB_OWNER_PID"
 

@@ -62,10 +62,10 @@ class Answer:
         return "\n\n".join((f"# {self.title}", self.setup, self.table(), self.limit, _origin(command))) + "\n"
 
 
-def save(answer: Answer, command: str) -> None:
-    """Write scaling-NAME.json, .md and, where matplotlib is there, .png into perf/results."""
+def save(answer: Answer, command: str, group: str = "scaling") -> None:
+    """Write GROUP-NAME.json, .md and, where matplotlib is there, .png into perf/results."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"scaling-{answer.name}"
+    path = RESULTS / f"{group}-{answer.name}"
     whole = {
         "name": answer.name,
         "title": answer.title,

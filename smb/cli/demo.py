@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smb.cli.options import Json, usage_errors
 from smb.cli.output import console, print_error, print_json, table
 from smb.cli.signals import interrupted_once
+from smb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,8 +21,17 @@ if TYPE_CHECKING:
 
 def demo(
     scheme: Annotated[
-        str, typer.Option("--scheme", help="How the workers exchange parameters; there is: seasgd.")
+        str,
+        typer.Option(
+            "--scheme",
+            help="How the workers exchange parameters: bsp, asp, ssp, r2sp, easgd, eamsgd, seasgd, hsgd, localsgd, "
+            "diloco or asyncdiloco.",
+        ),
     ] = "seasgd",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE, a setting of the scheme (every=50); may be repeated."),
+    ] = None,
     transport: Annotated[str, typer.Option("--transport", help="auto, shm or tcp.")] = "auto",
     workers: Annotated[
         int, typer.Option("--workers", help="Training processes; one is killed, one more comes late.")
@@ -52,6 +63,7 @@ def demo(
             seed=seed,
             target=target,
             plot=plot or Path(f"demo-{scheme}.png"),
+            options=dict(map(_setting, settings or ())),
         )
     with interrupted_once():
         result = _run(config, quiet=as_json)
@@ -62,6 +74,15 @@ def demo(
     if not result.passed:
         print_error(f"the shared model reached {result.accuracy:.2%}, below the target of {config.target:.2%}")
         raise typer.Exit(1)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE with a value of JSON."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--set {text}: not NAME=VALUE with a number, true, false or null") from error
 
 
 def _run(config: DemoConfig, *, quiet: bool) -> DemoResult:

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from smb.demo.config import SCHEMES, DemoConfig
+from smb.demo.config import DemoConfig
 from smb.demo.result import AccuracyPoint, DemoEvent, DemoResult, WorkerResult
 
 if TYPE_CHECKING:
     from smb.demo.run import run_demo
 
-__all__ = ["SCHEMES", "AccuracyPoint", "DemoConfig", "DemoEvent", "DemoResult", "WorkerResult", "run_demo"]
+__all__ = ["AccuracyPoint", "DemoConfig", "DemoEvent", "DemoResult", "WorkerResult", "run_demo"]
 
 
 def __getattr__(name: str) -> object:

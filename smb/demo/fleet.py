@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from smb.config import TRAIN_HOST_VARIABLE
 from smb.demo.config import WorkerTask
 from smb.errors import Error
 
@@ -94,7 +95,7 @@ class Fleet:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | ({TRAIN_HOST_VARIABLE: task.host} if task.host else {}),
                 # Ctrl-C is for the parent, which then ends its workers in order.
                 start_new_session=True,
             )

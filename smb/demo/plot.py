@@ -46,9 +46,13 @@ def draw(result: DemoResult, path: Path) -> None:
 def _title(result: DemoResult) -> str:
     config = result.config
     transports = " and ".join(result.transports)
+    settings = [
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in config.settings.items()
+    ]
     return (
         f"{config.workers} processes share one model of {result.parameters:,} parameters on {config.servers} memory "
-        f"servers\n{config.scheme.upper()}, tau {config.tau}, alpha {config.alpha:g}, over {transports}"
+        f"servers\n{', '.join([config.scheme, *settings])}, over {transports}"
     )
 
 

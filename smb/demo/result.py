@@ -81,18 +81,18 @@ class DemoResult:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read from and accumulated into the shared buffer by all workers."""
+        """Bytes that all workers have sent and received as contributions and models."""
         return sum(worker.bytes_moved for worker in self.workers)
 
     @property
     def communication_share(self) -> float:
-        """Share (0 to 1) of the workers' time spent in reading and accumulating."""
+        """Share (0 to 1) of the workers' time spent in exchanging, waiting for each other included."""
         total = sum(worker.training_seconds for worker in self.workers)
         return sum(worker.communication_seconds for worker in self.workers) / total if total else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return everything, the computed numbers too, as what json.dumps takes."""
-        config = asdict(self.config) | {"alpha": self.config.alpha, "plot": None}
+        config = asdict(self.config) | {"settings": self.config.settings, "plot": None}
         computed = {
             "passed": self.passed,
             "samples_per_second": self.samples_per_second,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 import smb
-from smb.demo.config import STRIPE_BYTES, DemoConfig, WorkerTask
+import smb.train
+from smb.demo.config import PORTION_BATCHES, DemoConfig, WorkerTask
 from smb.demo.digits import Digits, load_digits
 from smb.demo.extras import check_extras
 from smb.demo.fleet import Fleet, Worker
@@ -20,8 +22,8 @@ from smb.demo.network import FlatParameters, accuracy, build_network
 from smb.demo.result import AccuracyPoint, DemoEvent, DemoResult, WorkerResult
 from smb.errors import Error
 
-WEIGHTS = "demo/weights"
-CLAIMED = "demo/claimed-samples"
+GROUP = "demo"
+CLAIMED = "demo-claimed-samples"
 CAPACITY = "64MiB"
 _POLL_SECONDS = 0.1
 _EVALUATE_SECONDS = 0.4
@@ -75,12 +77,11 @@ def _train_together(
         smb.LocalCluster(servers=config.servers, capacity=CAPACITY) as cluster,
         smb.connect(cluster.address, transport=config.transport) as client,
     ):
-        weights = client.create(WEIGHTS, (parameters.count,), "float32", servers=config.servers, stripe=STRIPE_BYTES)
-        weights.write(parameters.values)
         claimed = client.create(CLAIMED, (1,), "int64")
 
         def evaluate() -> float:
-            weights.read(out=parameters.values)
+            with contextlib.suppress(smb.NotFoundError):  # before the first worker has joined
+                smb.train.shared(client, GROUP, parameters.values.numpy())
             return accuracy(network, digits.test_images, digits.test_labels)
 
         task = WorkerTask(
@@ -92,13 +93,17 @@ def _train_together(
             samples=_samples(config, digits),
             coordinator=cluster.address,
             transport=config.transport,
-            weights=WEIGHTS,
+            group=GROUP,
             claimed=CLAIMED,
-            tau=config.tau,
-            alpha=config.alpha,
+            servers=config.servers,
+            scheme=config.scheme,
+            settings=config.settings,
+            learning_rate=config.recipe.rate_for(config.workers),
+            nesterov=config.recipe.nesterov,
         )
         training = _SharedTraining(config, task, fleet, evaluate, lambda: int(claimed.read()[0]), show)
         seconds = training.run()
+        weights = client.open(GROUP)
         return DemoResult(
             config=config,
             transports=tuple(weights.transports),
@@ -136,8 +141,9 @@ class _SharedTraining:
 
     def run(self) -> float:
         """Return the seconds from the common start until the last worker was done."""
-        workers = [self._start_worker() for _ in range(self.view.config.workers)]
-        while any(worker.status == "starting" for worker in workers):
+        # The latecomer too, so that importing PyTorch is done when its turn comes; it knows of no cluster until then.
+        *workers, latecomer = [self._start_worker() for _ in range(self.view.config.workers + 1)]
+        while any(worker.status == "starting" for worker in self._fleet.workers):
             self._listen()
         self._raise_if_all_failed()
         self._began = time.monotonic()
@@ -145,8 +151,6 @@ class _SharedTraining:
         self._note_accuracy()
         for worker in workers:
             worker.go()
-        # Started now, so that importing PyTorch is done when its turn comes; it knows of no cluster until then.
-        latecomer = self._start_worker()
         while any(worker.running for worker in self._fleet.workers):
             self._listen()
             self.view.share = min(1.0, self._samples_claimed() / self._task.samples)
@@ -160,7 +164,13 @@ class _SharedTraining:
 
     def _start_worker(self) -> Worker:
         number = len(self._fleet.workers) + 1
-        task = replace(self._task, name=f"worker-{number}", order_seed=1000 * self.view.config.seed + number)
+        hosts = self.view.config.recipe.hosts
+        task = replace(
+            self._task,
+            name=f"worker-{number}",
+            order_seed=1000 * self.view.config.seed + number,
+            host=f"host-{number % hosts}" if hosts > 1 else "",
+        )
         self.rates[task.name] = []
         return self._fleet.start(task)
 
@@ -169,7 +179,8 @@ class _SharedTraining:
         if victim.running and share >= config.kill_at:
             victim.kill()
             self._event(victim, "killed")
-        if latecomer.status == "ready" and share >= config.join_at:
+        alone = not any(worker.running for worker in self._fleet.workers if worker is not latecomer)
+        if latecomer.status == "ready" and (share >= config.join_at or alone):
             latecomer.go()
 
     def _listen(self) -> None:
@@ -235,9 +246,9 @@ def _train_alone(result: DemoResult, digits_path: Path, fleet: Fleet, show: Call
 
 
 def _samples(config: DemoConfig, digits: Digits) -> int:
-    """All samples of a run, in whole rounds of tau batches, at least one."""
-    round_samples = config.tau * config.batch_size
-    return max(1, round(config.epochs * len(digits.train_labels) / round_samples)) * round_samples
+    """All samples of a run, in whole portions, at least one."""
+    portion = PORTION_BATCHES * config.batch_size
+    return max(1, round(config.epochs * len(digits.train_labels) / portion)) * portion
 
 
 def _bytes_by_server(buffer: smb.Buffer) -> dict[str, int]:

@@ -22,12 +22,26 @@ def learning_rate(progress: float) -> float:
 
 
 class Trainer:
-    """A network, its momentum and an endless shuffled supply of slightly shifted training digits."""
+    """A network, its momentum and an endless shuffled supply of slightly shifted training digits.
 
-    def __init__(self, digits: Digits, *, network_seed: int, order_seed: int, batch_size: int) -> None:
+    rate is a factor of the learning rate; with nesterov the parameters are the look-ahead point, as in torch.optim.SGD.
+    """
+
+    def __init__(
+        self,
+        digits: Digits,
+        *,
+        network_seed: int,
+        order_seed: int,
+        batch_size: int,
+        rate: float = 1.0,
+        nesterov: bool = False,
+    ) -> None:
         self.network = build_network(network_seed)
         self.parameters = FlatParameters(self.network)
         self.batch_size = batch_size
+        self._rate = rate
+        self._nesterov = nesterov
         self._velocity = torch.zeros_like(self.parameters.values)
         self._images = torch.from_numpy(shifted_copies(digits.train_images)).unsqueeze(2)
         self._labels = torch.from_numpy(digits.train_labels)
@@ -45,7 +59,8 @@ class Trainer:
         with torch.no_grad():
             gradient = parameters.gradients.add_(parameters.values, alpha=WEIGHT_DECAY)
             self._velocity.mul_(MOMENTUM).add_(gradient)
-            parameters.values.add_(self._velocity, alpha=-learning_rate(progress))
+            step = gradient.add_(self._velocity, alpha=MOMENTUM) if self._nesterov else self._velocity
+            parameters.values.add_(step, alpha=-self._rate * learning_rate(progress))
         return float(loss.detach())
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
 """One training process. Reports JSON lines on stdout; waits for a line on stdin before it touches the cluster.
 
-It knows the coordinator's address and the names of two buffers, and nothing of the other workers: not who they are, how
-many, or whether they are alive. Work is claimed from a shared counter, so whoever is there shares what is left to do.
+It knows the coordinator's address, the name of a group and that of a counter, and nothing of the other workers: not who
+they are, how many, or whether they are alive. Work is claimed from the counter, so whoever is there shares what is left
+to do.
 
     python -m smb.demo.worker TASK        TASK is a WorkerTask as JSON
 """
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 
 import smb
-from smb.demo.config import WorkerTask
+import smb.train
+from smb.demo.config import LEASE_S, PORTION_BATCHES, STRIPE_BYTES, WorkerTask
 from smb.demo.digits import Digits
 from smb.demo.network import accuracy
-from smb.demo.seasgd import ElasticAveraging, ExchangeCounters
 from smb.demo.training import Trainer
 
 REPORT_INTERVAL_SECONDS = 0.25
@@ -29,10 +30,11 @@ REPORT_INTERVAL_SECONDS = 0.25
 class Reporter:
     """Writes what was done so far to stdout, at most every REPORT_INTERVAL_SECONDS unless it is news."""
 
-    def __init__(self, counters: ExchangeCounters) -> None:
+    def __init__(self, worker: smb.train.Worker | None) -> None:
         self.steps = 0
         self.samples = 0
-        self._counters = counters
+        self.communication_seconds = 0.0
+        self._worker = worker
         self._losses: list[float] = []
         self._started = self._reported = time.perf_counter()
 
@@ -56,9 +58,9 @@ class Reporter:
             steps=self.steps,
             samples=self.samples,
             loss=loss,
-            exchanges=self._counters.exchanges,
-            bytes_moved=self._counters.bytes_moved,
-            communication_seconds=self._counters.seconds,
+            exchanges=self._worker.contributions if self._worker else 0,
+            bytes_moved=self._worker.status.bytes if self._worker else 0,
+            communication_seconds=self.communication_seconds,
             training_seconds=self._reported - self._started,
             **more,
         )
@@ -71,22 +73,33 @@ def emit(event: str, **values: Any) -> None:
 
 
 def train_shared(trainer: Trainer, task: WorkerTask) -> None:
-    """Train together with whoever else holds the two buffers, until all samples are claimed."""
-    parameters = trainer.parameters.values.numpy()
-    round_samples = task.tau * task.batch_size
+    """Train together with whoever else is in the group, until all samples are claimed."""
+    portion = PORTION_BATCHES * task.batch_size
     with smb.connect(task.coordinator, transport=task.transport) as client:
-        averaging = ElasticAveraging(client.open(task.weights), task.alpha)
         claimed = client.open(task.claimed)
-        averaging.start_from_shared(parameters)
-        reporter = Reporter(averaging.counters)
-        reporter.report("joined")
-        while (before := claimed.fetch_add(0, round_samples)) < task.samples:
-            losses = [trainer.step(before / task.samples) for _ in range(task.tau)]
-            averaging.exchange(parameters)
-            reporter.count(losses, round_samples)
-            if reporter.due():
-                reporter.report("working")
-        reporter.report("done")
+        with smb.train.join(
+            client,
+            task.group,
+            trainer.parameters.values.numpy(),
+            smb.train.scheme_of(task.scheme, task.settings),
+            lease=LEASE_S,
+            servers=task.servers,
+            stripe=STRIPE_BYTES,
+        ) as worker:
+            reporter = Reporter(worker)
+            reporter.report("joined")
+            while (before := claimed.fetch_add(0, portion)) < task.samples:
+                losses = []
+                for _ in range(PORTION_BATCHES):
+                    losses.append(trainer.step(before / task.samples))
+                    stepped = time.perf_counter()
+                    worker.step(task.batch_size)
+                    reporter.communication_seconds += time.perf_counter() - stepped
+                reporter.count(losses, portion)
+                if reporter.due():
+                    reporter.report("working")
+            worker.flush()
+            reporter.report("done")
 
 
 def train_alone(trainer: Trainer, task: WorkerTask, digits: Digits) -> None:
@@ -95,7 +108,7 @@ def train_alone(trainer: Trainer, task: WorkerTask, digits: Digits) -> None:
     def accuracy_now() -> float:
         return accuracy(trainer.network, digits.test_images, digits.test_labels)
 
-    reporter = Reporter(ExchangeCounters())
+    reporter = Reporter(None)
     reporter.report("joined", accuracy=accuracy_now())
     while reporter.samples < task.samples:
         reporter.count([trainer.step(reporter.samples / task.samples)], task.batch_size)
@@ -110,7 +123,14 @@ def main(arguments: list[str]) -> int:
     # As many processes as there are share the cores: threads of their own would only wait for each other.
     torch.set_num_threads(1)
     digits = Digits.load(Path(task.digits))
-    trainer = Trainer(digits, network_seed=task.network_seed, order_seed=task.order_seed, batch_size=task.batch_size)
+    trainer = Trainer(
+        digits,
+        network_seed=task.network_seed,
+        order_seed=task.order_seed,
+        batch_size=task.batch_size,
+        rate=task.learning_rate,
+        nesterov=task.nesterov,
+    )
     emit("ready")
     if not sys.stdin.readline():
         return 1

@@ -1,5 +1,8 @@
-"""PyTorch on buffers: a trainer publishes its state_dict, readers follow it. Needs torch; `import smb` does not."""
+"""PyTorch on buffers: a model trained with others; a state_dict published, and followed. Needs torch; `import smb` does
+not.
+"""
 
+from smb.torch.adapter import Shared, join, shared_state_dict
 from smb.torch.publish import Follower, Generation, Publisher, follow, publish
 
-__all__ = ["Follower", "Generation", "Publisher", "follow", "publish"]
+__all__ = ["Follower", "Generation", "Publisher", "Shared", "follow", "join", "publish", "shared_state_dict"]

@@ -16,6 +16,7 @@ from smb.cli import main as cli
 from smb.demo import DemoConfig, DemoResult, run_demo
 from smb.demo.config import WorkerTask
 from smb.demo.fleet import Fleet
+from smb.demo.recipes import RECIPES
 from smb.demo.run import DemoView
 
 
@@ -26,17 +27,19 @@ def _threads() -> object:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_short_form_reaches_its_accuracy(transport: str) -> None:
-    """Processes that share a striped buffer learn to 0.95 in seconds although one is killed and one comes late."""
+@pytest.mark.parametrize(("number", "scheme"), list(enumerate(RECIPES)))
+def test_short_form_learns(number: int, scheme: str) -> None:
+    """By every scheme, processes that share a striped buffer learn to 0.90 in seconds although one is killed and one
+    comes late; schemes take turns with the transports."""
+    transport = ("shm", "tcp")[number % 2]
     phases: list[str] = []
 
     def follow(view: DemoView) -> None:
         phases.append(view.phase)
 
-    result = run_demo(DemoConfig.short(transport=transport), follow)
+    result = run_demo(DemoConfig.short(scheme, transport=transport), follow)
     assert result.passed, result.curve
-    assert result.accuracy >= 0.95
+    assert result.accuracy >= 0.90
     assert result.curve[0].accuracy < 0.3
     assert "training together" in phases
 
@@ -49,7 +52,7 @@ def test_short_form_reaches_its_accuracy(transport: str) -> None:
     assert ("worker-2", "killed") in happened
     assert (latecomer.name, "joined") in happened
     assert latecomer.samples > 0
-    assert [worker.status for worker in result.workers] == ["done", "killed", "done", "done"]
+    assert [worker.status for worker in result.workers] == ["done", "killed", "done"]
     killed_at = next(event.seconds for event in result.events if event.what == "killed")
     assert result.curve[-1].seconds > killed_at
 
@@ -145,6 +148,6 @@ def test_result_counts_what_workers_did() -> None:
         workers=(),
     )
     assert empty.passed
-    assert not replace(empty, accuracy=0.94).passed
+    assert not replace(empty, accuracy=0.89).passed
     assert (empty.samples_per_second, empty.bytes_moved, empty.communication_share) == (50.0, 0, 0.0)
     assert empty.alone_samples_per_second is None

@@ -2,22 +2,38 @@ from __future__ import annotations
 
 import pytest
 
-from smb.demo import SCHEMES, DemoConfig
+from smb.demo import DemoConfig
 from smb.demo.config import WorkerTask
 from smb.demo.extras import check_extras
+from smb.demo.recipes import RECIPES
 from smb.errors import Error, InvalidArgumentError
+from smb.train import SCHEMES
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_schemes_that_are_there_are_taken(scheme: str) -> None:
-    """Every scheme that is listed can be configured."""
-    assert DemoConfig(scheme=scheme).scheme == scheme
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_every_recipe_can_be_run(scheme: str) -> None:
+    """The settings that the demo gives a scheme are settings of it."""
+    config = DemoConfig(scheme=scheme)
+    assert scheme == SCHEMES[scheme].from_settings(config.settings).NAME
+
+
+def test_every_scheme_has_a_recipe() -> None:
+    """What smb.train has, the demo shows."""
+    assert set(RECIPES) == set(SCHEMES)
 
 
 def test_a_scheme_that_is_not_there_is_refused() -> None:
-    """A scheme of the plan that is not built yet is refused, and the message names what there is."""
-    with pytest.raises(InvalidArgumentError, match="'hsgd' is not there yet; there is: seasgd"):
-        DemoConfig(scheme="hsgd")
+    """An unknown scheme is refused, and the message names what there is."""
+    with pytest.raises(InvalidArgumentError, match=r"there is no scheme 'nonsense'; there are: bsp, .*seasgd"):
+        DemoConfig(scheme="nonsense")
+
+
+def test_options_take_the_place_of_the_recipes_settings() -> None:
+    """An option is a setting of the scheme; what is none is refused before anything starts."""
+    assert DemoConfig(scheme="diloco").settings == {"every": 20}
+    assert DemoConfig(scheme="diloco", options={"every": 7, "quorum": 2}).settings == {"every": 7, "quorum": 2}
+    with pytest.raises(InvalidArgumentError, match=r"scheme 'bsp'.*pigeons"):
+        DemoConfig(scheme="bsp", options={"pigeons": 2})
 
 
 @pytest.mark.parametrize(
@@ -39,12 +55,13 @@ def test_values_that_cannot_be_meant_are_refused(option: str, value: object, say
 def test_moving_rates_of_all_workers_stay_below_one() -> None:
     """alpha times the number of workers is the same whatever their number: the shared model can't overshoot."""
     for workers in (2, 4, 16):
-        assert DemoConfig(workers=workers).alpha * workers == pytest.approx(0.8)
+        for scheme in ("easgd", "eamsgd", "seasgd"):
+            assert DemoConfig(scheme, workers=workers).settings["alpha"] * workers == pytest.approx(0.8)
 
 
 def test_tasks_survive_their_way_to_the_process() -> None:
     """A task read from its JSON is the same task."""
-    task = WorkerTask("worker-1", "digits.npz", 1, 2, 32, 1000, coordinator="127.0.0.1:1", alpha=0.2)
+    task = WorkerTask("worker-1", "digits.npz", 1, 2, 32, 1000, coordinator="127.0.0.1:1", settings={"every": 4})
     assert WorkerTask.from_json(task.to_json()) == task
 
 

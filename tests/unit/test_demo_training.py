@@ -3,32 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from smb.demo.digits import Digits, load_digits, shifted_copies
 from smb.demo.network import FlatParameters, accuracy, build_network
-from smb.demo.seasgd import ElasticAveraging
 from smb.demo.training import LEARNING_RATE, Trainer, learning_rate
 
 
 @pytest.fixture(scope="module")
 def digits() -> Digits:
     return load_digits()
-
-
-class LocalBuffer:
-    """The three operations of a buffer that elastic averaging uses, on an array of this process."""
-
-    def __init__(self, values: NDArray[np.float32]) -> None:
-        self.values = values
-        self.size = values.size
-
-    def read(self, *, out: NDArray[np.float32]) -> NDArray[np.float32]:
-        np.copyto(out, self.values)
-        return out
-
-    def accumulate(self, array: NDArray[np.float32]) -> None:
-        self.values += array
 
 
 def test_split_is_fixed_and_stratified(digits: Digits) -> None:
@@ -87,22 +70,18 @@ def test_learning_rate_falls_to_a_hundredth() -> None:
     assert rates[-1] == learning_rate(1.7) == pytest.approx(LEARNING_RATE / 100)
 
 
-def test_exchange_is_the_published_formula() -> None:
-    """d = alpha*(local - shared) leaves the worker and enters the shared model, so their sum stays the same."""
-    shared = LocalBuffer(np.array([1.0, 2.0, 3.0], dtype=np.float32))
-    local = np.array([5.0, 2.0, -1.0], dtype=np.float32)
-    averaging = ElasticAveraging(shared, alpha=0.25)  # type: ignore[arg-type]
-    averaging.exchange(local)
-    assert local.tolist() == [4.0, 2.0, 0.0]
-    assert shared.values.tolist() == [2.0, 2.0, 2.0]
-    assert averaging.counters.exchanges == 1
-    assert averaging.counters.bytes_moved == 2 * local.nbytes
-    assert averaging.counters.seconds > 0.0
-
-
-def test_a_latecomer_starts_from_the_shared_model() -> None:
-    """Joining overwrites whatever the newcomer had."""
-    shared = LocalBuffer(np.array([1.0, 2.0], dtype=np.float32))
-    local = np.array([9.0, 9.0], dtype=np.float32)
-    ElasticAveraging(shared, alpha=0.2).start_from_shared(local)  # type: ignore[arg-type]
-    assert local.tolist() == [1.0, 2.0]
+def test_nesterov_momentum_is_pytorchs(digits: Digits) -> None:
+    """With nesterov the trainer takes the steps of torch.optim.SGD(nesterov=True), times its factor."""
+    torch.set_num_threads(1)
+    trainer = Trainer(digits, network_seed=0, order_seed=0, batch_size=32, rate=0.5, nesterov=True)
+    trainer.step(0.0)
+    reference = torch.nn.Parameter(trainer.parameters.values.clone())
+    optimizer = torch.optim.SGD([reference], lr=0.5 * LEARNING_RATE, momentum=0.9, nesterov=True)
+    before = trainer.parameters.values.clone()
+    velocity = trainer._velocity.clone()
+    optimizer.state[reference]["momentum_buffer"] = velocity.clone()
+    trainer.step(0.0)
+    reference.grad = trainer._velocity - 0.9 * velocity  # the gradient that the trainer saw
+    optimizer.step()
+    assert not torch.equal(before, trainer.parameters.values)
+    assert torch.allclose(reference.detach(), trainer.parameters.values, atol=1e-6)

@@ -1,0 +1,47 @@
+"""The command: `python -m perf.training [--quick] [EXPERIMENT ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from perf.netlab import LabError
+from perf.scaling.report import Answer, save
+from perf.training import seasgd
+from perf.training.lock import hold_during_measurements
+
+EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
+    "seasgd": seasgd.how_many_servers,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.training", description=__doc__)
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="fewer points; nothing is saved")
+    parser.add_argument("--lock", metavar="FILE", help="hold this file's lock, as flock(1) does, during a measurement")
+    asked = parser.parse_args()
+    unknown = set(asked.experiments) - EXPERIMENTS.keys()
+    if unknown:
+        parser.error(f"there is no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}")
+    hold_during_measurements(asked.lock)
+    for name in asked.experiments or EXPERIMENTS:
+        start = time.monotonic()
+        try:
+            answer = EXPERIMENTS[name](asked.quick)
+        except LabError as error:
+            print(f"{name}: not run: {error}", file=sys.stderr)
+            continue
+        print(f"\n## {answer.title}\n\n{answer.setup}\n\n{answer.table()}\n\n{answer.limit}")
+        print(f"({time.monotonic() - start:.0f} s)", flush=True)
+        if not asked.quick:
+            save(answer, f"python -m perf.training {name}", group="training")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.pop("SMB_COORDINATOR", None)
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Where several measure on one machine: one at a time, by a file's lock (flock)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+HOLD_S = 45.0  # once it is ours, measurements follow one another for so long before others have their turn
+
+_file: Path | None = None
+_held: IO[str] | None = None
+_since = 0.0
+
+
+def hold_during_measurements(file: str | None) -> None:
+    """Have `measuring` hold this file's exclusive lock; None: nothing is held."""
+    global _file
+    _file = Path(file) if file is not None else None
+
+
+@contextlib.contextmanager
+def measuring(seconds: float) -> Iterator[None]:
+    """Measure inside, for about so many seconds. Blocks until nobody else measures."""
+    global _held, _since
+    if _file is not None and _held is not None and time.monotonic() - _since + seconds > HOLD_S:
+        release()
+    if _file is not None and _held is None:
+        _held = _file.open("a")
+        fcntl.flock(_held, fcntl.LOCK_EX)
+        _since = time.monotonic()
+    yield
+
+
+def release() -> None:
+    """Let others measure."""
+    global _held
+    if _held is not None:
+        _held.close()
+        _held = None

@@ -1,0 +1,183 @@
+"""SEASGD on 1 to 8 memory servers, each behind a link of its own: how long an iteration takes for real networks.
+
+The published figure (Soft Memory Box II, 2020) is five networks that train up to 2.4 times as fast on 8 servers as on
+one. Here the parameters' bytes are real and computing is a sleep: what is measured is the exchange, and how much of it
+hides behind computing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from perf.netlab import parse_rate
+from perf.scaling.fleet import Fleet, Process, ask_all, links_per_second, started_together
+from perf.scaling.report import Answer, Column, Line
+from perf.training.lock import measuring, release
+
+RATE = "1gbit"  # eight of them, in one direction at a time, are what two cores move
+PAYLOAD = 0.95  # of a link's rate, the rest is headers
+SERVERS = (1, 2, 4, 8)
+WORKERS = 4
+ALPHA = 0.2  # the paper's, and exchanges after every step
+# Seconds of computing for each second that all workers' accumulates take over one server's link. An eighth is bound by
+# communication up to 8 servers, where the two are equal; 1 is where one server's accumulates are just hidden.
+BOUND, BALANCED = 1 / 8, 1.0
+GOAL = 2.4
+MEASURE_S = 20.0  # about so many seconds of iterations, two of them at least
+LARGE_BYTES = 100 << 20
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network's number of trainable parameters, and who counted them."""
+
+    name: str
+    parameters: int
+    source: str
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.parameters
+
+
+NETWORKS = (
+    Network("Inception-v1", 6_624_904, "torchvision, GoogLeNet_Weights.IMAGENET1K_V1 num_params (no auxiliary heads)"),
+    Network(
+        "MiniLM-L6 (transformer)",
+        22_713_216,
+        "sentence-transformers/all-MiniLM-L6-v2: vocabulary 30522, width 384, 6 layers, inner width 1536, pooler",
+    ),
+    Network("ResNet-50", 25_557_032, "torchvision, ResNet50_Weights.IMAGENET1K_V1 num_params"),
+    Network("Inception-ResNet-v2", 55_843_464, "imgclsmob's inceptionresnetv2, which asserts it; timm: 55.84 M"),
+    Network("VGG-16", 138_357_544, "torchvision, VGG16_Weights.IMAGENET1K_V1 num_params"),
+)
+
+
+def how_many_servers(quick: bool) -> Answer:
+    """1 to 8 servers, five networks, four workers: seconds for an iteration."""
+    networks = NETWORKS[:1] if quick else NETWORKS
+    servers = SERVERS[::3] if quick else SERVERS
+    cases = [(network, BOUND, count) for network in networks for count in servers]
+    cases += [(network, BALANCED, count) for network in networks for count in servers if network.name == "ResNet-50"]
+    rows = []
+    link = 0.0
+    for network, ratio, count in cases:
+        if network.nbytes > LARGE_BYTES:
+            release()  # joining takes long, and is not measured
+        with Fleet([RATE] * count, capacity=f"{3 * network.nbytes // count + (64 << 20)}") as fleet:
+            if not link:
+                with measuring(2.0):
+                    link = links_per_second(fleet.bare(), fleet, fleet.names[:1], "write", 100 << 20)[0]
+            rows.append(_measure(fleet, network, ratio, link))
+            print(json.dumps(rows[-1]), flush=True)
+    release()
+    for row in rows:
+        one = next(r for r in rows if (r["network"], r["ratio"], r["servers"]) == (row["network"], row["ratio"], 1))
+        row["times_one"] = one["iteration_s"] / row["iteration_s"]
+    bound = [row for row in rows if row["ratio"] == BOUND]
+    most = [row for row in bound if row["servers"] == max(servers)]
+    lowest, highest = (pick(row["times_one"] for row in most) for pick in (min, max))
+    limit = (
+        f"Bound by communication, {max(servers)} servers make an iteration {lowest:.2f} to {highest:.2f} times as fast "
+        f"as one (the goal was {GOAL}). An iteration reads and adds all parameters of each worker, and one server's "
+        "link carries all of that: the time goes down as links are added, until computing, which the accumulate hides "
+        "behind, is as long as the accumulate. From there on only the read gets shorter."
+    )
+    balanced = [row for row in rows if row["ratio"] == BALANCED]
+    if balanced:
+        limit += (
+            f" With computing as long as one server's accumulates the factor is {balanced[-1]['times_one']:.2f}: an "
+            "iteration is computing and reading then, and only reading gets faster."
+        )
+    return Answer(
+        name="seasgd",
+        title="SEASGD on 1 to 8 memory servers: time of an iteration",
+        setup=f"{WORKERS} workers, alpha={ALPHA}, an exchange after every step; every server behind a link of its own "
+        f"(tc tbf, {RATE}, both directions, headers counted; bare sockets carry {link / 1e6:.0f} MB/s over one), "
+        "workers without a limit, all on this one machine. Real bytes: every worker reads all parameters and adds all "
+        "of its differences in each iteration, float32 and exact; the sum over workers and shared model is checked. "
+        "Computing is a sleep: its ratio is to the time that all workers' accumulates take over one server's link. "
+        "All in step: max(computing, write + accumulate) + read at the links' bare rate, if all workers read at one "
+        "time and add at another; workers that are not in step read while others add, in the links' other direction. "
+        "Parameters: "
+        + "; ".join(f"{network.name} {network.parameters:,} ({network.source})" for network in networks)
+        + ".",
+        columns=(
+            Column("network", "network"),
+            Column("mb", "MB", "{:.1f}"),
+            Column("ratio", "computing / accumulates on 1", "{:.3g}"),
+            Column("compute_s", "computing, s", "{:.2f}"),
+            Column("servers", "servers"),
+            Column("iterations", "iterations"),
+            Column("iteration_s", "iteration, s", "{:.2f}"),
+            Column("in_step_s", "all in step, s", "{:.2f}"),
+            Column("times_one", "times one server", "{:.2f}"),
+        ),
+        rows=rows,
+        limit=limit,
+        lines=[
+            Line(
+                f"{network.name}, {ratio:.3g}",
+                "servers",
+                "times_one",
+                lambda row, key=(network.name, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
+            )
+            for network, ratio in dict.fromkeys((network, ratio) for network, ratio, _ in cases)
+        ],
+        y_title="iterations per second, times one server",
+        also={"link_bytes_per_second": link, "goal": GOAL},
+    )
+
+
+def _measure(fleet: Fleet, network: Network, ratio: float, link: float) -> dict[str, Any]:
+    """Let the workers train together on all of the fleet's servers, and check that no byte was lost."""
+    count = len(fleet.names)
+    alone_s = WORKERS * network.nbytes / (PAYLOAD * parse_rate(RATE) / 8)  # all accumulates, or reads, over one link
+    compute_s = ratio * alone_s
+    links_s = WORKERS * network.nbytes / (link * count)  # the same over all links, at their bare rate
+    in_step_s = max(compute_s, links_s) + links_s
+    steps = max(2, min(20, round(MEASURE_S / in_step_s)))
+    workers = [fleet.worker(module="perf.training.worker") for _ in range(WORKERS)]
+    for number, worker in enumerate(workers):
+        joined = worker.ask(do="join", name="run", elements=network.parameters, scheme="seasgd", settings=_settings())
+        if joined["servers"] != count:
+            raise RuntimeError(f"the parameters lie on {joined['servers']} servers; {count} were to be measured")
+        worker.ask(do="compute", value=number + 1.0)
+    with measuring(steps * in_step_s):
+        start, answers = _train(workers, steps, compute_s)
+    _check(workers, network.parameters)
+    ask_all(workers, do="leave")
+    return {
+        "network": network.name,
+        "parameters": network.parameters,
+        "mb": network.nbytes / 1e6,
+        "ratio": ratio,
+        "compute_s": compute_s,
+        "servers": count,
+        "iterations": steps,
+        "iteration_s": (max(answer["end"] for answer in answers) - start) / steps,
+        "in_step_s": in_step_s,
+        "spent_s": [answer["spent"] for answer in answers],
+    }
+
+
+def _settings() -> dict[str, Any]:
+    return {"alpha": ALPHA, "every": 1}
+
+
+def _train(workers: list[Process], steps: int, compute_s: float) -> tuple[float, list[dict[str, Any]]]:
+    answers = started_together(workers, do="train", steps=steps, compute_s=compute_s)
+    # Every iteration is whole: the first one's read begins at the start, the last one's accumulate ends with the flush.
+    return min(answer["start"] for answer in answers), answers
+
+
+def _check(workers: list[Process], parameters: int) -> None:
+    """What a worker gives to the shared model it takes from its own: the sum over all of them stays what it was."""
+    totals = [*ask_all(workers, do="total", of="values"), workers[0].ask(do="total", of="shared")]
+    found = sum(total["total"] for total in totals)
+    wanted = parameters * WORKERS * (WORKERS + 1) / 2
+    if abs(found - wanted) > TOLERANCE * wanted:
+        raise RuntimeError(f"workers and shared model add up to {found!r}, not to {wanted!r}: bytes were lost")

@@ -1,0 +1,84 @@
+"""A training process of an experiment: takes a request a line on stdin, {"do": NAME, ARGUMENT: ...} as JSON, and
+answers each by a line on stdout.
+
+{"do": "connect", "coordinator": "HOST:PORT", "count": 1}
+{"do": "join", "name": "NAME", "elements": N, "scheme": "seasgd", "settings": {...}}    -> servers, seconds
+{"do": "compute", "value": V}                    adds V to every parameter: a local step that can be added up afterwards
+{"do": "train", "steps": K, "start": T, "compute_s": S}
+    from time.monotonic() T on, K times: the scheme's step, then S seconds of sleep in place of computing; then flush
+    -> start, end, spent: seconds of each step, and of the flush
+{"do": "total", "of": "values" or "shared"}      -> total: the sum over all elements, in float64
+{"do": "leave"}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import smb
+import smb.train
+
+TIMEOUT_S = 120.0
+
+
+class TrainingProcess:
+    """One client, and what it trains."""
+
+    def connect(self, coordinator: str, count: int = 1) -> dict[str, Any]:
+        assert count == 1
+        self._client = smb.connect(coordinator, transport="tcp", timeout=TIMEOUT_S)
+        return {}
+
+    def join(self, name: str, elements: int, scheme: str, settings: dict[str, Any]) -> dict[str, Any]:
+        self._name = name
+        self._values = np.zeros(elements, np.float32)
+        began = time.monotonic()
+        self._worker = smb.train.join(self._client, name, self._values, scheme=smb.train.SCHEMES[scheme](**settings))
+        shared = self._client.open(name)
+        return {
+            "servers": len({segment.server for segment in shared.layout.segments}),
+            "seconds": time.monotonic() - began,
+        }
+
+    def compute(self, value: float) -> dict[str, Any]:
+        self._values += np.float32(value)
+        return {}
+
+    def train(self, steps: int, start: float, compute_s: float) -> dict[str, Any]:
+        spent = []
+        time.sleep(max(0.0, start - time.monotonic()))
+        for _ in range(steps):
+            began = time.monotonic()
+            self._worker.step(samples=1)
+            spent.append(time.monotonic() - began)
+            time.sleep(compute_s)
+        began = time.monotonic()
+        self._worker.flush()
+        end = time.monotonic()
+        return {"start": start, "end": end, "spent": [*spent, end - began]}
+
+    def total(self, of: str) -> dict[str, Any]:
+        array = self._values if of == "values" else self._client.open(self._name).read()
+        return {"total": float(array.sum(dtype=np.float64))}
+
+    def leave(self) -> dict[str, Any]:
+        self._worker.close()
+        self._client.close()
+        return {}
+
+
+def main() -> None:
+    process = TrainingProcess()
+    for line in sys.stdin:
+        request = json.loads(line)
+        do = getattr(process, request.pop("do"))
+        print(json.dumps(do(**request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

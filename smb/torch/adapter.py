@@ -1,0 +1,315 @@
+"""Training with others in three lines of a PyTorch script.
+
+    import smb.torch
+    shared = smb.torch.join(model, optimizer, "run", scheme="diloco", every=50)
+    ...                       # the script as it was: optimizer.step() exchanges when the scheme says
+    shared.close()            # the model is the shared one now
+
+What is shared, and how:
+
+- Parameters that the optimizer has or that require gradients: by the scheme, as one float32 vector of which they become
+  views (smb/torch/flat.py; bfloat16 ones have a float32 master there). The Parameter objects stay, so the optimizer and
+  its state are untouched: momenta are never sent.
+- Frozen parameters: the first to join stores its own in the buffer NAME/state, later ones take them from there.
+- Floating-point buffers, batch normalisation's running statistics above all: each process keeps and uses its own while
+  it trains, as they describe the batches that it sees. After each exchange it mixes them into NAME/state, with weight
+  1/members: `state += (own - state) / members`, at the servers, in the background. state_dict() and close() give that
+  average; who joins late starts from it.
+- Integer and float64 buffers (num_batches_tracked): local.
+
+Every tensor of the two buffers can be opened by its name: client.open("run").tensor("layer3.weight").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+import smb
+import smb.train
+from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.tensors import TensorTable
+from smb.torch.flat import Entry, Trained, Untrained, split
+
+STATE = "state"
+TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
+_JOIN_TTL_S = 30.0
+
+_log = logging.getLogger("smb")
+
+
+def join(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    *,
+    scheme: str | smb.train.Scheme | None = None,
+    coordinator: str | None = None,
+    client: smb.Client | None = None,
+    samples: int = 1,
+    guards: smb.train.Guards | None = None,
+    lease: float | None = None,
+    servers: Any = None,
+    stripe: Any = None,
+    wire: str | None = None,
+    **settings: Any,
+) -> Shared:
+    """Train the model together with all who join the same name. Returns when it has the shared model's values.
+
+    The first to join makes the group, with its model's values; who joins later gets the values of now. `scheme` is one
+    of smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); None adopts
+    the group's. After each optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the
+    parameters in place. `coordinator` is an address, default $SMB_COORDINATOR; or pass a `client`, which stays open.
+    `samples` is how many a step trains: set `samples` of the result where that varies. guards, lease, servers, stripe
+    and wire are smb.train.join's. Of several optimizers, pass the one that steps last, with all parameters requiring
+    gradients.
+
+    The model must be in host memory, its trained parameters float32 or bfloat16: one on a GPU is refused. Raises
+    InvalidArgumentError for what can't be shared, for other settings than the group's, and for other tensors than its
+    model's; NotFoundError where there is no group and no scheme is given; smb's errors where the cluster fails.
+    optimizer.step() raises smb.train.RefusedContributionError where a guard refuses (NaN, for one): the model is the
+    shared one again, the optimizer's state as it was.
+    """
+    if client is not None and coordinator is not None:
+        raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
+    if settings and not isinstance(scheme, str):
+        raise InvalidArgumentError(
+            f"smb.torch.join: {', '.join(settings)}: settings belong to a scheme that is given by its name"
+        )
+    chosen = smb.train.scheme_of(scheme, settings) if isinstance(scheme, str) else scheme
+    placement = {"servers": servers, "stripe": stripe, "wire": wire}
+    options = {key: value for key, value in placement.items() if value is not None}
+    with contextlib.ExitStack() as on_failure:
+        if client is None:
+            client = on_failure.enter_context(smb.connect(coordinator))
+        shared = Shared(model, optimizer, name, chosen, client, samples, {"guards": guards, "lease": lease, **options})
+        shared._owned = on_failure.pop_all()
+    return shared
+
+
+class Shared:
+    """A model that is trained together: what smb.torch.join returns. A context manager.
+
+    Leaving the `with` by an exception leaves the group without waiting for anything. Not for several threads at once.
+    """
+
+    samples: int
+    """Samples that one optimizer.step() trains."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        name: str,
+        scheme: smb.train.Scheme | None,
+        client: smb.Client,
+        samples: int,
+        options: dict[str, Any],
+    ) -> None:
+        self.samples = samples
+        self._model = model
+        self._trained, self._untrained = split(model, optimizer)
+        self._mixing: Future[Any] | None = None
+        self._open = True
+        self._owned = contextlib.ExitStack()  # the client, where it is ours
+        # Kept from before joining until the state is there, so that both buffers are of one maker.
+        with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+            self.worker = smb.train.join(
+                client, name, self._trained.values, scheme, metadata=_metadata(self._trained), **options
+            )
+            try:
+                _compare(client.open(name), self._trained.table)
+                self._state = self._join_state(client, name)
+            except BaseException:
+                self.worker.close()
+                raise
+        self._trained.spread()
+        self._contributions = self.worker.contributions
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    @property
+    def scheme(self) -> smb.train.Scheme:
+        """The group's scheme, with its settings."""
+        return self.worker.scheme
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shared model of now, in memory of its own: the model's own state_dict() with the group's values in
+        place of what is shared. Blocks for one read; raises smb's errors.
+
+        For a checkpoint, or for load_state_dict() of any model of this kind.
+        """
+        self._check_open()
+        self._check_model()
+        own: dict[str, Any] = self._model.state_dict()
+        vector = torch.from_numpy(self.worker.shared())
+        values = _values(self._trained.entries, vector)
+        if self._state is not None:
+            self._settle_mixing()
+            values |= _values(self._untrained.entries, torch.from_numpy(self._state.read()))
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor):
+                # What the group has no part in (integers) is copied too: nothing returned is the model's memory.
+                own[key] = values[key] if key in values else value.detach().clone()
+        return own
+
+    def close(self, *, load: bool = True) -> None:
+        """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
+
+        What was trained since this worker's last exchange has then no part in the model, here as in the others.
+        Parameters stay where they are; the optimizer is free of the hook. Twice does nothing.
+        """
+        if not self._open:
+            return
+        try:
+            self.worker.flush()
+            self._settle_mixing()
+            if load:
+                self._check_model()
+                self.worker.shared(out=self._trained.values)
+                self._trained.spread()
+                if self._state is not None:
+                    self._state.read(out=self._untrained.values)
+                    self._untrained.spread()
+        finally:
+            self._leave()
+
+    def __enter__(self) -> Shared:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._leave()
+        except Error as second:
+            _log.warning("could not leave the group on the way out of an error: %s", second)
+
+    # ---- after each step of the optimizer
+
+    def _stepped(self) -> None:
+        self._trained.check()
+        self._untrained.check()
+        self._trained.absorb()
+        try:
+            self.worker.step(self.samples)
+        finally:
+            self._trained.spread()  # after a refusal too: the values are the shared model's again
+        if self._state is not None and self._untrained.averaged:
+            self._mix(self._state)
+
+    def _mix(self, state: smb.Buffer) -> None:
+        """After an exchange, begin to add our running statistics to the average; the last time may be under way yet."""
+        contributions = self.worker.contributions
+        if contributions == self._contributions or (self._mixing is not None and not self._mixing.done()):
+            return
+        self._settle_mixing()
+        self._contributions = contributions
+        self._untrained.collect(self._untrained.averaged)
+        own = self._untrained.values[: self._untrained.averaged]
+        if not np.isfinite(own).all():
+            raise Error(
+                "a floating-point buffer of the model (running statistics?) is not finite: it is not shared, and the "
+                "model computes with it; look at the batches and the step size"
+            )
+        self._mixing = state.accumulate_async(own, op="elastic", scale=1.0 / self.worker.members)
+
+    def _settle_mixing(self) -> None:
+        if self._mixing is not None:
+            mixing, self._mixing = self._mixing, None
+            mixing.result()
+
+    # ---- coming and going
+
+    def _join_state(self, client: smb.Client, name: str) -> smb.Buffer | None:
+        """Take frozen parameters and buffers from the group, or be the first to store them. Under the lock."""
+        untrained = self._untrained
+        if not untrained.entries:
+            return None
+        untrained.collect()
+        state = client.create(f"{name}/{STATE}", untrained.values.size, metadata=_metadata(untrained), exist_ok=True)
+        _compare(state, untrained.table)
+        if state.version:
+            state.read(out=untrained.values)
+            untrained.spread()
+        else:  # who made it may have died before it was written
+            state.publish(untrained.values)
+        return state
+
+    def _leave(self) -> None:
+        self._open = False
+        self._hook.remove()
+        try:
+            self.worker.close()
+        finally:
+            self._owned.close()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise InvalidArgumentError(f"the model has left group {self.worker.name!r}; smb.torch.join it again")
+
+    def _check_model(self) -> None:
+        """The optimizer's step would not notice a module that was replaced."""
+        self._trained.check()
+        now = {id(tensor) for tensor in self._model.parameters()}
+        if gone := [entry.names[0] for entry in self._trained.entries if id(entry.tensor) not in now]:
+            raise Error(f"{', '.join(gone[:3])} of the model were replaced after smb.torch.join: join afterwards")
+
+
+def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
+    """Return what a group shares, by name, without taking part: for evaluation, or to start from. float32, on the CPU.
+
+    Integer and float64 buffers are each process's own and are not in it: load_state_dict(strict=False) where the model
+    has some (PyTorch does without batch normalisation's num_batches_tracked). Blocks for two reads. Raises
+    NotFoundError, InvalidArgumentError (a group that was not made by smb.torch.join).
+    """
+    pairs = [(client.open(name), smb.train.shared(client, name))]
+    with contextlib.suppress(NotFoundError):
+        state = client.open(f"{name}/{STATE}")
+        pairs.append((state, state.read()))
+    found: dict[str, torch.Tensor] = {}
+    for buffer, values in pairs:
+        metadata = buffer.metadata
+        table = _table(buffer)
+        found |= {key: torch.from_numpy(array) for key, array in table.views(values).items()}
+        found |= {other: found[key] for other, key in metadata.get(TIED, {}).items()}
+    return found
+
+
+def _metadata(vector: Trained | Untrained) -> dict[str, Any]:
+    tied = {other: entry.names[0] for entry in vector.entries for other in entry.names[1:]}
+    return vector.table.to_metadata() | ({TIED: tied} if tied else {})
+
+
+def _table(buffer: smb.Buffer) -> TensorTable:
+    if not buffer.table:
+        raise InvalidArgumentError(
+            f"group of buffer {buffer.name!r}: it has no names for its tensors, so it was not made by smb.torch.join"
+        )
+    return buffer.table
+
+
+def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
+    if differences := ours.differences(_table(buffer)):
+        raise InvalidArgumentError(
+            f"join of group of buffer {buffer.name!r}: another model's: {'; '.join(differences[:3])}"
+            + (f", and {len(differences) - 3} more" if len(differences) > 3 else "")
+        )
+
+
+def _values(entries: Iterable[Entry], vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a vector under all their names, in the model's dtypes; tied names get the same tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for entry in entries:
+        value = entry.of(vector).to(entry.tensor.dtype)
+        found |= dict.fromkeys(entry.names, value)
+    return found

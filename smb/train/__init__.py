@@ -1,0 +1,61 @@
+"""Training through the box: schemes by which workers that come and go share one model.
+
+>>> worker = smb.train.join(client, "run", values, smb.train.LocalSGD(every=50))
+>>> for batch in batches:
+...     values -= rate * gradient(values, batch)
+...     worker.step(samples=len(batch))
+
+Framework-neutral: `values` is a flat float32 array. docs/training.md compares the schemes.
+"""
+
+from smb.train.asp import ASP
+from smb.train.asyncdiloco import AsyncDiLoCo
+from smb.train.bsp import BSP
+from smb.train.diloco import DiLoCo
+from smb.train.eamsgd import EAMSGD
+from smb.train.easgd import EASGD
+from smb.train.group import delete, shared
+from smb.train.guards import Guards, RefusedContributionError
+from smb.train.hsgd import HSGD
+from smb.train.localsgd import LocalSGD
+from smb.train.members import MembershipLostError
+from smb.train.metrics import Collector
+from smb.train.r2sp import R2SP
+from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
+from smb.train.seasgd import SEASGD
+from smb.train.ssp import SSP
+from smb.train.status import GroupStatus, WorkerStatus, status
+from smb.train.work import Unit, WorkUnits, delete_units
+from smb.train.worker import Worker, join
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "EAMSGD",
+    "EASGD",
+    "HSGD",
+    "R2SP",
+    "SCHEMES",
+    "SEASGD",
+    "SSP",
+    "AsyncDiLoCo",
+    "Collector",
+    "DiLoCo",
+    "Exchange",
+    "GroupStatus",
+    "Guards",
+    "LocalSGD",
+    "MembershipLostError",
+    "RefusedContributionError",
+    "Scheme",
+    "Unit",
+    "WorkUnits",
+    "Worker",
+    "WorkerStatus",
+    "delete",
+    "delete_units",
+    "join",
+    "scheme_of",
+    "shared",
+    "status",
+]

@@ -1,0 +1,74 @@
+"""ASP, totally asynchronous: every worker adds what it did when it has done it, and waits for nobody.
+
+    W_global += W_local - base;  W_local = base = W_global        after every local step
+
+In one call: the servers add, and the sums come back in the same round trip. Source: Dean et al. 2012, "Large scale
+distributed deep networks" (Downpour SGD); it is SSP without a bound (Ho et al. 2013).
+
+Taxonomy: data parallel; central (a parameter server); asynchronous; each worker with the servers alone.
+
+Staleness: how many contributions of others were acknowledged between a worker's read and its next contribution. No
+bound is promised, but the group's guards may set one (staleness_max): a contribution beyond it is refused. Nobody's
+contribution is lost, and each counts once: the workers' own records of what they saw show it
+(tests/integration/test_asynchronous.py, judged by tests/support/seen.py). A worker that is killed while it sends
+may leave a part of its last contribution, whole chunks of it, in the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from smb.train import table as t
+from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.sending import Deltas
+
+if TYPE_CHECKING:
+    from smb.train.group import Group
+
+_SENT = t.GROUP_EXTRA  # contributions acknowledged so far
+
+
+@dataclass(frozen=True)
+class ASP(Scheme):
+    """Totally asynchronous updates. It has no settings."""
+
+    NAME: ClassVar[str] = "asp"
+
+    def run(self, group: Group, values: Values) -> Exchange:
+        """Return this worker's exchange."""
+        return Asynchronous(group, values)
+
+
+class Asynchronous(Exchange):
+    """One worker's side. A step blocks for one accumulate, and two small calls."""
+
+    def __init__(self, group: Group, values: Values) -> None:
+        self._group = group
+        self._deltas = Deltas(group.weights, values)
+        self._sent = group.table.get(0, _SENT)  # as of the read that the next contribution builds on
+        self._unsent_samples = 0
+
+    def step(self, samples: int) -> None:
+        """Add the delta and take over the sum."""
+        group, deltas = self._group, self._deltas
+        self.flush()
+        delta = deltas.take()
+        group.check(delta, max(0, group.table.get(0, _SENT) - self._sent))
+        self._unsent_samples = samples
+        deltas.send(fetch=True)
+        self._count()
+
+    def restart(self) -> None:
+        """Go on from the values as they are."""
+        self._sent = self._group.table.get(0, _SENT)
+        self._deltas.adopt()
+
+    def flush(self) -> None:
+        """Send what a failed call left unsent."""
+        if self._deltas.finish():
+            self._count()
+
+    def _count(self) -> None:
+        self._sent = self._group.table.add(0, _SENT, 1) + 1
+        self._group.count(self._unsent_samples, 2 * self._deltas.values.nbytes)

@@ -1,0 +1,99 @@
+"""EASGD: asynchronous elastic averaging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from smb.train.elastic import Elastic, check_settings
+from smb.train.scheme import Exchange, Scheme, Values
+
+if TYPE_CHECKING:
+    from smb.train.group import Group
+
+
+@dataclass(frozen=True)
+class EASGD(Scheme):
+    """Every `every` (tau) local steps, with W the shared model and w the worker's values:
+
+        d = alpha * (w - W);  W += d;  (next local step on w, not on w - d);  w -= d
+
+    d is taken before a local step and applied after it, as in Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
+    with elastic averaging SGD, 2015): the gradient is of w as it was when d was taken. alpha = None is 0.9 / p with p
+    the workers that are there at that exchange (the authors' start: alpha = beta / p, beta = 0.9; in their terms
+    alpha = eta * rho), so that the force adapts to who comes and goes. Any local optimizer.
+
+    Taxonomy: data parallel; central (one shared model, on the memory servers); asynchronous; each worker with the
+    centre, never with each other: one read and one accumulate of n floats every tau steps.
+
+    Staleness: unbounded; nobody waits for anybody. A difference rests on a read made in the same call, so what can come
+    in between is what others add during one read and one accumulate. It is counted (`status`), and
+    Guards(staleness_max=) refuses to send where it is more, as far as it can be known before sending. The centre moves
+    by at most alpha of the way, whatever came in between. Tests: tests/integration/test_elastic.py holds golden traces
+    against numpy, and counts the staleness of interleavings made on purpose.
+
+    What a step() that raised has sent counts once: the next call finishes it (smb/train/contribution.py).
+    """
+
+    NAME: ClassVar[str] = "easgd"
+    alpha: float | None = None
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        check_settings(self.NAME, self.alpha, self.every)
+
+    def run(self, group: Group, values: Values) -> Exchange:
+        """Return this worker's exchange."""
+        return DelayedExchange(group, values, self.alpha, self.every)
+
+
+class DelayedExchange(Exchange):
+    """One worker's side of EASGD and EAMSGD. Blocks for a read and an accumulate every so many steps."""
+
+    def __init__(self, group: Group, values: Values, alpha: float | None, every: int) -> None:
+        self._elastic = Elastic(group, alpha)
+        self._values = values
+        self._every = every
+        self._steps = 0
+        self._samples = 0
+        self._owed = False  # the worker's half of the last difference: after the local step under way
+
+    def step(self, samples: int) -> None:
+        """Apply what was taken before this local step; every so many steps take and send the next difference."""
+        if self._elastic.under_way:  # the last call failed in the middle: this is its repetition
+            self._finish()
+            return
+        self._pay()
+        if (self._steps + 1) % self._every:
+            self._steps += 1
+            self._samples += samples
+            return
+        self._elastic.take(self._values)
+        self._elastic.send(self._samples + samples)
+        self._owed = True
+        self._finish()
+
+    def restart(self) -> None:
+        """The values are the shared model: nothing is owed."""
+        self._owed = False
+        self._steps = self._samples = 0
+
+    def flush(self) -> None:
+        """Finish what is under way, and apply the worker's half."""
+        self._elastic.finish()
+        self._pay()
+
+    def abandon(self) -> None:
+        """Leave the values alone from now on."""
+        self._owed = False
+        self._elastic.abandon()
+
+    def _finish(self) -> None:
+        self._elastic.finish()
+        self._steps += 1
+        self._samples = 0
+
+    def _pay(self) -> None:
+        if self._owed:
+            self._values -= self._elastic.difference
+            self._owed = False

@@ -1,0 +1,317 @@
+"""A group: the buffers that workers of one training share, and what every scheme needs of them.
+
+    NAME           the shared weights, float32 (n,); the group's settings are its metadata
+    NAME/members   the table (table.py)
+    NAME/tick      published to wake whoever waits for anything
+    NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
+
+Whoever joins first makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.client import Client
+from smb.errors import (
+    InvalidArgumentError,
+    LockLostError,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+)
+from smb.train import members
+from smb.train import table as t
+from smb.train.guards import Guard, Guards, RefusedContributionError
+from smb.train.members import Member
+from smb.train.scheme import Json, Scheme, Values, scheme_of
+
+METADATA = "smb.train"
+LEASE_S = 10.0
+_SETUP_S = 30.0
+_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
+
+_log = logging.getLogger("smb")
+
+
+class Group:
+    """A worker's view of its group. Made by `enter`; one thread at a time, like the Exchange that it is for.
+
+    weights: the shared weights. table: who is there. member: our slot. scheme, guards, lease: the group's settings.
+    patience: seconds to wait before one looks whether others are dead. transfer_bytes: of the model, as it travels.
+    """
+
+    def __init__(self, client: Client, name: str, weights: Buffer, settings: dict[str, Json]) -> None:
+        self.client = client
+        self.name = name
+        self.weights = weights
+        self.scheme = scheme_of(settings["scheme"], settings["settings"])
+        self.guards = Guards(**settings["guards"])
+        self.lease = float(settings["lease"])
+        self.table = t.Table(client.open(f"{name}/members"))
+        self.tick = client.open(f"{name}/tick")
+        self.member: Member
+        self._guard = Guard(self.guards)
+        self._seen = 0  # the tick's version, as far as we know
+        self._rejoins = 0
+        self.patience = max(0.05, self.lease / 4)
+        self.transfer_bytes = round(weights.size * _BYTES[weights.wire])
+
+    # ---- membership
+
+    def admit(self) -> None:
+        """Take a slot: `member` is this worker's from now on."""
+        self._seen = self.tick.version
+        self.member = members.admit(self.client, self.name, self.table, self.lease, self.scheme.first_clock)
+        self.member.set(t.REJOINS, self._rejoins)
+        self.wake()
+
+    def rejoin(self) -> None:
+        """Take a slot again, after MembershipLostError; counted and logged."""
+        old = self.member
+        self._rejoins = old.get(t.REJOINS) + 1
+        old.leave()
+        self.admit()
+        for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
+            self.member.set(column, old.get(column))
+        self.member.report()
+        _log.warning(
+            "group %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
+        )
+
+    def leave(self) -> None:
+        """Give the slot back and wake those who wait for it."""
+        self.member.leave()
+        self.wake()
+
+    def live(self, rows: t.Rows) -> list[int]:
+        """Return the slots that are taken, in order."""
+        return list(members.live(rows))
+
+    def reap(self, slots: Iterable[int]) -> list[int]:
+        """Free the slots, of these, whose holders are dead, and wake all if there are any. Asks about each one."""
+        dead = members.reap(
+            self.client, self.name, self.table, self.lease, (slot for slot in slots if slot != self.member.slot)
+        )
+        if dead:
+            self.wake()
+        return dead
+
+    # ---- waking and waiting
+
+    def wake(self) -> None:
+        """Wake every member that waits. Look at the table before you wait yourself."""
+        self._seen = wake(self.tick, self.lease)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until somebody calls wake(); False after `timeout` seconds (default: a quarter of the lease).
+
+        A wake() since the last wait counts: look at the table, then wait, and nothing is missed. On False look for dead
+        members: reap().
+        """
+        try:
+            self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    # ---- weights
+
+    @property
+    def round(self) -> int:
+        """The group's open round; 0 for ever in schemes without rounds."""
+        return self.table.get(0, t.ROUND) >> t.ROUND_SHIFT
+
+    def read(self, out: Values) -> int:
+        """Read the shared weights into `out`, never a mix of two rounds; return the round."""
+        while True:
+            before = self.table.get(0, t.ROUND)
+            if before & 1:  # the weights are being replaced
+                if not self.wait():
+                    self.reap(self.live(self.table.read()))
+                continue
+            self.weights.read(out=out)
+            if self.table.get(0, t.ROUND) >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT:
+                return before >> t.ROUND_SHIFT
+
+    def buffer(self, suffix: str, **options: Any) -> Buffer:
+        """Open the group's buffer NAME/suffix, or make it: like the weights, or with `options` of Client.create."""
+        if not options:
+            options = {"like": self.weights}
+        return self.client.create(f"{self.name}/{suffix}", exist_ok=True, **options)
+
+    # ---- contributions
+
+    def check(self, delta: Values, staleness: int = 0) -> None:
+        """Call it before a contribution is sent: looks at the guards and at our membership; no call to a server.
+
+        Raises RefusedContributionError (counted), MembershipLostError.
+        """
+        self.member.check()
+        try:
+            norm = self._guard.check(delta, staleness)
+        except RefusedContributionError:
+            self.member.add(t.REFUSED, 1)
+            self.member.report()
+            raise
+        self.member.set(t.NORM, struct.unpack("<q", struct.pack("<d", norm))[0])
+        self.member.set(t.STALENESS, staleness)
+        self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))
+
+    def count(self, samples: int, nbytes: int, contributions: int = 1) -> None:
+        """Call it once a contribution was sent: counts it, in the table too. One small call."""
+        self.member.add(t.CONTRIBUTIONS, contributions)
+        self.member.add(t.SAMPLES, samples)
+        self.member.add(t.BYTES, nbytes)
+        self.member.report()
+
+
+def wake(tick: Buffer, lease: float) -> int:
+    """Wake all who wait for the next version of a tick; return that. One killed in the middle holds up the next for a
+    lease, as in all else."""
+    while True:
+        with contextlib.suppress(LockLostError):  # we were stopped for so long; nobody was woken
+            return tick.publish(np.zeros(tick.size, np.int64), ttl=lease)
+
+
+def enter(
+    client: Client,
+    name: str,
+    values: Values,
+    scheme: Scheme | None,
+    guards: Guards | None,
+    lease: float | None,
+    **placement: Any,
+) -> Group:
+    """Return the group of that name with a slot in it, made first if there is none; `values` become the shared ones.
+
+    None adopts what the group has. Raises InvalidArgumentError, NotFoundError, OutOfMemoryError.
+    """
+    _check(name, values)
+    with client.lock(f"{name}/setup", timeout=_SETUP_S):
+        group = _opened(client, name)
+        if group is None:
+            if scheme is None:
+                raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
+            settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
+            group = _made(client, name, values, settings, placement)
+        else:
+            _compare(group, scheme, guards, lease)
+        if group.weights.size != values.size:
+            raise InvalidArgumentError(
+                f"join of group {name!r}: {values.size} values, and the shared model has {group.weights.size}"
+            )
+        group.admit()
+    try:
+        group.read(values)
+    except BaseException:
+        group.leave()
+        raise
+    return group
+
+
+def view(client: Client, name: str) -> Group:
+    """Return a group to look at, without joining. Raises NotFoundError."""
+    group = _opened(client, name)
+    if group is None:
+        raise NotFoundError(f"there is no group {name!r}")
+    return group
+
+
+def shared(client: Client, name: str, out: Values | None = None) -> Values:
+    """Return the present shared model of a group, float32 (n,), in `out` if given, without joining.
+
+    Of one round, where there are rounds; blocks for a few calls. Raises NotFoundError, InvalidArgumentError.
+    """
+    group = view(client, name)
+    values: Values = np.empty(group.weights.size, np.float32) if out is None else out
+    group.read(values)
+    return values
+
+
+def delete(client: Client, name: str) -> None:
+    """Delete a group with all of its buffers; its workers get NotFoundError. Raises NotFoundError."""
+    view(client, name)
+    remove(client, name)
+
+
+def remove(client: Client, name: str) -> None:
+    """Delete whatever there is of a group, the weights last."""
+    for info in client.list():
+        if info.name.startswith(f"{name}/"):
+            client.delete(info.name, missing_ok=True)
+    client.delete(name, missing_ok=True)
+
+
+def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]:
+    """Return what a group keeps as metadata."""
+    return {"scheme": scheme.NAME, "settings": scheme.settings(), "guards": guards.settings(), "lease": lease}
+
+
+def _check(name: str, values: Values) -> None:
+    asked = f"join of group {name!r}"
+    if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.ndim != 1 or not values.size:
+        raise InvalidArgumentError(f"{asked}: values must be a numpy array, float32, of one dimension")
+    if not (values.flags.c_contiguous and values.flags.writeable):
+        raise InvalidArgumentError(f"{asked}: values must be contiguous and writable: they are changed in place")
+
+
+def _opened(client: Client, name: str) -> Group | None:
+    """Return the group, None where there is none or its maker died half-way."""
+    try:
+        weights = client.open(name)
+    except NotFoundError:
+        return None
+    settings = weights.metadata.get(METADATA)
+    if not isinstance(settings, dict):
+        raise InvalidArgumentError(f"buffer {name!r} is no group of smb.train; choose another name")
+    try:
+        group = Group(client, name, weights, settings)
+    except NotFoundError:
+        return None
+    return group if group.table.get(0, t.READY) else None
+
+
+def _made(client: Client, name: str, values: Values, settings: dict[str, Json], placement: dict[str, Any]) -> Group:
+    """Make the group. Under the setup lock, so what there is of it was left by a maker that died."""
+    if not (math.isfinite(settings["lease"]) and 0.05 <= settings["lease"] <= 3600):
+        raise InvalidArgumentError(f"join of group {name!r}: lease={settings['lease']!r} s is not in 0.05 to 3600")
+    if not np.isfinite(values).all():
+        raise InvalidArgumentError(f"join of group {name!r}: the first values are not finite")
+    remove(client, name)
+    metadata = {**placement.pop("metadata", {}), METADATA: settings}
+    weights = client.create(name, values.size, "float32", metadata=metadata, **placement)
+    client.create(f"{name}/tick", 1, "int64", servers=1)
+    table = t.Table(client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
+    weights.write(values, wire="exact")
+    table.add(0, t.READY, 1)
+    return Group(client, name, weights, settings)
+
+
+def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: float | None) -> None:
+    """Raise InvalidArgumentError where a joiner wants other settings than the group has."""
+    wanted: dict[str, Json] = {}
+    if scheme is not None:
+        wanted |= {"scheme": scheme.NAME} | {f"{scheme.NAME}.{key}": value for key, value in scheme.settings().items()}
+    if guards is not None:
+        wanted |= {f"guards.{key}": value for key, value in guards.settings().items()}
+    if lease is not None:
+        wanted["lease"] = float(lease)
+    has: dict[str, Json] = {"scheme": group.scheme.NAME, "lease": group.lease}
+    has |= {f"{group.scheme.NAME}.{key}": value for key, value in group.scheme.settings().items()}
+    has |= {f"guards.{key}": value for key, value in group.guards.settings().items()}
+    if wanted.get("scheme", has["scheme"]) != has["scheme"]:
+        wanted = {"scheme": wanted["scheme"]}
+    differing = [f"{key} is {has.get(key)!r}, not {value!r}" for key, value in wanted.items() if has.get(key) != value]
+    if differing:
+        raise InvalidArgumentError(
+            f"join of group {group.name!r}: it runs with other settings: {'; '.join(differing)}; "
+            f"leave them out to adopt the group's"
+        )

@@ -1,0 +1,97 @@
+"""What keeps a worker gone wrong from spoiling the model of all: every contribution is looked at before it is sent.
+
+The guards are the group's: whoever joins has the same ones. A contribution that is refused is counted, nothing of it is
+sent, and the worker's values become the shared model again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from smb.errors import Error, InvalidArgumentError
+from smb.train.scheme import Json, Values
+
+_MEDIAN_OF = 31  # the last so many accepted norms
+_MEDIAN_FROM = 8  # fewer say nothing of what is usual
+_BLOCK = 1 << 16
+
+
+class RefusedContributionError(Error):
+    """A contribution was not finite, too large or too stale, and was not sent. The values are the shared model's again:
+    go on from there (with a smaller step, or other data), or stop."""
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Limits of a contribution; None means no limit. NaN and infinity are always refused.
+
+    norm_max: of its Euclidean norm. norm_factor: of its norm as a multiple of the median of this worker's last 31
+    accepted ones (from the 8th on). staleness_max: of its staleness, in the scheme's own unit (its docstring says).
+    """
+
+    norm_max: float | None = None
+    norm_factor: float | None = 100.0
+    staleness_max: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            limit = getattr(self, field.name)
+            if limit is not None and not limit >= 0:
+                raise InvalidArgumentError(f"guards: {field.name}={limit!r} is no limit; give a number from 0 on")
+
+    def settings(self) -> dict[str, Json]:
+        """Return them as JSON."""
+        return dataclasses.asdict(self)
+
+
+class Guard:
+    """The guards at work for one worker."""
+
+    def __init__(self, guards: Guards) -> None:
+        self._guards = guards
+        self._norms: deque[float] = deque(maxlen=_MEDIAN_OF)
+
+    def check(self, delta: Values, staleness: int) -> float:
+        """Return the norm of a contribution, float32 (n,). Raises RefusedContributionError."""
+        guards, size = self._guards, norm(delta)
+        if not math.isfinite(size):
+            bad = int(np.count_nonzero(~np.isfinite(delta)))
+            raise RefusedContributionError(
+                f"contribution refused: {bad} of its {delta.size} values are NaN or infinite; the values are the "
+                f"shared model's again; look at the loss and the step size"
+            )
+        if guards.norm_max is not None and size > guards.norm_max:
+            raise RefusedContributionError(
+                f"contribution refused: its norm {size:.4g} exceeds norm_max={guards.norm_max:g}"
+            )
+        if guards.norm_factor is not None and len(self._norms) >= _MEDIAN_FROM:
+            usual = statistics.median(self._norms)
+            if size > guards.norm_factor * usual > 0:
+                raise RefusedContributionError(
+                    f"contribution refused: its norm {size:.4g} is more than norm_factor={guards.norm_factor:g} times "
+                    f"the usual one of this worker, {usual:.4g}"
+                )
+        if guards.staleness_max is not None and staleness > guards.staleness_max:
+            raise RefusedContributionError(
+                f"contribution refused: its staleness {staleness} exceeds staleness_max={guards.staleness_max}"
+            )
+        self._norms.append(size)
+        return size
+
+
+def norm(delta: Values) -> float:
+    """Return the Euclidean norm; NaN or infinity only where the array has one."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        square: Any = np.dot(delta, delta)
+    if math.isfinite(square):
+        return math.sqrt(square)
+    # float32 overflows from 1.8e19 on.
+    blocks = (delta[at : at + _BLOCK].astype(np.float64) for at in range(0, delta.size, _BLOCK))
+    return math.sqrt(sum(float(np.dot(block, block)) for block in blocks))

@@ -1,0 +1,266 @@
+"""HSGD: the workers of a host take the mean of every step; one of them, its root, runs SEASGD for all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from smb.config import TRAIN_HOST_VARIABLE
+from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
+from smb.failpoint import failpoint
+from smb.train import group as groups
+from smb.train import table as t
+from smb.train.bsp import BSP
+from smb.train.elastic import Elastic, check_settings
+from smb.train.guards import RefusedContributionError
+from smb.train.scheme import Exchange, Scheme, Values
+
+if TYPE_CHECKING:
+    from smb.client import Client
+    from smb.train.group import Group
+
+_MET = t.GROUP_EXTRA  # in the row of the host's group: the last round after which the host met the shared model
+_PROBED_MAX = 16  # servers that are asked whether they are on this host; one of its name is asked first
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True)
+class HSGD(Scheme):
+    """Inside a host every local step is a round of BSP: the host's model H moves by the mean of what the steps did.
+    After every `every`-th (tau) round the host's root runs SEASGD on H, with W the shared model of all hosts:
+
+        H += mean of (w_i - H);   d = alpha * (H - W);   H -= d;   W += d;   w_i = H
+
+    (Ahn and others: ShmCaffe, 2018.) All workers of the host go on from H - d. The root sends W's half in the
+    background while they compute; with T_host the round inside the host:
+
+        iteration = max(T_compute, T_write + T_accumulate) + T_host + T_read + T_local
+
+    H lives in a nested group, NAME/host/HOST, on the memory servers of that host, so that its rounds go through shared
+    memory; where no server runs there, wherever the coordinator puts it. Between hosts only the roots' 2n floats move.
+    The host is the machine's name, or $SMB_TRAIN_HOST: for several hosts on one machine, or containers that share one.
+
+    The root is whoever has been in the round's group for longest. If it dies or leaves, the next one is root, from the
+    exchange on that the others wait for: at most one lease later nobody misses anything, but that what the dead root
+    had sent and not had acknowledged counts at most once for each element, and is not sent again. A root that was only
+    stopped, and goes on, changes nothing any more: its writes are fenced. Workers that join a host wait for nobody; a
+    host whose workers have all gone starts from the shared model when one comes back. A difference that the guards
+    refuse (group.Guards, at the root) is not sent, and the host starts again from the shared model; what one worker's
+    step did is looked at before it counts in the host's mean.
+
+    Taxonomy: data parallel; central, in two levels; synchronous inside a host, asynchronous between hosts; workers with
+    their host's model each step, roots with the shared one every tau steps.
+
+    Staleness: 0 inside a host (BSP); between hosts as SEASGD, unbounded, with p the hosts. Tests:
+    tests/integration/test_hsgd.py holds golden traces against numpy to the bit; tests/fault/test_elastic_kills.py kills
+    roots at every point of an exchange.
+    """
+
+    NAME: ClassVar[str] = "hsgd"
+    alpha: float = 0.2
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.alpha is None:
+            raise InvalidArgumentError(f"scheme {self.NAME!r}: alpha=None; the number of hosts is not known, so say it")
+        check_settings(self.NAME, self.alpha, self.every)
+
+    def run(self, group: Group, values: Values) -> Exchange:
+        """Return this worker's exchange. Joins the host's group, made first where there is none."""
+        return HostExchange(group, values, self.alpha, self.every)
+
+
+class HostExchange(Exchange):
+    """One worker's side. Every step blocks for the round inside the host, every so many for the root's exchange."""
+
+    def __init__(self, group: Group, values: Values, alpha: float, every: int) -> None:
+        self._group = group
+        self._values = values
+        self._alpha = alpha
+        self._every = every
+        self._elastic: Elastic | None = None  # once this worker is root
+        self._samples = 0
+        self._due: int | None = None  # the host's round, while what follows it is not done
+        self._taken: bool | None = None  # values are what the host's model is to be; True: and the difference is due
+        self._refused: RefusedContributionError | None = None
+        name = f"{group.name}/host/{host_name()}"
+        placement = _placement(group.client, name)
+        self._host = groups.enter(group.client, name, values, BSP(), group.guards, group.lease, **placement)
+        try:
+            self._revive()
+            self._inner = BSP().run(self._host, values)
+        except BaseException:
+            self._host.leave()
+            raise
+
+    @property
+    def root(self) -> bool:
+        """Whether this worker has been its host's root."""
+        return self._elastic is not None
+
+    def step(self, samples: int) -> None:
+        """The host's round; every so many rounds the exchange with the shared model, by the root for all."""
+        if self._due is None:
+            try:
+                self._inner.step(samples)
+            except RefusedContributionError as error:
+                self._refused = error  # after the exchange: the others wait for it
+            self._samples += samples
+            self._due = self._host.round
+        if self._due % self._every == 0:
+            self._meet(self._due)
+        self._due = None
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+
+    def restart(self) -> None:
+        """Go on from the host's model."""
+        self._inner.restart()
+
+    def flush(self) -> None:
+        """Wait for what the root sent."""
+        if self._elastic is not None:
+            self._elastic.finish()
+
+    def close(self) -> None:
+        """Leave the host's group too."""
+        try:
+            self.flush()
+            self._inner.close()
+        finally:
+            self._host.leave()
+
+    def abandon(self) -> None:
+        """Leave the host's group, as far as we still are in it."""
+        if self._elastic is not None:
+            self._elastic.abandon()
+        with contextlib.suppress(Error):
+            self._inner.abandon()
+            self._host.leave()
+
+    # ---- the exchange
+
+    def _meet(self, due: int) -> None:
+        """Wait until the host has met the shared model after this round, or see to it; take over the host's model.
+
+        Nobody contributes to the round before that, so it stays open, and the host's model is written by no one else.
+        """
+        host = self._host
+        while True:
+            rows = host.table.read()
+            if rows[host.member.row, t.INCARNATION] != host.member.incarnation:
+                raise host.member.lost()
+            if not _waited_for(rows, due):
+                break
+            root = _root(rows, host.live(rows), due)
+            if root == host.member.slot:
+                self._exchange(due)
+                return
+            if not host.wait():
+                host.member.check()
+                host.reap([root])
+        self._inner.restart()
+        self._group.count(self._samples, 0, contributions=0)
+        self._samples = 0
+
+    def _exchange(self, due: int) -> None:
+        """As root: draw the host's model and the shared one to each other."""
+        if self._elastic is None:
+            self._elastic = Elastic(self._group, self._alpha)
+            _log.info("group %r: worker %d is root of its host", self._host.name, self._host.member.slot)
+        elastic, values = self._elastic, self._values
+        elastic.finish()
+        if self._taken is None:  # else the last call failed in the middle, and this is its repetition
+            try:
+                elastic.take(values)
+            except RefusedContributionError as error:
+                self._refused = error
+                self._group.weights.read(out=values)
+                self._taken = False
+            else:
+                values -= elastic.difference
+                self._taken = True
+        failpoint("hsgd-taken")
+        self._tell_host(due)
+        failpoint("hsgd-told")
+        if self._taken:
+            elastic.send(self._samples)
+            failpoint("hsgd-sent")
+        self._taken = None
+        self._samples = 0
+        self._inner.restart()
+
+    def _tell_host(self, due: int) -> None:
+        """Make the values the host's model, and wake the others. Raises MembershipLostError where it is another's."""
+        host = self._host
+        try:
+            with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
+                rows = host.table.read()
+                ours = rows[host.member.row, t.INCARNATION] == host.member.incarnation
+                if not ours or not _waited_for(rows, due):
+                    raise host.member.lost()
+                host.weights.write(self._values, fence=fence, wire="exact")
+                failpoint("hsgd-written")
+                host.table.swap(0, _MET, int(rows[0, _MET]), due)
+        except LockLostError as error:
+            raise host.member.lost() from error
+        host.wake()
+
+    def _revive(self) -> None:
+        """A host in which nobody is left starts from the shared model, not from where it was."""
+        host = self._host
+        host.reap(host.live(host.table.read()))
+        if host.live(host.table.read()) == [host.member.slot] and host.round > 0:
+            self._group.weights.read(out=self._values)
+            with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
+                host.weights.write(self._values, fence=fence, wire="exact")
+
+
+def host_name() -> str:
+    """Return the name of this process's host: $SMB_TRAIN_HOST or the machine's, as a part of a buffer's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", os.environ.get(TRAIN_HOST_VARIABLE) or socket.gethostname())
+
+
+def _waited_for(rows: t.Rows, due: int) -> bool:
+    """Whether the round is open, and the host has not met the shared model since the one before it was closed."""
+    return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT == due and int(rows[0, _MET]) < due
+
+
+def _root(rows: t.Rows, live: list[int], due: int) -> int:
+    """Return the slot of the oldest member that waits before this round; who joined during it does not wait."""
+    waiting = [slot for slot in live if t.clock_of(rows[1 + slot, t.MARK]) == due]
+    return min(waiting, key=lambda slot: int(rows[1 + slot, t.INCARNATION]))
+
+
+def _placement(client: Client, name: str) -> dict[str, list[str]]:
+    """Where the host's group goes: on the servers of this host. Empty where it is there already, or no server is."""
+    try:
+        client.open(name)
+        return {}
+    except NotFoundError:
+        here = _servers_here(client, name)
+        return {"servers": here} if here else {}
+
+
+def _servers_here(client: Client, name: str) -> list[str]:
+    """Return the memory servers whose memory this process can map."""
+    alive = [server.name for server in client.servers() if server.alive]
+    here = []
+    for server in sorted(alive, key=lambda each: each != socket.gethostname())[:_PROBED_MAX]:
+        probe = f"{name}/probe/{secrets.token_hex(8)}"
+        try:
+            buffer = client.create(probe, 1, "int64", servers=[server])
+            here += [server] if buffer.transports == ("shm",) else []
+        except Error as error:
+            _log.debug("memory server %s: %s", server, error)
+        finally:
+            client.delete(probe, missing_ok=True)
+    return here

@@ -1,0 +1,34 @@
+"""Local SGD: every worker does H steps alone, then the models are averaged.
+
+Rule: with H = every,
+
+    W += sum_i w_i (W_i - W) / sum_i w_i,      w_i = 1, or the worker's samples with token_weights
+
+which for equal weights is the mean of the models (Stich, Local SGD converges fast and communicates little, 2019;
+McMahan et al., federated averaging, 2017, weights by samples). The local optimizer's state stays where it is.
+
+Taxonomy: data parallel; central; synchronous, H steps apart; one write and one read of the model per worker and round.
+
+Staleness: 0 in rounds without quorum, and H - 1 local steps inside a round. With quorum=K a contribution that came late
+counts in the next round with weight 1/sqrt(1 + s), s the rounds it came too late; Guards(staleness_max=) bounds s.
+tests/integration/test_train_rounds.py: equal to a reference in numpy; quorum and late contributions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from smb.train.rounds import RoundScheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(RoundScheme):
+    """The mean over all workers after every `every` local steps. quorum, grace, token_weights: see RoundScheme."""
+
+    NAME: ClassVar[str] = "localsgd"
+    every: int
+
+    def interval(self) -> int:
+        """Return `every`."""
+        return self.every

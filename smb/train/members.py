@@ -1,0 +1,200 @@
+"""Who takes part: slots in the table, each held by a lock with a lease.
+
+A member holds the lock "GROUP/member/SLOT"; the client library renews it in the background. Whoever wonders about a
+member tries its lock: who gets it knows that the member is dead, or was stopped for longer than its lease, and frees
+the slot. No clocks of different hosts are compared.
+
+Each joining gets an incarnation, a number never given before, and it is part of every word by which a member changes
+anything for others: one that was stopped, and goes on after its slot was freed, is either still alone in its slot (then
+what it says is true) or changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smb.errors import (
+    Error,
+    LockLostError,
+    NotFoundError,
+    OutOfMemoryError,
+    TimeoutError,  # noqa: A004 - the contract's name
+)
+from smb.lock import Lock
+from smb.train import table as t
+
+if TYPE_CHECKING:
+    from smb.client import Client
+
+_log = logging.getLogger("smb")
+
+
+class MembershipLostError(Error):
+    """This worker's lease ran out (its process was stopped?), and the group went on without it. Worker joins again."""
+
+
+class Member:
+    """This process's slot. Its statistics are kept here and written to the table by `report`."""
+
+    def __init__(self, table: t.Table, slot: int, incarnation: int, former: int, lock: Lock, clock: int) -> None:
+        self.slot = slot
+        self.incarnation = incarnation
+        self.former = former  # who had the slot before; 0 for nobody
+        self.row = 1 + slot
+        self.stats = np.zeros(t.STATS_END - t.STATS, np.int64)
+        self.mark = t.mark(incarnation, clock)
+        self._table = table
+        self._lock = lock
+
+    def set(self, column: int, value: int) -> None:
+        """Set one statistic, by its column in the table; `report` writes it."""
+        self.stats[column - t.STATS] = value
+
+    def add(self, column: int, value: int) -> None:
+        """Add to one statistic."""
+        self.stats[column - t.STATS] += value
+
+    def get(self, column: int) -> int:
+        """Return one statistic."""
+        return int(self.stats[column - t.STATS])
+
+    def report(self) -> None:
+        """Write the statistics. One small call."""
+        self._table.write(self.row, t.STATS, self.stats)
+
+    @property
+    def clock(self) -> int:
+        """Where `advance` came to last."""
+        return t.clock_of(self.mark)
+
+    def check(self) -> None:
+        """Raise MembershipLostError where the slot was lost. Asks the server only where the lease looks run out."""
+        if self._lock.held:
+            return
+        try:
+            self._lock.check()  # a server that was away has renewed nothing, and may have us all the same
+        except LockLostError as error:
+            raise self.lost() from error
+
+    def advance(self, clock: int) -> None:
+        """Tell all that this member has come to a clock. One small call. Raises MembershipLostError."""
+        new = t.mark(self.incarnation, clock)
+        found = self._table.swap(self.row, t.MARK, self.mark, new)
+        if found not in (self.mark, new):
+            raise self.lost()
+        self.mark = new
+
+    def lost(self) -> MembershipLostError:
+        """Return the error that says so."""
+        return MembershipLostError(
+            f"member {self.slot} (incarnation {self.incarnation}) of the group lost its lease; join again"
+        )
+
+    def leave(self) -> None:
+        """Free the slot. What was marked stays marked."""
+        self._table.swap(self.row, t.INCARNATION, self.incarnation, 0)
+        self.release()
+
+    def release(self) -> None:
+        """Give the lock back, if it is still ours."""
+        try:
+            self._lock.release()
+        except LockLostError:
+            _log.debug("the lock of member %d was lost before it left", self.slot)
+
+
+def lock_of(client: Client, group: str, slot: int, lease: float) -> Lock:
+    """Return the lock that the holder of a slot holds, for one try."""
+    return client.lock(f"{group}/member/{slot}", ttl=lease, timeout=0.0)
+
+
+def live(rows: t.Rows) -> Iterator[int]:
+    """Return the slots that are taken, in order."""
+    return (int(slot) for slot in np.flatnonzero(rows[1:, t.INCARNATION]))
+
+
+def admit(client: Client, group: str, table: t.Table, lease: float, first_clock: Callable[[t.Rows], int]) -> Member:
+    """Take a slot, whose mark begins at `first_clock` of the table. Blocks nobody.
+
+    Raises OutOfMemoryError where all slots are taken.
+    """
+    rows = table.read().copy()
+    now = int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
+    taken = list(live(rows))
+    free = [slot for slot in range(t.SLOTS) if slot not in taken]
+    # Last, one whose former holder's contribution to the open round may still count.
+    free.sort(key=lambda slot: (t.clock_of(rows[1 + slot, t.MARK]) == now + 1, slot))
+    for slot in free + taken:
+        lock = lock_of(client, group, slot, lease)
+        try:
+            lock.acquire()
+        except TimeoutError:
+            continue
+        incarnation = table.add(0, t.INCARNATIONS, 1) + 1
+        _take_row(table, slot)
+        rows = table.read()
+        former = t.incarnation_of(rows[1 + slot, t.MARK])
+        member = Member(table, slot, incarnation, former, lock, first_clock(rows))
+        # The mark before the incarnation: who is seen is seen with its own mark.
+        _set(table, 1 + slot, t.MARK, member.mark)
+        member.set(t.JOINED_US, time.time_ns() // 1000)
+        member.set(t.PID, os.getpid())
+        member.report()
+        table.write(1 + slot, t.HOST, _host())
+        _set(table, 1 + slot, t.INCARNATION, incarnation)
+        return member
+    raise OutOfMemoryError(f"join of group {group!r}: all of its {t.SLOTS} slots are taken; let a member leave first")
+
+
+def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterable[int]) -> list[int]:
+    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only."""
+    dead = []
+    for slot in slots:
+        row = 1 + slot
+        incarnation = table.get(row, t.INCARNATION)
+        lock = lock_of(client, group, slot, lease)
+        try:
+            lock.acquire()
+        except TimeoutError:
+            continue  # alive, or another asks at this moment
+        try:
+            if incarnation and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
+                _log.warning("member %d (incarnation %d) of group %r is gone", slot, incarnation, group)
+                dead.append(slot)
+        finally:
+            try:
+                lock.release()
+            except (LockLostError, NotFoundError):
+                _log.debug("slot %d was found dead by another", slot)
+    return dead
+
+
+def host_of(row: NDArray[np.int64]) -> str:
+    """Return the name of a member's host."""
+    return row[t.HOST : t.HOST_END].tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _host() -> NDArray[np.int64]:
+    room = 8 * (t.HOST_END - t.HOST)
+    return np.frombuffer(socket.gethostname().encode()[:room].ljust(room, b"\0"), np.int64)
+
+
+def _take_row(table: t.Table, slot: int) -> None:
+    """A former holder that nobody missed is gone from here on; the scheme's own columns are zero again."""
+    _set(table, 1 + slot, t.INCARNATION, 0)
+    table.write(1 + slot, t.EXTRA, np.zeros(t.EXTRA_END - t.EXTRA, np.int64))
+
+
+def _set(table: t.Table, row: int, column: int, value: int) -> None:
+    """Set a word that a former holder may be changing at this moment: the last change is ours."""
+    found = table.get(row, column)
+    while (now := table.swap(row, column, found, value)) != found:
+        found = now

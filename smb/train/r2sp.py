@@ -1,0 +1,354 @@
+"""R2SP, round-robin synchronisation: workers update in strict rotation, evenly spread over time.
+
+    wait for one's turn;  W_global += W_local - base;  W_local = base = W_global        after every local step
+
+Source: Chen et al. 2019, "Round-robin synchronization: mitigating communication bottlenecks in parameter servers". In
+turns the servers' link is never asked for by all at once: an iteration of N workers, S bytes each, over a link of
+bandwidth W, computing for C, takes max(C + 2 S/W, N S/W), where bulk synchronous training takes C + 2 N S/W.
+
+Taxonomy: data parallel; central; asynchronous with a fixed staleness; each worker with the servers, one at a time.
+
+Turns. One word in the group's table says whose turn it is, how many updates there were, and whether its owner is at
+it; compare_swap alone changes it. The owner adds its delta and gets the sums in the same round trip, then passes the
+turn to the next live slot. Workers wait parked, each for the version of the group's tick at which its turn comes: a
+pass wakes one.
+
+Gaps. Worker 0 (the lowest live slot) measures T, the mean of `warmup` iterations without their waiting, and measures
+anew after as many. A turn is passed on T / (1.2 N) after its update began, or when that is done if it takes longer; N
+is the number of live workers at that moment. So the next one need not look at the time: the worker at its turn keeps
+it, with its own clock, and no clocks are compared.
+
+Batches. With batch_size=b, worker.batch_size is b N v_i / sum(v), in proportion to the measured samples per second v_i
+(smoothed): all compute for as long. Multiply the gradient, or the loss, by worker.gradient_scale, batch_size / b: a
+step then weighs what its samples do.
+
+Staleness: exactly N - 1, the others' updates between a worker's read and its own update; each update is whole in the
+model before the next one begins. Rotation enforces it, and the tests see it in what every read contains
+(tests/integration/test_r2sp.py). While members join, leave or die it is at most that of the larger N. A worker that is
+not ready keeps the others waiting; with skip_after=seconds its turn is passed on once it is so late, at most `skips`
+times in a row, and the bound is (skips + 1) (N - 1). A worker that dies in its turn is found by its lock when its lease
+is over, and passed over; a part of its last update, whole chunks of it, may be in the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from smb.errors import (
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+)
+from smb.train import table as t
+from smb.train.group import wake
+from smb.train.guards import RefusedContributionError
+from smb.train.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
+from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.sending import Deltas
+
+if TYPE_CHECKING:
+    from smb.train.group import Group
+
+# The group's row, and a member's: floats as their bits, in seconds and samples per second.
+_TURN = t.GROUP_EXTRA
+_ITERATION = t.GROUP_EXTRA + 1
+_SPEED = t.EXTRA
+_SKIPPED = t.EXTRA + 1  # turns in a row that were passed on because their owner was late
+
+_RETRY_S = 0.2
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True)
+class R2SP(Scheme):
+    """Round-robin synchronisation.
+
+    batch_size: samples of an iteration, on average over the workers, each of which takes as many as it is fast (None:
+    the scheme has no say in that). warmup: iterations of a measurement. skip_after: seconds after which the turn of a
+    late worker is passed on (None: never), at most `skips` times in a row.
+    """
+
+    NAME: ClassVar[str] = "r2sp"
+    batch_size: int | None = None
+    warmup: int = 10
+    skip_after: float | None = None
+    skips: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch_size", self.batch_size or 1), ("warmup", self.warmup), ("skips", self.skips)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidArgumentError(f"scheme 'r2sp': {name}={value!r} is no number from 1 on")
+        if self.batch_size == 0:
+            raise InvalidArgumentError("scheme 'r2sp': batch_size=0 is no number of samples")
+        if self.skip_after is not None and not self.skip_after > 0:
+            raise InvalidArgumentError(f"scheme 'r2sp': skip_after={self.skip_after!r} is no time in seconds")
+
+    def run(self, group: Group, values: Values) -> RoundRobin:
+        """Return this worker's exchange."""
+        return RoundRobin(group, values, self)
+
+
+class RoundRobin(Exchange):
+    """One worker's side. A step blocks until the worker's turn has come, and for one accumulate then."""
+
+    def __init__(self, group: Group, values: Values, scheme: R2SP) -> None:
+        self._group = group
+        self._scheme = scheme
+        self._me = Member(group.member.slot, group.member.incarnation)
+        self._deltas = Deltas(group.weights, values)
+        self._pace = Pace(scheme.warmup)
+        self._batch_size = scheme.batch_size
+        self._turn: Turn | None = None  # ours, taken, and not handed on
+        self._began = 0.0  # when we took it
+        self._unsent_samples = 0
+        self._passer = Passer(group)
+        self._swap(Turn(), Turn(slot=self._me.slot, incarnation=self._me.incarnation))  # the first member begins
+        self._updates = self._look()[0].updates  # as of the read that our next update builds on
+        self._ended = time.monotonic()
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples the next local step is to be made of; None where the scheme has no batch_size."""
+        return self._batch_size
+
+    @property
+    def gradient_scale(self) -> float:
+        """What to multiply the gradient of the next local step by: batch_size by the scheme's; 1 where it has none."""
+        return self._batch_size / self._scheme.batch_size if self._batch_size and self._scheme.batch_size else 1.0
+
+    def step(self, samples: int) -> None:
+        """Wait for the turn, add the delta, take over the sum, pass the turn on."""
+        computed = time.monotonic()
+        self._finish()
+        self._passer.finish()
+        turn = self._take_turn()
+        group, deltas = self._group, self._deltas
+        try:
+            group.check(deltas.take(), max(0, turn.updates - self._updates))
+        except RefusedContributionError:
+            self._pass_on(turn, updated=False)
+            raise
+        self._unsent_samples = samples
+        deltas.send(fetch=True)
+        self._done(turn)
+        ended = time.monotonic()
+        measured = self._pace.count(samples, computed - self._ended, ended - self._began)
+        self._ended = ended
+        if self._scheme.batch_size is not None:
+            group.table.write(group.member.row, _SPEED, _bits(self._pace.speed))
+        if measured and self._leads:
+            group.table.write(0, _ITERATION, _bits(self._pace.iteration_s))
+
+    def restart(self) -> None:
+        """Go on from the values as they are."""
+        self._deltas.adopt()
+        self._updates = self._look()[0].updates
+        self._ended = time.monotonic()
+
+    def flush(self) -> None:
+        """Send what a failed call left unsent, and pass on the turn."""
+        self._finish()
+        self._passer.finish()
+
+    def close(self) -> None:
+        """Flush, and pass on the turn if it is ours: the others go on."""
+        try:
+            self.flush()
+            turn, live = self._look()
+            others = [member for member in live if member != self._me]
+            if turn.is_of(self._me) and others and self._swap(turn, turn.passed(others, updated=turn.taken)):
+                self._group.wake()
+        finally:
+            self._passer.close()
+
+    def abandon(self) -> None:
+        """Pass nothing on: the others have passed us over."""
+        self._passer.close()
+
+    # ---- turns
+
+    def _take_turn(self) -> Turn:
+        """Wait until it is our turn, and take it."""
+        group, scheme = self._group, self._scheme
+        seen, since = Turn(), time.monotonic()
+        while True:
+            version = group.tick.version  # before the table: a pass that it does not show yet is waited for in vain
+            turn, live = self._look()
+            if turn.is_of(self._me):
+                if turn.taken or self._swap(turn, turn.take()):
+                    self._turn, self._began = turn.take(), time.monotonic()
+                    return self._turn
+                continue
+            group.member.check()
+            if not any(turn.is_of(member) for member in live):
+                self._pass_over(turn, live)
+                continue
+            now = time.monotonic()
+            if turn != seen:
+                seen, since = turn, now
+            patience = group.lease / 4
+            if scheme.skip_after is not None and not turn.taken:
+                skipped = group.table.get(1 + turn.slot, _SKIPPED)
+                if may_skip(now - since, scheme.skip_after, skipped, scheme.skips):
+                    group.table.add(1 + turn.slot, _SKIPPED, 1)
+                    self._pass_over(turn, live)
+                    continue
+                if skipped < scheme.skips:
+                    patience = min(patience, since + scheme.skip_after - now)
+            try:
+                group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
+            except TimeoutError:
+                if time.monotonic() - since >= group.lease / 4 and group.reap([turn.slot]):
+                    # Where one died others may have; their waiters count on a wake for each.
+                    for _ in group.reap(member.slot for member in live):
+                        group.wake()
+
+    def _look(self) -> tuple[Turn, list[Member]]:
+        """Return the turn and who lives; takes note of the batch size that follows from the speeds."""
+        rows = self._group.table.read()
+        live = live_members(rows)
+        self._leads = not live or live[0].slot >= self._me.slot
+        if self._scheme.batch_size is not None:
+            speeds = {member.slot: _float(rows[1 + member.slot, _SPEED]) for member in live}
+            if self._me.slot in speeds:
+                sizes = batch_sizes(list(speeds.values()), self._scheme.batch_size)
+                self._batch_size = sizes[list(speeds).index(self._me.slot)]
+        return Turn.of(int(rows[0, _TURN])), live
+
+    def _swap(self, old: Turn, new: Turn) -> bool:
+        """Change the turn; False if it was another one."""
+        found = self._group.table.swap(0, _TURN, old.word(), new.word())
+        return found in (old.word(), new.word())
+
+    def _pass_over(self, turn: Turn, live: list[Member]) -> None:
+        """Give a turn whose owner is gone, or late, to the next one. A dead one's update may have come in part."""
+        if live and self._swap(turn, turn.passed(live, updated=turn.taken)):
+            self._group.wake()
+
+    def _finish(self) -> None:
+        """End what a failed call left of our turn."""
+        if self._turn is not None:
+            if self._deltas.finish():
+                self._done(self._turn)
+            else:
+                self._pass_on(self._turn, updated=False)
+
+    def _done(self, turn: Turn) -> None:
+        """Our update is in the model."""
+        self._updates = turn.updates + 1
+        self._pass_on(turn, updated=True)
+        self._group.count(self._unsent_samples, 2 * self._deltas.values.nbytes)
+        if self._scheme.skip_after is not None:
+            self._group.table.write(self._group.member.row, _SKIPPED, np.zeros(1, np.int64))
+
+    def _pass_on(self, turn: Turn, updated: bool) -> None:
+        self._passer.pass_on(turn, updated, self._began)
+        self._turn = None
+
+
+class Passer:
+    """Passes a turn on when its gap is over: at once in the caller's thread if it is, else in one of its own.
+
+    That thread, smb-turn, touches the turn's word and the tick alone, by calls that any thread may make.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._name = group.name
+        self._table = t.Table(group.table.buffer)  # with rows of its own
+        self._tick = group.tick
+        self._lease = group.lease
+        self._changed = threading.Condition()
+        self._due: tuple[Turn, bool, float] | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def pass_on(self, turn: Turn, updated: bool, began: float) -> None:
+        """Give the turn, taken at `began` of time.monotonic(), to the next worker, not before its gap is over."""
+        due = 0.0
+        try:
+            rows = self._table.read()
+            due = began + gap_s(_float(rows[0, _ITERATION]), max(1, len(live_members(rows))))
+            if due <= time.monotonic():
+                self._pass(turn, updated)
+                return
+        except Error as error:
+            _log.warning("group %r: the turn could not be passed on: %s; tried again", self._name, error)
+        with self._changed:
+            self._due = turn, updated, due
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="smb-turn", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until nothing is to be passed on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._due is None or self._closed)
+
+    def close(self) -> None:
+        """Pass nothing on any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due is not None or self._closed)
+                if self._closed or self._due is None:
+                    return
+                turn, updated, due = self._due
+                while not self._closed and (left := due - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                if self._closed:
+                    return
+            try:
+                self._pass(turn, updated)
+            except NotFoundError as error:
+                _log.debug("group %r is gone: %s", self._name, error)
+            except Error as error:
+                _log.warning("group %r: the turn could not be passed on: %s; tried again", self._name, error)
+                due = time.monotonic() + _RETRY_S
+                with self._changed:
+                    self._due = turn, updated, due
+                continue
+            with self._changed:
+                self._due = None
+                self._changed.notify_all()
+
+    def _pass(self, turn: Turn, updated: bool) -> None:
+        while True:
+            following = turn.passed(live_members(self._table.read()) or [Member(turn.slot, turn.incarnation)], updated)
+            found = self._table.swap(0, _TURN, turn.word(), following.word())
+            if found not in (turn.word(), following.word()):
+                return  # we were taken for dead
+            wake(self._tick, self._lease)
+            live = live_members(self._table.read())
+            if not live or any(following.is_of(member) for member in live):
+                return
+            turn, updated = following, False  # who got it left at this moment
+
+
+def live_members(rows: t.Rows) -> list[Member]:
+    """Return who is there, by slot."""
+    slots = np.flatnonzero(rows[1:, t.INCARNATION])
+    return [Member(int(slot), int(rows[1 + slot, t.INCARNATION])) for slot in slots]
+
+
+def _bits(value: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array([value], np.float64).view(np.int64)
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", int(bits)))[0])

@@ -1,0 +1,148 @@
+"""The rules of round-robin synchronisation as arithmetic: whose turn it is, when, and how much each worker takes on.
+
+Pure: times are passed in, in seconds of the caller's own clock. smb/train/r2sp.py does what is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smb.errors import InvalidArgumentError
+
+SLACK = (
+    1.2  # the gaps of a rotation add up to the iteration divided by this: a worker that is a little slow holds up none
+)
+_SMOOTHING = 0.2  # weight of the latest measured speed
+
+_SLOT_BITS, _TAKEN_BITS, _INCARNATION_BITS = 7, 1, 15
+_INCARNATION_SHIFT = _SLOT_BITS + _TAKEN_BITS
+_UPDATES_SHIFT = _INCARNATION_SHIFT + _INCARNATION_BITS
+_UPDATES_BITS = 63 - _UPDATES_SHIFT
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Who may have a turn: a slot and which of its owners."""
+
+    slot: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Whose turn it is, how many updates there were before it, and whether its owner is at it (`taken`)."""
+
+    updates: int = 0
+    slot: int = 0
+    incarnation: int = 0  # its lowest 15 bits: whoever had the slot before has no part in the turn
+    taken: bool = False
+
+    def word(self) -> int:
+        """Return it as one int64, not negative, so that compare_swap changes all of it."""
+        return (
+            (self.updates % (1 << _UPDATES_BITS)) << _UPDATES_SHIFT
+            | (self.incarnation % (1 << _INCARNATION_BITS)) << _INCARNATION_SHIFT
+            | self.taken << _SLOT_BITS
+            | self.slot
+        )
+
+    @classmethod
+    def of(cls, word: int) -> Turn:
+        """Return it from its word."""
+        return cls(
+            word >> _UPDATES_SHIFT,
+            word & (1 << _SLOT_BITS) - 1,
+            word >> _INCARNATION_SHIFT & (1 << _INCARNATION_BITS) - 1,
+            bool(word >> _SLOT_BITS & 1),
+        )
+
+    def is_of(self, member: Member) -> bool:
+        """Whether it is the member's."""
+        return (self.slot, self.incarnation) == (member.slot, member.incarnation % (1 << _INCARNATION_BITS))
+
+    def take(self) -> Turn:
+        """Return it with its owner at work."""
+        return Turn(self.updates, self.slot, self.incarnation, True)
+
+    def passed(self, live: Sequence[Member], updated: bool) -> Turn:
+        """Return the turn of the next live member, by slots in a circle. `live` is not empty."""
+        later = [member for member in live if member.slot > self.slot]
+        following = min(later or live, key=lambda member: member.slot)
+        incarnation = following.incarnation % (1 << _INCARNATION_BITS)
+        return Turn(self.updates + updated, following.slot, incarnation)
+
+    def away(self, slot: int, live: Sequence[Member]) -> int:
+        """Return how many turns before that of `slot`: 0 if it is its turn."""
+        if slot == self.slot:
+            return 0
+        return 1 + sum(
+            (self.slot < member.slot < slot) if self.slot < slot else (member.slot > self.slot or member.slot < slot)
+            for member in live
+        )
+
+
+def gap_s(iteration_s: float, workers: int) -> float:
+    """Seconds between the starts of two workers' updates, of iterations that take `iteration_s` without waiting."""
+    return iteration_s / (SLACK * workers)
+
+
+def batch_sizes(speeds: Sequence[float], batch_size: int) -> list[int]:
+    """Return each worker's samples of an iteration: `batch_size` on average, in the proportion of `speeds` (samples
+    per second; 0: not known, taken as the mean of the others), so that all take as long.
+
+    They add up to len(speeds) * batch_size, and none is less than 1: of what rounding down leaves over, one each goes
+    to those with the largest remainders, the first ones among equals.
+    """
+    known = [speed for speed in speeds if speed > 0]
+    if not speeds or batch_size < 1:
+        raise InvalidArgumentError(f"batch sizes: {batch_size} samples for each of {len(speeds)} workers")
+    mean = sum(known) / len(known) if known else 1.0
+    whole = [speed if speed > 0 else mean for speed in speeds]
+    samples, speed_sum = batch_size * len(speeds), sum(whole)
+    shares = [samples * (speed / speed_sum) for speed in whole]
+    sizes = [max(1, int(share)) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: sizes[i] - shares[i])
+    for i in by_remainder[: max(0, samples - sum(sizes))]:
+        sizes[i] += 1
+    while sum(sizes) > samples:  # those who were raised to 1 take from the largest
+        sizes[sizes.index(max(sizes))] -= 1
+    return sizes
+
+
+class Pace:
+    """What a worker measures of its own iterations, each from the end of one step to the end of the next."""
+
+    def __init__(self, warmup: int) -> None:
+        self._window = warmup
+        self._iterations = 0
+        self._busy_s = 0.0
+        self.iteration_s = 0.0  # mean of the last window, waiting for turns left out; 0 before the first one is over
+        self.speed = 0.0  # samples per second of computing, smoothed; 0 before the first step
+
+    def count(self, samples: int, computing_s: float, exchanging_s: float) -> bool:
+        """Add an iteration, without what it waited. True where a window ended: iteration_s is new."""
+        if samples > 0 and computing_s > 0:
+            now = samples / computing_s
+            self.speed = self.speed + _SMOOTHING * (now - self.speed) if self.speed else now
+        self._iterations += 1
+        self._busy_s += computing_s + exchanging_s
+        if self._iterations < self._window:
+            return False
+        self.iteration_s = self._busy_s / self._iterations
+        self._iterations, self._busy_s = 0, 0.0
+        return True
+
+
+def may_skip(seen_late_s: float, skip_after_s: float | None, skipped: int, skips: int) -> bool:
+    """Whether a late worker's turn may be passed on: it is late by `skip_after_s` (None: never), and fewer than `skips`
+    of its turns in a row were.
+    """
+    return skip_after_s is not None and seen_late_s >= skip_after_s and skipped < skips
+
+
+def staleness_max(workers: int, skips: int) -> int:
+    """Return the most updates by others between a worker's read and its next update, where up to `skips` of its turns
+    in a row are passed on.
+    """
+    return (skips + 1) * (workers - 1)

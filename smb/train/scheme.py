@@ -1,0 +1,108 @@
+"""What a scheme is: its settings, and one worker's side of it.
+
+A scheme is a frozen dataclass of settings that a whole group shares; all values are JSON's (numbers, strings, booleans,
+None). It does no I/O. What it does for one worker is its Exchange, made by run().
+
+All schemes work by what the local optimizer did, never by gradients: delta = values - base, with base the values that
+the worker last took over from the group (Petuum's SSP works so: Ho et al. 2013). So any optimizer may run between two
+exchanges, and for SGD, with momentum too, the mean of the workers' deltas equals one step on all their samples: the
+rule is linear in the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smb.errors import InvalidArgumentError
+from smb.train import table as t
+from smb.train.table import Rows
+
+if TYPE_CHECKING:
+    from smb.train.group import Group
+
+Values: TypeAlias = NDArray[np.float32]
+Json: TypeAlias = Any
+
+SCHEMES: dict[str, type[Scheme]] = {}
+
+
+class Exchange(ABC):
+    """One worker's side of a scheme. Made by Scheme.run when the worker has joined and `values` is the shared model.
+
+    Calls come from one thread. Any of them may raise what the client's calls raise, MembershipLostError (the Worker
+    joins again and makes a new exchange) and RefusedContributionError (the Worker takes over the shared model and calls
+    restart).
+    """
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples the next local step is to be made of; None where the scheme has no say in that."""
+        return None
+
+    @property
+    def gradient_scale(self) -> float:
+        """What to multiply the gradient, or the loss, of the next local step by, on account of its batch_size."""
+        return 1.0
+
+    @abstractmethod
+    def step(self, samples: int) -> None:
+        """Take note of one local step over so many samples; exchange where the scheme says so, `values` in place."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """`values` was overwritten with the shared model: forget what was local, begin again from there."""
+
+    def flush(self) -> None:
+        """Finish what is under way in the background; afterwards nothing of this worker is outstanding."""
+        return
+
+    def close(self) -> None:
+        """Flush, and leave nothing behind. The member's slot is given back afterwards, by the Worker."""
+        self.flush()
+
+    def abandon(self) -> None:
+        """The membership was lost: what is under way counts no more, and must not touch `values` any more."""
+        return
+
+
+class Scheme(ABC):
+    """A rule of exchange and its settings: a frozen dataclass with a NAME."""
+
+    NAME: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        """Make it known by its name."""
+        if "NAME" in cls.__dict__:
+            SCHEMES[cls.NAME] = cls
+
+    def settings(self) -> dict[str, Json]:
+        """Return the settings as JSON, as they are kept with the group."""
+        return dataclasses.asdict(cast(Any, self))
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Json]) -> Scheme:
+        """Return the scheme of these settings. Raises InvalidArgumentError."""
+        try:
+            return cls(**settings)
+        except TypeError as error:
+            raise InvalidArgumentError(f"scheme {cls.NAME!r}: {settings} are not its settings: {error}") from error
+
+    def first_clock(self, rows: Rows) -> int:
+        """Return the clock that a joiner begins with, from the table: nobody may be held up by it."""
+        return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
+
+    @abstractmethod
+    def run(self, group: Group, values: Values) -> Exchange:
+        """Return this worker's exchange; `values`, float32 (n,), hold the shared model. May create buffers."""
+
+
+def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:
+    """Return the scheme of that name with these settings. Raises InvalidArgumentError."""
+    if name not in SCHEMES:
+        raise InvalidArgumentError(f"there is no scheme {name!r}; there are {', '.join(sorted(SCHEMES))}")
+    return SCHEMES[name].from_settings(settings)

@@ -1,0 +1,75 @@
+"""What a worker adds to the shared weights by itself: its deltas, each exactly once, whatever calls fail in between."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.errors import Error, InvalidArgumentError
+from smb.train.scheme import Values
+
+
+class Deltas:
+    """What the local optimizer did to `values` since they were taken over, sent to the shared weights. For one thread.
+
+    A delta whose sending failed is kept, with what is known of it: `finish` asks which parts of it were applied, and
+    sends the others. What the optimizer does meanwhile is the next delta.
+    """
+
+    def __init__(self, weights: Buffer, values: Values) -> None:
+        self.values = values
+        self._weights = weights
+        self._base = values.copy()
+        self._delta = np.empty_like(values)
+        self._failure: Error | None = None
+
+    def take(self) -> Values:
+        """Return the present delta, float32 (n,); valid until the next call. Call `finish` before."""
+        np.subtract(self.values, self._base, out=self._delta)
+        return self._delta
+
+    def send(self, *, fetch: bool) -> None:
+        """Add what `take` returned to the shared weights. Blocks. With `fetch` the values become these, which contain
+        it.
+
+        Raises UnavailableError, TimeoutError: `finish` it later.
+        """
+        self._base[:] = self.values
+        self._add(fetch)
+
+    def read(self) -> None:
+        """Make the values the shared weights. What was not sent is dropped."""
+        self._weights.read(out=self.values)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """The values were overwritten with the shared weights: what is done from here on is the next delta."""
+        self._base[:] = self.values
+
+    def finish(self) -> bool:
+        """Send what failed before; False if nothing did. Blocks. Raises as `send`, and Buffer.settle: call it again."""
+        failure = self._failure
+        if failure is None:
+            return False
+        try:
+            missing = self._weights.settle(failure)
+        except InvalidArgumentError:  # no outcome is in doubt: nothing was applied
+            missing = [range(self._delta.size)]
+        left = np.zeros_like(self._delta)
+        for part in missing:
+            left[part.start : part.stop] = self._delta[part.start : part.stop]
+        self._delta = left
+        self._failure = None
+        if missing:
+            self._add(fetch=False)
+        return True
+
+    def _add(self, fetch: bool) -> None:
+        try:
+            fetched = self._weights.accumulate(self._delta, fetch=fetch)
+        except Error as error:
+            self._failure = error
+            raise
+        if fetched is not None:
+            self.values[:] = fetched
+            self.adopt()

@@ -1,0 +1,145 @@
+"""SSP(s), stale synchronous: a worker may be ahead of the slowest one by s clocks, and waits there.
+
+    W_global += W_local - base;  clock += 1        after every local step
+    wait until clock - min(clocks of all) <= s;  W_local = base = W_global
+
+Source: Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server". s = 0 is
+lock-step as in bulk synchronous training, except that a worker may read a model to which a faster one has added its
+next update already; without a bound it is ASP.
+
+Taxonomy: data parallel; central; bounded asynchronous; each worker with the servers, clocks seen by all.
+
+Staleness: a read at clock c contains every update up to clock c - s, of every live worker, and all of the reader's own;
+so one is more than s clocks ahead never. A worker tells its clock after its contribution was acknowledged, and reads
+after it saw the clocks: that enforces it. The staleness in the status is how far the slowest was behind at the read.
+A worker that dies, or is stopped for longer than its lease, is found by its lock, and the others go on; one that joins
+begins at the slowest one's clock. Tested with a stopped worker, on what every read was seen to contain
+(tests/integration/test_asynchronous.py). A worker that is killed while it sends may leave a part of its last
+contribution, whole chunks of it, in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from smb.errors import InvalidArgumentError
+from smb.train import table as t
+from smb.train.guards import RefusedContributionError
+from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.sending import Deltas
+
+if TYPE_CHECKING:
+    from smb.train.group import Group
+
+
+@dataclass(frozen=True)
+class SSP(Scheme):
+    """Stale synchronous updates: `staleness` is s, how many clocks a worker may be ahead of the slowest, from 0 on."""
+
+    NAME: ClassVar[str] = "ssp"
+    staleness: int = 3
+
+    def __post_init__(self) -> None:
+        if isinstance(self.staleness, bool) or not isinstance(self.staleness, int) or self.staleness < 0:
+            raise InvalidArgumentError(f"scheme 'ssp': staleness={self.staleness!r} is no number of clocks, from 0 on")
+
+    def first_clock(self, rows: t.Rows) -> int:
+        """Return the slowest one's clock: nobody is held up by a newcomer, and it may be as far ahead as others."""
+        return min(clocks_of(rows).values(), default=0)
+
+    def run(self, group: Group, values: Values) -> Exchange:
+        """Return this worker's exchange."""
+        return StaleSynchronous(group, values, self.staleness)
+
+
+def clocks_of(rows: t.Rows) -> dict[int, int]:
+    """Return the clock of each live member, by slot."""
+    return {slot: t.clock_of(row[t.MARK]) for slot, row in enumerate(rows[1:]) if row[t.INCARNATION]}
+
+
+def lag(clock: int, others: Mapping[int, int]) -> int:
+    """Return how many clocks the slowest of the others is behind; 0 where nobody is."""
+    return max(0, clock - min(others.values(), default=clock))
+
+
+def must_wake(clock: int, others: Mapping[int, int], bound: int) -> bool:
+    """Whether somebody may wait for the step to `clock` that a member has just told of: it was the last one below, and
+    another is so far ahead that it waited for that.
+    """
+    return min(others.values(), default=0) >= clock and max(others.values(), default=0) - (clock - 1) > bound
+
+
+class StaleSynchronous(Exchange):
+    """One worker's side. A step blocks for one accumulate and a few small calls, and while the worker is too far ahead;
+    then for one read more.
+    """
+
+    def __init__(self, group: Group, values: Values, bound: int) -> None:
+        self._group = group
+        self._bound = bound
+        self._deltas = Deltas(group.weights, values)
+        self._clock = group.member.clock
+        self._lag = 0  # at the last read
+        self._unsent_samples = 0
+
+    def step(self, samples: int) -> None:
+        """Add the delta, tell the clock, wait where others are behind, take over the shared model.
+
+        A refused delta is a clock too: what is wrong with one worker holds up nobody.
+        """
+        group, deltas = self._group, self._deltas
+        self.flush()
+        refused = None
+        try:
+            group.check(deltas.take(), self._lag)
+        except RefusedContributionError as error:
+            refused = error
+        # The others only go on: if none is too far behind now, the sums that come back contain all they must.
+        behind = lag(self._clock + 1, self._others())
+        if refused is None:
+            self._unsent_samples = samples
+            deltas.send(fetch=behind <= self._bound)
+            self._count()
+        self._clock += 1
+        others = self._tell()
+        if behind > self._bound:
+            while (behind := lag(self._clock, others)) > self._bound:
+                if not group.wait():
+                    group.reap(slot for slot, clock in others.items() if clock < self._clock - self._bound)
+                group.member.check()
+                others = self._others()
+            if refused is None:
+                deltas.read()
+        self._lag = behind
+        if refused is not None:
+            raise refused
+
+    def restart(self) -> None:
+        """Go on from the values as they are."""
+        self._deltas.adopt()
+
+    def flush(self) -> None:
+        """Send what a failed call left unsent, and tell the clock that was not told."""
+        if self._deltas.finish():
+            self._count()
+            self._clock += 1
+        if self._group.member.clock != self._clock:
+            self._tell()
+
+    def _count(self) -> None:
+        self._group.count(self._unsent_samples, 2 * self._deltas.values.nbytes)
+
+    def _tell(self) -> dict[int, int]:
+        """Tell the clock, wake who may have waited for it, and return the others' clocks."""
+        self._group.member.advance(self._clock)
+        others = self._others()
+        if must_wake(self._clock, others, self._bound):
+            self._group.wake()
+        return others
+
+    def _others(self) -> dict[int, int]:
+        clocks = clocks_of(self._group.table.read())
+        clocks.pop(self._group.member.slot, None)
+        return clocks

@@ -1,0 +1,89 @@
+"""What is known of a training: read from its table, by anybody."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from smb.client import Client
+from smb.train import group as groups
+from smb.train import members
+from smb.train import table as t
+from smb.train.scheme import Json
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One member. `joined` is seconds since 1970 by its own clock, `norm` the last contribution's, `bytes` what it sent
+    and received as contributions and models. alive: it holds its slot (one that died keeps it until somebody waits for
+    it, at least for its lease)."""
+
+    slot: int
+    incarnation: int
+    host: str
+    pid: int
+    joined: float
+    alive: bool
+    clock: int
+    contributions: int
+    refused: int
+    dropped: int
+    staleness: int
+    staleness_max: int
+    norm: float
+    samples: int
+    bytes: int
+    rejoins: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """A training: its scheme and settings, the open round (0 without rounds), and everyone who is or was in a slot."""
+
+    name: str
+    size: int
+    scheme: str
+    settings: dict[str, Json]
+    guards: dict[str, Json]
+    lease: float
+    round: int
+    workers: tuple[WorkerStatus, ...]
+
+
+def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
+    """Return what the table says of a slot."""
+    row = rows[1 + slot]
+    return WorkerStatus(
+        slot=slot,
+        incarnation=t.incarnation_of(row[t.MARK]),
+        host=members.host_of(row),
+        pid=int(row[t.PID]),
+        joined=int(row[t.JOINED_US]) / 1e6,
+        alive=bool(row[t.INCARNATION]),
+        clock=t.clock_of(row[t.MARK]),
+        contributions=int(row[t.CONTRIBUTIONS]),
+        refused=int(row[t.REFUSED]),
+        dropped=int(row[t.DROPPED]),
+        staleness=int(row[t.STALENESS]),
+        staleness_max=int(row[t.STALENESS_MAX]),
+        norm=struct.unpack("<d", struct.pack("<q", int(row[t.NORM])))[0],
+        samples=int(row[t.SAMPLES]),
+        bytes=int(row[t.BYTES]),
+        rejoins=int(row[t.REJOINS]),
+    )
+
+
+def status(client: Client, name: str) -> GroupStatus:
+    """Return what is known of a training. Changes nothing. Raises NotFoundError, InvalidArgumentError (no group)."""
+    group = groups.view(client, name)
+    rows = group.table.read()
+    return GroupStatus(
+        name=name,
+        size=group.weights.size,
+        scheme=group.scheme.NAME,
+        settings=group.scheme.settings(),
+        guards=group.guards.settings(),
+        lease=group.lease,
+        round=int(rows[0, t.ROUND]) >> t.ROUND_SHIFT,
+        workers=tuple(worker_status(rows, slot) for slot in range(t.SLOTS) if rows[1 + slot, t.MARK]),
+    )

@@ -1,0 +1,171 @@
+"""One process's part in a training: `join` gives a Worker, which is told after every local step."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from smb.client import Client
+from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.train import table as t
+from smb.train.group import Group, enter
+from smb.train.guards import Guards, RefusedContributionError
+from smb.train.members import MembershipLostError
+from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.status import WorkerStatus, worker_status
+
+_log = logging.getLogger("smb")
+
+
+def join(
+    client: Client,
+    name: str,
+    values: Values,
+    scheme: Scheme | None = None,
+    *,
+    guards: Guards | None = None,
+    lease: float | None = None,
+    **placement: Any,
+) -> Worker:
+    """Join the training of that name, at any time, and return the worker: a context manager.
+
+    `values`, a float32 numpy array (n,), contiguous, at a fixed place in memory, are this worker's parameters. The
+    first to join makes the group, with its values, its scheme, guards (default: Guards()), lease (seconds, default 10:
+    how long a member that died or was stopped keeps the others waiting) and `placement`: servers=, stripe=, wire= of
+    Client.create. Later ones get the present shared model into `values`, and None adopts what the group has. Blocks for
+    a few calls; holds up no one who trains.
+
+    Raises InvalidArgumentError where the settings differ from the group's (it says which), NotFoundError where there is
+    no group and no scheme was given, OutOfMemoryError where 48 members are there already.
+    """
+    return Worker(enter(client, name, values, scheme, guards, lease, **placement), values)
+
+
+class Worker:
+    """This process's membership in a training. Calls come from one thread."""
+
+    def __init__(self, group: Group, values: Values) -> None:
+        self._group = group
+        self._values = values
+        self._closed = False
+        try:
+            self._exchange = group.scheme.run(group, values)
+        except BaseException:
+            group.leave()
+            raise
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self._group.name
+
+    @property
+    def scheme(self) -> Scheme:
+        """The group's scheme, with its settings."""
+        return self._group.scheme
+
+    @property
+    def exchange(self) -> Exchange:
+        """The scheme's side of this worker, for what a single scheme offers beyond step (its docstring says)."""
+        return self._exchange
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples the next local step is to be made of; None where the scheme leaves that to you."""
+        return self._exchange.batch_size
+
+    @property
+    def gradient_scale(self) -> float:
+        """What to multiply the gradient, or the loss, of the next local step by; 1.0 unless batch_size differs."""
+        return self._exchange.gradient_scale
+
+    @property
+    def status(self) -> WorkerStatus:
+        """What the group knows of this worker."""
+        return worker_status(self._group.table.read(), self._group.member.slot)
+
+    @property
+    def contributions(self) -> int:
+        """How many this worker has sent. No call to a server."""
+        return self._group.member.get(t.CONTRIBUTIONS)
+
+    @property
+    def members(self) -> int:
+        """How many take part now, this worker among them, those whose death nobody noticed yet too. One small read."""
+        return max(1, len(self._group.live(self._group.table.read())))
+
+    def step(self, samples: int = 1) -> None:
+        """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
+
+        Changes the values in place. Blocks as the scheme says (its docstring), otherwise as long as its calls take. May
+        raise UnavailableError and TimeoutError: a server was away for longer than the client's timeout; call it again
+        later, and nothing counts twice. Raises RefusedContributionError: nothing was sent, the values are the shared
+        model's. A worker that was stopped for longer than its lease joins again by itself: its values are the shared
+        model's, what it had not sent is dropped, and it is logged and counted.
+        """
+        self._check_open()
+        if samples < 0:
+            raise InvalidArgumentError(f"step of group {self.name!r}: samples={samples!r} is less than 0")
+        try:
+            self._exchange.step(samples)
+        except MembershipLostError as error:
+            _log.warning("group %r: %s", self.name, error)
+            self._rejoin()
+        except RefusedContributionError:
+            self._group.read(self._values)
+            self._exchange.restart()
+            raise
+
+    def flush(self) -> None:
+        """Finish what is under way in the background, and wait for it."""
+        self._check_open()
+        try:
+            self._exchange.flush()
+        except MembershipLostError as error:
+            _log.warning("group %r: %s", self.name, error)
+            self._rejoin()
+
+    def shared(self, out: Values | None = None) -> Values:
+        """Return the present shared model, float32 (n,), in `out` if given; of one round, where there are rounds."""
+        self._check_open()
+        result: Values = np.empty(self._group.weights.size, np.float32) if out is None else out
+        self._group.read(result)
+        return result
+
+    def close(self) -> None:
+        """Leave: what was sent counts, the others go on without this worker. Twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._exchange.close()
+        except MembershipLostError as error:
+            _log.warning("group %r: %s", self.name, error)
+        finally:
+            self._group.leave()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except (Error, NotFoundError):
+            if error is None:
+                raise
+            _log.warning("group %r: could not leave on the way out of an error", self.name)
+
+    def _rejoin(self) -> None:
+        self._exchange.abandon()
+        self._group.rejoin()
+        self._group.read(self._values)
+        self._exchange = self._group.scheme.run(self._group, self._values)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgumentError(f"the worker has left group {self.name!r}; join again")

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import smb
+import smb.torch
+import smb.train
+from smb.train.group import Group
+from smb.train.scheme import SCHEMES, Exchange, Scheme, Values
+from tests.conftest import Connect
+from tests.support.daemons import wait_for
+
+
+@dataclass(frozen=True)
+class Adding(Scheme):
+    """The least that is a scheme: every so many steps add what was done, and take what all have done."""
+
+    NAME: ClassVar[str] = "test-adding"
+    every: int = 1
+
+    def run(self, group: Group, values: Values) -> Exchange:
+        return _Adding(self, group, values)
+
+
+class _Adding(Exchange):
+    def __init__(self, scheme: Adding, group: Group, values: Values) -> None:
+        self._scheme, self._group, self._values = scheme, group, values
+        self._steps = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self._base = self._values.copy()
+
+    def step(self, samples: int) -> None:
+        self._steps += 1
+        if self._steps % self._scheme.every:
+            return
+        delta = self._values - self._base
+        self._group.check(delta)
+        self._values[:] = self._group.weights.accumulate(delta, fetch=True)
+        self._base[:] = self._values
+        self._group.count(samples, 2 * delta.nbytes)
+
+
+del SCHEMES[Adding.NAME]
+
+
+@pytest.fixture(autouse=True)
+def _known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only while these tests run: others go through all schemes."""
+    monkeypatch.setitem(SCHEMES, Adding.NAME, Adding)
+
+
+def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    generator = torch.Generator().manual_seed(number)
+    images = torch.randn(16, 6, generator=generator).to(next(model.parameters()).dtype)
+    optimizer.zero_grad()
+    model(images).square().mean().backward()
+    optimizer.step()
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float = 0.0) -> bool:
+    return one.keys() == other.keys() and all(torch.allclose(one[key], other[key], 0, atol) for key in one)
+
+
+def test_alone_it_trains_as_without(client: smb.Client) -> None:
+    """One worker whose every step is exchanged ends where the plain script does, and the hook leaves with close()."""
+    plain, shared_model = network(), network()
+    for model in (plain, shared_model):
+        optimizer = sgd(model)
+        shared = smb.torch.join(model, optimizer, "run", scheme=Adding(), client=client) if model is not plain else None
+        for number in range(6):
+            step(model, optimizer, number)
+        if shared is not None:
+            shared.close()
+            shared.close()
+            step(model, optimizer, 6)  # with nobody
+            optimizer.zero_grad()
+        else:
+            step(model, optimizer, 6)
+    # Sums of float32 differences, so not to the bit.
+    assert same(dict(plain.named_parameters()), dict(shared_model.named_parameters()), atol=1e-6)
+
+
+def test_two_models_become_one(connect: Connect) -> None:
+    """Who joins later has the first one's values at once; then both hold the sum of what both did."""
+    first, second = network(1), network(2)
+    one, two = sgd(first), sgd(second)
+    with (
+        smb.torch.join(first, one, "run", scheme="test-adding", every=2, client=connect()) as shared,
+        smb.torch.join(second, two, "run", client=connect()) as other,
+    ):
+        assert other.scheme == Adding(every=2)
+        assert same(first.state_dict(), second.state_dict())
+        for number in range(4):
+            step(first, one, number)
+            step(second, two, 10 + number)
+        step(first, one, 4)
+        step(first, one, 5)
+        found = shared.state_dict()
+        assert same({k: v for k, v in found.items() if k in dict(first.named_parameters())},
+                    dict(first.named_parameters()))  # fmt: skip
+        assert not torch.equal(second[0].weight, first[0].weight)
+        assert smb.train.status(connect(), "run").workers[0].samples == 3
+    # Closing loads what is shared.
+    assert same(dict(first.named_parameters()), dict(second.named_parameters()))
+
+
+def test_another_process_opens_tensors_by_name(connect: Connect) -> None:
+    """The group's buffer has the model's names, tied ones in shared_state_dict; a model elsewhere loads what is
+    shared."""
+    model = network()
+    model.append(nn.Linear(8, 4))
+    model[4].weight = model[3].weight
+    optimizer = sgd(model)
+    reader = connect()
+    with smb.torch.join(model, optimizer, "run", scheme=Adding(), client=connect()) as shared:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert np.array_equal(reader.open("run").tensor("0.weight").read(), model[0].weight.detach().numpy())
+        found = smb.torch.shared_state_dict(reader, "run")
+        assert torch.equal(found["4.weight"], model[3].weight)
+        fresh = network(5)
+        fresh.append(nn.Linear(8, 4))
+        fresh.load_state_dict(found)  # PyTorch does without num_batches_tracked
+        assert torch.equal(fresh[0].bias, model[0].bias)
+        fresh = network(6)
+        fresh.append(nn.Linear(8, 4))
+        fresh.load_state_dict(shared.state_dict())
+        assert torch.equal(fresh[0].bias, model[0].bias)
+
+
+def test_running_statistics_are_averaged_by_the_rule(connect: Connect) -> None:
+    """Each keeps its own while training; after each exchange the shared ones take 1/members of the difference."""
+    models = [network(1), network(1)]
+    optimizers = [sgd(model, 0.0) for model in models]
+    first = smb.torch.join(models[0], optimizers[0], "run", scheme=Adding(every=2), client=connect())
+    second = smb.torch.join(models[1], optimizers[1], "run", client=connect())
+    expected = models[0][1].running_var.clone()
+    for number in range(6):
+        which = number // 2 % 2
+        step(models[which], optimizers[which], number)
+        own = models[which][1].running_var
+        if number % 2:  # an exchange
+            expected += (own - expected) / 2
+            (first, second)[which]._settle_mixing()
+        assert torch.allclose((first, second)[1 - which].state_dict()["1.running_var"], expected, atol=1e-6)
+        assert not torch.allclose(own, expected, atol=1e-3)
+    late = network(7)
+    with smb.torch.join(late, sgd(late), "run", client=connect()):
+        assert torch.allclose(late[1].running_var, expected, atol=1e-6)
+    second.close(load=False)
+    assert not torch.allclose(models[1][1].running_var, expected, atol=1e-3)
+    first.close()
+    assert torch.allclose(models[0][1].running_var, expected, atol=1e-6)
+    assert models[0][1].num_batches_tracked == 4  # its own
+
+
+def test_frozen_parameters_come_from_the_first(connect: Connect) -> None:
+    """A joiner whose frozen layers differ gets the group's; they do not travel with exchanges, and have their name."""
+    first, second = network(1), network(2)
+    for model in (first, second):
+        model[0].requires_grad_(False)
+    one = torch.optim.SGD([p for p in first.parameters() if p.requires_grad], lr=0.1)
+    two = torch.optim.SGD([p for p in second.parameters() if p.requires_grad], lr=0.1)
+    client = connect()
+    with (
+        smb.torch.join(first, one, "run", scheme=Adding(), client=client),
+        smb.torch.join(second, two, "run", client=connect()),
+    ):
+        assert torch.equal(first[0].weight, second[0].weight)
+        assert "0.weight" not in client.open("run").tensors
+        assert np.array_equal(client.open("run/state").tensor("0.weight").read(), first[0].weight.numpy())
+
+
+def test_a_bfloat16_model_shares_with_a_float32_one(connect: Connect) -> None:
+    """The group is float32: the bfloat16 member holds its rounding, sends what its optimizer did, and gets it back in
+    its own type."""
+    exact, low = network(1), network(2, torch.bfloat16)
+    one, two = sgd(exact), sgd(low)
+    shared = smb.torch.join(exact, one, "run", scheme=Adding(), client=connect())
+    other = smb.torch.join(low, two, "run", client=connect())
+    for number in range(5):
+        step(exact, one, number)
+        step(low, two, number)
+        now = smb.torch.shared_state_dict(connect(), "run")
+        for name, parameter in low.named_parameters():
+            assert parameter.dtype == torch.bfloat16
+            assert torch.equal(parameter, now[name].bfloat16())
+    assert other.state_dict()["0.weight"].dtype == torch.bfloat16
+    assert shared.state_dict()["0.weight"].dtype == torch.float32
+    other.close()
+    shared.close()
+    assert torch.equal(exact[0].weight.bfloat16(), low[0].weight)
+
+
+def test_what_diverged_is_refused_and_the_model_is_the_shared_one(connect: Connect) -> None:
+    """A step to NaN raises out of optimizer.step(), nothing of it is shared, and the model is as the others have it."""
+    model = network()
+    optimizer = sgd(model)
+    with smb.torch.join(model, optimizer, "run", scheme=Adding(), client=connect()) as shared:
+        step(model, optimizer)
+        before = shared.state_dict()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan)
+        with pytest.raises(smb.train.RefusedContributionError, match="NaN"):
+            optimizer.step()
+        assert torch.equal(model[0].weight, before["0.weight"])
+        assert smb.train.status(connect(), "run").workers[0].refused == 1
+
+
+def test_other_models_and_settings_are_refused(connect: Connect) -> None:
+    """A joiner must bring the group's tensors and settings; one that is refused leaves no member behind."""
+    client = connect()
+    model = network()
+    with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=client):
+        other = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+        with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight: float32\[6, 8\] .*, not float32\[8, 6\]"):
+            smb.torch.join(other, sgd(other), "run", client=client)
+        other = network()
+        with pytest.raises(smb.InvalidArgumentError, match=r"test-adding\.every is 1, not 3"):
+            smb.torch.join(other, sgd(other), "run", scheme="test-adding", every=3, client=client)
+        with pytest.raises(smb.InvalidArgumentError, match="there is no scheme 'nonsense'"):
+            smb.torch.join(other, sgd(other), "run", scheme="nonsense", client=client)
+        with pytest.raises(smb.InvalidArgumentError, match="every: settings belong to a scheme that is given by its"):
+            smb.torch.join(other, sgd(other), "run", every=3, client=client)
+        with pytest.raises(smb.InvalidArgumentError, match="coordinator= or client="):
+            smb.torch.join(other, sgd(other), "run", client=client, coordinator=client.coordinator.address)
+        assert sum(worker.alive for worker in smb.train.status(client, "run").workers) == 1
+    with pytest.raises(smb.NotFoundError, match="there is none; who joins first says which scheme"):
+        smb.torch.join(model, sgd(model), "nobody", client=client)
+    client.create("run2", 4)
+    with pytest.raises(smb.NotFoundError):
+        smb.torch.shared_state_dict(client, "nobody")
+    values = np.zeros(4, np.float32)
+    with (
+        smb.train.join(client, "flat", values, Adding()),
+        pytest.raises(smb.InvalidArgumentError, match=r"was not made by smb\.torch\.join"),
+    ):
+        smb.torch.shared_state_dict(client, "flat")
+
+
+def test_replaced_parameters_are_refused(connect: Connect) -> None:
+    """A model changed after joining is noticed at the step, or where its state is asked for."""
+    model = network()
+    optimizer = sgd(model)
+    shared = smb.torch.join(model, optimizer, "run", scheme=Adding(), client=connect())
+    model[3] = nn.Linear(8, 4)
+    with pytest.raises(smb.Error, match=r"3\.weight, 3\.bias of the model were replaced after smb\.torch\.join"):
+        shared.state_dict()
+    model[0].double()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(smb.Error, match=r"'0\.weight' was given other memory after smb\.torch\.join"):
+        optimizer.step()
+    shared.worker.close()
+    with pytest.raises(smb.Error, match=r"has left"):
+        shared.close()
+
+
+def test_its_own_client_closes_with_it(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """Without client= it connects by itself, and nothing of it is left afterwards, by an exception either."""
+    model = network()
+    optimizer = sgd(model)
+    watcher = connect()
+    before = threading.active_count()
+    for fails in (False, True):
+        try:
+            with smb.torch.join(model, optimizer, "run", scheme=Adding(), coordinator=cluster.address) as shared:
+                step(model, optimizer)
+                if fails:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert fails
+        wait_for(lambda: threading.active_count() <= before, 10)
+        assert not any(worker.alive for worker in smb.train.status(watcher, "run").workers)
+        assert not optimizer._optimizer_step_post_hooks
+    with pytest.raises(smb.InvalidArgumentError, match=r"has left group 'run'; smb\.torch\.join it"):
+        shared.state_dict()

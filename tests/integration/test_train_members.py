@@ -1,0 +1,184 @@
+"""A group: who joins gets the shared model, who leaves or dies is missed, who comes back is somebody new."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import smb
+import smb.train
+from smb.train.group import Group
+from smb.train.scheme import Values
+from smb.train.table import FIELDS, SLOTS
+from tests.support.clients import in_process
+from tests.support.daemons import wait_for
+
+Connect = Callable[..., smb.Client]
+
+
+@dataclass(frozen=True)
+class Plain(smb.train.Scheme):
+    """Adds what the worker did to the shared weights, every step."""
+
+    NAME: ClassVar[str] = "plain"
+    every: int = 1
+
+    def run(self, group: Group, values: Values) -> smb.train.Exchange:
+        return PlainExchange(group, values)
+
+
+class PlainExchange(smb.train.Exchange):
+    def __init__(self, group: Group, values: Values) -> None:
+        self.group, self.values, self.base = group, values, values.copy()
+
+    def step(self, samples: int) -> None:
+        delta = self.values - self.base
+        self.group.check(delta)
+        new = self.group.weights.accumulate(delta, fetch=True)
+        assert new is not None
+        self.values[:] = new
+        self.base[:] = new
+        self.group.count(samples, 2 * delta.nbytes)
+
+    def restart(self) -> None:
+        self.base[:] = self.values
+
+
+def _ones(count: int = 100) -> Values:
+    return np.ones(count, np.float32)
+
+
+def test_join(client: smb.Client, connect: Connect) -> None:
+    """The first one's values are the group's; a later one gets them as they are by then; what each did is told."""
+    first, second = _ones(), np.zeros(100, np.float32)
+    with smb.train.join(client, "run", first, Plain()) as worker:
+        first += 1
+        worker.step(samples=3)
+        with smb.train.join(connect(), "run", second) as other:
+            assert (second == 2).all()
+            assert other.scheme == Plain()
+            second += 0.5
+            other.step(samples=4)
+            assert (worker.shared() == 2.5).all()
+            status = smb.train.status(client, "run")
+            assert [(w.slot, w.alive, w.contributions, w.samples) for w in status.workers] == [
+                (0, True, 1, 3),
+                (1, True, 1, 4),
+            ]
+            assert status.workers[0].pid == os.getpid()
+            assert status.workers[0].norm == pytest.approx(10)
+            assert worker.status == status.workers[0]
+        assert [w.alive for w in smb.train.status(client, "run").workers] == [True, False]
+    smb.train.delete(client, "run")
+    with pytest.raises(smb.NotFoundError):
+        smb.train.status(client, "run")
+    assert client.list() == []
+
+
+def test_settings_differ(client: smb.Client) -> None:
+    """Who joins with other settings is told which; the same ones are welcome."""
+    with smb.train.join(client, "run", _ones(), Plain(every=2), guards=smb.train.Guards(norm_max=5.0)):
+        with pytest.raises(smb.InvalidArgumentError, match="every is 2, not 3"):
+            smb.train.join(client, "run", _ones(), Plain(every=3))
+        with pytest.raises(smb.InvalidArgumentError, match=r"norm_max is 5.0, not None"):
+            smb.train.join(client, "run", _ones(), guards=smb.train.Guards())
+        with pytest.raises(smb.InvalidArgumentError, match="100"):
+            smb.train.join(client, "run", _ones(99))
+        smb.train.join(client, "run", _ones(), Plain(every=2), guards=smb.train.Guards(norm_max=5.0)).close()
+
+
+def test_what_cannot_join(client: smb.Client) -> None:
+    """Values that could not be changed in place, and groups that are none, are refused by name."""
+    with pytest.raises(smb.NotFoundError, match="which scheme"):
+        smb.train.join(client, "run", _ones())
+    for values in (np.ones(100), np.ones((2, 50), np.float32), np.ones(200, np.float32)[::2], [1.0]):
+        with pytest.raises(smb.InvalidArgumentError, match="values must be"):
+            smb.train.join(client, "run", values, Plain())  # type: ignore[arg-type]
+    with pytest.raises(smb.InvalidArgumentError, match="not finite"):
+        smb.train.join(client, "run", np.full(5, np.nan, np.float32), Plain())
+    client.create("mine", 100)
+    with pytest.raises(smb.InvalidArgumentError, match="no group"):
+        smb.train.join(client, "mine", _ones(), Plain())
+
+
+def test_half_made(client: smb.Client) -> None:
+    """A group whose maker died before it was complete is made anew by the next one to join, with its values."""
+    settings = {"scheme": "plain", "settings": {"every": 1}, "guards": {}, "lease": 10.0}
+    for left in (["run"], ["run", "run/tick"], ["run", "run/tick", "run/members"]):
+        client.create("run", 7, metadata={"smb.train": settings})
+        for name in left[1:]:
+            client.create(name, (1 + SLOTS, FIELDS) if name == "run/members" else 1, "int64")
+        with smb.train.join(client, "run", _ones(), Plain()) as worker:
+            assert (worker.shared() == 1).all()
+        smb.train.delete(client, "run")
+
+
+def test_guards(client: smb.Client) -> None:
+    """NaN, infinity and an exploded norm are refused by name and counted; nothing of them gets to the others."""
+    values = _ones()
+    guards = smb.train.Guards(norm_max=50.0, norm_factor=10.0)
+    with smb.train.join(client, "run", values, Plain(), guards=guards) as worker:
+        for bad, reason in ((np.nan, "NaN"), (np.inf, "NaN or infinite"), (1e30, "norm_max"), (100.0, "norm_max")):
+            values[7] += np.float32(bad)
+            with pytest.raises(smb.train.RefusedContributionError, match=reason):
+                worker.step()
+            assert (values == 1).all()
+        for _ in range(8):
+            values += 0.01
+            worker.step()
+        values += 0.2
+        with pytest.raises(smb.train.RefusedContributionError, match="norm_factor"):
+            worker.step()
+        np.testing.assert_allclose(worker.shared(), 1.08, rtol=1e-6)
+        values += 0.02
+        worker.step()
+        assert (worker.status.refused, worker.status.contributions) == (5, 9)
+
+
+def _join_and_step(messages: Any, address: str, lease: float) -> None:
+    with smb.connect(address) as client:
+        values = _ones()
+        worker = smb.train.join(client, "run", values, Plain(), lease=lease)
+        while True:
+            values += 1
+            worker.step()
+            messages.put((worker.status.incarnation, worker.status.rejoins))
+
+
+def test_dead_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
+    """A member that is killed is found by its lock, not before its lease is over, and its slot is free again."""
+    with in_process(_join_and_step, cluster.address, 0.3) as (process, messages):
+        messages.get(timeout=30)
+        with smb.train.join(client, "run", _ones()) as worker:
+            group = worker._group
+            assert group.reap([0]) == []
+            os.kill(process.pid, signal.SIGKILL)
+            wait_for(lambda: group.reap([0]) == [0], "the dead one's slot")
+            assert [w.alive for w in smb.train.status(client, "run").workers] == [False, True]
+            with smb.train.join(client, "run", _ones()) as third:
+                assert third.status.slot == 0
+                assert third.status.incarnation == 3
+
+
+def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
+    """A member that is stopped past its lease, and missed, joins again by itself when it goes on."""
+    with in_process(_join_and_step, cluster.address, 0.3) as (process, messages):
+        messages.get(timeout=30)
+        with smb.train.join(client, "run", _ones()) as worker:
+            os.kill(process.pid, signal.SIGSTOP)
+            wait_for(lambda: worker._group.reap([0]) == [0], "the stopped one's slot")
+            os.kill(process.pid, signal.SIGCONT)
+            wait_for(lambda: messages.get(timeout=30) == (3, 1), "its return")
+
+
+def test_names() -> None:
+    """A scheme is known by its name, and comes back from its settings."""
+    assert smb.train.SCHEMES["plain"].from_settings(Plain(every=7).settings()) == Plain(every=7)
+    with pytest.raises(smb.InvalidArgumentError, match="not its settings"):
+        Plain.from_settings({"often": 1})
