@@ -238,15 +238,15 @@ def _setup(link: float, send_s: float) -> str:
     return " ".join(
         (
             f"{WORKERS} workers train a network of {SIZE:,} parameters ({4 * SIZE / 1e6:.1f} MB) on handwritten",
-            f"digits, {BATCH} samples a step, plain SGD, {STEPS} steps each. One memory server behind a link of its own",
-            f"(tc tbf, {RATE}, both directions, headers counted; bare sockets carry {link / 1e6:.1f} MB/s over it:",
+            f"digits, {BATCH} samples a step, plain SGD, {STEPS} steps each. One memory server behind a link of its",
+            f"own (tc tbf, {RATE}, both directions, headers counted; bare sockets carry {link / 1e6:.1f} MB/s over it:",
             f"S/W = {1e3 * send_s:.1f} ms), workers without a limit, all on this one machine. Gradients are real;",
             "computing is made as long as the column says by a sleep. At the balance it takes as long as sending all",
             f"workers' updates, N S/W; off it {POINTS['network-bound']:g} and {POINTS['compute-bound']:g} times that.",
             f"Unequal: workers of speeds {speeds}, computing as at the balance for the fastest. Local steps of rate",
             f"{LR}; BSP, which takes the mean of what the others add up, {LR * WORKERS:g}: the same for each sample.",
-            f"At the balance the median of {len(SEEDS)} runs with other models and samples, elsewhere one run; the loss",
-            "is over all training digits, mean of three steps. A gap is between the ends of two exchanges of any",
+            f"At the balance the median of {len(SEEDS)} runs with other models and samples, elsewhere one run; the",
+            "loss is over all training digits, mean of three steps. A gap is between the ends of two exchanges of any",
             f"workers; gaps and staleness after {WARMUP} steps and while all are at work. Model: BSP C + 2 N S/W,",
             "R2SP max(C + 2 S/W, N S/W), C the slowest worker's.",
         )
