@@ -221,6 +221,19 @@ def test_frozen_parameters_come_from_the_first(connect: Connect) -> None:
         assert np.array_equal(client.open("run/state").tensor("0.weight").read(), first[0].weight.numpy())
 
 
+def test_a_new_group_has_nothing_of_a_former_one(connect: Connect) -> None:
+    """Where only the weights of a group were deleted, the next one of that name begins with its own statistics."""
+    client = connect()
+    model = network(1)
+    optimizer = sgd(model)
+    with smb.torch.join(model, optimizer, "run", scheme=Adding(), client=client):
+        step(model, optimizer)
+    client.delete("run")
+    other = network(2)
+    with smb.torch.join(other, sgd(other), "run", scheme=Adding(), client=client):
+        assert not other[1].running_mean.any()
+
+
 def test_a_bfloat16_model_shares_with_a_float32_one(connect: Connect) -> None:
     """The group is float32: the bfloat16 member holds its rounding, sends what its optimizer did, and gets it back in
     its own type."""
