@@ -121,6 +121,10 @@ class Shared:
         self._owned = contextlib.ExitStack()  # the client, where it is ours
         # Kept from before joining until the state is there, so that both buffers are of one maker.
         with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+            try:
+                client.open(name)
+            except NotFoundError:
+                client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
             self.worker = smb.train.join(
                 client, name, self._trained.values, scheme, metadata=_metadata(self._trained), **options
             )
