@@ -61,7 +61,9 @@ def train(address: str, digits_file: str, scheme: smb.train.Scheme, seed: int, s
         claimed = client.create("claimed", 1, "int64", exist_ok=True)
         with (
             smb.train.join(client, "run", values, scheme, lease=LEASE_S) as worker,
-            smb.train.WorkUnits(client, "run/units", samples, EVERY * BATCH, seed, epochs=1, lease=LEASE_S) as units,
+            smb.train.WorkUnits(
+                client, "run/units", samples, EVERY * BATCH, seed, epochs=1, lease=LEASE_S, worker=worker
+            ) as units,
         ):
             for unit in units:
                 random = np.random.default_rng([seed, unit.start])

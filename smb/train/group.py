@@ -76,15 +76,20 @@ class Group:
     def rejoin(self) -> None:
         """Take a slot again, after MembershipLostError; counted and logged."""
         old = self.member
-        self._rejoins = old.get(t.REJOINS) + 1
+        self._rejoins += 1
         old.leave()
+        self.return_()
+        _log.warning(
+            "group %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
+        )
+
+    def return_(self) -> None:
+        """Take a slot again, with the statistics so far."""
+        old = self.member
         self.admit()
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, old.get(column))
         self.member.report()
-        _log.warning(
-            "group %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
-        )
 
     def leave(self) -> None:
         """Give the slot back and wake those who wait for it."""
