@@ -19,11 +19,13 @@ from smb.train.guards import Guards, RefusedContributionError
 from smb.train.hsgd import HSGD
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
+from smb.train.metrics import Collector
 from smb.train.r2sp import R2SP
 from smb.train.scheme import SCHEMES, Exchange, Scheme
 from smb.train.seasgd import SEASGD
 from smb.train.ssp import SSP
 from smb.train.status import GroupStatus, WorkerStatus, status
+from smb.train.work import Unit, WorkUnits, delete_units
 from smb.train.worker import Worker, join
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "SEASGD",
     "SSP",
     "AsyncDiLoCo",
+    "Collector",
     "DiLoCo",
     "Exchange",
     "GroupStatus",
@@ -45,9 +48,12 @@ __all__ = [
     "MembershipLostError",
     "RefusedContributionError",
     "Scheme",
+    "Unit",
+    "WorkUnits",
     "Worker",
     "WorkerStatus",
     "delete",
+    "delete_units",
     "join",
     "status",
 ]

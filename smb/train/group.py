@@ -76,7 +76,7 @@ class Group:
         """Take a slot again, after MembershipLostError; counted and logged."""
         old = self.member
         self._rejoins = old.get(t.REJOINS) + 1
-        old.release()
+        old.leave()
         self.admit()
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, old.get(column))
