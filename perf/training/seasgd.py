@@ -74,14 +74,20 @@ def how_many_servers(quick: bool) -> Answer:
             rows.append(_measure(fleet, network, ratio, link))
             print(json.dumps(rows[-1]), flush=True)
     release()
+    return answer_of(rows, link)
+
+
+def answer_of(rows: list[dict[str, Any]], link: float) -> Answer:
+    """Return what the measurements say; `link` is what bare sockets carry over one link, bytes per second."""
     for row in rows:
         one = next(r for r in rows if (r["network"], r["ratio"], r["servers"]) == (row["network"], row["ratio"], 1))
         row["times_one"] = one["iteration_s"] / row["iteration_s"]
     bound = [row for row in rows if row["ratio"] == BOUND]
-    most = [row for row in bound if row["servers"] == max(servers)]
+    servers = max(row["servers"] for row in rows)
+    most = [row for row in bound if row["servers"] == servers]
     lowest, highest = (pick(row["times_one"] for row in most) for pick in (min, max))
     limit = (
-        f"Bound by communication, {max(servers)} servers make an iteration {lowest:.2f} to {highest:.2f} times as fast "
+        f"Bound by communication, {servers} servers make an iteration {lowest:.2f} to {highest:.2f} times as fast "
         f"as one (the goal was {GOAL}). An iteration reads and adds all parameters of each worker, and one server's "
         "link carries all of that: the time goes down as links are added, until computing, which the accumulate hides "
         "behind, is as long as the accumulate. From there on only the read gets shorter."
@@ -103,7 +109,7 @@ def how_many_servers(quick: bool) -> Answer:
         "All in step: max(computing, write + accumulate) + read at the links' bare rate, if all workers read at one "
         "time and add at another; workers that are not in step read while others add, in the links' other direction. "
         "Parameters: "
-        + "; ".join(f"{network.name} {network.parameters:,} ({network.source})" for network in networks)
+        + "; ".join(f"{network.name} {network.parameters:,} ({network.source})" for network in NETWORKS)
         + ".",
         columns=(
             Column("network", "network"),
@@ -120,12 +126,12 @@ def how_many_servers(quick: bool) -> Answer:
         limit=limit,
         lines=[
             Line(
-                f"{network.name}, {ratio:.3g}",
+                f"{network}, computing {ratio:.3g}",
                 "servers",
                 "times_one",
-                lambda row, key=(network.name, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
+                lambda row, key=(network, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
             )
-            for network, ratio in dict.fromkeys((network, ratio) for network, ratio, _ in cases)
+            for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in rows)
         ],
         y_title="iterations per second, times one server",
         also={"link_bytes_per_second": link, "goal": GOAL},
@@ -160,7 +166,7 @@ def _measure(fleet: Fleet, network: Network, ratio: float, link: float) -> dict[
         "iterations": steps,
         "iteration_s": (max(answer["end"] for answer in answers) - start) / steps,
         "in_step_s": in_step_s,
-        "spent_s": [answer["spent"] for answer in answers],
+        "spent_s": [[round(spent, 3) for spent in answer["spent"]] for answer in answers],
     }
 
 
