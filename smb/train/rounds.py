@@ -323,8 +323,7 @@ class RoundExchange(Exchange):
 
     def _close_under(self, fences: dict[str, Lock]) -> None:
         table, number = self._group.table, self._target
-        rows = table.read()
-        word = int(rows[0, t.ROUND])
+        word = table.get(0, t.ROUND)
         if word >> t.ROUND_SHIFT != number:
             return
         claim = word + _ATTEMPT
@@ -350,10 +349,12 @@ class RoundExchange(Exchange):
         rows = table.read()
         word = int(rows[0, column])
         while word >> t.SLOTS != _tag(number):
-            chosen = sum(1 << slot for slot in _contributions(rows, number))
-            word = table.swap(0, column, word, _tag(number) << t.SLOTS | chosen)
-            rows = table.read()
-            word = int(rows[0, column])
+            chosen = _tag(number) << t.SLOTS | sum(1 << slot for slot in _contributions(rows, number))
+            if table.swap(0, column, word, chosen) == word:
+                word = chosen
+            else:  # a former closer was faster, and may have seen more than we
+                rows = table.read()
+                word = int(rows[0, column])
         failpoint("train-decided")
         weights = {slot: weight for slot, weight in _contributions(rows, number).items() if word >> slot & 1}
         inboxes = {}

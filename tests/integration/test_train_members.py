@@ -15,6 +15,7 @@ import smb
 import smb.train
 from smb.train.group import Group
 from smb.train.scheme import Values
+from smb.train.table import FIELDS, SLOTS
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
 
@@ -104,6 +105,18 @@ def test_what_cannot_join(client: smb.Client) -> None:
     client.create("mine", 100)
     with pytest.raises(smb.InvalidArgumentError, match="no group"):
         smb.train.join(client, "mine", _ones(), Plain())
+
+
+def test_half_made(client: smb.Client) -> None:
+    """A group whose maker died before it was complete is made anew by the next one to join, with its values."""
+    settings = {"scheme": "plain", "settings": {"every": 1}, "guards": {}, "lease": 10.0}
+    for left in (["run"], ["run", "run/tick"], ["run", "run/tick", "run/members"]):
+        client.create("run", 7, metadata={"smb.train": settings})
+        for name in left[1:]:
+            client.create(name, (1 + SLOTS, FIELDS) if name == "run/members" else 1, "int64")
+        with smb.train.join(client, "run", _ones(), Plain()) as worker:
+            assert (worker.shared() == 1).all()
+        smb.train.delete(client, "run")
 
 
 def test_guards(client: smb.Client) -> None:

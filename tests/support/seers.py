@@ -31,9 +31,10 @@ def mark_steps(
 ) -> None:
     """Join, wait for all others, then take `steps` steps; tell what each was seen to contain, then "done".
 
-    `halt`, an event, ends it before. `whole`: reads must not contain a part of an update.
+    `halt`, an event, ends it before. `whole`: reads must not contain a part of an update. Over TCP: one that is stopped
+    over shm may hold a chunk's lock, and what is to be seen is whom the scheme holds up.
     """
-    with smb.connect(address, timeout=30) as client:
+    with smb.connect(address, transport="tcp", timeout=30) as client:
         values = np.zeros(SIZE, np.float32)
         mark = mark_of(worker, SIZE, workers)
         with smb.train.join(client, "run", values, scheme, lease=lease) as training:
