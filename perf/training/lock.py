@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-HOLD_S = 45.0  # once it is ours, measurements follow one another for so long before others have their turn
+HOLD_S = 85.0  # once it is ours, measurements follow one another for so long before others have their turn
 
 _file: Path | None = None
 _held: IO[str] | None = None
