@@ -163,6 +163,10 @@ def test_the_limit_is_the_best_variant_of_those_seen_in_every_round() -> None:
     assert limit is not None
     assert limit.contender == "steady"
     assert results.ratio(CASE, limit) == pytest.approx(0.5)
+    results.kinds["2 connections"] = LIMIT
+    results.cell("2 connections", CASE).samples.extend(map(_sample, [4.0, 4.0, 4.0]))
+    assert results.best(CASE) == results.cell("2 connections", CASE)
+    assert results.best(CASE, without="connections") == limit
 
 
 def test_a_regression_is_flagged_and_noise_is_not() -> None:
