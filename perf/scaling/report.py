@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -47,6 +48,7 @@ class Answer:
     y_title: str = ""
     log_y: bool = False
     also: dict[str, Any] = field(default_factory=dict)  # for the JSON only
+    draw: Callable[[Path], None] | None = None  # makes the plot where lines can't: draws into a .png
 
     def table(self) -> str:
         """Return the rows as markdown."""
@@ -79,9 +81,10 @@ def save(answer: Answer, command: str, group: str = "scaling") -> None:
     }
     path.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
     path.with_suffix(".md").write_text(answer.markdown(command))
-    if answer.lines:
+    draw = answer.draw or (functools.partial(_plot, answer) if answer.lines else None)
+    if draw:
         try:
-            _plot(answer, path.with_suffix(".png"))
+            draw(path.with_suffix(".png"))
         except ImportError:
             print("(no plot: matplotlib is not installed)")
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 from perf.netlab import LabError
 from perf.scaling.report import Answer, save
-from perf.training import seasgd
+from perf.training import diloco, r2sp, seasgd
 from perf.training.lock import hold_during_measurements
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
+    "diloco": diloco.bytes_versus_accuracy,
+    "r2sp": r2sp.how_even,
     "seasgd": seasgd.how_many_servers,
 }
 

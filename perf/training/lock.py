@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-HOLD_S = 45.0  # once it is ours, measurements follow one another for so long before others have their turn
+HOLD_S = 85.0  # once it is ours, measurements follow one another for so long before others have their turn
 
 _file: Path | None = None
 _held: IO[str] | None = None
@@ -23,16 +23,23 @@ def hold_during_measurements(file: str | None) -> None:
 
 
 @contextlib.contextmanager
-def measuring(seconds: float) -> Iterator[None]:
-    """Measure inside, for about so many seconds. Blocks until nobody else measures."""
+def measuring(seconds: float | None = None) -> Iterator[None]:
+    """Measure inside, for about so many seconds, and keep the lock for what follows. Blocks until nobody else measures.
+
+    Without `seconds` others have their turn as soon as it is left.
+    """
     global _held, _since
-    if _file is not None and _held is not None and time.monotonic() - _since + seconds > HOLD_S:
+    if _file is not None and _held is not None and time.monotonic() - _since + (seconds or 0.0) > HOLD_S:
         release()
     if _file is not None and _held is None:
         _held = _file.open("a")
         fcntl.flock(_held, fcntl.LOCK_EX)
         _since = time.monotonic()
-    yield
+    try:
+        yield
+    finally:
+        if seconds is None:
+            release()
 
 
 def release() -> None:

@@ -25,8 +25,8 @@ ALPHA = 0.2  # the paper's, and exchanges after every step
 # communication up to 8 servers, where the two are equal; 1 is where one server's accumulates are just hidden.
 BOUND, BALANCED = 1 / 8, 1.0
 GOAL = 2.4
-MEASURE_S = 20.0  # about so many seconds of iterations, two of them at least
-LARGE_BYTES = 100 << 20
+MEASURE_S = 10.0  # about so many seconds of iterations, two of them at least
+BALANCED_TOO = ("ResNet-50",)
 TOLERANCE = 1e-5
 
 
@@ -59,29 +59,39 @@ NETWORKS = (
 def how_many_servers(quick: bool) -> Answer:
     """1 to 8 servers, five networks, four workers: seconds for an iteration."""
     networks = NETWORKS[:1] if quick else NETWORKS
-    servers = SERVERS[::3] if quick else SERVERS
-    cases = [(network, BOUND, count) for network in networks for count in servers]
-    cases += [(network, BALANCED, count) for network in networks for count in servers if network.name == "ResNet-50"]
-    rows = []
+    capacity = 2 * max(network.nbytes for network in networks)
+    rows: list[dict[str, Any]] = []
     link = 0.0
-    for network, ratio, count in cases:
-        if network.nbytes > LARGE_BYTES:
-            release()  # joining takes long, and is not measured
-        with Fleet([RATE] * count, capacity=f"{3 * network.nbytes // count + (64 << 20)}") as fleet:
-            if not link:
-                with measuring(2.0):
-                    link = links_per_second(fleet.bare(), fleet, fleet.names[:1], "write", 100 << 20)[0]
-            rows.append(_measure(fleet, network, ratio, link))
-            print(json.dumps(rows[-1]), flush=True)
+    for count in SERVERS[::3] if quick else SERVERS:
+        release()  # starting is not measured, nor is joining by the largest network: it comes first
+        with Fleet([RATE] * count, capacity=f"{capacity // count + (64 << 20)}") as fleet:
+            workers = [fleet.worker(module="perf.training.worker") for _ in range(WORKERS)]
+            for network in reversed(networks):
+                _join(fleet, workers, network)
+                if not link:
+                    with measuring(2.0):
+                        link = links_per_second(fleet.bare(), fleet, fleet.names[:1], "write", 100 << 20)[0]
+                for ratio in (BOUND, BALANCED) if network.name in BALANCED_TOO else (BOUND,):
+                    rows.append(_measure(fleet, workers, network, ratio, link))
+                    print(json.dumps(rows[-1]), flush=True)
+                ask_all(workers, do="leave")
+                workers[0].ask(do="delete")
     release()
+    order = {network.name: place for place, network in enumerate(networks)}
+    return answer_of(sorted(rows, key=lambda row: (row["ratio"], order[row["network"]], row["servers"])), link)
+
+
+def answer_of(rows: list[dict[str, Any]], link: float) -> Answer:
+    """Return what the measurements say; `link` is what bare sockets carry over one link, bytes per second."""
     for row in rows:
         one = next(r for r in rows if (r["network"], r["ratio"], r["servers"]) == (row["network"], row["ratio"], 1))
         row["times_one"] = one["iteration_s"] / row["iteration_s"]
     bound = [row for row in rows if row["ratio"] == BOUND]
-    most = [row for row in bound if row["servers"] == max(servers)]
+    servers = max(row["servers"] for row in rows)
+    most = [row for row in bound if row["servers"] == servers]
     lowest, highest = (pick(row["times_one"] for row in most) for pick in (min, max))
     limit = (
-        f"Bound by communication, {max(servers)} servers make an iteration {lowest:.2f} to {highest:.2f} times as fast "
+        f"Bound by communication, {servers} servers make an iteration {lowest:.2f} to {highest:.2f} times as fast "
         f"as one (the goal was {GOAL}). An iteration reads and adds all parameters of each worker, and one server's "
         "link carries all of that: the time goes down as links are added, until computing, which the accumulate hides "
         "behind, is as long as the accumulate. From there on only the read gets shorter."
@@ -103,7 +113,7 @@ def how_many_servers(quick: bool) -> Answer:
         "All in step: max(computing, write + accumulate) + read at the links' bare rate, if all workers read at one "
         "time and add at another; workers that are not in step read while others add, in the links' other direction. "
         "Parameters: "
-        + "; ".join(f"{network.name} {network.parameters:,} ({network.source})" for network in networks)
+        + "; ".join(f"{network.name} {network.parameters:,} ({network.source})" for network in NETWORKS)
         + ".",
         columns=(
             Column("network", "network"),
@@ -120,19 +130,28 @@ def how_many_servers(quick: bool) -> Answer:
         limit=limit,
         lines=[
             Line(
-                f"{network.name}, {ratio:.3g}",
+                f"{network}, computing {ratio:.3g}",
                 "servers",
                 "times_one",
-                lambda row, key=(network.name, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
+                lambda row, key=(network, ratio): (row["network"], row["ratio"]) == key,  # type: ignore[misc]
             )
-            for network, ratio in dict.fromkeys((network, ratio) for network, ratio, _ in cases)
+            for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in rows)
         ],
         y_title="iterations per second, times one server",
         also={"link_bytes_per_second": link, "goal": GOAL},
     )
 
 
-def _measure(fleet: Fleet, network: Network, ratio: float, link: float) -> dict[str, Any]:
+def _join(fleet: Fleet, workers: list[Process], network: Network) -> None:
+    for number, worker in enumerate(workers):
+        settings = {"alpha": ALPHA, "every": 1}
+        joined = worker.ask(do="join", name="run", elements=network.parameters, scheme="seasgd", settings=settings)
+        if joined["servers"] != len(fleet.names):
+            raise RuntimeError(f"parameters lie on {joined['servers']} servers, not on all {len(fleet.names)}")
+        worker.ask(do="compute", value=number + 1.0)
+
+
+def _measure(fleet: Fleet, workers: list[Process], network: Network, ratio: float, link: float) -> dict[str, Any]:
     """Let the workers train together on all of the fleet's servers, and check that no byte was lost."""
     count = len(fleet.names)
     alone_s = WORKERS * network.nbytes / (PAYLOAD * parse_rate(RATE) / 8)  # all accumulates, or reads, over one link
@@ -140,16 +159,12 @@ def _measure(fleet: Fleet, network: Network, ratio: float, link: float) -> dict[
     links_s = WORKERS * network.nbytes / (link * count)  # the same over all links, at their bare rate
     in_step_s = max(compute_s, links_s) + links_s
     steps = max(2, min(20, round(MEASURE_S / in_step_s)))
-    workers = [fleet.worker(module="perf.training.worker") for _ in range(WORKERS)]
-    for number, worker in enumerate(workers):
-        joined = worker.ask(do="join", name="run", elements=network.parameters, scheme="seasgd", settings=_settings())
-        if joined["servers"] != count:
-            raise RuntimeError(f"the parameters lie on {joined['servers']} servers; {count} were to be measured")
-        worker.ask(do="compute", value=number + 1.0)
     with measuring(steps * in_step_s):
-        start, answers = _train(workers, steps, compute_s)
+        # Every iteration is whole: the first one's read begins at the start, the last one's addition ends with the
+        # flush.
+        answers = started_together(workers, do="train", steps=steps, compute_s=compute_s)
+    start = min(answer["start"] for answer in answers)
     _check(workers, network.parameters)
-    ask_all(workers, do="leave")
     return {
         "network": network.name,
         "parameters": network.parameters,
@@ -160,18 +175,8 @@ def _measure(fleet: Fleet, network: Network, ratio: float, link: float) -> dict[
         "iterations": steps,
         "iteration_s": (max(answer["end"] for answer in answers) - start) / steps,
         "in_step_s": in_step_s,
-        "spent_s": [answer["spent"] for answer in answers],
+        "spent_s": [[round(spent, 3) for spent in answer["spent"]] for answer in answers],
     }
-
-
-def _settings() -> dict[str, Any]:
-    return {"alpha": ALPHA, "every": 1}
-
-
-def _train(workers: list[Process], steps: int, compute_s: float) -> tuple[float, list[dict[str, Any]]]:
-    answers = started_together(workers, do="train", steps=steps, compute_s=compute_s)
-    # Every iteration is whole: the first one's read begins at the start, the last one's accumulate ends with the flush.
-    return min(answer["start"] for answer in answers), answers
 
 
 def _check(workers: list[Process], parameters: int) -> None:

@@ -9,6 +9,7 @@ answers each by a line on stdout.
     -> start, end, spent: seconds of each step, and of the flush
 {"do": "total", "of": "values" or "shared"}      -> total: the sum over all elements, in float64
 {"do": "leave"}
+{"do": "delete"}                                 the whole group
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ class TrainingProcess:
 
     def leave(self) -> dict[str, Any]:
         self._worker.close()
-        self._client.close()
+        del self._worker, self._values
+        return {}
+
+    def delete(self) -> dict[str, Any]:
+        smb.train.delete(self._client, self._name)
         return {}
 
 

@@ -124,6 +124,10 @@ class Shared:
             on_failure.callback(np.copyto, self._trained.values, self._trained.values.copy())
             # Kept from before joining until the state is there, so that both buffers are of one maker.
             with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+                try:
+                    client.open(name)
+                except NotFoundError:
+                    client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
                 self.worker = smb.train.join(
                     client, name, self._trained.values, scheme, metadata=_metadata(self._trained), **options
                 )

@@ -36,7 +36,7 @@ class EAMSGD(Scheme):
     nesterov_step. With an optimizer without momentum this scheme is EASGD.
 
     Taxonomy, staleness and what is tested: as EASGD. tests/integration/test_elastic.py holds the golden trace of
-    nesterov_step with this exchange, and that theta's steps are the same without a force.
+    nesterov_step with this exchange, tests/unit/test_elastic_rules.py theta beside torch's parameters, without a force.
     """
 
     NAME: ClassVar[str] = "eamsgd"

@@ -3,7 +3,8 @@
     d = alpha * (W_local - W_global);  W_local -= d;  W_global += d        (Zhang, Choromanska, LeCun 2015)
 
 They differ in when W_local takes its half, and in what is hidden behind computing. What W_local gives W_global takes,
-so nothing is lost: the sum over the workers and the shared model changes by local steps alone.
+so nothing is lost: the sum over the workers and the shared model changes by local steps alone. (Where the group was
+made with wire= in fewer bits, W_global is read, and takes d, rounded so.)
 """
 
 from __future__ import annotations

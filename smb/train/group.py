@@ -76,15 +76,20 @@ class Group:
     def rejoin(self) -> None:
         """Take a slot again, after MembershipLostError; counted and logged."""
         old = self.member
-        self._rejoins = old.get(t.REJOINS) + 1
+        self._rejoins += 1
         old.leave()
+        self.return_()
+        _log.warning(
+            "group %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
+        )
+
+    def return_(self) -> None:
+        """Take a slot again, with the statistics so far."""
+        old = self.member
         self.admit()
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, old.get(column))
         self.member.report()
-        _log.warning(
-            "group %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
-        )
 
     def leave(self) -> None:
         """Give the slot back and wake those who wait for it."""
@@ -237,13 +242,11 @@ def shared(client: Client, name: str, out: Values | None = None) -> Values:
 
 
 def delete(client: Client, name: str) -> None:
-    """Delete a group with all of its buffers; its workers get NotFoundError. Raises NotFoundError."""
+    """Delete a group with all buffers under its name, its work units too; its workers get NotFoundError.
+
+    Raises NotFoundError.
+    """
     view(client, name)
-    remove(client, name)
-
-
-def remove(client: Client, name: str) -> None:
-    """Delete whatever there is of a group, the weights last."""
     for info in client.list():
         if info.name.startswith(f"{name}/"):
             client.delete(info.name, missing_ok=True)
@@ -285,7 +288,8 @@ def _made(client: Client, name: str, values: Values, settings: dict[str, Json], 
         raise InvalidArgumentError(f"join of group {name!r}: lease={settings['lease']!r} s is not in 0.05 to 3600")
     if not np.isfinite(values).all():
         raise InvalidArgumentError(f"join of group {name!r}: the first values are not finite")
-    remove(client, name)
+    for left in (f"{name}/tick", f"{name}/members", name):  # nobody has joined it: a scheme made nothing yet
+        client.delete(left, missing_ok=True)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}
     weights = client.create(name, values.size, "float32", metadata=metadata, **placement)
     client.create(f"{name}/tick", 1, "int64", servers=1)

@@ -47,13 +47,14 @@ class HSGD(Scheme):
     memory; where no server runs there, wherever the coordinator puts it. Between hosts only the roots' 2n floats move.
     The host is the machine's name, or $SMB_TRAIN_HOST: for several hosts on one machine, or containers that share one.
 
-    The root is whoever has been in the round's group for longest. If it dies or leaves, the next one is root, from the
-    exchange on that the others wait for: at most one lease later nobody misses anything, but that what the dead root
-    had sent and not had acknowledged counts at most once for each element, and is not sent again. A root that was only
-    stopped, and goes on, changes nothing any more: its writes are fenced. Workers that join a host wait for nobody; a
-    host whose workers have all gone starts from the shared model when one comes back. A difference that the guards
-    refuse (group.Guards, at the root) is not sent, and the host starts again from the shared model; what one worker's
-    step did is looked at before it counts in the host's mean.
+    The root is whoever has been in the round's group for longest. If it dies or leaves, the next one is root from the
+    exchange on that the others wait for, which is about a lease later where it died. What a dead root was sending
+    counts at most once for each element, and is not sent again. A root that was only stopped, and goes on, changes
+    nothing any more: its writes are fenced. One that lives, and whose step() raises (the servers of the shared model
+    are away), holds up its host until it calls step() again or leaves. Workers that join a host wait for nobody; a host
+    whose workers have all gone starts from the shared model when one comes back. A difference that the guards refuse
+    (Guards, at the root) is not sent, and the host starts again from the shared model; what one worker's step did is
+    looked at before it counts in the host's mean.
 
     Taxonomy: data parallel; central, in two levels; synchronous inside a host, asynchronous between hosts; workers with
     their host's model each step, roots with the shared one every tau steps.

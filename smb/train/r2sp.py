@@ -110,6 +110,7 @@ class RoundRobin(Exchange):
         self._turn: Turn | None = None  # ours, taken, and not handed on
         self._began = 0.0  # when we took it
         self._unsent_samples = 0
+        self._leads = False  # whether we are worker 0, which measures for all
         self._passer = Passer(group)
         self._swap(Turn(), Turn(slot=self._me.slot, incarnation=self._me.incarnation))  # the first member begins
         self._updates = self._look()[0].updates  # as of the read that our next update builds on
@@ -188,7 +189,8 @@ class RoundRobin(Exchange):
                     self._turn, self._began = turn.take(), time.monotonic()
                     return self._turn
                 continue
-            group.member.check()
+            if self._me not in live:
+                raise group.member.lost()
             if not any(turn.is_of(member) for member in live):
                 self._pass_over(turn, live)
                 continue
@@ -199,8 +201,8 @@ class RoundRobin(Exchange):
             if scheme.skip_after is not None and not turn.taken:
                 skipped = group.table.get(1 + turn.slot, _SKIPPED)
                 if may_skip(now - since, scheme.skip_after, skipped, scheme.skips):
-                    group.table.add(1 + turn.slot, _SKIPPED, 1)
-                    self._pass_over(turn, live)
+                    if self._pass_over(turn, live):
+                        group.table.add(1 + turn.slot, _SKIPPED, 1)
                     continue
                 if skipped < scheme.skips:
                     patience = min(patience, since + scheme.skip_after - now)
@@ -229,10 +231,16 @@ class RoundRobin(Exchange):
         found = self._group.table.swap(0, _TURN, old.word(), new.word())
         return found in (old.word(), new.word())
 
-    def _pass_over(self, turn: Turn, live: list[Member]) -> None:
-        """Give a turn whose owner is gone, or late, to the next one. A dead one's update may have come in part."""
-        if live and self._swap(turn, turn.passed(live, updated=turn.taken)):
+    def _pass_over(self, turn: Turn, live: list[Member]) -> bool:
+        """Give a turn whose owner is gone, or late, to the next one; False if another call did, or it was taken.
+
+        What a dead one was sending may have come in part: it counts as an update.
+        """
+        following = turn.passed(live, updated=turn.taken)
+        done = self._group.table.swap(0, _TURN, turn.word(), following.word()) == turn.word()
+        if done:
             self._group.wake()
+        return done
 
     def _finish(self) -> None:
         """End what a failed call left of our turn."""
@@ -268,6 +276,7 @@ class Passer:
         self._lease = group.lease
         self._changed = threading.Condition()
         self._due: tuple[Turn, bool, float] | None = None
+        self._failure: Error | None = None  # of the latest try, until it was raised
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -290,9 +299,12 @@ class Passer:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until nothing is to be passed on."""
+        """Wait until nothing is to be passed on. Raises what kept the turn here; it is tried again all the while."""
         with self._changed:
-            self._changed.wait_for(lambda: self._due is None or self._closed)
+            self._changed.wait_for(lambda: self._due is None or self._closed or self._failure)
+            failure, self._failure = self._failure, None
+            if failure is not None and self._due is not None:
+                raise failure
 
     def close(self) -> None:
         """Pass nothing on any more."""
@@ -319,9 +331,9 @@ class Passer:
                 _log.debug("group %r is gone: %s", self._name, error)
             except Error as error:
                 _log.warning("group %r: the turn could not be passed on: %s; tried again", self._name, error)
-                due = time.monotonic() + _RETRY_S
                 with self._changed:
-                    self._due = turn, updated, due
+                    self._due, self._failure = (turn, updated, time.monotonic() + _RETRY_S), error
+                    self._changed.notify_all()
                 continue
             with self._changed:
                 self._due = None

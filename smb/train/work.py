@@ -11,10 +11,12 @@ epoch a worker looks for what was left behind: units whose worker is dead, and t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,9 @@ from smb.train import members
 from smb.train import table as t
 from smb.train.group import wake
 from smb.train.members import Member, MembershipLostError
+
+if TYPE_CHECKING:
+    from smb.train.worker import Worker
 
 _METADATA = "smb.train.work"
 _UNITS_MAX = 1 << 24  # 128 MiB of words
@@ -51,7 +56,8 @@ class WorkUnits:
     again, at once; and what was in the hands of a worker that died, `lease` seconds later, by the end of the epoch. A
     worker that was stopped for longer may so do a unit that another does too; it is logged. Each epoch's order is drawn
     from `seed`. The iteration ends when all `epochs` are done, by all workers (None: never); for the last units of
-    others it waits. All who use the name give the same numbers; InvalidArgumentError otherwise.
+    others it waits. In a scheme with rounds pass `worker`: it stands aside then, so that those others need not wait for
+    it in turn. All who use the name give the same numbers; InvalidArgumentError otherwise.
 
     Four small calls a unit. Delete the buffers NAME, NAME/members and NAME/tick when all is done; under the name of a
     group, "run/units", smb.train.delete does.
@@ -67,6 +73,7 @@ class WorkUnits:
         *,
         epochs: int | None = None,
         lease: float = 10.0,
+        worker: Worker | None = None,
     ) -> None:
         asked = f"work units {name!r}"
         if total < 1 or unit < 1 or not 0 <= seed < 2**63 or (epochs is not None and epochs < 0):
@@ -94,6 +101,7 @@ class WorkUnits:
         self._seen = self._tick.version
         self._member: Member | None = self._admit()
         self._held: tuple[int, int] | None = None  # unit, word
+        self._worker = worker
         self._ticket: tuple[int, int] | None = None  # drawn, not used yet
         self._swept = 0  # epochs whose left-overs were looked for
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
@@ -216,12 +224,20 @@ class WorkUnits:
     def _last(self, member: Member) -> Unit | None:
         """All is handed out: wait until it is done, or its worker dies."""
         wake(self._tick, self._lease)
+        left = self._sweep(member, self._end)
+        if left is not None or self._all_done():
+            return left
+        with self._worker.aside() if self._worker is not None else contextlib.nullcontext():
+            return self._wait_for_last(member)
+
+    def _all_done(self) -> bool:
+        return bool((self._words.read(1) >> _HALF >= self._end).all())
+
+    def _wait_for_last(self, member: Member) -> Unit | None:
         while True:
             left = self._sweep(member, self._end)
-            if left is not None:
+            if left is not None or self._all_done():
                 return left
-            if not (self._words.read(1) >> _HALF < self._end).any():
-                return None
             try:
                 self._seen = self._tick.wait(self._seen + 1, timeout=max(0.05, self._lease / 4))
             except SmbTimeoutError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -135,6 +137,19 @@ class Worker:
         self._group.read(result)
         return result
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take no part while the block runs: nobody waits for this worker. Afterwards it is back as one who joins: its
+        values are the present shared model, and what it had not sent is lost.
+        """
+        self._check_open()
+        self._exchange.close()
+        self._group.leave()
+        try:
+            yield
+        finally:
+            self._back(self._group.return_)
+
     def close(self) -> None:
         """Leave: what was sent counts, the others go on without this worker. Twice does nothing."""
         if self._closed:
@@ -162,7 +177,10 @@ class Worker:
 
     def _rejoin(self) -> None:
         self._exchange.abandon()
-        self._group.rejoin()
+        self._back(self._group.rejoin)
+
+    def _back(self, join: Callable[[], None]) -> None:
+        join()
         self._group.read(self._values)
         self._exchange = self._group.scheme.run(self._group, self._values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +18,7 @@ import smb.train
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import wait_for
-from tests.support.seen import Quadratic, check_bound, check_own, reference, staleness_of
+from tests.support.seen import Quadratic, check_bound, check_own, check_rotation, reference, seen_in, staleness_of
 from tests.support.seers import drain, in_threads, mark_steps, members, waiting
 
 Connect = Callable[..., smb.Client]
@@ -195,3 +196,43 @@ def test_ssp_refused_contributions_hold_up_nobody(client: smb.Client, connect: C
         in_threads([explode, go_on])
         assert (healthy.shared() == 5).all()
         assert sick.status.refused == 5
+
+
+@pytest.mark.parametrize(
+    "scheme", [smb.train.ASP(), smb.train.SSP(staleness=1), smb.train.R2SP()], ids=["asp", "ssp", "r2sp"]
+)
+def test_killed_servers_lose_nothing(scheme: smb.train.Scheme) -> None:
+    """Memory servers are killed and started again under three workers: every update is in the model once, and what the
+    scheme promises of staleness holds all the while.
+    """
+    halt = threading.Event()
+    with smb.LocalCluster(servers=2, capacity="64MiB") as own, smb.connect(own.address, timeout=30) as client:
+
+        def steps() -> list[int]:
+            return [worker.contributions for worker in members(client)]
+
+        def kill(_: object) -> None:
+            for server in [*own.servers, own.servers[0]]:
+                before = min(steps(), default=0)
+                wait_for(lambda before=before: len(steps()) == WORKERS and min(steps()) > before + 2, "steps")  # type: ignore[misc]
+                server.kill()
+                server.start()
+            before = min(steps())
+            wait_for(lambda: min(steps()) > before + 2, "steps after the last kill")
+            halt.set()
+
+        workers = [
+            partial(mark_steps, address=own.address, scheme=scheme, worker=number, workers=WORKERS, halt=halt,
+                    whole=isinstance(scheme, smb.train.R2SP))
+            for number in range(WORKERS)
+        ]  # fmt: skip
+        history = in_threads([*workers, kill])
+        check_own(history)
+        left = {worker: max(read.clock for read in history if read.worker == worker) for worker in range(WORKERS)}
+        found = seen_in(client.open("run").read(), 0, left[0], WORKERS)
+        assert found.seen == tuple(left.values())
+        if isinstance(scheme, smb.train.SSP):
+            check_bound(history, 1, left)
+        if isinstance(scheme, smb.train.R2SP):
+            together = min(left.values())
+            check_rotation([read for read in history if read.clock < together], WORKERS)

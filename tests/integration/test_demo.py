@@ -79,6 +79,31 @@ def test_command_reports_and_exits_by_accuracy(
     assert described["bytes_moved"] == result.bytes_moved
 
 
+def test_command_passes_the_scheme_and_its_settings_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--scheme and --set reach the run; what can't be meant ends with 2 and says why, before anything starts."""
+    given: list[DemoConfig] = []
+
+    def run(config: DemoConfig, quiet: bool) -> DemoResult:
+        given.append(config)
+        raise smb.Error("enough")
+
+    monkeypatch.setattr(demo_command, "_run", run)
+    assert _exit_code(monkeypatch, "demo", "--scheme", "diloco", "--set", "every=7", "--set", "outer_lr=0.5") == 1
+    assert given[0].settings == {"every": 7, "outer_lr": 0.5}
+    assert str(given[0].plot) == "demo-diloco.png"
+    capsys.readouterr()
+    for wrong, says in (
+        (("--scheme", "nonsense"), "no scheme 'nonsense'"),
+        (("--set", "every"), "not NAME=VALUE"),
+        (("--set", "pigeons=3"), "pigeons"),
+    ):
+        assert _exit_code(monkeypatch, "demo", *wrong) == 2
+        assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert len(given) == 1
+
+
 def test_interrupted_in_the_middle_it_leaves_nothing() -> None:
     """Ctrl-C, even pressed twice, ends workers and daemons and frees the memory; exit code 130, no traceback."""
     with subprocess.Popen(

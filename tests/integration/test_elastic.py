@@ -132,6 +132,7 @@ def test_what_is_refused(client: smb.Client, scheme: smb.train.Scheme) -> None:
         for _ in range(2):
             values += 1
             worker.step()
+        worker.flush()
         shared = worker.shared()
         assert (shared == 1).all()
         values[5] = np.nan

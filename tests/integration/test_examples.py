@@ -72,10 +72,10 @@ def test_unequal_workers_get_unequal_batches() -> None:
 
 def test_diloco_goes_on_while_workers_are_killed() -> None:
     """Rounds are closed after each kill, and what is shared knows the digits."""
-    lines = [re.findall(r"[\d.]+", line) for line in run_example("elastic_diloco.py", "2")]
+    lines = [re.findall(r"[\d.]+", line) for line in run_example("elastic_diloco.py", "1")]
     rounds, _, kills, accuracy = ([float(each) for each in column] for column in zip(*lines, strict=True))
-    assert kills == [0, 1, 2]
-    assert rounds[2] > rounds[1] > rounds[0] >= 20
+    assert kills == [0, 1]
+    assert rounds[1] > rounds[0] >= 20
     assert accuracy[-1] > 0.85
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from smb.demo.recipes import RECIPES
 from smb.train.group import Group
 from smb.train.scheme import SCHEMES, Exchange, Scheme, Values
 from tests.conftest import Connect
@@ -96,6 +97,36 @@ def test_alone_it_trains_as_without(client: smb.Client) -> None:
             step(model, optimizer, 6)
     # Sums of float32 differences, so not to the bit.
     assert same(dict(plain.named_parameters()), dict(shared_model.named_parameters()), atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_every_scheme_trains_a_model(connect: Connect, scheme: str) -> None:
+    """By each scheme of smb.train, two members exchange, and closing leaves the last one with what is shared."""
+    models = [network(1), network(2, torch.bfloat16)]
+    optimizers = [sgd(model) for model in models]
+    settings = {} if scheme in ("bsp", "asp", "ssp", "r2sp") else {"every": 2}
+    members = [
+        smb.torch.join(model, optimizer, "run", scheme=scheme, client=connect(), **settings)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    start = members[0].state_dict()
+
+    def train(which: int) -> None:
+        with members[which]:
+            for number in range(8):
+                step(models[which], optimizers[which], number)
+
+    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    shared = smb.torch.shared_state_dict(connect(), "run")
+    assert not torch.equal(shared["0.weight"], start["0.weight"])
+    assert any(torch.equal(model[0].weight, shared["0.weight"].to(model[0].weight.dtype)) for model in models)
+    status = smb.train.status(connect(), "run")
+    assert status.scheme == scheme
+    assert all(np.isfinite(value.numpy()).all() for value in shared.values())
 
 
 def test_two_models_become_one(connect: Connect) -> None:
@@ -188,6 +219,19 @@ def test_frozen_parameters_come_from_the_first(connect: Connect) -> None:
         assert torch.equal(first[0].weight, second[0].weight)
         assert "0.weight" not in client.open("run").tensors
         assert np.array_equal(client.open("run/state").tensor("0.weight").read(), first[0].weight.numpy())
+
+
+def test_a_new_group_has_nothing_of_a_former_one(connect: Connect) -> None:
+    """Where only the weights of a group were deleted, the next one of that name begins with its own statistics."""
+    client = connect()
+    model = network(1)
+    optimizer = sgd(model)
+    with smb.torch.join(model, optimizer, "run", scheme=Adding(), client=client):
+        step(model, optimizer)
+    client.delete("run")
+    other = network(2)
+    with smb.torch.join(other, sgd(other), "run", scheme=Adding(), client=client):
+        assert not other[1].running_mean.any()
 
 
 def test_a_bfloat16_model_shares_with_a_float32_one(connect: Connect) -> None:

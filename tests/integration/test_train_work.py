@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import smb
+import smb.train
 from smb.train import Unit, WorkUnits, delete_units
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
@@ -135,3 +137,25 @@ def test_last_of_others(connect: Connect) -> None:
     assert together(first.take, end) == [None, None]
     first.close()
     second.close()
+
+
+def test_rounds_and_units(connect: Connect) -> None:
+    """Who has no unit left waits for the others' last ones, and these do not wait for it in a round."""
+    values = [np.zeros(100, np.float32) for _ in range(2)]
+    clients = [connect() for _ in values]
+    workers = [smb.train.join(client, "run", own, smb.train.BSP()) for client, own in zip(clients, values, strict=True)]
+    both = threading.Barrier(2)
+
+    def train(number: int, steps: int) -> int:
+        own, worker, count = values[number], workers[number], 0
+        with worker, WorkUnits(clients[number], "run/units", 2, 1, epochs=1, worker=worker) as units:
+            for unit in units:
+                both.wait(30)  # each has one
+                for _ in range(steps):
+                    own += unit.start + 1
+                    worker.step()
+                    count += 1
+        return count
+
+    assert together(lambda: train(0, 1), lambda: train(1, 3)) == [1, 3]
+    assert smb.train.status(clients[0], "run").round == 3

@@ -168,14 +168,15 @@ def train_and_record(
     if host:
         os.environ[TRAIN_HOST_VARIABLE] = host
     file, acked = Path(directory, f"sent-{number}"), Path(directory, f"acked-{number}")
-    acked.write_text("0")
+    acked.touch()
 
     def note(_: Elastic, difference: Values) -> None:
         with file.open("ab") as sent:
             sent.write(difference.tobytes())
 
     def acknowledged(_: Elastic) -> None:
-        acked.write_text(str(int(acked.read_text()) + 1))
+        with acked.open("ab") as one_more:
+            one_more.write(b".")
 
     record_sent(note, acknowledged)
     left = count
@@ -201,7 +202,7 @@ def recorded(directory: Path, number: int, size: int) -> tuple[list[Values], Val
     """Return the differences that a killed process knew to be acknowledged, and the one of which it did not know."""
     sent = np.fromfile(directory / f"sent-{number}", np.float32)
     sent = sent[: sent.size // size * size].reshape(-1, size)
-    acked = int((directory / f"acked-{number}").read_text() or 0)
+    acked = (directory / f"acked-{number}").stat().st_size
     assert acked in (len(sent) - 1, len(sent))
     return list(sent[:acked]), sent[acked] if acked < len(sent) else None
 

@@ -19,7 +19,8 @@ def test_every_recipe_can_be_run(scheme: str) -> None:
 
 def test_every_scheme_has_a_recipe() -> None:
     """What smb.train has, the demo shows."""
-    assert set(RECIPES) == set(SCHEMES)
+    ours = {name for name, scheme in SCHEMES.items() if scheme.__module__.startswith("smb.")}  # not those of tests
+    assert set(RECIPES) == ours
 
 
 def test_a_scheme_that_is_not_there_is_refused() -> None:
