@@ -79,7 +79,7 @@ class RoundScheme(Scheme):
             raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is not in 1 to {t.SLOTS}")
         if not (math.isfinite(self.grace) and self.grace >= 0):
             raise InvalidArgumentError(f"{self.NAME}: grace={self.grace!r} is no time in seconds")
-        if self.interval() < 1:
+        if isinstance(self.interval(), bool) or not isinstance(self.interval(), int) or self.interval() < 1:
             raise InvalidArgumentError(f"{self.NAME}: every={self.interval()!r} is no number of steps from 1 on")
 
     def interval(self) -> int:
