@@ -52,9 +52,15 @@ class Group:
         self.client = client
         self.name = name
         self.weights = weights
-        self.scheme = scheme_of(settings["scheme"], settings["settings"])
-        self.guards = Guards(**settings["guards"])
-        self.lease = float(settings["lease"])
+        try:
+            self.scheme = scheme_of(settings["scheme"], settings["settings"])
+            self.guards = Guards(**settings["guards"])
+            self.lease = float(settings["lease"])
+        except (KeyError, TypeError, ValueError) as error:  # other programs may store anything there
+            raise InvalidArgumentError(
+                f"buffer {name!r} is no group of this version of smb.train: its settings can't be read: {error!r}; "
+                f"choose another name"
+            ) from error
         self.table = t.Table(client.open(f"{name}/members"))
         self.tick = client.open(f"{name}/tick")
         self.member: Member
