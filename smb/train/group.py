@@ -27,6 +27,8 @@ from smb.errors import (
     NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
+from smb.failpoint import failpoint
+from smb.lock import Lock
 from smb.train import members
 from smb.train import table as t
 from smb.train.guards import Guard, Guards, RefusedContributionError
@@ -35,6 +37,7 @@ from smb.train.scheme import Json, Scheme, Values, scheme_of
 
 METADATA = "smb.train"
 LEASE_S = 10.0
+BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _SETUP_S = 30.0
 _BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
 
@@ -144,13 +147,32 @@ class Group:
         """Read the shared weights into `out`, never a mix of two rounds; return the round."""
         while True:
             before = self.table.get(0, t.ROUND)
-            if before & 1:  # the weights are being replaced
+            if before & BUILT:  # the weights are being replaced
                 if not self.wait():
-                    self.reap(self.live(self.table.read()))
+                    self._finish_round()
                 continue
             self.weights.read(out=out)
             if self.table.get(0, t.ROUND) >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT:
                 return before >> t.ROUND_SHIFT
+
+    def replace(self, following: Buffer, claim: int, fence: Lock) -> None:
+        """Do the second half of closing a round (rounds.py): these are the weights, and the round's number says so."""
+        self.weights.accumulate_from(following, op="replace", fence=fence)
+        failpoint("train-copied")
+        self.table.swap(0, t.ROUND, claim, (claim >> t.ROUND_SHIFT) + 1 << t.ROUND_SHIFT)
+        failpoint("train-committed")
+
+    def _finish_round(self) -> None:
+        """Do that half for a closer that died, if it did: there may be no member left who would."""
+        try:
+            with self.weights.lock(ttl=self.lease, timeout=0.0) as fence:
+                word = self.table.get(0, t.ROUND)
+                if not word & BUILT or self.table.swap(0, t.ROUND, word, word + ATTEMPT) != word:
+                    return
+                self.replace(self.buffer("next"), word + ATTEMPT, fence)
+        except (TimeoutError, LockLostError):
+            return  # somebody is at it
+        self.wake()
 
     def buffer(self, suffix: str, **options: Any) -> Buffer:
         """Open the group's buffer NAME/suffix, or make it: like the weights, or with `options` of Client.create."""
