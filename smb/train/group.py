@@ -27,6 +27,7 @@ from smb.errors import (
     NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
+from smb.lock import Lock
 from smb.train import members
 from smb.train import table as t
 from smb.train.guards import Guard, Guards, RefusedContributionError
@@ -138,13 +139,36 @@ class Group:
         """Read the shared weights into `out`, never a mix of two rounds; return the round."""
         while True:
             before = self.table.get(0, t.ROUND)
-            if before & 1:  # the weights are being replaced
+            if before & t.BUILT:  # the weights are being replaced
                 if not self.wait():
-                    self.reap(self.live(self.table.read()))
+                    self._replace()
                 continue
             self.weights.read(out=out)
-            if self.table.get(0, t.ROUND) >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT:
+            after = self.table.get(0, t.ROUND)
+            if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & t.BUILT:
                 return before >> t.ROUND_SHIFT
+
+    def _replace(self) -> None:
+        """Where a closer died while it replaced the weights (rounds.py: copy, commit), do so in its place: there may be
+        no member left who would."""
+        fence = self.weights.lock(ttl=self.lease, timeout=0.0)
+        try:
+            fence.acquire()
+        except TimeoutError:
+            return  # it is at it, or its lease is not over
+        try:
+            word = self.table.get(0, t.ROUND)
+            claim = word + t.ATTEMPT
+            if not word & t.BUILT or self.table.swap(0, t.ROUND, word, claim) != word:
+                return
+            self.weights.accumulate_from(self.client.open(f"{self.name}/next"), op="replace", fence=fence)
+            self.table.swap(0, t.ROUND, claim, (claim >> t.ROUND_SHIFT) + 1 << t.ROUND_SHIFT)
+        except LockLostError:
+            return
+        finally:
+            with contextlib.suppress(LockLostError):
+                fence.release()
+        self.wake()
 
     def buffer(self, suffix: str, **options: Any) -> Buffer:
         """Open the group's buffer NAME/suffix, or make it: like the weights, or with `options` of Client.create."""
@@ -200,13 +224,13 @@ def enter(
     None adopts what the group has. Raises InvalidArgumentError, NotFoundError, OutOfMemoryError.
     """
     _check(name, values)
-    with client.lock(f"{name}/setup", timeout=_SETUP_S):
+    with client.lock(f"{name}/setup", timeout=_SETUP_S) as setup:
         group = _opened(client, name)
         if group is None:
             if scheme is None:
                 raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
-            group = _made(client, name, values, settings, placement)
+            group = _made(client, name, values, settings, placement, setup)
         else:
             _compare(group, scheme, guards, lease)
         if group.weights.size != values.size:
@@ -247,10 +271,11 @@ def delete(client: Client, name: str) -> None:
     Raises NotFoundError.
     """
     view(client, name)
-    for info in client.list():
-        if info.name.startswith(f"{name}/"):
-            client.delete(info.name, missing_ok=True)
-    client.delete(name, missing_ok=True)
+    # These last, as a group that lacks one of them is taken for half-made, in which a scheme left nothing.
+    own = [f"{name}/tick", f"{name}/members", name]
+    schemes = [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own]
+    for each in schemes + own:
+        client.delete(each, missing_ok=True)
 
 
 def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]:
@@ -282,12 +307,15 @@ def _opened(client: Client, name: str) -> Group | None:
     return group if group.table.get(0, t.READY) else None
 
 
-def _made(client: Client, name: str, values: Values, settings: dict[str, Json], placement: dict[str, Any]) -> Group:
+def _made(
+    client: Client, name: str, values: Values, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
+) -> Group:
     """Make the group. Under the setup lock, so what there is of it was left by a maker that died."""
     if not (math.isfinite(settings["lease"]) and 0.05 <= settings["lease"] <= 3600):
         raise InvalidArgumentError(f"join of group {name!r}: lease={settings['lease']!r} s is not in 0.05 to 3600")
     if not np.isfinite(values).all():
         raise InvalidArgumentError(f"join of group {name!r}: the first values are not finite")
+    setup.check()  # who was stopped since it looked must not delete what another has made
     for left in (f"{name}/tick", f"{name}/members", name):  # nobody has joined it: a scheme made nothing yet
         client.delete(left, missing_ok=True)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}

@@ -36,6 +36,7 @@ from smb.buffer import Buffer
 from smb.errors import (
     InvalidArgumentError,
     LockLostError,
+    NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.failpoint import failpoint
@@ -44,9 +45,6 @@ from smb.train import table as t
 from smb.train.group import Group
 from smb.train.guards import RefusedContributionError
 from smb.train.scheme import Exchange, Scheme, Values
-
-_BUILT = 1
-_ATTEMPT = 2
 
 
 @dataclass(frozen=True)
@@ -166,11 +164,13 @@ class RoundExchange(Exchange):
 
     def _send(self) -> None:
         """Put the delta into the inbox; where it is refused, nothing, so that the others need not wait for it."""
-        group, waits = self._group, self._scheme.WAITS
+        group, scheme = self._group, self._scheme
         np.subtract(self._values, self._base, out=self._delta)
         self._origin = self._base_round
-        self._target = self._origin if waits else group.round  # who waits finds out soon whether it is over
-        self._tokens = float(self._samples) if self._scheme.token_weights else 1.0
+        # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
+        in_time = scheme.WAITS and (scheme.quorum is None or not scheme.LATE)
+        self._target = self._origin if in_time else group.round
+        self._tokens = float(self._samples) if scheme.token_weights else 1.0
         try:
             group.check(self._delta, self._target - self._origin)
         except RefusedContributionError as error:
@@ -261,7 +261,7 @@ class RoundExchange(Exchange):
             return True
         decided = int(rows[0, _decided(self._target)])
         if decided >> t.SLOTS != _tag(self._target):
-            return True  # so long ago that nobody knows: it must not count twice
+            return self._scheme.LATE  # so long ago that nobody knows: it must not count twice
         if not decided >> self._group.member.slot & 1:
             return False
         member = self._group.member
@@ -275,7 +275,7 @@ class RoundExchange(Exchange):
 
     def _complete(self, rows: t.Rows) -> bool:
         """Whether the target round, which is open, may be closed."""
-        if int(rows[0, t.ROUND]) & _BUILT or not self._late(rows, self._target):
+        if int(rows[0, t.ROUND]) & t.BUILT or not self._late(rows, self._target):
             return True
         quorum = self._scheme.quorum
         if quorum is None or len(_contributions(rows, self._target)) < quorum:
@@ -313,6 +313,10 @@ class RoundExchange(Exchange):
             self._close_under(fences)
         except LockLostError:
             return False
+        except NotFoundError:
+            if self._group.round == self._target:
+                raise
+            return False  # we were stopped, and others closed it: of those who have left since the inboxes are gone
         finally:
             for fence in reversed(fences.values()):
                 with contextlib.suppress(LockLostError):
@@ -326,16 +330,16 @@ class RoundExchange(Exchange):
         word = table.get(0, t.ROUND)
         if word >> t.ROUND_SHIFT != number:
             return
-        claim = word + _ATTEMPT
+        claim = word + t.ATTEMPT
         if table.swap(0, t.ROUND, word, claim) != word:
             return
         failpoint("train-claimed")
-        if not claim & _BUILT:
+        if not claim & t.BUILT:
             self._build(self._decide(number), fences)
             failpoint("train-computed")
-            if table.swap(0, t.ROUND, claim, claim | _BUILT) != claim:
+            if table.swap(0, t.ROUND, claim, claim | t.BUILT) != claim:
                 return
-            claim |= _BUILT
+            claim |= t.BUILT
         failpoint("train-built")
         weights = self._group.weights
         weights.accumulate_from(self._next, op="replace", fence=fences[weights.name])
@@ -345,7 +349,7 @@ class RoundExchange(Exchange):
 
     def _decide(self, number: int) -> list[tuple[Buffer, float]]:
         """Return inboxes and weights, by slot, of those who count in a round: whoever closes it finds the same set."""
-        table, column = self._group.table, _decided(number)
+        group, table, column = self._group, self._group.table, _decided(number)
         rows = table.read()
         word = int(rows[0, column])
         while word >> t.SLOTS != _tag(number):
@@ -360,7 +364,9 @@ class RoundExchange(Exchange):
         inboxes = {}
         for slot in weights:
             incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
-            inboxes[incarnation] = self._inboxes.get(incarnation) or self._group.buffer(_inbox(incarnation))
+            inboxes[incarnation] = self._inboxes.get(incarnation) or group.client.open(
+                f"{group.name}/{_inbox(incarnation)}"
+            )
         self._inboxes = inboxes
         return list(zip(inboxes.values(), weights.values(), strict=True))
 
