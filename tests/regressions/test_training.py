@@ -13,7 +13,7 @@ import pytest
 import smb
 import smb.train
 from smb.config import TRAIN_HOST_VARIABLE
-from smb.train import ASP, BSP, HSGD, DiLoCo, LocalSGD, WorkUnits, hsgd, members
+from smb.train import ASP, BSP, HSGD, SEASGD, DiLoCo, LocalSGD, WorkUnits, hsgd, members
 from smb.train import group as groups
 from smb.train import table as t
 from smb.train.scheme import Values
@@ -200,6 +200,22 @@ def test_workers_that_come_back_at_once_revive_their_host(connect: Connect, monk
     assert (connect().open(model.name).read() == 1).all()
     for worker in workers:
         worker.close()
+
+
+def test_the_dead_have_no_part_in_the_elastic_force(connect: Connect) -> None:
+    """alpha=None is 0.9 / p, and p went on to count those who had died, as nobody waits for them."""
+    client, values = connect(), _ones()
+    with smb.train.join(client, "run", values, SEASGD(alpha=None), lease=LEASE_S) as worker:
+        other = connect()
+        dead = smb.train.join(other, "run", _ones())
+        dead.step()
+        other.renewals.close()  # as in a dead process
+        wait_for(lambda: worker.step() or worker.members == 1, "the one who is left to be alone")
+        worker.flush()
+        shared = worker.shared()
+        values[:] = shared + 1
+        worker.step()
+        np.testing.assert_allclose(values, shared + 0.1, rtol=1e-6)
 
 
 def test_who_comes_many_rounds_late_counts(connect: Connect) -> None:
