@@ -73,11 +73,11 @@ class RoundScheme(Scheme):
     LATE: ClassVar[bool] = True  # whether a contribution that comes late may count in a later round
 
     def __post_init__(self) -> None:
-        if self.quorum is not None and not 1 <= self.quorum <= t.SLOTS:
+        if self.quorum is not None and not (type(self.quorum) is int and 1 <= self.quorum <= t.SLOTS):
             raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is not in 1 to {t.SLOTS}")
         if not (math.isfinite(self.grace) and self.grace >= 0):
             raise InvalidArgumentError(f"{self.NAME}: grace={self.grace!r} is no time in seconds")
-        if self.interval() < 1:
+        if type(self.interval()) is not int or self.interval() < 1:
             raise InvalidArgumentError(f"{self.NAME}: every={self.interval()!r} is no number of steps from 1 on")
 
     def interval(self) -> int:

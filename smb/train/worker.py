@@ -149,7 +149,8 @@ class Worker:
         values are the present shared model, and what it had not sent is lost.
         """
         self._check_open()
-        self._exchange.close()
+        with contextlib.suppress(MembershipLostError):  # then we are aside already
+            self._exchange.close()
         self._group.leave()
         try:
             yield

@@ -13,7 +13,7 @@ import pytest
 import smb
 import smb.train
 from smb.config import TRAIN_HOST_VARIABLE
-from smb.train import ASP, BSP, HSGD, SEASGD, DiLoCo, LocalSGD, WorkUnits, hsgd, members
+from smb.train import ASP, BSP, HSGD, SEASGD, SSP, DiLoCo, LocalSGD, WorkUnits, hsgd, members
 from smb.train import group as groups
 from smb.train import table as t
 from smb.train.scheme import Values
@@ -160,6 +160,18 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
     member.leave()
     found[0].close()
     first.close()
+
+
+def test_who_was_missed_steps_aside(connect: Connect) -> None:
+    """A worker whose slot was another's by then, and had something to tell, failed on the way out."""
+    with smb.train.join(connect(), "run", _ones(), SSP()) as worker:
+        member = worker._group.member
+        worker._group.table.swap(member.row, t.MARK, member.mark, t.mark(member.incarnation + 1, 0))
+        worker.exchange._clock += 1  # type: ignore[attr-defined]
+        with worker.aside():
+            pass
+        worker.step()
+        assert worker.status.alive
 
 
 def test_a_claim_whose_answer_was_lost(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
