@@ -288,8 +288,8 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
         result = PyLong_FromLongLong((long long)outcome.result);
     else
         result = Py_NewRef(Py_None);
-    if (result && opcode == SMB_READ)
-        Py_SETREF(result, Py_NewRef(given.array));
+    if (result && !is_atomic(opcode)) /* what was gone on with gives a number, as _call does */
+        Py_SETREF(result, Py_NewRef(opcode == SMB_READ ? given.array : Py_None));
     Py_DECREF(handle);
     if (view.obj)
         PyBuffer_Release(&view);

@@ -42,7 +42,8 @@ class Clients:
 
     @classmethod
     def start(cls, count: int, make_worker: Callable[..., Worker], *arguments: Any) -> Clients:
-        """Start `count` processes, each with a worker of its own."""
+        """Start `count` processes, each with a worker of its own. Returns when all have imported what they need: one
+        that still does takes a core from those that are measured."""
         clients = cls([], [])
         for _ in range(count):
             pipe, theirs = SPAWN.Pipe()
@@ -51,6 +52,11 @@ class Clients:
             theirs.close()  # so that they see the pipe end with us
             clients.processes.append(process)
             clients.pipes.append(pipe)
+        try:
+            _gather(clients.pipes, ANSWER_S)
+        except BaseException:
+            clients.close()
+            raise
         return clients
 
     def run(
@@ -111,6 +117,7 @@ def _serve(pipe: Connection, make_worker: Callable[..., Worker], arguments: tupl
         pipe.recv()
 
     with contextlib.suppress(EOFError, OSError), pipe:
+        pipe.send("here")
         while True:
             case, index, about = pipe.recv()
             try:

@@ -86,9 +86,11 @@ class Results:
     def ours(self, case: Case) -> Cell | None:
         return next(iter(self.of(case, OURS)), None)
 
-    def best(self, case: Case, kind: str = LIMIT) -> Cell | None:
-        """The fastest of a kind. Of those seen in every round, where there are such: one lucky round is no limit."""
+    def best(self, case: Case, kind: str = LIMIT, without: str | None = None) -> Cell | None:
+        """The fastest of a kind; of those whose name lacks `without`. Of those seen in every round, where there are
+        such: one lucky round is no limit."""
         whole = [cell for cell in self.of(case, kind) if cell.samples and cell.failed is None]
+        whole = [cell for cell in whole if without is None or without not in cell.contender]
         whole = [cell for cell in whole if len(cell.samples) == self.rounds] or whole
         return max(whole, key=lambda cell: cell.speed, default=None)
 

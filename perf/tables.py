@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TRANSPORTS, Case
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TCP, TRANSPORTS, Case
 from perf.results import Cell, Results
 
 _LATENCY_BYTES = 8
@@ -23,6 +23,7 @@ def markdown(results: Results) -> str:
         "How fast we are as a part of the limit: the best variant of the C programs of `limits.c`, in the same rounds. "
         "1 is as fast as it. fetch_add stands in the column of 8 B.",
         _ratios(results, lambda case: results.best(case)),
+        *_beside_one_connection(results),
         "## Latency of 8 bytes",
         "Median of a call, in µs, and times the shortest of all variants of the limit.",
         _latencies(results),
@@ -178,6 +179,18 @@ def _faster(results: Results, name: str, case: Case) -> str:
 
 def describe(case: Case) -> str:
     return f"{case.transport} {case.operation} {size_name(case.nbytes)}, {case.clients} client{'s'[: case.clients > 1]}"
+
+
+def _beside_one_connection(results: Results) -> list[str]:
+    """Over TCP the limit may cut the array in two, a connection and a thread for each half; we have one to a server."""
+
+    def limit(case: Case) -> Cell | None:
+        return results.best(case, without="connections") if case.transport == TCP and case.nbytes > 8 else None
+
+    if not any(map(limit, results.cases())):
+        return []
+    text = "The same over TCP, without the variants that cut an array in two, over two connections with a thread each."
+    return ["### Ours / limit with one connection", text, _ratios(results, limit)]
 
 
 def _beside_unix(results: Results) -> list[str]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from perf.netlab import LabError
 from perf.scaling.report import Answer, save
 from perf.training import diloco, r2sp, seasgd
-from perf.training.lock import hold_during_measurements
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "diloco": diloco.bytes_versus_accuracy,
@@ -24,12 +23,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.training", description=__doc__)
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer points; nothing is saved")
-    parser.add_argument("--lock", metavar="FILE", help="hold this file's lock, as flock(1) does, during a measurement")
     asked = parser.parse_args()
     unknown = set(asked.experiments) - EXPERIMENTS.keys()
     if unknown:
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}")
-    hold_during_measurements(asked.lock)
     for name in asked.experiments or EXPERIMENTS:
         start = time.monotonic()
         try:

@@ -20,7 +20,6 @@ from typing import Any
 from perf.scaling.fleet import LEAD_S, Fleet, Process, ask_all, links_per_second
 from perf.scaling.report import Answer, Column
 from perf.training.digits import SIZE
-from perf.training.lock import measuring
 
 RATE = "400mbit"
 WORKERS = 4
@@ -107,16 +106,14 @@ def how_even(quick: bool) -> Answer:
     with tempfile.TemporaryDirectory() as directory, Fleet([RATE]) as fleet:
         file = Path(directory) / "digits.npz"
         load_digits().save(file)
-        with measuring():
-            link = links_per_second(fleet.bare(), fleet, fleet.names, "write", 40 << 20)[0]
+        link = links_per_second(fleet.bare(), fleet, fleet.names, "write", 40 << 20)[0]
         send_s = 4 * SIZE / link
         workers = [fleet.worker(module="perf.training.digits_worker") for _ in range(WORKERS)]
         ask_all(workers, do="load", file=str(file))
         for point in dict.fromkeys(case.point for case in CASES):
             chosen = [case for case in CASES if case.point == point]
             for seed in SEEDS if point == BALANCE and not quick else SEEDS[:1]:
-                with measuring():
-                    found = [_run(workers, case, seed, send_s, STEPS // 4 if quick else STEPS) for case in chosen]
+                found = [_run(workers, case, seed, send_s, STEPS // 4 if quick else STEPS) for case in chosen]
                 for case, run in zip(chosen, found, strict=True):
                     runs.setdefault((point, case.title), (case, []))[1].append(run)
                     told = (

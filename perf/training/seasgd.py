@@ -14,7 +14,6 @@ from typing import Any
 from perf.netlab import parse_rate
 from perf.scaling.fleet import Fleet, Process, ask_all, links_per_second, started_together
 from perf.scaling.report import Answer, Column, Line
-from perf.training.lock import measuring, release
 
 RATE = "1gbit"  # eight of them, in one direction at a time, are what two cores move
 PAYLOAD = 0.95  # of a link's rate, the rest is headers
@@ -63,20 +62,17 @@ def how_many_servers(quick: bool) -> Answer:
     rows: list[dict[str, Any]] = []
     link = 0.0
     for count in SERVERS[::3] if quick else SERVERS:
-        release()  # starting is not measured, nor is joining by the largest network: it comes first
         with Fleet([RATE] * count, capacity=f"{capacity // count + (64 << 20)}") as fleet:
             workers = [fleet.worker(module="perf.training.worker") for _ in range(WORKERS)]
             for network in reversed(networks):
                 _join(fleet, workers, network)
                 if not link:
-                    with measuring(2.0):
-                        link = links_per_second(fleet.bare(), fleet, fleet.names[:1], "write", 100 << 20)[0]
+                    link = links_per_second(fleet.bare(), fleet, fleet.names[:1], "write", 100 << 20)[0]
                 for ratio in (BOUND, BALANCED) if network.name in BALANCED_TOO else (BOUND,):
                     rows.append(_measure(fleet, workers, network, ratio, link))
                     print(json.dumps(rows[-1]), flush=True)
                 ask_all(workers, do="leave")
                 workers[0].ask(do="delete")
-    release()
     order = {network.name: place for place, network in enumerate(networks)}
     return answer_of(sorted(rows, key=lambda row: (row["ratio"], order[row["network"]], row["servers"])), link)
 
@@ -159,10 +155,9 @@ def _measure(fleet: Fleet, workers: list[Process], network: Network, ratio: floa
     links_s = WORKERS * network.nbytes / (link * count)  # the same over all links, at their bare rate
     in_step_s = max(compute_s, links_s) + links_s
     steps = max(2, min(20, round(MEASURE_S / in_step_s)))
-    with measuring(steps * in_step_s):
-        # Every iteration is whole: the first one's read begins at the start, the last one's addition ends with the
-        # flush.
-        answers = started_together(workers, do="train", steps=steps, compute_s=compute_s)
+    # Every iteration is whole: the first one's read begins at the start, the last one's addition ends with the
+    # flush.
+    answers = started_together(workers, do="train", steps=steps, compute_s=compute_s)
     start = min(answer["start"] for answer in answers)
     _check(workers, network.parameters)
     return {

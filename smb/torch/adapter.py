@@ -73,9 +73,9 @@ def join(
 
     The model must be in host memory, its trained parameters float32 or bfloat16: one on a GPU is refused. Raises
     InvalidArgumentError for what can't be shared, for other settings than the group's, and for other tensors than its
-    model's; NotFoundError where there is no group and no scheme is given; smb's errors where the cluster fails.
-    optimizer.step() raises smb.train.RefusedContributionError where a guard refuses (NaN, for one): the model is the
-    shared one again, the optimizer's state as it was.
+    model's; NotFoundError where there is no group and no scheme is given; smb's errors where the cluster fails. The
+    model's values are as they were then. optimizer.step() raises smb.train.RefusedContributionError where a guard
+    refuses (NaN, for one): the model is the shared one again, the optimizer's state as it was.
     """
     if client is not None and coordinator is not None:
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
@@ -119,24 +119,26 @@ class Shared:
         self._mixing: Future[Any] | None = None
         self._open = True
         self._owned = contextlib.ExitStack()  # the client, where it is ours
-        # Kept from before joining until the state is there, so that both buffers are of one maker.
-        with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
-            try:
-                client.open(name)
-            except NotFoundError:
-                client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
-            self.worker = smb.train.join(
-                client, name, self._trained.values, scheme, metadata=_metadata(self._trained), **options
-            )
-            try:
+        with contextlib.ExitStack() as on_failure:
+            # Joining overwrites the parameters: a join that fails gives them back.
+            on_failure.callback(np.copyto, self._trained.values, self._trained.values.copy())
+            # Kept from before joining until the state is there, so that both buffers are of one maker.
+            with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+                try:
+                    client.open(name)
+                except NotFoundError:
+                    client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
+                self.worker = smb.train.join(
+                    client, name, self._trained.values, scheme, metadata=_metadata(self._trained), **options
+                )
+                on_failure.callback(self.worker.close)
                 _compare(client.open(name), self._trained.table)
                 self._state = self._join_state(client, name)
-            except BaseException:
-                self.worker.close()
-                raise
+            on_failure.pop_all()
         self._trained.spread()
         self._contributions = self.worker.contributions
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self._optimized = _count(optimizer)
+        self._hook = optimizer.register_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
 
     @property
     def scheme(self) -> smb.train.Scheme:
@@ -200,7 +202,10 @@ class Shared:
 
     # ---- after each step of the optimizer
 
-    def _stepped(self) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if _count(optimizer) != self._optimized:
+            self._trained.check_holds(optimizer)
+            self._optimized = _count(optimizer)
         self._trained.check()
         self._untrained.check()
         self._trained.absorb()
@@ -287,6 +292,10 @@ def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
         found |= {key: torch.from_numpy(array) for key, array in table.views(values).items()}
         found |= {other: found[key] for other, key in metadata.get(TIED, {}).items()}
     return found
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _metadata(vector: Trained | Untrained) -> dict[str, Any]:

@@ -6,9 +6,10 @@ the vector's buffer has each by its name.
 `Trained` is the parameters that are trained: float32 ones become views of the vector, in place, so nothing is copied
 at any step. Bfloat16 ones become views of a bfloat16 vector beside it, and the float32 vector is their master: `absorb`
 adds to it what the optimizer did to them (a difference of bfloat16 numbers, in float32), `spread` sets them to its
-values, rounded to nearest, ties to even. Without an exchange in between that leaves them as they are, bit for bit; what
-an exchange moves by less than a bfloat16 can show stays in the master. What the optimizer itself loses to rounding in
-bfloat16 is lost, as it is without the adapter.
+values, rounded to nearest, ties to even. Before the first exchange that leaves them as they are, bit for bit (a step
+that makes one 2**16 times smaller aside); what an exchange moves by less than a bfloat16 can show stays in the master,
+and shows once it is enough, or the parameter has become small. What the optimizer itself loses to rounding in bfloat16
+is lost, as it is without the adapter.
 
 `Untrained` is what else a state_dict holds: frozen parameters and floating-point buffers such as batch normalisation's
 running statistics, copied to and fro. Integers (num_batches_tracked) and float64 stay with each process.
@@ -98,6 +99,15 @@ class Trained:
                     f"before joining; load_state_dict() without assign is fine"
                 )
 
+    def check_holds(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise Error where the optimizer has a parameter that is not in the vector."""
+        ours = {id(entry.tensor) for entry in self.entries}
+        if strangers := len({id(each) for group in optimizer.param_groups for each in group["params"]} - ours):
+            raise Error(
+                f"the optimizer was given {strangers} further parameters after smb.torch.join (by add_param_group): "
+                f"they would be trained and shared with nobody. Give it all of them before joining"
+            )
+
     def absorb(self) -> None:
         """Take over into the vector what was done to bfloat16 parameters since spread()."""
         for master, rounded in self._pieces():
@@ -179,6 +189,13 @@ def split(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tra
             frozen[tuple(names)] = tensor
         else:
             buffers[tuple(names)] = tensor
+    kept = {id(parameter) for parameter in trained.values()}
+    for name, parameter in model.named_parameters():
+        if (parameter.requires_grad or id(parameter) in optimized) and id(parameter) not in kept:
+            raise InvalidArgumentError(
+                f"parameter {name!r} is trained, but not in the model's state_dict() (does a hook take it out, or copy "
+                f"it?): it would be shared with nobody. Freeze it, or join with the module inside that has it"
+            )
     if not trained:
         raise InvalidArgumentError("the model has no parameter that requires gradients: there is nothing to share")
     return Trained(trained), Untrained(buffers, frozen)

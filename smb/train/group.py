@@ -27,6 +27,7 @@ from smb.errors import (
     NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
+from smb.failpoint import failpoint
 from smb.lock import Lock
 from smb.train import members
 from smb.train import table as t
@@ -36,6 +37,7 @@ from smb.train.scheme import Json, Scheme, Values, scheme_of
 
 METADATA = "smb.train"
 LEASE_S = 10.0
+BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _SETUP_S = 30.0
 _BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
 
@@ -139,35 +141,32 @@ class Group:
         """Read the shared weights into `out`, never a mix of two rounds; return the round."""
         while True:
             before = self.table.get(0, t.ROUND)
-            if before & t.BUILT:  # the weights are being replaced
+            if before & BUILT:  # the weights are being replaced
                 if not self.wait():
-                    self._replace()
+                    self._finish_round()
                 continue
             self.weights.read(out=out)
             after = self.table.get(0, t.ROUND)
-            if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & t.BUILT:
+            if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & BUILT:
                 return before >> t.ROUND_SHIFT
 
-    def _replace(self) -> None:
-        """Where a closer died while it replaced the weights (rounds.py: copy, commit), do so in its place: there may be
-        no member left who would."""
-        fence = self.weights.lock(ttl=self.lease, timeout=0.0)
+    def replace(self, following: Buffer, claim: int, fence: Lock) -> None:
+        """Do the second half of closing a round (rounds.py): these are the weights, and the round's number says so."""
+        self.weights.accumulate_from(following, op="replace", fence=fence)
+        failpoint("train-copied")
+        self.table.swap(0, t.ROUND, claim, (claim >> t.ROUND_SHIFT) + 1 << t.ROUND_SHIFT)
+        failpoint("train-committed")
+
+    def _finish_round(self) -> None:
+        """Do that half for a closer that died, if it did: there may be no member left who would."""
         try:
-            fence.acquire()
-        except TimeoutError:
-            return  # it is at it, or its lease is not over
-        try:
-            word = self.table.get(0, t.ROUND)
-            claim = word + t.ATTEMPT
-            if not word & t.BUILT or self.table.swap(0, t.ROUND, word, claim) != word:
-                return
-            self.weights.accumulate_from(self.client.open(f"{self.name}/next"), op="replace", fence=fence)
-            self.table.swap(0, t.ROUND, claim, (claim >> t.ROUND_SHIFT) + 1 << t.ROUND_SHIFT)
-        except LockLostError:
-            return
-        finally:
-            with contextlib.suppress(LockLostError):
-                fence.release()
+            with self.weights.lock(ttl=self.lease, timeout=0.0) as fence:
+                word = self.table.get(0, t.ROUND)
+                if not word & BUILT or self.table.swap(0, t.ROUND, word, word + ATTEMPT) != word:
+                    return
+                self.replace(self.buffer("next"), word + ATTEMPT, fence)
+        except (TimeoutError, LockLostError):
+            return  # somebody is at it
         self.wake()
 
     def buffer(self, suffix: str, **options: Any) -> Buffer:

@@ -42,7 +42,7 @@ from smb.errors import (
 from smb.failpoint import failpoint
 from smb.lock import Lock
 from smb.train import table as t
-from smb.train.group import Group
+from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
 from smb.train.scheme import Exchange, Scheme, Values
 
@@ -275,7 +275,7 @@ class RoundExchange(Exchange):
 
     def _complete(self, rows: t.Rows) -> bool:
         """Whether the target round, which is open, may be closed."""
-        if int(rows[0, t.ROUND]) & t.BUILT or not self._late(rows, self._target):
+        if int(rows[0, t.ROUND]) & BUILT or not self._late(rows, self._target):
             return True
         quorum = self._scheme.quorum
         if quorum is None or len(_contributions(rows, self._target)) < quorum:
@@ -330,22 +330,18 @@ class RoundExchange(Exchange):
         word = table.get(0, t.ROUND)
         if word >> t.ROUND_SHIFT != number:
             return
-        claim = word + t.ATTEMPT
+        claim = word + ATTEMPT
         if table.swap(0, t.ROUND, word, claim) != word:
             return
         failpoint("train-claimed")
-        if not claim & t.BUILT:
+        if not claim & BUILT:
             self._build(self._decide(number), fences)
             failpoint("train-computed")
-            if table.swap(0, t.ROUND, claim, claim | t.BUILT) != claim:
+            if table.swap(0, t.ROUND, claim, claim | BUILT) != claim:
                 return
-            claim |= t.BUILT
+            claim |= BUILT
         failpoint("train-built")
-        weights = self._group.weights
-        weights.accumulate_from(self._next, op="replace", fence=fences[weights.name])
-        failpoint("train-copied")
-        table.swap(0, t.ROUND, claim, number + 1 << t.ROUND_SHIFT)
-        failpoint("train-committed")
+        self._group.replace(self._next, claim, fences[self._group.weights.name])
 
     def _decide(self, number: int) -> list[tuple[Buffer, float]]:
         """Return inboxes and weights, by slot, of those who count in a round: whoever closes it finds the same set."""

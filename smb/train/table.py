@@ -15,7 +15,6 @@ from smb.buffer import Buffer
 SLOTS = 48  # members at a time: a set of them and 16 bits of round fit one word
 FIELDS = 32
 ROUND_SHIFT = 24
-BUILT, ATTEMPT = 1, 2  # in ROUND
 
 # ---- the group's row, by column
 ROUND = 0  # round << ROUND_SHIFT | attempt << 1 | built (rounds.py); 0 for ever in schemes without rounds

@@ -119,6 +119,23 @@ def test_stopped(cluster: smb.LocalCluster, crew: Crew, point: str, later: int) 
         _both(crew, reference.close((0, number), (1, number)))
 
 
+@pytest.mark.parametrize("point", ["train-built", "train-copied"])
+def test_the_last_member_killed(cluster: smb.LocalCluster, connect: Connect, point: str) -> None:
+    """Nobody is left who would finish its round: who looks at the weights does it, and who joins goes on from there."""
+    client, reference = connect(), Reference()
+    smb.train.join(client, "run", start(), SCHEME, lease=LEASE_S).close()
+    client.create("go", 1)
+    with in_process(take_part, cluster.address, 0, 1, point) as (process, messages):
+        assert messages.get(timeout=60) == "joined"
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    expected = reference.close((0, 0))
+    assert np.array_equal(smb.train.shared(client, "run"), expected)
+    values = np.zeros(COUNT, np.float32)
+    with smb.train.join(client, "run", values):
+        assert np.array_equal(values, expected)
+
+
 def test_killed_server(connect: Connect) -> None:
     """The servers are killed, one after the other, and started again while members wait in mid-round and while others
     compute: the result is the same."""

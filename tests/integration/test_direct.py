@@ -243,6 +243,25 @@ def test_a_deleted_buffer_is_found_out(buffer: smb.Buffer, client: smb.Client) -
     client.create("direct", COUNT)
 
 
+def test_a_call_that_was_gone_on_with_returns_what_the_method_returns(
+    buffer: smb.Buffer, counter: smb.Buffer, client: smb.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's refusals end well in `_go_on`, as after a server has moved; its number is a counter's alone."""
+    array = np.ones(COUNT, np.float32)
+    buffer.write(array)
+    counter.fetch_add(0, 1)
+    client.delete("direct")
+    client.delete("direct-counter")
+    monkeypatch.setattr(smb.Buffer, "_go_on", lambda *_: 7)
+    assert buffer.write(array) is None
+    assert buffer.accumulate(array) is None
+    assert buffer.read(out=array) is array
+    assert (counter.fetch_add(0, 1), counter.compare_swap(0, 1, 2)) == (7, 7)
+    monkeypatch.undo()
+    client.create("direct", COUNT)
+    client.create("direct-counter", 4, "int64")
+
+
 def test_nothing_is_kept_or_lost(buffer: smb.Buffer, counter: smb.Buffer) -> None:
     """Arrays, integers and the buffer have as many references after many calls as before."""
     array, out = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)

@@ -271,13 +271,16 @@ def test_what_diverged_is_refused_and_the_model_is_the_shared_one(connect: Conne
 
 
 def test_other_models_and_settings_are_refused(connect: Connect) -> None:
-    """A joiner must bring the group's tensors and settings; one that is refused leaves no member behind."""
+    """A joiner must bring the group's tensors and settings; one that is refused leaves no member behind, and has its
+    values, also where its model has as many elements as the group's."""
     client = connect()
     model = network()
     with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=client):
         other = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+        before = other[0].weight.detach().clone()
         with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight: float32\[6, 8\] .*, not float32\[8, 6\]"):
             smb.torch.join(other, sgd(other), "run", client=client)
+        assert torch.equal(other[0].weight, before)
         other = network()
         with pytest.raises(smb.InvalidArgumentError, match=r"test-adding\.every is 1, not 3"):
             smb.torch.join(other, sgd(other), "run", scheme="test-adding", every=3, client=client)
@@ -317,6 +320,20 @@ def test_replaced_parameters_are_refused(connect: Connect) -> None:
     shared.worker.close()
     with pytest.raises(smb.Error, match=r"has left"):
         shared.close()
+
+
+def test_parameters_given_to_the_optimizer_later_are_refused_unless_shared(connect: Connect) -> None:
+    """Gradual unfreezing of what is shared goes on; a layer made after joining does not."""
+    model = network()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", scheme=Adding(), client=connect()):
+        step(model, optimizer)
+        optimizer.add_param_group({"params": model[0].parameters()})
+        step(model, optimizer)
+        optimizer.add_param_group({"params": nn.Linear(4, 4).parameters()})
+        for _ in range(2):
+            with pytest.raises(smb.Error, match="given 2 further parameters after"):
+                step(model, optimizer)
 
 
 def test_its_own_client_closes_with_it(cluster: smb.LocalCluster, connect: Connect) -> None:

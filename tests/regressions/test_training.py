@@ -44,13 +44,13 @@ def test_a_read_that_a_round_overtakes_is_of_one_round(connect: Connect, monkeyp
 
         def overtaken(out: Values) -> None:
             read(out=out)
-            if group.table.swap(0, t.ROUND, old, old | t.BUILT) == old:
+            if group.table.swap(0, t.ROUND, old, old | groups.BUILT) == old:
                 group.weights.write(new[: SIZE // 2], SIZE // 2)
                 read(SIZE // 2, out=out[SIZE // 2 :])
 
         def commit() -> bool:
             group.weights.write(new)
-            group.table.swap(0, t.ROUND, old | t.BUILT, 1 << t.ROUND_SHIFT)
+            group.table.swap(0, t.ROUND, old | groups.BUILT, 1 << t.ROUND_SHIFT)
             return True
 
         monkeypatch.setattr(group.weights, "read", overtaken, raising=False)

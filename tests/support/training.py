@@ -18,7 +18,7 @@ import numpy as np
 
 import smb
 import smb.train
-from smb.train import rounds
+from smb.train import group, rounds
 from smb.train.scheme import Values
 
 COUNT = 70_000  # elements: more than one chunk, on more than one server
@@ -122,7 +122,7 @@ class Crew:
 
 
 def signal_at(point: str, count: int, how: signal.Signals) -> None:
-    """Have this process send itself a signal when it gets to a place in rounds.py for the count-th time."""
+    """Have this process send itself a signal when it gets to a place in closing a round for the count-th time."""
     left = count
     lock = threading.Lock()
 
@@ -134,7 +134,8 @@ def signal_at(point: str, count: int, how: signal.Signals) -> None:
         if now:
             os.kill(os.getpid(), how)
 
-    rounds.failpoint = reach  # type: ignore[assignment]
+    for module in (rounds, group):
+        module.failpoint = reach  # type: ignore[attr-defined]
 
 
 def take_part(

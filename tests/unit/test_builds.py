@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.builds import Build, build, run_tests
+from tests.support.builds import ROOT, Build, build, run_tests
 
 OVERRUN = """
 import sys
@@ -30,6 +30,16 @@ for _ in range(2):
     engine.close()
 """
 
+PACKED = """
+import sys
+from setuptools.command.egg_info import FileList
+files = FileList()
+for line in open("MANIFEST.in"):
+    if not line.startswith("#"):
+        files.process_template_line(line.strip())
+sys.stdout.write("\\n".join(files.files))
+"""
+
 
 def run(made: Build, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script on the build."""
@@ -43,6 +53,14 @@ def sanitized() -> Build:
     made = build("sanitized")
     made.forget_reports()
     return made
+
+
+def test_a_source_distribution_has_all_that_the_build_reads() -> None:
+    """setuptools by itself takes only the sources that pyproject.toml names."""
+    done = subprocess.run([sys.executable, "-c", PACKED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    needed = [path for path in (ROOT / "csrc").iterdir() if path.suffix in {".c", ".h", ".inc", ".py"}]
+    assert len(needed) > 30
+    assert sorted(done.stdout.split()) == sorted(str(path.relative_to(ROOT)) for path in needed), done.stderr
 
 
 def test_the_sanitized_engine_reports_a_planted_overrun(sanitized: Build) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,34 @@ def test_what_is_not_over_tcp_has_no_figure_there() -> None:
         run.check_tcp(CASE, _sample(1e9), 100 * 1000 - 1)
 
 
+class Arriving:
+    """Leaves a file for the process that it arrives in."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return _arrive, (self._folder,)
+
+
+def _arrive(folder: Path) -> Arriving:
+    (folder / str(os.getpid())).touch()
+    return Arriving(folder)
+
+
+def _no_worker(_: Arriving) -> clients.Worker:
+    raise AssertionError("no case was asked for")
+
+
+def test_nothing_is_measured_while_a_client_process_still_imports(tmp_path: Path) -> None:
+    """Also those that the first case does not use: eight of them kept both cores busy for its whole time."""
+    started = clients.Clients.start(3, _no_worker, Arriving(tmp_path))
+    try:
+        assert {path.name for path in tmp_path.iterdir()} == {str(process.pid) for process in started.processes}
+    finally:
+        started.close()
+
+
 # ---- ratios and regressions
 
 
@@ -163,6 +192,10 @@ def test_the_limit_is_the_best_variant_of_those_seen_in_every_round() -> None:
     assert limit is not None
     assert limit.contender == "steady"
     assert results.ratio(CASE, limit) == pytest.approx(0.5)
+    results.kinds["2 connections"] = LIMIT
+    results.cell("2 connections", CASE).samples.extend(map(_sample, [4.0, 4.0, 4.0]))
+    assert results.best(CASE) == results.cell("2 connections", CASE)
+    assert results.best(CASE, without="connections") == limit
 
 
 def test_a_regression_is_flagged_and_noise_is_not() -> None:

@@ -175,6 +175,24 @@ def test_a_tie_by_memory_alone_is_refused() -> None:
     assert (model[1].weight == both[1]).all()
 
 
+def test_a_parameter_that_the_state_dict_leaves_out_is_refused() -> None:
+    """It would be trained and shared with nobody; frozen, it may stay out."""
+
+    def leave_out(_module: nn.Module, state: dict[str, torch.Tensor], *_: object) -> None:
+        del state["3.weight"]
+
+    model = network()
+    model._register_state_dict_hook(leave_out)
+    before = model[3].weight.data_ptr()
+    with pytest.raises(InvalidArgumentError, match=r"'3\.weight' is trained, but not in the model's state_dict"):
+        flat(model)
+    assert model[3].weight.data_ptr() == before
+    model[3].weight.requires_grad_(False)
+    trained, _ = split(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    assert "3.bias" in trained.table
+    assert "3.weight" not in trained.table
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """What the optimizer trains outside of the model would be shared with nobody."""
     model = network()
