@@ -43,7 +43,7 @@ from smb.lock import Lock
 from smb.train import table as t
 from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.scheme import Exchange, Scheme, Values, is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,14 @@ class RoundScheme(Scheme):
     LATE: ClassVar[bool] = True  # whether a contribution that comes late may count in a later round
 
     def __post_init__(self) -> None:
-        if self.quorum is not None and not 1 <= self.quorum <= t.SLOTS:
-            raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is not in 1 to {t.SLOTS}")
-        if not (math.isfinite(self.grace) and self.grace >= 0):
+        if self.quorum is not None and not is_whole(self.quorum, 1, t.SLOTS):
+            raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is no whole number in 1 to {t.SLOTS}")
+        if not (is_number(self.grace) and self.grace >= 0):
             raise InvalidArgumentError(f"{self.NAME}: grace={self.grace!r} is no time in seconds")
-        if self.interval() < 1:
+        if not is_whole(self.interval(), 1):
             raise InvalidArgumentError(f"{self.NAME}: every={self.interval()!r} is no number of steps from 1 on")
+        if not isinstance(self.token_weights, bool):
+            raise InvalidArgumentError(f"{self.NAME}: token_weights={self.token_weights!r} is neither True nor False")
 
     def interval(self) -> int:
         """Return after how many local steps a worker contributes."""

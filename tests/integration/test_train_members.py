@@ -180,5 +180,5 @@ def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
 def test_names() -> None:
     """A scheme is known by its name, and comes back from its settings."""
     assert smb.train.SCHEMES["plain"].from_settings(Plain(every=7).settings()) == Plain(every=7)
-    with pytest.raises(smb.InvalidArgumentError, match="not its settings"):
+    with pytest.raises(smb.InvalidArgumentError, match="'plain' has no often; it takes every"):
         Plain.from_settings({"often": 1})
