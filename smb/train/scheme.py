@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,19 @@ class Exchange(ABC):
         return
 
 
+class Copies(NamedTuple):
+    """How many copies of the model a scheme keeps on the memory servers: of the group, and for each worker and host."""
+
+    group: int = 1
+    worker: int = 0
+    host: int = 0
+
+    def __str__(self) -> str:
+        """Return "5 + 1 for each worker"."""
+        per = [f"{n} for each {what}" for n, what in ((self.host, "host"), (self.worker, "worker")) if n]
+        return " + ".join([str(self.group), *per])
+
+
 class Scheme(ABC):
     """A rule of exchange and its settings: a frozen dataclass with a NAME."""
 
@@ -96,6 +109,10 @@ class Scheme(ABC):
         if missing := needed - settings.keys():
             raise InvalidArgumentError(f"scheme {cls.NAME!r} needs {', '.join(sorted(missing))}=, which has no default")
         return cls(**settings)
+
+    def copies(self) -> Copies:
+        """Return how many copies of the model it keeps on the memory servers."""
+        return Copies()
 
     def first_clock(self, rows: Rows) -> int:
         """Return the clock that a joiner begins with, from the table: nobody may be held up by it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from smb.train import ASP, BSP, EAMSGD, EASGD, HSGD, R2SP, SEASGD, SSP, AsyncDiL
 
 SCHEMES = (ASP, AsyncDiLoCo, BSP, DiLoCo, EAMSGD, EASGD, HSGD, LocalSGD, R2SP, SEASGD, SSP)
 WHOLE = {"every", "quorum", "staleness", "batch_size", "warmup", "skips"}
-SAMPLE = {name: 2 for name in WHOLE} | {"token_weights": True}  # what is fine; 0.5 for the others
+SAMPLE = dict.fromkeys(WHOLE, 2) | {"token_weights": True}  # what is fine; 0.5 for the others
 
 
 def _makers() -> list[Any]:
@@ -61,3 +63,22 @@ def test_foreign_settings(name: str, settings: dict[str, Any], says: str) -> Non
     """A setting that the scheme does not have is refused with those that it has."""
     with pytest.raises(smb.InvalidArgumentError, match=says):
         scheme_of(name, settings)
+
+
+def test_the_document_tells_them() -> None:
+    """docs/training.md has every scheme's settings, defaults and copies, and what each setting means."""
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (?:`(.*)`)? ?\| (.*) \|$", text, re.MULTILINE)
+    assert sorted(row[0] for row in rows) == sorted(scheme.__name__ for scheme in SCHEMES)
+    told = set()
+    for title, name, settings, copies in rows:
+        scheme = getattr(smb.train, title)
+        made = scheme(every=1) if scheme is LocalSGD else scheme()
+        wanted = {
+            field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"
+            for field in dataclasses.fields(scheme)
+        }
+        assert (name, set(settings.split(", ")) - {""}, copies) == (scheme.NAME, wanted, str(made.copies()))
+        told |= {field.name for field in dataclasses.fields(scheme)}
+    meanings = text.split("| setting | meaning |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", meanings, re.MULTILINE)) == told
