@@ -379,8 +379,8 @@ struct smb_outcome {
 /* Blocks until every piece is answered, failed, or timeout_ms passed. All servers of the range work at once: frames are
  * sent to all of them before the first answer is awaited, local pieces are done in between. Returns outcome->status. */
 int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome);
-/* 1: done, without waiting for anything: a call within one chunk that this process has mapped and whose lock is free, in the time
- * of its copy. 0: nothing was done. */
+/* 1: done, without waiting for anything, not even spinning: a call within one chunk that this process has mapped and whose lock is
+ * free, in the time of its copy. 0: nothing was done. */
 int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome);
 /* The same as smb_transfer for calls that are neither fenced nor from another buffer: handing numbers over is cheaper for Python than filling a
  * structure in. */

@@ -395,7 +395,8 @@ static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 
 /* A call within one chunk that this process has mapped and whose lock is free: no account to be kept, no clock to be read.
  * false: nothing was done. */
-static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
+static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
+                         uint64_t patience)
 {
     uint64_t first = request->offset / buffer->layout.chunk_bytes;
     if (first != (request->offset + request->bytes - 1) / buffer->layout.chunk_bytes ||
@@ -409,7 +410,7 @@ static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *re
     struct smb_change change = {.opcode = request->opcode, .op = request->op, .scale = request->scale,
                                 .offset = piece.segment_offset, .bytes = piece.bytes, .source = request->source,
                                 .sink = request->sink, .argument = request->argument, .expected = request->expected};
-    if (smb_segment_apply(segment, &change, SMB_TRY) != SMB_OK)
+    if (smb_segment_apply(segment, &change, patience) != SMB_OK)
         return false;
     smb_segment_count(segment, request->opcode, piece.bytes);
     outcome->sent = request->opcode != SMB_READ;
@@ -421,7 +422,7 @@ static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *re
 int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
 {
     *outcome = (struct smb_outcome){0};
-    return request_is_sound(buffer, request) && done_at_once(buffer, request, outcome);
+    return request_is_sound(buffer, request) && done_at_once(buffer, request, outcome, SMB_TRY_ONCE);
 }
 
 int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
@@ -429,7 +430,7 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, s
     *outcome = (struct smb_outcome){0};
     if (!request_is_sound(buffer, request))
         return outcome->status = SMB_INVALID;
-    if (done_at_once(buffer, request, outcome))
+    if (done_at_once(buffer, request, outcome, SMB_TRY))
         return SMB_OK;
     if (!places_are_set(buffer, request, &outcome->segment))
         return outcome->status = SMB_INVALID;

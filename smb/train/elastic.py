@@ -9,6 +9,7 @@ made with wire= in fewer bits, W_global is read, and takes d, rounded so.)
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +65,8 @@ class Elastic:
         self._seen = 0  # contributions that had arrived before the read
         self._staleness = 0
         self._samples = 0
+        self._look_at = 0.0
+        self._told: dict[int, bytes] = {}  # the members' rows when we looked last
 
     @property
     def under_way(self) -> bool:
@@ -78,7 +81,7 @@ class Elastic:
         group = self._group
         alpha = self._alpha
         if alpha is None:
-            alpha = moving_rate(None, len(group.live(group.table.read())))
+            alpha = moving_rate(None, self._workers())
         self._seen = group.table.get(0, _ARRIVED)
         group.weights.read(out=self.difference)
         take_difference(values, self.difference, alpha)
@@ -86,6 +89,19 @@ class Elastic:
         if group.guards.staleness_max is not None:
             since = group.table.get(0, _ARRIVED) - self._seen
         group.check(self.difference, since)
+
+    def _workers(self) -> int:
+        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we look after
+        those who have told nothing since the last time.
+        """
+        group, rows = self._group, self._group.table.read()
+        live = group.live(rows)
+        if time.monotonic() < self._look_at:
+            return len(live)
+        self._look_at = time.monotonic() + group.lease
+        before, self._told = self._told, {slot: rows[1 + slot].tobytes() for slot in live}
+        dead = group.reap(slot for slot in live if before.get(slot) == self._told[slot])
+        return len(live) - len(dead)
 
     def send(self, samples: int) -> None:
         """Begin to add the difference to the shared model; it rests on so many samples. Does not block."""

@@ -58,15 +58,21 @@ class Group:
         self.client = client
         self.name = name
         self.weights = weights
-        self.scheme = scheme_of(settings["scheme"], settings["settings"])
-        self.guards = Guards(**settings["guards"])
-        self.lease = float(settings["lease"])
+        try:
+            self.scheme = scheme_of(settings["scheme"], settings["settings"])
+            self.guards = Guards(**settings["guards"])
+            self.lease = float(settings["lease"])
+        except (KeyError, TypeError, ValueError) as error:  # other programs may store anything there
+            raise InvalidArgumentError(
+                f"buffer {name!r} is no group of this version of smb.train: its settings can't be read: {error!r}; "
+                f"choose another name"
+            ) from error
         self.table = t.Table(client.open(f"{name}/members"))
         self.tick = client.open(f"{name}/tick")
         self.member: Member
         self.made = False  # by this worker
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
-        self._opened: set[str] = set()  # names of buffers
+        self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
         self._seen = 0  # the tick's version, as far as we know
         self._rejoins = 0
@@ -118,7 +124,7 @@ class Group:
             if self.made:
                 with self.client.lock(f"{self.name}/setup", timeout=_SETUP_S):
                     if self.table.get(0, t.INCARNATIONS) == 1:
-                        _delete(self.client, self.name, sorted(self._opened))
+                        _delete(self.client, self.name, sorted(self._names))
                         return True
         except Error as error:
             _log.warning("group %r: could not take away what a join that failed has made: %s", self.name, error)
@@ -171,7 +177,8 @@ class Group:
                     self._finish_round()
                 continue
             self.weights.read(out=out)
-            if self.table.get(0, t.ROUND) >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT:
+            after = self.table.get(0, t.ROUND)
+            if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & BUILT:
                 return before >> t.ROUND_SHIFT
 
     def replace(self, following: Buffer, claim: int, fence: Lock) -> None:
@@ -197,7 +204,7 @@ class Group:
         """Open the group's buffer NAME/suffix, or make it: like the weights, or with `options` of Client.create."""
         if not options:
             options = {"like": self.weights}
-        self._opened.add(f"{self.name}/{suffix}")
+        self._names.add(f"{self.name}/{suffix}")
         return self.client.create(f"{self.name}/{suffix}", exist_ok=True, **options)
 
     # ---- contributions
@@ -248,13 +255,13 @@ def enter(
     None adopts what the group has. Raises InvalidArgumentError, NotFoundError, OutOfMemoryError.
     """
     _check(name, values)
-    with client.lock(f"{name}/setup", timeout=_SETUP_S):
+    with client.lock(f"{name}/setup", timeout=_SETUP_S) as setup:
         group = _opened(client, name)
         if group is None:
             if scheme is None:
                 raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
-            group = _made(client, name, values, settings, placement)
+            group = _made(client, name, values, settings, placement, setup)
         else:
             _compare(group, scheme, guards, lease)
         if group.weights.size != values.size:
@@ -307,10 +314,11 @@ def delete(client: Client, name: str) -> None:
     Raises NotFoundError.
     """
     view(client, name)
-    for info in client.list():
-        if info.name.startswith(f"{name}/"):
-            client.delete(info.name, missing_ok=True)
-    client.delete(name, missing_ok=True)
+    # These last, as a group that lacks one of them is taken for half-made, in which a scheme left nothing.
+    own = [f"{name}/tick", f"{name}/members", name]
+    schemes = [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own]
+    for each in schemes + own:
+        client.delete(each, missing_ok=True)
 
 
 def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]:
@@ -342,12 +350,15 @@ def _opened(client: Client, name: str) -> Group | None:
     return group if group.table.get(0, t.READY) else None
 
 
-def _made(client: Client, name: str, values: Values, settings: dict[str, Json], placement: dict[str, Any]) -> Group:
+def _made(
+    client: Client, name: str, values: Values, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
+) -> Group:
     """Make the group. Under the setup lock, so what there is of it was left by a maker that died."""
     if not (math.isfinite(settings["lease"]) and 0.05 <= settings["lease"] <= 3600):
         raise InvalidArgumentError(f"join of group {name!r}: lease={settings['lease']!r} s is not in 0.05 to 3600")
     if not np.isfinite(values).all():
         raise InvalidArgumentError(f"join of group {name!r}: the first values are not finite")
+    setup.check()  # who was stopped since it looked must not delete what another has made
     for left in (f"{name}/tick", f"{name}/members", name):  # nobody has joined it: a scheme made nothing yet
         client.delete(left, missing_ok=True)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}

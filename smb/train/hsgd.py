@@ -222,10 +222,14 @@ class HostExchange(Exchange):
         host.wake()
 
     def _revive(self) -> None:
-        """A host in which nobody is left starts from the shared model, not from where it was."""
+        """A host in which nobody is left starts from the shared model, not from where it was: the oldest of those who
+        come back, maybe all at once, sees to it.
+        """
         host = self._host
         host.reap(host.live(host.table.read()))
-        if host.live(host.table.read()) == [host.member.slot] and host.round > 0:
+        rows = host.table.read()
+        oldest = min(int(rows[1 + slot, t.INCARNATION]) for slot in {*host.live(rows), host.member.slot})
+        if oldest == host.member.incarnation and host.round > 0:
             self._group.weights.read(out=self._values)
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
                 host.weights.write(self._values, fence=fence, wire="exact")

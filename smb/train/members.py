@@ -11,6 +11,7 @@ what it says is true) or changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from smb.errors import (
     Error,
+    InvalidArgumentError,
     LockLostError,
     NotFoundError,
     OutOfMemoryError,
@@ -82,7 +84,7 @@ class Member:
             return
         try:
             self._lock.check()  # a server that was away has renewed nothing, and may have us all the same
-        except LockLostError as error:
+        except (LockLostError, InvalidArgumentError) as error:  # the latter: we have left
             raise self.lost() from error
         except UnavailableError as error:
             raise UnavailableError(
@@ -106,15 +108,17 @@ class Member:
         )
 
     def leave(self) -> None:
-        """Free the slot. What was marked stays marked."""
-        self._table.swap(self.row, t.INCARNATION, self.incarnation, 0)
-        self.release()
+        """Free the slot. What was marked stays marked. Twice does nothing."""
+        try:
+            self._table.swap(self.row, t.INCARNATION, self.incarnation, 0)
+        finally:
+            self.release()  # else it would be renewed for ever, and the others wait for us
 
     def release(self) -> None:
         """Give the lock back, if it is still ours."""
         try:
             self._lock.release()
-        except LockLostError:
+        except (LockLostError, InvalidArgumentError):
             _log.debug("the lock of member %d was lost before it left", self.slot)
 
 
@@ -133,31 +137,24 @@ def admit(client: Client, group: str, table: t.Table, lease: float, first_clock:
 
     Raises OutOfMemoryError where all slots are taken.
     """
-    rows = table.read().copy()
-    now = int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
-    taken = list(live(rows))
+    seen = table.read().copy()
+    now = int(seen[0, t.ROUND]) >> t.ROUND_SHIFT
+    taken = list(live(seen))
     free = [slot for slot in range(t.SLOTS) if slot not in taken]
     # Last, one whose former holder's contribution to the open round may still count.
-    free.sort(key=lambda slot: (t.clock_of(rows[1 + slot, t.MARK]) == now + 1, slot))
+    free.sort(key=lambda slot: (t.clock_of(seen[1 + slot, t.MARK]) == now + 1, slot))
     for slot in free + taken:
         lock = lock_of(client, group, slot, lease)
         try:
             lock.acquire()
         except TimeoutError:
             continue
-        incarnation = table.add(0, t.INCARNATIONS, 1) + 1
-        _take_row(table, slot)
-        rows = table.read()
-        former = t.incarnation_of(rows[1 + slot, t.MARK])
-        member = Member(table, slot, incarnation, former, lock, first_clock(rows))
-        # The mark before the incarnation: who is seen is seen with its own mark.
-        _set(table, 1 + slot, t.MARK, member.mark)
-        member.set(t.JOINED_US, time.time_ns() // 1000)
-        member.set(t.PID, os.getpid())
-        member.report()
-        table.write(1 + slot, t.HOST, _host())
-        _set(table, 1 + slot, t.INCARNATION, incarnation)
-        return member
+        holder = int(seen[1 + slot, t.INCARNATION])
+        member = _seated(table, slot, holder, lock, first_clock)
+        if member is not None:
+            return member
+        with contextlib.suppress(LockLostError):
+            lock.release()
     raise OutOfMemoryError(f"join of group {group!r}: all of its {t.SLOTS} slots are taken; let a member leave first")
 
 
@@ -194,14 +191,26 @@ def _host() -> NDArray[np.int64]:
     return np.frombuffer(socket.gethostname().encode()[:room].ljust(room, b"\0"), np.int64)
 
 
-def _take_row(table: t.Table, slot: int) -> None:
-    """A former holder that nobody missed is gone from here on; the scheme's own columns are zero again."""
-    _set(table, 1 + slot, t.INCARNATION, 0)
-    table.write(1 + slot, t.EXTRA, np.zeros(t.EXTRA_END - t.EXTRA, np.int64))
-
-
-def _set(table: t.Table, row: int, column: int, value: int) -> None:
-    """Set a word that a former holder may be changing at this moment: the last change is ours."""
-    found = table.get(row, column)
-    while (now := table.swap(row, column, found, value)) != found:
-        found = now
+def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Callable[[t.Rows], int]) -> Member | None:
+    """Return the member that has taken a slot whose lock it holds, and whose holder (0: none), whom nobody missed, is
+    gone from here on. None where we were stopped for so long that the slot is another's by now: we change nothing of
+    it.
+    """
+    row = 1 + slot
+    incarnation = table.add(0, t.INCARNATIONS, 1) + 1
+    if holder:
+        table.swap(row, t.INCARNATION, holder, 0)
+    rows = table.read()
+    if rows[row, t.INCARNATION]:
+        return None
+    former = int(rows[row, t.MARK])
+    member = Member(table, slot, incarnation, t.incarnation_of(former), lock, first_clock(rows))
+    # The mark before the incarnation: who is seen is seen with its own mark.
+    if table.swap(row, t.MARK, former, member.mark) != former:
+        return None
+    member.set(t.JOINED_US, time.time_ns() // 1000)
+    member.set(t.PID, os.getpid())
+    member.report()
+    table.write(row, t.HOST, _host())
+    table.write(row, t.EXTRA, np.zeros(t.EXTRA_END - t.EXTRA, np.int64))
+    return member if table.swap(row, t.INCARNATION, 0, incarnation) == 0 else None

@@ -36,6 +36,7 @@ from smb.buffer import Buffer
 from smb.errors import (
     InvalidArgumentError,
     LockLostError,
+    NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.failpoint import failpoint
@@ -171,11 +172,13 @@ class RoundExchange(Exchange):
 
     def _send(self) -> None:
         """Put the delta into the inbox; where it is refused, nothing, so that the others need not wait for it."""
-        group, waits = self._group, self._scheme.WAITS
+        group, scheme = self._group, self._scheme
         np.subtract(self._values, self._base, out=self._delta)
         self._origin = self._base_round
-        self._target = self._origin if waits else group.round  # who waits finds out soon whether it is over
-        self._tokens = float(self._samples) if self._scheme.token_weights else 1.0
+        # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
+        in_time = scheme.WAITS and (scheme.quorum is None or not scheme.LATE)
+        self._target = self._origin if in_time else group.round
+        self._tokens = float(self._samples) if scheme.token_weights else 1.0
         try:
             group.check(self._delta, self._target - self._origin)
         except RefusedContributionError as error:
@@ -266,7 +269,7 @@ class RoundExchange(Exchange):
             return True
         decided = int(rows[0, _decided(self._target)])
         if decided >> t.SLOTS != _tag(self._target):
-            return True  # so long ago that nobody knows: it must not count twice
+            return self._scheme.LATE  # so long ago that nobody knows: it must not count twice
         if not decided >> self._group.member.slot & 1:
             return False
         member = self._group.member
@@ -318,6 +321,10 @@ class RoundExchange(Exchange):
             self._close_under(fences)
         except LockLostError:
             return False
+        except NotFoundError:
+            if self._group.round == self._target:
+                raise
+            return False  # we were stopped, and others closed it: of those who have left since the inboxes are gone
         finally:
             for fence in reversed(fences.values()):
                 with contextlib.suppress(LockLostError):
@@ -346,7 +353,7 @@ class RoundExchange(Exchange):
 
     def _decide(self, number: int) -> list[tuple[Buffer, float]]:
         """Return inboxes and weights, by slot, of those who count in a round: whoever closes it finds the same set."""
-        table, column = self._group.table, _decided(number)
+        group, table, column = self._group, self._group.table, _decided(number)
         rows = table.read()
         word = int(rows[0, column])
         while word >> t.SLOTS != _tag(number):
@@ -361,7 +368,9 @@ class RoundExchange(Exchange):
         inboxes = {}
         for slot in weights:
             incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
-            inboxes[incarnation] = self._inboxes.get(incarnation) or self._group.buffer(_inbox(incarnation))
+            inboxes[incarnation] = self._inboxes.get(incarnation) or group.client.open(
+                f"{group.name}/{_inbox(incarnation)}"
+            )
         self._inboxes = inboxes
         return list(zip(inboxes.values(), weights.values(), strict=True))
 

@@ -203,7 +203,8 @@ class WorkUnits:
         if not behind.size:
             return None
         owners = np.unique(words[behind] & _LOW)
-        gone = self._gone({int(owner) for owner in owners if owner})
+        # We have none in hand, so one of ours is of a claim that failed, for all we knew.
+        gone = {member.incarnation} | self._gone({int(owner) for owner in owners} - {0, member.incarnation})
         for index in behind:
             word = int(words[index])
             owner = word & _LOW

@@ -54,6 +54,7 @@ class Worker:
         self._group = group
         self._values = values
         self._closed = False
+        self._away = False  # joining again was begun, and is not done
         try:
             with room(group.name, group.scheme, values.nbytes):
                 self._exchange = group.scheme.run(group, values)
@@ -113,6 +114,9 @@ class Worker:
         self._check_open()
         if samples < 0:
             raise InvalidArgumentError(f"step of group {self.name!r}: samples={samples!r} is less than 0")
+        if self._away:
+            self._rejoin()
+            return
         try:
             self._exchange.step(samples)
         except MembershipLostError as error:
@@ -126,6 +130,8 @@ class Worker:
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""
         self._check_open()
+        if self._away:
+            return
         try:
             self._exchange.flush()
         except MembershipLostError as error:
@@ -145,7 +151,8 @@ class Worker:
         values are the present shared model, and what it had not sent is lost.
         """
         self._check_open()
-        self._exchange.close()
+        with contextlib.suppress(MembershipLostError):  # then we are aside already
+            self._exchange.close()
         self._group.leave()
         try:
             yield
@@ -193,9 +200,11 @@ class Worker:
         self._back(self._group.rejoin)
 
     def _back(self, join: Callable[[], None]) -> None:
+        self._away = True
         join()
         self._group.read(self._values)
         self._exchange = self._group.scheme.run(self._group, self._values)
+        self._away = False
 
     def _check_open(self) -> None:
         if self._closed:

@@ -26,6 +26,8 @@ from tests.support.daemons import wait_for
 from tests.support.elastic import Values, check_sum, record_sent, recorded, train_and_record
 from tests.support.training import together
 
+HSGD = ["hsgd-taken", "hsgd-written", "hsgd-told", "hsgd-sent"]
+
 SIZE = 1_000_000
 LEASE_S = 0.6
 TOLERANCE = 2e-4
@@ -145,7 +147,7 @@ def _push(worker: smb.train.Worker, values: Values, by: float) -> None:
     worker.step()
 
 
-@pytest.mark.parametrize("point", ["hsgd-taken", "hsgd-written", "hsgd-told", "hsgd-sent"])
+@pytest.mark.parametrize("point", HSGD)
 def test_killed_root(
     cluster: smb.LocalCluster, sent: list[Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:

@@ -107,6 +107,24 @@ def test_what_cannot_join(client: smb.Client) -> None:
         smb.train.join(client, "mine", _ones(), Plain())
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"scheme": ["bsp"], "settings": {}, "guards": {}, "lease": 1},
+        {"scheme": "bsp", "settings": {}, "guards": {"other": 1}, "lease": 1},
+        {"scheme": "bsp", "settings": {}, "guards": {}, "lease": "long"},
+    ],
+)
+def test_settings_that_no_group_has(client: smb.Client, settings: dict[str, Any]) -> None:
+    """Whatever another program has stored there, it is refused as no group, not found out by a KeyError."""
+    client.create("run", 4, metadata={"smb.train": settings})
+    with pytest.raises(smb.InvalidArgumentError, match=r"'run' is no group of this version .* choose another name"):
+        smb.train.join(client, "run", np.zeros(4, np.float32), smb.train.BSP())
+    with pytest.raises(smb.InvalidArgumentError, match="is no group"):
+        smb.train.status(client, "run")
+
+
 def test_half_made(client: smb.Client) -> None:
     """A group whose maker died before it was complete is made anew by the next one to join, with its values."""
     settings = {"scheme": "plain", "settings": {"every": 1}, "guards": {}, "lease": 10.0}

@@ -300,6 +300,9 @@ def test_leaver(connect: Connect) -> None:
     ("make", "reason"),
     [
         (lambda: LocalSGD(every=0), "every=0"),
+        (lambda: LocalSGD(every=2.5), "every=2.5"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(every="5"), "every='5'"),  # type: ignore[arg-type]
+        (lambda: BSP(quorum=2.5), "quorum=2.5"),  # type: ignore[arg-type]
         (lambda: BSP(quorum=0), "quorum=0"),
         (lambda: BSP(grace=-1.0), "grace=-1.0"),
         (lambda: DiLoCo(outer_lr=0.0), "outer_lr=0.0"),

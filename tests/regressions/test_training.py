@@ -1,0 +1,297 @@
+"""Groups of workers, at moments that review found to be wrong: each test is one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import smb
+import smb.train
+from smb.config import TRAIN_HOST_VARIABLE
+from smb.train import ASP, BSP, HSGD, SEASGD, SSP, DiLoCo, LocalSGD, WorkUnits, hsgd, members
+from smb.train import group as groups
+from smb.train import table as t
+from smb.train.scheme import Values
+from tests.conftest import Connect
+from tests.support.clients import in_process
+from tests.support.daemons import wait_for
+from tests.support.training import DEADLINE_S, Crew, signal_at, take_part, together, waiting
+
+SIZE = 1000
+LEASE_S = 0.5
+
+
+def _ones(count: int = SIZE) -> Values:
+    return np.ones(count, np.float32)
+
+
+def _unavailable(*_: Any, **__: Any) -> Any:
+    raise smb.UnavailableError("the server is away")
+
+
+def test_a_read_that_a_round_overtakes_is_of_one_round(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader had the old weights in the first half, and the new ones, which were just being copied, in the second."""
+    client = connect()
+    with smb.train.join(client, "run", _ones(), BSP()):
+        group = groups.view(client, "run")
+        old, new = group.table.get(0, t.ROUND), np.full(SIZE, 2, np.float32)
+        read = group.weights.read
+
+        def overtaken(out: Values) -> None:
+            read(out=out)
+            if group.table.swap(0, t.ROUND, old, old | groups.BUILT) == old:
+                group.weights.write(new[: SIZE // 2], SIZE // 2)
+                read(SIZE // 2, out=out[SIZE // 2 :])
+
+        def commit() -> bool:
+            group.weights.write(new)
+            group.table.swap(0, t.ROUND, old | groups.BUILT, 1 << t.ROUND_SHIFT)
+            return True
+
+        monkeypatch.setattr(group.weights, "read", overtaken, raising=False)
+        monkeypatch.setattr(group, "wait", commit)
+        values = np.zeros(SIZE, np.float32)
+        assert group.read(values) == 1
+        assert (values == 2).all()
+
+
+def _step_alone(messages: Any, address: str, point: str) -> None:
+    signal_at(point, 1, signal.SIGKILL)
+    with smb.connect(address) as client:
+        values = _ones()
+        worker = smb.train.join(client, "run", values, DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0), lease=LEASE_S)
+        values += 1
+        worker.step()
+
+
+@pytest.mark.parametrize("point", ["train-computed", "train-built", "train-copied"])
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_only_member_is_killed_while_it_closes(
+    cluster: smb.LocalCluster, connect: Connect, point: str, joins: bool
+) -> None:
+    """Who joined afterwards waited without end for the new weights, and shared() failed, as there was nobody left to
+    put them in place."""
+    with in_process(_step_alone, cluster.address, point) as (process, _):
+        process.join(DEADLINE_S)
+        assert process.exitcode == -signal.SIGKILL
+    client, values = connect(), np.zeros(SIZE, np.float32)
+    if joins:
+        with waiting(lambda: smb.train.join(client, "run", values)) as result:
+            worker = result()
+        values_then = values.copy()
+        worker.step()
+        worker.close()
+        values = values_then
+    else:
+        with waiting(lambda: smb.train.shared(client, "run")) as result:
+            values = result()
+    assert (values == (1 if point == "train-computed" else 2)).all()
+
+
+def test_who_leaves_while_a_server_is_away_is_not_waited_for(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock was renewed for as long as its process lived, so the others took it for alive."""
+    values = [_ones(), _ones()]
+    first, second = (smb.train.join(connect(), "run", own, BSP(), lease=LEASE_S) for own in values)
+    with monkeypatch.context() as away:
+        away.setattr(first._group.member._table, "swap", _unavailable)
+        with pytest.raises(smb.UnavailableError):
+            first.close()
+    with waiting(second.step):
+        pass
+    second.close()
+
+
+@pytest.mark.parametrize("what", ["admit", "read"])
+def test_joining_again_is_tried_again(connect: Connect, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A worker that lost its lease, and could not join again as a server was away, never could."""
+    values = _ones()
+    with smb.train.join(connect(), "run", values, ASP(), lease=LEASE_S) as worker:
+        lock = worker._group.member._lock
+        lock.lose(lock.token)
+        values += 5
+        with monkeypatch.context() as away:
+            away.setattr(members if what == "admit" else worker._group, what, _unavailable)
+            for _ in range(2):
+                with pytest.raises(smb.UnavailableError, match="away"):
+                    worker.step()
+        worker.step()
+        assert (values == 1).all()
+        values += 1
+        worker.step()
+        assert (worker.shared() == 2).all()
+        assert worker.status.alive
+
+
+def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lost the slot's lock; when it went on it put itself in the place of the one who had got the slot since."""
+    client, other = connect(), connect()
+    first = smb.train.join(client, "run", _ones(), ASP(), lease=LEASE_S)
+    found: list[smb.train.Worker] = []
+
+    def is_free() -> bool:
+        try:
+            members.lock_of(other, "run", 1, LEASE_S).acquire().release()
+        except smb.TimeoutError:
+            return False
+        return True
+
+    class Stopped(t.Table):
+        def add(self, row: int, column: int, value: int) -> int:
+            if not found:
+                client.renewals.close()  # as in a stopped process
+                wait_for(is_free, "the end of the lease")
+                found.append(smb.train.join(other, "run", _ones()))
+            return super().add(row, column, value)
+
+    table = Stopped(first._group.table.buffer)
+    member = members.admit(client, "run", table, LEASE_S, lambda _: 0)
+    assert found[0].status.slot == 1
+    assert found[0].status.alive
+    found[0].step()
+    assert found[0].status.rejoins == 0
+    assert member.slot == 2
+    member.leave()
+    found[0].close()
+    first.close()
+
+
+def test_who_was_missed_steps_aside(connect: Connect) -> None:
+    """A worker whose slot was another's by then, and had something to tell, failed on the way out."""
+    with smb.train.join(connect(), "run", _ones(), SSP()) as worker:
+        member = worker._group.member
+        worker._group.table.swap(member.row, t.MARK, member.mark, t.mark(member.incarnation + 1, 0))
+        worker.exchange._clock += 1  # type: ignore[attr-defined]
+        with worker.aside():
+            pass
+        worker.step()
+        assert worker.status.alive
+
+
+def test_a_claim_whose_answer_was_lost(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit was the worker's without its knowing: it waited for itself without end."""
+    with WorkUnits(connect(), "units", 5, 1, epochs=1, lease=LEASE_S) as units:
+        swap = units._words.compare_swap
+
+        def answer_lost(*words: int) -> int:
+            swap(*words)
+            raise smb.UnavailableError("outcome unknown")
+
+        with monkeypatch.context() as away:
+            away.setattr(units._words, "compare_swap", answer_lost, raising=False)
+            with pytest.raises(smb.UnavailableError):
+                units.take()
+        with waiting(lambda: [unit.start for unit in units]) as result:
+            assert sorted(result()) == list(range(5))
+
+
+def test_workers_that_come_back_at_once_revive_their_host(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took the other for one that had been there all the time, and the host went on from its old model."""
+    monkeypatch.setenv(TRAIN_HOST_VARIABLE, "host")
+    first = smb.train.join(connect(), "run", _ones(), HSGD(alpha=0.5), lease=LEASE_S)
+    first.step()
+    first.flush()
+    model = first.exchange._host.weights  # type: ignore[attr-defined]
+    first.close()
+    model.fill(50.0)  # as if the shared model had gone on
+    revive, both = hsgd.HostExchange._revive, threading.Barrier(2)
+
+    def at_once(exchange: hsgd.HostExchange) -> None:
+        both.wait(DEADLINE_S)
+        revive(exchange)
+
+    monkeypatch.setattr(hsgd.HostExchange, "_revive", at_once)
+    clients = [connect(), connect()]
+    workers = together(*(lambda client=client: smb.train.join(client, "run", _ones()) for client in clients))
+    assert (connect().open(model.name).read() == 1).all()
+    for worker in workers:
+        worker.close()
+
+
+def test_the_dead_have_no_part_in_the_elastic_force(connect: Connect) -> None:
+    """alpha=None is 0.9 / p, and p went on to count those who had died, as nobody waits for them."""
+    client, values = connect(), _ones()
+    with smb.train.join(client, "run", values, SEASGD(alpha=None), lease=LEASE_S) as worker:
+        other = connect()
+        dead = smb.train.join(other, "run", _ones())
+        dead.step()
+        other.renewals.close()  # as in a dead process
+        wait_for(lambda: worker.step() or worker.members == 1, "the one who is left to be alone")
+        worker.flush()
+        shared = worker.shared()
+        values[:] = shared + 1
+        worker.step()
+        np.testing.assert_allclose(values, shared + 0.1, rtol=1e-6)
+
+
+def test_who_comes_many_rounds_late_counts(connect: Connect) -> None:
+    """After a quorum, its contribution is to count in the next round; more than 16 rounds later it was lost."""
+    values = [_ones() for _ in range(3)]
+    workers = [smb.train.join(connect(), "run", own, LocalSGD(every=1, quorum=2)) for own in values]
+    for _ in range(20):
+        together(workers[0].step, workers[1].step)
+    values[2] += 21
+    with waiting(workers[2].step):
+        wait_for(lambda: workers[2].status.clock == 21, "its mark")
+        workers[0].step()
+    weight = 1 / np.sqrt(21)
+    np.testing.assert_allclose(workers[0].shared(), 1 + 21 * weight / (1 + weight), rtol=1e-5)
+    assert (workers[2].status.contributions, workers[2].status.staleness) == (1, 20)
+    for worker in workers:
+        worker.close()
+
+
+def test_who_comes_many_rounds_late_to_bsp_is_dropped(connect: Connect) -> None:
+    """As above, where it is dropped: that was not counted."""
+    workers = [smb.train.join(connect(), "run", _ones(), BSP(quorum=2)) for _ in range(3)]
+    for _ in range(20):
+        together(workers[0].step, workers[1].step)
+    workers[2].step()
+    assert (workers[2].status.contributions, workers[2].status.dropped) == (0, 1)
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize("point", ["train-decided", "train-added"])
+def test_a_stopped_closer_finds_the_others_gone(cluster: smb.LocalCluster, connect: Connect, point: str) -> None:
+    """It failed for want of their inboxes, or made them anew, for good."""
+    crew = Crew(connect, 2, DiLoCo(every=1), lease=LEASE_S)
+    with in_process(take_part, cluster.address, 2, 1, point, 1, signal.SIGSTOP) as (process, messages):
+        assert messages.get(timeout=DEADLINE_S) == "joined"
+        with waiting(lambda: crew.step(0)), waiting(lambda: crew.step(1)):
+            wait_for(lambda: crew.marked() == {0, 1}, "the first two")
+            crew.clients[0].create("go", 1)
+        crew.close()
+        os.kill(process.pid, signal.SIGCONT)
+        _, values = messages.get(timeout=DEADLINE_S)
+        assert np.array_equal(values, crew.values[0])
+        assert messages.get(timeout=DEADLINE_S) == "left"
+    assert not {"run/inbox/1", "run/inbox/2"} & {info.name for info in crew.clients[0].list()}
+
+
+def test_a_group_that_was_deleted_in_part(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a deletion broke off, the group could not be deleted again, and the next one of its name got the momentum
+    of the old one."""
+    client, values = connect(), _ones()
+    with smb.train.join(client, "run", values, DiLoCo(every=1)) as worker:
+        values += 1
+        worker.step()
+    delete = client.delete
+
+    def break_off(name: str, **options: Any) -> None:
+        if name == "run/next":
+            raise smb.UnavailableError("killed here")
+        delete(name, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(client, "delete", break_off)
+        with pytest.raises(smb.UnavailableError):
+            smb.train.delete(client, "run")
+    smb.train.delete(client, "run")
+    assert client.list() == []
