@@ -93,9 +93,8 @@ class Home:
             if asking.link.connected():
                 connected = now
             if now - connected > patience:
-                raise UnavailableError(
-                    f"{asked}: {self._where()} can't be reached for {patience:g} s; it may be waiting there"
-                )
+                waiting = "" if wait == 0.0 else "; it may be waiting there"
+                raise UnavailableError(f"{asked}: {self._where()} can't be reached for {patience:g} s{waiting}")
             if wait is not None and now - began > wait + patience:
                 raise TimeoutError(
                     f"{asked}: no answer from {self._where()} within {wait + patience:g} s; outcome unknown"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 from types import TracebackType
@@ -37,12 +38,14 @@ import smb.train
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.tensors import TensorTable
 from smb.torch.flat import Entry, Trained, Untrained, split
+from smb.train.group import view
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
 _JOIN_TTL_S = 30.0
 
 _log = logging.getLogger("smb")
+_joined: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
 def join(
@@ -64,18 +67,18 @@ def join(
     """Train the model together with all who join the same name. Returns when it has the shared model's values.
 
     The first to join makes the group, with its model's values; who joins later gets the values of now. `scheme` is one
-    of smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); None adopts
-    the group's. After each optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the
-    parameters in place. `coordinator` is an address, default $SMB_COORDINATOR; or pass a `client`, which stays open.
-    `samples` is how many a step trains: set `samples` of the result where that varies. guards, lease, servers, stripe
-    and wire are smb.train.join's. Of several optimizers, pass the one that steps last, with all parameters requiring
-    gradients.
+    of smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); settings that
+    are left out are the group's, or their defaults where there is none, and None adopts all of the group's. After each
+    optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the parameters in place.
+    `coordinator` is an address, default $SMB_COORDINATOR; or pass a `client`, which stays open. `samples` is how many a
+    step trains: set `samples` of the result where that varies. guards, lease, servers, stripe and wire are
+    smb.train.join's. Of several optimizers, pass the one that steps last, with all parameters requiring gradients.
 
     The model must be in host memory, its trained parameters float32 or bfloat16: one on a GPU is refused. Raises
-    InvalidArgumentError for what can't be shared, for other settings than the group's, and for other tensors than its
-    model's; NotFoundError where there is no group and no scheme is given; smb's errors where the cluster fails. The
-    model's values are as they were then. optimizer.step() raises smb.train.RefusedContributionError where a guard
-    refuses (NaN, for one): the model is the shared one again, the optimizer's state as it was.
+    InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
+    tensors than its model's; NotFoundError where there is no group and no scheme is given; smb's errors where the
+    cluster fails. The model's values are as they were then. optimizer.step() raises smb.train.RefusedContributionError
+    where a guard refuses (NaN, for one): the model is the shared one again, the optimizer's state as it was.
     """
     if client is not None and coordinator is not None:
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
@@ -83,13 +86,18 @@ def join(
         raise InvalidArgumentError(
             f"smb.torch.join: {', '.join(settings)}: settings belong to a scheme that is given by its name"
         )
-    chosen = smb.train.scheme_of(scheme, settings) if isinstance(scheme, str) else scheme
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"smb.torch.join: first the model, then the optimizer, not {type(model).__name__} and "
+            f"{type(optimizer).__name__}"
+        )
     placement = {"servers": servers, "stripe": stripe, "wire": wire}
-    options = {key: value for key, value in placement.items() if value is not None}
+    options: dict[str, Any] = {key: value for key, value in placement.items() if value is not None}
     with contextlib.ExitStack() as on_failure:
         if client is None:
             client = on_failure.enter_context(smb.connect(coordinator))
-        shared = Shared(model, optimizer, name, chosen, client, samples, {"guards": guards, "lease": lease, **options})
+        options |= {"guards": guards, "lease": lease}
+        shared = Shared(model, optimizer, name, scheme, settings, client, samples, options)
         shared._owned = on_failure.pop_all()
     return shared
 
@@ -108,11 +116,13 @@ class Shared:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         name: str,
-        scheme: smb.train.Scheme | None,
+        scheme: str | smb.train.Scheme | None,
+        settings: dict[str, Any],
         client: smb.Client,
         samples: int,
         options: dict[str, Any],
     ) -> None:
+        _check_free(model)
         self.samples = samples
         self._model = model
         self._trained, self._untrained = split(model, optimizer)
@@ -124,21 +134,30 @@ class Shared:
             on_failure.callback(np.copyto, self._trained.values, self._trained.values.copy())
             # Kept from before joining until the state is there, so that both buffers are of one maker.
             with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+                group = None
                 try:
-                    client.open(name)
+                    group = view(client, name)
                 except NotFoundError:
                     client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
+                else:
+                    _compare(group.weights, self._trained.table)
+                chosen = _scheme(scheme, settings, group.scheme if group else None)
                 self.worker = smb.train.join(
-                    client, name, self._trained.values, scheme, metadata=_metadata(self._trained), **options
+                    client, name, self._trained.values, chosen, metadata=_metadata(self._trained), **options
                 )
-                on_failure.callback(self.worker.close)
-                _compare(client.open(name), self._trained.table)
-                self._state = self._join_state(client, name)
+                try:
+                    _compare(client.open(name), self._trained.table)  # another may have made it meanwhile
+                    self._state = self._join_state(client, name)
+                except BaseException:
+                    if self.worker.withdraw():
+                        client.delete(f"{name}/{STATE}", missing_ok=True)
+                    raise
             on_failure.pop_all()
         self._trained.spread()
         self._contributions = self.worker.contributions
         self._optimized = _count(optimizer)
         self._hook = optimizer.register_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
+        _joined.add(self)
 
     @property
     def scheme(self) -> smb.train.Scheme:
@@ -311,12 +330,44 @@ def _table(buffer: smb.Buffer) -> TensorTable:
     return buffer.table
 
 
+def _scheme(
+    asked: str | smb.train.Scheme | None, settings: dict[str, Any], groups: smb.train.Scheme | None
+) -> smb.train.Scheme | None:
+    """Return the scheme that is asked for; settings that were not given are the group's."""
+    if not isinstance(asked, str):
+        return asked
+    if groups is not None and asked == groups.NAME:
+        settings = groups.settings() | settings
+    return smb.train.scheme_of(asked, settings)
+
+
+def _check_free(model: torch.nn.Module) -> None:
+    """A second join of the same model would move its parameters away under the first one."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for shared in _joined:
+        if shared._open and any(id(entry.tensor) in parameters for entry in shared._trained.entries):
+            raise InvalidArgumentError(
+                f"smb.torch.join: this model is already joined to {shared.worker.name!r}; close() what that join "
+                f"returned first"
+            )
+
+
 def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
-    if differences := ours.differences(_table(buffer)):
+    theirs = _table(buffer)
+    differences = []
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        here, there = (_shape(table, key) for table in (ours, theirs))
+        if here != there:
+            differences.append(f"{key} is {here} here, and {there} in the group")
+    if differences := differences or ours.differences(theirs):
         raise InvalidArgumentError(
             f"join of group of buffer {buffer.name!r}: another model's: {'; '.join(differences[:3])}"
             + (f", and {len(differences) - 3} more" if len(differences) > 3 else "")
         )
+
+
+def _shape(table: TensorTable, name: str) -> str:
+    return f"float32{list(table[name].shape)}" if name in table else "not there (or, of a trained one, frozen)"
 
 
 def _values(entries: Iterable[Entry], vector: torch.Tensor) -> dict[str, torch.Tensor]:

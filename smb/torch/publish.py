@@ -20,6 +20,7 @@ import torch
 from smb.errors import InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX, Pin
 from smb.tensors import TensorTable
+from smb.train.group import METADATA
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -88,6 +89,11 @@ class Follower:
     """
 
     def __init__(self, buffer: Buffer) -> None:
+        if METADATA in buffer.metadata:
+            raise InvalidArgumentError(
+                f"follow {buffer.name!r}: it is a group of smb.train, which publishes nothing: read what it has by "
+                f"smb.torch.shared_state_dict(client, {buffer.name!r})"
+            )
         if buffer.versions < 2 or not buffer.table:
             raise InvalidArgumentError(
                 f"follow {buffer.name!r}: it is no published state: it has one copy, or no named tensors"

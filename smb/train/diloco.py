@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from smb.errors import InvalidArgumentError
 from smb.train.rounds import Outer, RoundScheme
+from smb.train.scheme import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class DiLoCo(RoundScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.outer_lr > 0 and 0 <= self.outer_momentum < 1):
+        numbers = is_number(self.outer_lr) and is_number(self.outer_momentum)
+        if not (numbers and self.outer_lr > 0 and 0 <= self.outer_momentum < 1):
             raise InvalidArgumentError(
                 f"{self.NAME}: outer_lr={self.outer_lr!r} must be more than 0, and "
                 f"outer_momentum={self.outer_momentum!r} from 0 to below 1"

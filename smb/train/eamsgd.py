@@ -11,7 +11,7 @@ import numpy as np
 from smb.errors import InvalidArgumentError
 from smb.train.easgd import DelayedExchange
 from smb.train.elastic import check_settings
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.scheme import Exchange, Scheme, Values, is_number
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -46,7 +46,7 @@ class EAMSGD(Scheme):
 
     def __post_init__(self) -> None:
         check_settings(self.NAME, self.alpha, self.every)
-        if not 0 <= self.momentum < 1:
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise InvalidArgumentError(
                 f"scheme {self.NAME!r}: momentum={self.momentum!r} is no momentum; it is at least 0 and less than 1"
             )

@@ -17,7 +17,7 @@ import numpy as np
 from smb.errors import InvalidArgumentError
 from smb.train import table as t
 from smb.train.contribution import Contribution
-from smb.train.scheme import Values
+from smb.train.scheme import Values, is_number, is_whole
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -29,9 +29,9 @@ _BLOCK = 1 << 16  # elements: two arrays of them stay in a core's cache between 
 
 def check_settings(scheme: str, alpha: float | None, every: int) -> None:
     """Raise InvalidArgumentError unless 0 < alpha <= 1 (None: BETA / p) and every >= 1."""
-    if alpha is not None and not 0 < alpha <= 1:
+    if alpha is not None and not (is_number(alpha) and 0 < alpha <= 1):
         raise InvalidArgumentError(f"scheme {scheme!r}: alpha={alpha!r} is no moving rate; it is in 0 < alpha <= 1")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_whole(every, 1):
         raise InvalidArgumentError(f"scheme {scheme!r}: every={every!r} is no number of steps; it is at least 1")
 
 

@@ -14,17 +14,20 @@ import contextlib
 import logging
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
+from smb.config import format_bytes
 from smb.errors import (
+    Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
+    OutOfMemoryError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.failpoint import failpoint
@@ -67,6 +70,9 @@ class Group:
         self.table = t.Table(client.open(f"{name}/members"))
         self.tick = client.open(f"{name}/tick")
         self.member: Member
+        self.made = False  # by this worker
+        self.nested: Group | None = None  # a group under this one's name that the scheme has joined
+        self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
         self._seen = 0  # the tick's version, as far as we know
         self._rejoins = 0
@@ -104,6 +110,25 @@ class Group:
         """Give the slot back and wake those who wait for it."""
         self.member.leave()
         self.wake()
+
+    def withdraw(self) -> bool:
+        """Leave after a join that failed, and take away what it made: all of the group, where nobody else has come.
+
+        Returns whether the group is gone. What fails here is only logged: why the join failed matters more.
+        """
+        if self.nested is not None:
+            self.nested.withdraw()
+        try:
+            with contextlib.suppress(InvalidArgumentError):  # left already
+                self.leave()
+            if self.made:
+                with self.client.lock(f"{self.name}/setup", timeout=_SETUP_S):
+                    if self.table.get(0, t.INCARNATIONS) == 1:
+                        _delete(self.client, self.name, sorted(self._names))
+                        return True
+        except Error as error:
+            _log.warning("group %r: could not take away what a join that failed has made: %s", self.name, error)
+        return False
 
     def live(self, rows: t.Rows) -> list[int]:
         """Return the slots that are taken, in order."""
@@ -179,6 +204,7 @@ class Group:
         """Open the group's buffer NAME/suffix, or make it: like the weights, or with `options` of Client.create."""
         if not options:
             options = {"like": self.weights}
+        self._names.add(f"{self.name}/{suffix}")
         return self.client.create(f"{self.name}/{suffix}", exist_ok=True, **options)
 
     # ---- contributions
@@ -246,9 +272,21 @@ def enter(
     try:
         group.read(values)
     except BaseException:
-        group.leave()
+        group.withdraw()
         raise
     return group
+
+
+@contextlib.contextmanager
+def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
+    """Where servers have no room for what is made in the block, say how much of it the scheme takes."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"join of group {name!r}: scheme {scheme.NAME!r} keeps copies of the model on the memory servers, "
+            f"{scheme.copies()}, of {format_bytes(model_bytes)} each; {error}"
+        ) from error
 
 
 def view(client: Client, name: str) -> Group:
@@ -324,12 +362,26 @@ def _made(
     for left in (f"{name}/tick", f"{name}/members", name):  # nobody has joined it: a scheme made nothing yet
         client.delete(left, missing_ok=True)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}
-    weights = client.create(name, values.size, "float32", metadata=metadata, **placement)
-    client.create(f"{name}/tick", 1, "int64", servers=1)
-    table = t.Table(client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
-    weights.write(values, wire="exact")
-    table.add(0, t.READY, 1)
-    return Group(client, name, weights, settings)
+    scheme = scheme_of(settings["scheme"], settings["settings"])
+    with room(name, scheme, values.nbytes), contextlib.ExitStack() as on_failure:
+        on_failure.callback(_delete, client, name)
+        weights = client.create(name, values.size, "float32", metadata=metadata, **placement)
+        client.create(f"{name}/tick", 1, "int64", servers=1)
+        table = t.Table(client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
+        weights.write(values, wire="exact")
+        table.add(0, t.READY, 1)
+        group = Group(client, name, weights, settings)
+        on_failure.pop_all()
+    group.made = True
+    return group
+
+
+def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
+    """Delete what a join that fails has made. Under the setup lock. A group without its table is taken for half-made,
+    in which a scheme left nothing: so the scheme's buffers go first."""
+    with contextlib.suppress(Error):
+        for each in (*others, f"{name}/tick", f"{name}/members", name):
+            client.delete(each, missing_ok=True)
 
 
 def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: float | None) -> None:
@@ -350,5 +402,5 @@ def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: 
     if differing:
         raise InvalidArgumentError(
             f"join of group {group.name!r}: it runs with other settings: {'; '.join(differing)}; "
-            f"leave them out to adopt the group's"
+            f"leave scheme=, guards= or lease= out to adopt the group's"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from smb.errors import Error, InvalidArgumentError
-from smb.train.scheme import Json, Values
+from smb.train.scheme import Json, Values, is_number, is_whole
 
 _MEDIAN_OF = 31  # the last so many accepted norms
 _MEDIAN_FROM = 8  # fewer say nothing of what is usual
@@ -43,8 +43,10 @@ class Guards:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             limit = getattr(self, field.name)
-            if limit is not None and not limit >= 0:
+            if limit is not None and not (is_number(limit) and limit >= 0):
                 raise InvalidArgumentError(f"guards: {field.name}={limit!r} is no limit; give a number from 0 on")
+        if self.staleness_max is not None and not is_whole(self.staleness_max, 0):
+            raise InvalidArgumentError(f"guards: staleness_max={self.staleness_max!r} is no whole number")
 
     def settings(self) -> dict[str, Json]:
         """Return them as JSON."""

@@ -19,7 +19,7 @@ from smb.train import table as t
 from smb.train.bsp import BSP
 from smb.train.elastic import Elastic, check_settings
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.scheme import Copies, Exchange, Scheme, Values
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -73,6 +73,11 @@ class HSGD(Scheme):
             raise InvalidArgumentError(f"scheme {self.NAME!r}: alpha=None; the number of hosts is not known, so say it")
         check_settings(self.NAME, self.alpha, self.every)
 
+    def copies(self) -> Copies:
+        """The shared model, and what BSP keeps in each host."""
+        inside = BSP().copies()
+        return Copies(1, worker=inside.worker, host=inside.group)
+
     def run(self, group: Group, values: Values) -> Exchange:
         """Return this worker's exchange. Joins the host's group, made first where there is none."""
         return HostExchange(group, values, self.alpha, self.every)
@@ -94,6 +99,7 @@ class HostExchange(Exchange):
         name = f"{group.name}/host/{host_name()}"
         placement = _placement(group.client, name)
         self._host = groups.enter(group.client, name, values, BSP(), group.guards, group.lease, **placement)
+        group.nested = self._host
         try:
             self._revive()
             self._inner = BSP().run(self._host, values)

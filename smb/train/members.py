@@ -29,6 +29,7 @@ from smb.errors import (
     NotFoundError,
     OutOfMemoryError,
     TimeoutError,  # noqa: A004 - the contract's name
+    UnavailableError,
 )
 from smb.lock import Lock
 from smb.train import table as t
@@ -85,6 +86,12 @@ class Member:
             self._lock.check()  # a server that was away has renewed nothing, and may have us all the same
         except (LockLostError, InvalidArgumentError) as error:  # the latter: we have left
             raise self.lost() from error
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"member {self.slot} of group {self._table.buffer.name.removesuffix('/members')!r} can't renew its "
+                f"lease: {error}. Start that server again, with the same --name, and go on; where it comes back by "
+                f"itself, smb.connect(timeout=) says how long to wait for it"
+            ) from error
 
     def advance(self, clock: int) -> None:
         """Tell all that this member has come to a clock. One small call. Raises MembershipLostError."""

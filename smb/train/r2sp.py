@@ -51,7 +51,7 @@ from smb.train import table as t
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
 from smb.train.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.scheme import Exchange, Scheme, Values, is_number, is_whole
 from smb.train.sending import Deltas
 
 if TYPE_CHECKING:
@@ -84,12 +84,10 @@ class R2SP(Scheme):
     skips: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("batch_size", self.batch_size or 1), ("warmup", self.warmup), ("skips", self.skips)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgumentError(f"scheme 'r2sp': {name}={value!r} is no number from 1 on")
-        if self.batch_size == 0:
-            raise InvalidArgumentError("scheme 'r2sp': batch_size=0 is no number of samples")
-        if self.skip_after is not None and not self.skip_after > 0:
+        for name, value in (("batch_size", self.batch_size), ("warmup", self.warmup), ("skips", self.skips)):
+            if not (is_whole(value, 1) or (name == "batch_size" and value is None)):
+                raise InvalidArgumentError(f"scheme 'r2sp': {name}={value!r} is no whole number from 1 on")
+        if self.skip_after is not None and not (is_number(self.skip_after) and self.skip_after > 0):
             raise InvalidArgumentError(f"scheme 'r2sp': skip_after={self.skip_after!r} is no time in seconds")
 
     def run(self, group: Group, values: Values) -> RoundRobin:

@@ -44,7 +44,7 @@ from smb.lock import Lock
 from smb.train import table as t
 from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.scheme import Copies, Exchange, Scheme, Values, is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ class RoundScheme(Scheme):
     LATE: ClassVar[bool] = True  # whether a contribution that comes late may count in a later round
 
     def __post_init__(self) -> None:
-        if self.quorum is not None and not (type(self.quorum) is int and 1 <= self.quorum <= t.SLOTS):
-            raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is not in 1 to {t.SLOTS}")
-        if not (math.isfinite(self.grace) and self.grace >= 0):
+        if self.quorum is not None and not is_whole(self.quorum, 1, t.SLOTS):
+            raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is no whole number in 1 to {t.SLOTS}")
+        if not (is_number(self.grace) and self.grace >= 0):
             raise InvalidArgumentError(f"{self.NAME}: grace={self.grace!r} is no time in seconds")
-        if type(self.interval()) is not int or self.interval() < 1:
+        if not is_whole(self.interval(), 1):
             raise InvalidArgumentError(f"{self.NAME}: every={self.interval()!r} is no number of steps from 1 on")
+        if not isinstance(self.token_weights, bool):
+            raise InvalidArgumentError(f"{self.NAME}: token_weights={self.token_weights!r} is neither True nor False")
 
     def interval(self) -> int:
         """Return after how many local steps a worker contributes."""
@@ -87,6 +89,11 @@ class RoundScheme(Scheme):
     def outer(self) -> Outer | None:
         """Return the optimizer on the servers, None where the mean is just added."""
         return None
+
+    def copies(self) -> Copies:
+        """The weights and the next ones; the sum and two states of an outer optimizer; an inbox for each worker."""
+        outer = self.outer()
+        return Copies(2 + (1 + 2 * outer.states if outer else 0), 1)
 
     def first_clock(self, rows: t.Rows) -> int:
         """Nobody waits for who joins in the middle of a round, but for who is there before anybody's first one."""
@@ -123,14 +130,15 @@ class RoundExchange(Exchange):
         self._quorum_seen: tuple[int, float] = (-1, 0.0)  # round, time.monotonic()
 
         member = group.member
-        self._inbox = group.buffer(_inbox(member.incarnation))
-        self._inboxes = {member.incarnation: self._inbox}
         if member.former:
             group.client.delete(f"{group.name}/{_inbox(member.former)}", missing_ok=True)
         self._next = group.buffer("next")
         self._sum = group.buffer("sum") if self._outer else None
         states = range(self._outer.states if self._outer else 0)
         self._states = [[group.buffer(f"outer/{copy}/{state}") for state in states] for copy in (0, 1)]
+        # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
+        self._inbox = group.buffer(_inbox(member.incarnation))
+        self._inboxes = {member.incarnation: self._inbox}
         self._weight_word = group.table.get(member.row, t.WEIGHT)
         self._take_over()
 

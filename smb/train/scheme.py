@@ -12,8 +12,9 @@ rule is linear in the gradient.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,19 @@ class Exchange(ABC):
         return
 
 
+class Copies(NamedTuple):
+    """How many copies of the model a scheme keeps on the memory servers: of the group, and for each worker and host."""
+
+    group: int = 1
+    worker: int = 0
+    host: int = 0
+
+    def __str__(self) -> str:
+        """Return "5 + 1 for each worker"."""
+        per = [f"{n} for each {what}" for n, what in ((self.host, "host"), (self.worker, "worker")) if n]
+        return " + ".join([str(self.group), *per])
+
+
 class Scheme(ABC):
     """A rule of exchange and its settings: a frozen dataclass with a NAME."""
 
@@ -87,10 +101,18 @@ class Scheme(ABC):
     @classmethod
     def from_settings(cls, settings: dict[str, Json]) -> Scheme:
         """Return the scheme of these settings. Raises InvalidArgumentError."""
-        try:
-            return cls(**settings)
-        except TypeError as error:
-            raise InvalidArgumentError(f"scheme {cls.NAME!r}: {settings} are not its settings: {error}") from error
+        fields = dataclasses.fields(cast(Any, cls))
+        takes = f"it takes {', '.join(field.name for field in fields)}" if fields else "it has no settings"
+        if foreign := settings.keys() - {field.name for field in fields}:
+            raise InvalidArgumentError(f"scheme {cls.NAME!r} has no {', '.join(sorted(foreign))}; {takes}")
+        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if missing := needed - settings.keys():
+            raise InvalidArgumentError(f"scheme {cls.NAME!r} needs {', '.join(sorted(missing))}=, which has no default")
+        return cls(**settings)
+
+    def copies(self) -> Copies:
+        """Return how many copies of the model it keeps on the memory servers."""
+        return Copies()
 
     def first_clock(self, rows: Rows) -> int:
         """Return the clock that a joiner begins with, from the table: nobody may be held up by it."""
@@ -99,6 +121,18 @@ class Scheme(ABC):
     @abstractmethod
     def run(self, group: Group, values: Values) -> Exchange:
         """Return this worker's exchange; `values`, float32 (n,), hold the shared model. May create buffers."""
+
+
+def is_whole(value: object, least: int, most: int | None = None) -> bool:
+    """Whether a setting is a whole number in that range. True and 2.0 are none: who wrote them meant something else."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return value >= least and (most is None or value <= most)
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite number; True is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 from smb.errors import InvalidArgumentError
 from smb.train import table as t
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.scheme import Exchange, Scheme, Values, is_whole
 from smb.train.sending import Deltas
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SSP(Scheme):
     staleness: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.staleness, bool) or not isinstance(self.staleness, int) or self.staleness < 0:
+        if not is_whole(self.staleness, 0):
             raise InvalidArgumentError(f"scheme 'ssp': staleness={self.staleness!r} is no number of clocks, from 0 on")
 
     def first_clock(self, rows: t.Rows) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from smb.client import Client
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.train import table as t
-from smb.train.group import Group, enter
+from smb.train.group import Group, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
 from smb.train.scheme import Exchange, Scheme, Values
@@ -41,7 +41,8 @@ def join(
     a few calls; holds up no one who trains.
 
     Raises InvalidArgumentError where the settings differ from the group's (it says which), NotFoundError where there is
-    no group and no scheme was given, OutOfMemoryError where 48 members are there already.
+    no group and no scheme was given, OutOfMemoryError where 48 members are there already, or the servers have no room
+    for the scheme's copies of the model (docs/training.md): then nothing of this join stays.
     """
     return Worker(enter(client, name, values, scheme, guards, lease, **placement), values)
 
@@ -55,9 +56,10 @@ class Worker:
         self._closed = False
         self._away = False  # joining again was begun, and is not done
         try:
-            self._exchange = group.scheme.run(group, values)
+            with room(group.name, group.scheme, values.nbytes):
+                self._exchange = group.scheme.run(group, values)
         except BaseException:
-            group.leave()
+            group.withdraw()
             raise
 
     @property
@@ -168,6 +170,17 @@ class Worker:
             _log.warning("group %r: %s", self.name, error)
         finally:
             self._group.leave()
+
+    def withdraw(self) -> bool:
+        """Leave right after joining, as one who can't take part after all: close(), and where this worker made the
+        group, and nobody else has joined it, delete that. Returns whether it is gone.
+        """
+        self._closed = True
+        try:
+            self._exchange.close()
+        except Error as error:
+            _log.warning("group %r: %s", self.name, error)
+        return self._group.withdraw()
 
     def __enter__(self) -> Worker:
         return self

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,11 @@ def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
     for name in ("plain", "single", "nameless"):
         with pytest.raises(smb.InvalidArgumentError, match="no published state"):
             smb.torch.follow(client, name)
+    with (
+        smb.train.join(client, "group", np.zeros(3, np.float32), smb.train.ASP()),
+        pytest.raises(smb.InvalidArgumentError, match=r"group of smb\.train.*shared_state_dict\(client, 'group'\)"),
+    ):
+        smb.torch.follow(client, "group")
     with pytest.raises(smb.NotFoundError):
         smb.torch.follow(client, "nobody")
 

@@ -278,7 +278,7 @@ def test_other_models_and_settings_are_refused(connect: Connect) -> None:
     with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=client):
         other = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
         before = other[0].weight.detach().clone()
-        with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight: float32\[6, 8\] .*, not float32\[8, 6\]"):
+        with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight is float32\[6, 8\] here, and float32\[8, 6\]"):
             smb.torch.join(other, sgd(other), "run", client=client)
         assert torch.equal(other[0].weight, before)
         other = network()
@@ -302,6 +302,74 @@ def test_other_models_and_settings_are_refused(connect: Connect) -> None:
         pytest.raises(smb.InvalidArgumentError, match=r"was not made by smb\.torch\.join"),
     ):
         smb.torch.shared_state_dict(client, "flat")
+
+
+def test_a_model_of_other_sizes_is_refused_by_names_and_shapes(connect: Connect) -> None:
+    """Other sizes, a layer more or less, or a frozen one: what is where, and nothing is joined."""
+    client = connect()
+    model = network()
+    frozen, smaller = network(), nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 4))
+    frozen[0].weight.requires_grad_(False)
+    with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=client):
+        with pytest.raises(
+            smb.InvalidArgumentError, match=r"0\.weight is float32\[7, 6\] here, and float32\[8, 6\] in"
+        ):
+            smb.torch.join(smaller, sgd(smaller), "run", client=client)
+        with pytest.raises(
+            smb.InvalidArgumentError, match=r"0\.weight is not there .*frozen.* here, and float32\[8, 6\]"
+        ):
+            smb.torch.join(frozen, torch.optim.SGD([frozen[3].weight], lr=0.1), "run", client=client)
+        assert sum(worker.alive for worker in smb.train.status(client, "run").workers) == 1
+
+
+def test_settings_left_out_are_the_groups(connect: Connect) -> None:
+    """A scheme by its name adopts what is not said of it; what is said must be the group's."""
+    client = connect()
+    model, other = network(), network(1)
+    with smb.torch.join(model, sgd(model), "run", scheme="diloco", every=10, outer_lr=0.5, client=client):
+        with smb.torch.join(other, sgd(other), "run", scheme="diloco", outer_lr=0.5, client=client) as shared:
+            assert shared.scheme == smb.train.DiLoCo(every=10, outer_lr=0.5)
+        with pytest.raises(
+            smb.InvalidArgumentError, match=r"outer_lr is 0.5, not 0.7; leave scheme=, guards= or lease="
+        ):
+            smb.torch.join(other, sgd(other), "run", scheme="diloco", outer_lr=0.7, client=client)
+        with pytest.raises(smb.InvalidArgumentError, match=r"scheme is 'diloco', not 'bsp'"):
+            smb.torch.join(other, sgd(other), "run", scheme="bsp", client=client)
+
+
+def test_a_second_join_of_a_model_is_refused(connect: Connect) -> None:
+    """With the same optimizer or a new one, and the first join goes on; after its close() all is free."""
+    client = connect()
+    model = network()
+    optimizer = sgd(model)
+    with smb.torch.join(model, optimizer, "run", scheme=Adding(), client=client):
+        for second in (optimizer, sgd(model)):
+            with pytest.raises(smb.InvalidArgumentError, match=r"this model is already joined to 'run'; close\(\)"):
+                smb.torch.join(model, second, "run", client=client)
+        step(model, optimizer)
+    with smb.torch.join(model, optimizer, "run", client=client):
+        step(model, optimizer)
+
+
+def test_model_and_optimizer_swapped(connect: Connect) -> None:
+    """The order is told."""
+    model = network()
+    with pytest.raises(smb.InvalidArgumentError, match="first the model, then the optimizer, not SGD and Sequential"):
+        smb.torch.join(sgd(model), model, "run", scheme=Adding(), client=connect())  # type: ignore[arg-type]
+
+
+def test_no_room_for_the_state(connect: Connect) -> None:
+    """Where there is room for the group, and not for what is untrained, nothing of either stays; the model is as it
+    was."""
+    client = connect()
+    model = network()
+    model.register_buffer("large", torch.ones(1 << 20))
+    client.create("ballast", (3 * 64 - 3) << 20, "uint8")
+    before = model[0].weight.detach().clone()
+    with pytest.raises(smb.OutOfMemoryError, match="no room for 4 MiB"):
+        smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=client)
+    assert [info.name for info in client.list()] == ["ballast"]
+    assert torch.equal(model[0].weight, before)
 
 
 def test_replaced_parameters_are_refused(connect: Connect) -> None:

@@ -137,6 +137,94 @@ def test_half_made(client: smb.Client) -> None:
         smb.train.delete(client, "run")
 
 
+MIB = 1 << 20
+MODEL_BYTES = 3 * MIB  # as many stripes on each of the three servers
+
+
+def _leave_room(client: smb.Client, models: int) -> None:
+    """Fill the cluster up, but for so many models and a half."""
+    client.delete("ballast", missing_ok=True)
+    client.create("ballast", 3 * 64 * MIB - (2 * models + 1) * MODEL_BYTES // 2, "uint8")
+
+
+@pytest.mark.parametrize("scheme", [smb.train.BSP(), smb.train.DiLoCo(every=1), smb.train.HSGD()], ids=lambda s: s.NAME)
+def test_no_room(connect: Connect, scheme: smb.train.Scheme) -> None:
+    """However far a join came before there was no room, nothing of it stays, and it is told how much it takes; a second
+    one that fails leaves the first as it was."""
+    client, values = connect(), np.zeros(MODEL_BYTES // 4, np.float32)
+    needed = sum(scheme.copies())
+    says = (
+        rf"join of group 'run': scheme '{scheme.NAME}' keeps copies .*, {scheme.copies().group} \+ .* of 3 MiB each; "
+    )
+    for models in range(needed):
+        _leave_room(client, models)
+        with pytest.raises(smb.OutOfMemoryError, match=says):
+            smb.train.join(client, "run", values, scheme)
+        assert [info.name for info in client.list()] == ["ballast"]
+    _leave_room(client, needed)
+    with smb.train.join(client, "run", values, scheme) as worker:
+        names = [info.name for info in client.list()]
+        with pytest.raises(smb.OutOfMemoryError, match=says):
+            smb.train.join(client, "run", values.copy())
+        assert [info.name for info in client.list()] == names
+        assert worker.members == 1
+        values += 1
+        worker.step()
+        worker.flush()
+        assert worker.contributions == 1
+
+
+def test_a_join_that_fails_leaves_the_group_to_others(client: smb.Client, connect: Connect) -> None:
+    """Who made a group and can't take part takes it away, unless somebody else has come."""
+    maker = smb.train.join(client, "run", _ones(), smb.train.BSP())
+    assert maker.withdraw()
+    assert client.list() == []
+    maker = smb.train.join(client, "run", _ones(), smb.train.BSP())
+    with smb.train.join(connect(), "run", _ones()) as other:
+        assert not maker.withdraw()
+        assert other.members == 1
+        other.step()
+
+
+@pytest.mark.parametrize("name", ["asp", "asyncdiloco", "bsp", "diloco", "eamsgd", "easgd", "hsgd", "localsgd", "r2sp",
+                                  "seasgd", "ssp"])  # fmt: skip
+def test_copies(connect: Connect, name: str) -> None:
+    """A scheme keeps as many copies of the model as it says."""
+    client = connect()
+    scheme = smb.train.scheme_of(name, {"every": 1} if name == "localsgd" else {})
+    with smb.train.join(client, "run", _ones(), scheme), smb.train.join(client, "run", _ones()):
+        found = sum(info.shape == (100,) for info in client.list())
+    assert found == scheme.copies().group + 2 * scheme.copies().worker + scheme.copies().host
+
+
+def test_a_server_is_away_for_long() -> None:
+    """A lease that can't be renewed names the group, the server and what to do, and step goes on afterwards."""
+    says = (
+        r"^member 0 of group 'run' can't renew its lease: .*memory server server-0 .*Start that server again, with the "
+        r"same --name"
+    )
+    with (
+        smb.LocalCluster(servers=1) as cluster,
+        smb.connect(cluster.address, timeout=0.5) as client,
+        smb.train.join(client, "run", _ones(), Plain(), lease=0.3) as worker,
+    ):
+        cluster.servers[0].kill()
+        wait_for(lambda: not worker._group.member._lock.held, "the lease's end")
+        with pytest.raises(smb.UnavailableError, match=says) as caught:
+            worker.step()
+        assert "waiting there" not in str(caught.value)
+        cluster.servers[0].start()
+        wait_for(lambda: _stepped(worker), "a step")
+
+
+def _stepped(worker: smb.train.Worker) -> bool:
+    try:
+        worker.step()
+    except smb.UnavailableError:
+        return False
+    return True
+
+
 def test_guards(client: smb.Client) -> None:
     """NaN, infinity and an exploded norm are refused by name and counted; nothing of them gets to the others."""
     values = _ones()
@@ -202,5 +290,5 @@ def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
 def test_names() -> None:
     """A scheme is known by its name, and comes back from its settings."""
     assert smb.train.SCHEMES["plain"].from_settings(Plain(every=7).settings()) == Plain(every=7)
-    with pytest.raises(smb.InvalidArgumentError, match="not its settings"):
+    with pytest.raises(smb.InvalidArgumentError, match="'plain' has no often; it takes every"):
         Plain.from_settings({"often": 1})
