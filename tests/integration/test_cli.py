@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import smb
+from perf import netlab
 from smb.cli import main as cli
+from smb.config import parse_address
 
 DEADLINE_SECONDS = 30.0
 
@@ -234,6 +236,7 @@ def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
             line = process.stdout.readline()
             assert line, process.stderr.read() if process.stderr else ""
             greeting += line
+        assert "WARNING" not in greeting
         with smb.connect(f"127.0.0.1:{port}") as client:
             buffer = client.create("up/weights", (1 << 16,), "float32", servers=2, stripe="64KiB")
             buffer.accumulate(np.ones(1 << 16, dtype=np.float32))
@@ -244,6 +247,63 @@ def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
         assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert not list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
+
+
+def test_a_cluster_listens_at_one_host() -> None:
+    """Memory servers listen at the coordinator's host and are registered there, and nowhere else."""
+    with smb.LocalCluster(servers=2, capacity="16MiB", listen="127.0.0.2:0") as cluster:
+        with smb.connect(cluster.address) as client:
+            addresses = [cluster.address, *(server.address for server in client.servers())]
+        for host, port in map(parse_address, addresses):
+            assert host == "127.0.0.2"
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_a_cluster_at_all_addresses() -> None:
+    """With 0.0.0.0 no address that is told is 0.0.0.0, and a server that is restarted listens at all of them again."""
+    with smb.LocalCluster(servers=1, capacity="16MiB", listen="0.0.0.0:0") as cluster:
+        (server,) = cluster.servers
+        before = server.address
+        server.kill()
+        server.start()
+        assert server.address == before
+        with smb.connect(cluster.address) as client:
+            assert [each.address for each in client.servers()] == [before]
+        for host, port in map(parse_address, (cluster.address, before)):
+            assert host != "0.0.0.0"
+            socket.create_connection(("127.0.0.1", port), 5).close()
+
+
+USER = """
+import sys, smb
+with smb.connect(sys.argv[1], transport="tcp", timeout=5) as client:
+    buffer = client.create("far", (4,), servers=1)
+    buffer.fill(3)
+    print(buffer.read().sum())
+"""
+
+
+@pytest.mark.skipif(netlab.missing() is not None, reason=str(netlab.missing()))
+def test_up_for_other_hosts() -> None:
+    """At 0.0.0.0 `smb up` says who may do what, and what it tells to export works on another host."""
+    with netlab.Lab([netlab.Host("here"), netlab.Host("there")]) as lab:
+        command = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
+        up = lab.popen("here", [*command, "--listen", "0.0.0.0:7070"], stdout=subprocess.PIPE, text=True)
+        assert up.stdout is not None
+        greeting = ""
+        while "Ctrl-C" not in greeting:
+            line = up.stdout.readline()
+            assert line, greeting
+            greeting += line
+        assert "whoever reaches these ports may read" in greeting
+        told = re.search(r"SMB_COORDINATOR=(\S+)", greeting)
+        assert told is not None
+        assert told[1] == f"{lab.address('here')}:7070"
+        used = lab.run("there", [sys.executable, "-c", USER, told[1]], stdout=subprocess.PIPE, text=True, timeout=30)
+        assert used.stdout.strip() == "12.0"
+        up.send_signal(signal.SIGINT)
+        up.communicate(timeout=DEADLINE_SECONDS)
 
 
 def test_up_on_a_taken_port_says_so() -> None:
