@@ -124,6 +124,7 @@ def test_create_twice_is_an_error_unless_allowed(cluster: smb.LocalCluster) -> N
     assert again.returncode == 1
     assert len(again.stderr.splitlines()) == 1
     assert "cli/twice" in again.stderr
+    assert "pass --exist-ok" in again.stderr
     assert run_smb(*arguments, "--exist-ok", coordinator=cluster.address).returncode == 0
     other = run_smb("create", "cli/twice", "--shape", "11", "--exist-ok", coordinator=cluster.address)
     assert other.returncode == 1
