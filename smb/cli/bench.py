@@ -24,8 +24,8 @@ def bench(
         list[str] | None,
         typer.Option(
             "--transport",
-            help="auto, shm or tcp; may be repeated. Default: shm and tcp; where --coordinator or SMB_COORDINATOR names a "
-            "cluster: auto, the way that clients take by themselves.",
+            help="auto, shm or tcp; may be repeated. Default: shm and tcp; where --coordinator or SMB_COORDINATOR "
+            "names a cluster: auto, the way that clients take by themselves.",
             show_default=False,
         ),
     ] = None,
