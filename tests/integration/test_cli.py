@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import smb
+import smb.train
 from perf import netlab
 from smb.cli import main as cli
 from smb.config import parse_address
@@ -53,6 +54,12 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return int(ended.value.code or 0), out, err
 
 
+def stat_here(capsys: pytest.CaptureFixture[str], cluster: smb.LocalCluster, *arguments: str) -> str:
+    code, out, err = run_here(capsys, "stat", *arguments, "-c", cluster.address)
+    assert code == 0, err
+    return out
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -81,7 +88,7 @@ def test_a_buffer_from_creation_to_deletion(cluster: smb.LocalCluster) -> None:
     for server in cluster.servers:
         assert server.name in detail.stdout
     described = json.loads(run_smb("stat", name, "--json", coordinator=cluster.address).stdout)
-    assert described == {**entry, "metadata": {}}
+    assert described == {**entry, "versions": 1, "version": 0, "metadata": {}}
     assert sum(segment["nbytes"] for segment in described["segments"]) == 1_200_000
     assert {segment["server"] for segment in described["segments"]} == {server.name for server in cluster.servers}
 
@@ -102,6 +109,50 @@ def test_stat_shows_metadata(cluster: smb.LocalCluster) -> None:
         assert described["metadata"] == given
         assert "metadata" not in run_smb("ls", "--json", coordinator=cluster.address).stdout
         client.delete("cli/meta")
+
+
+def test_stat_shows_what_was_published(cluster: smb.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of copies and the version published last; a buffer that nobody publishes has no such line."""
+    with smb.connect(cluster.address) as client:
+        buffer = client.create("cli/published", 4, versions=2)
+        client.create("cli/plain", 4)
+        for told in ("nothing yet", "version 1"):
+            lines = stat_here(capsys, cluster, "cli/published").splitlines()
+            assert any(line.split() == ["versions", "2"] for line in lines)
+            assert any(line.split() == ["published", *told.split()] for line in lines)
+            buffer.publish(np.ones(4, np.float32))
+        described = json.loads(stat_here(capsys, cluster, "cli/published", "--json"))
+        assert (described["versions"], described["version"]) == (2, 2)
+        assert "published" not in stat_here(capsys, cluster, "cli/plain").replace("cli/published", "")
+        client.delete("cli/published")
+        client.delete("cli/plain")
+
+
+def test_stat_shows_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a group its scheme, round and workers, those that left too; lines end where their text does.
+
+    What only the servers know is unknown while they are down.
+    """
+    values = np.zeros(4, np.float32)
+    with smb.LocalCluster(servers=1, capacity="64MiB") as cluster, smb.connect(cluster.address) as client:
+        worker = smb.train.join(client, "cli-run", values, smb.train.LocalSGD(every=1))
+        for _ in range(2):
+            values += 1
+            worker.step(samples=8)
+        shown = stat_here(capsys, cluster, "cli-run")
+        assert re.search(r"training by localsgd, round \d+, 1 of 1 workers alive", shown)
+        assert re.search(rf"^ *0 +alive .* {os.getpid()} .* 2 +0 +0 +16$", shown, re.MULTILINE)
+        assert shown == re.sub(r" +\n", "\n", shown)
+        training = json.loads(stat_here(capsys, cluster, "cli-run", "--json"))["training"]
+        assert (training["scheme"], training["settings"]["every"], training["round"] > 0) == ("localsgd", 1, True)
+        assert [each["samples"] for each in training["workers"]] == [16]
+        worker.close()
+        assert "0 of 1 workers alive" in stat_here(capsys, cluster, "cli-run")
+        cluster.servers[0].terminate()
+        assert re.search(r"published +unknown", shown := stat_here(capsys, cluster, "cli-run"))
+        assert "its round and workers are unknown" in shown
+        described = json.loads(stat_here(capsys, cluster, "cli-run", "--json"))
+        assert (described["versions"], described["version"], described["training"]) == (1, None, None)
 
 
 def test_create_with_a_wire(cluster: smb.LocalCluster) -> None:
@@ -204,7 +255,7 @@ def test_no_coordinator_named(capsys: pytest.CaptureFixture[str]) -> None:
         ("create", "x", "--shape", "1", "--stripe", "many"),
         ("bench", "--transport", "pigeon"),
         ("bench", "--sizes", "3"),
-        ("demo", "--scheme", "hsgd"),
+        ("demo", "--scheme", "pigeon"),
         ("nonsense",),
     ],
 )
