@@ -67,9 +67,12 @@ class Place:
 
     def close(self) -> None:
         """Give the name back, and take the journal away if there is nothing left that it could be about."""
-        if not any(self.segment_files()):
-            self.journal_path.unlink(missing_ok=True)
-        self._lock_path.unlink(missing_ok=True)
+        try:
+            if not any(self.segment_files()):
+                self.journal_path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            _log.warning("%s was removed meanwhile, with all that was in it", self.directory)
         os.close(self._lock_fd)
 
     def _lock(self) -> int:

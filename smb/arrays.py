@@ -116,7 +116,8 @@ def writable(out: Any, dtype: Dtype, count: int) -> Memory:
         memory = _of_dlpack(out, dtype, copy=False)
     else:
         array = out if isinstance(out, np.ndarray) else _view_of(out)
-        _same_dtype(array, dtype)
+        if array.dtype != dtype.numpy:
+            raise _wrong_out(str(array.dtype), dtype)
         if not array.flags.c_contiguous:
             raise InvalidArgumentError("out= is not contiguous in memory; pass a contiguous array")
         if not array.flags.writeable:
@@ -139,14 +140,22 @@ def _contiguous(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _same_dtype(array: np.ndarray[Any, Any], dtype: Dtype) -> np.ndarray[Any, Any]:
     if array.dtype is not dtype.numpy and array.dtype != dtype.numpy:
-        raise _wrong_dtype(str(array.dtype), dtype)
+        raise _wrong_dtype(array, str(array.dtype), dtype)
     return array
 
 
-def _wrong_dtype(given: str, dtype: Dtype) -> InvalidArgumentError:
+def _wrong_dtype(array: Any, given: str, dtype: Dtype) -> InvalidArgumentError:
+    tensor = hasattr(array, "data_ptr")  # torch's
+    how = f"tensor.to(torch.{dtype.name})" if tensor else f"array.astype({dtype.name!r})"
+    how = "tensor.float()" if tensor and dtype.name == "float32" else how
     return InvalidArgumentError(
-        f"the array is {given} but the buffer is {dtype.name}; convert it first, e.g. with array.astype({dtype.name!r})"
+        f"the {'tensor' if tensor else 'array'} is {given} but the buffer is {dtype.name}; convert it first, e.g. with "
+        f"{how}"
     )
+
+
+def _wrong_out(given: str, dtype: Dtype) -> InvalidArgumentError:
+    return InvalidArgumentError(f"out= is {given} but the buffer is {dtype.name}; pass a {dtype.name} one")
 
 
 def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
@@ -200,7 +209,8 @@ def _of_dlpack(array: Any, dtype: Dtype, *, copy: bool) -> Memory:
     bits = tensor.dtype.bits
     name = f"{_DLPACK_KINDS.get(tensor.dtype.code, 'unknown')}{bits}".replace("bool8", "bool")
     if name != dtype.name or tensor.dtype.lanes != 1:
-        raise _wrong_dtype(name if name in DTYPES else str(getattr(array, "dtype", name)), dtype)
+        given = name if name in DTYPES else str(getattr(array, "dtype", name))
+        raise _wrong_dtype(array, given, dtype) if copy else _wrong_out(given, dtype)
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     if not _strides_are_dense(tensor, shape):
         if not copy:

@@ -273,7 +273,7 @@ class Buffer(Place):
         """
         self._check_versions("read_version")
         number = self._wire if wire is None else self._wire_of(wire, "read_version")
-        memory = arrays.writable(out, self._dtype, self.size)
+        memory = self._writable(out, self.size, "read_version")
         return self._read_published(0, self.size, memory.place, number)
 
     @direct(_WRITE)
@@ -283,7 +283,7 @@ class Buffer(Place):
         Where two writes overlap, the last one wins, element by element.
         """
         number = self._wire if wire is None else self._wire_of(wire, "write")
-        place, count, _owner = self._source(array)
+        place, count, _owner = self._source(array, "write")
         offset, count = self._range(offset, count, "write")
         self._call(_WRITE, offset, count, place, fence=fence, wire=number)
 
@@ -350,10 +350,10 @@ class Buffer(Place):
         number = self._op(op, scale, "accumulate")
         wires = self._wire if wire is None else self._wire_of(wire, "accumulate")
         if feedback is None:
-            place, count, owner = self._source(array)
+            place, count, owner = self._source(array, "accumulate")
         else:
             self._check_feedback(feedback, op, "accumulate")
-            owner = arrays.readable(array, self._dtype)
+            owner = self._readable(array, "accumulate")
             count = owner.count
         offset, count = self._range(offset, count, "accumulate")
         result = np.empty(owner.shape, self.dtype) if fetch else None
@@ -390,7 +390,7 @@ class Buffer(Place):
         they go back into the residual. Arguments that are refused (InvalidArgumentError) leave the residual alone.
         """
         asked = self._asked("accumulate_sparse")
-        where, memory = np.ascontiguousarray(indices), arrays.readable(values, self._dtype)
+        where, memory = np.ascontiguousarray(indices), self._readable(values, "accumulate_sparse")
         if feedback is not None:
             self._check_feedback(feedback, op, "accumulate_sparse")
             if scale != 1.0:
@@ -518,7 +518,7 @@ class Buffer(Place):
         A publisher that is killed in the middle keeps the next one waiting for `ttl` seconds (default: 10, or the
         client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.
         """
-        memory = arrays.readable(array, self._dtype)
+        memory = self._readable(array, "publish")
         if memory.count != self.size:
             raise InvalidArgumentError(
                 f"{self._asked('publish')}: {memory.count} elements for its {self.size}; give all"
@@ -660,11 +660,23 @@ class Buffer(Place):
     def _asked(self, call: str) -> str:
         return f"{call} of buffer {self.name!r}"
 
-    def _source(self, array: Any) -> tuple[Any, int, Any]:
+    def _readable(self, array: Any, call: str) -> arrays.Memory:
+        try:
+            return arrays.readable(array, self._dtype)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error.__cause__
+
+    def _writable(self, out: Any, count: int, call: str) -> arrays.Memory:
+        try:
+            return arrays.writable(out, self._dtype, count)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error.__cause__
+
+    def _source(self, array: Any, call: str) -> tuple[Any, int, Any]:
         """Return (place, elements, what keeps it alive and has its shape) of an array to be read from."""
         if type(array) is np.ndarray and array.dtype is self._info.dtype and array.flags.c_contiguous:
             return memory_of(array), array.size, array
-        memory = arrays.readable(array, self._dtype)
+        memory = self._readable(array, call)
         return memory.place, memory.count, memory
 
     def _range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
@@ -899,7 +911,7 @@ class Buffer(Place):
         whole = offset == 0 and count is None
         offset, count = self._range(offset, self.size if whole else count, "read")
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
-        return offset, count, result, arrays.writable(result, self._dtype, count)
+        return offset, count, result, self._writable(result, count, "read")
 
     def _read_copy(self, version: int, offset: int, count: int | None, out: Any, wire: str | None) -> Array | None:
         """Read that version; None if a publisher has begun to overwrite it."""

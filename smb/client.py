@@ -216,11 +216,15 @@ class Client:
         elif servers is not None:
             request.server_count = _server_count(name, servers)
         self.check_open()
-        buffer = Buffer(self, BufferInfo.of(self.coordinator.create_buffer(request, self.timeout)))
-        if table is not None and (differ := table.differences(buffer.table)):
-            raise AlreadyExistsError(
-                f"create {name!r}: it exists, but with other tensors ({len(differ)} differ): {'; '.join(differ[:3])}"
-            )
+        try:
+            buffer = Buffer(self, BufferInfo.of(self.coordinator.create_buffer(request, self.timeout)))
+        except AlreadyExistsError:
+            # Which tensors says more than how many bytes; where it was deleted meanwhile, that is what is told.
+            if table is not None and exist_ok and (existing := self.open(name)).table:
+                _check_tensors(name, table, existing)
+            raise
+        if table is not None:
+            _check_tensors(name, table, buffer)
         return buffer
 
     def open(self, name: str, *, timeout: float = 0.0) -> Buffer:
@@ -419,6 +423,14 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _check_tensors(name: str, wanted: TensorTable, existing: Buffer) -> None:
+    if differ := wanted.differences(existing.table):
+        raise AlreadyExistsError(
+            f"create {name!r}: it exists, but with other tensors ({len(differ)} differ): {'; '.join(differ[:3])}; "
+            f"delete it (smb rm {name}), or take another name"
+        )
 
 
 def _check_name(call: str, name: str) -> None:

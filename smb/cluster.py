@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import json
 import os
 import secrets
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from smb.config import OWNER_VARIABLE, parse_bytes
+from smb.config import OWNER_VARIABLE, format_address, parse_address, parse_bytes
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 _START_S = 30.0  # a Python process that imports gRPC, on a loaded machine
@@ -24,6 +28,7 @@ _STOP_S = 10.0
 _POLL_S = 0.01
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Daemon:
@@ -75,8 +80,11 @@ class Daemon:
                 raise UnavailableError(f"{self.name} does not serve after {_START_S:g} s: {self._last_words()}")
             time.sleep(_POLL_S)
         ready = json.loads(self._ready.read_text())
-        self.address, self.metrics = ready["address"], ready["metrics"]
-        self._options |= {"listen": self.address, "metrics": self.metrics}
+        host, port = parse_address(ready["address"])
+        self.address, self.metrics = format_address(reachable(host), port), ready["metrics"]
+        # The host stays as it was asked: all of this host's addresses are not the one by which others reach it.
+        listen = format_address(parse_address(self._options["listen"])[0], port)
+        self._options |= {"listen": listen, "metrics": self.metrics}
 
     def start(self) -> None:
         """Start it again and wait until it serves, under the same name and address, with the memory it left."""
@@ -107,12 +115,13 @@ class Daemon:
 
 
 class LocalCluster:
-    """One coordinator and `servers` memory servers as real processes on loopback; a context manager.
+    """One coordinator and `servers` memory servers as real processes, by default on loopback; a context manager.
 
     `capacity` is each server's, in bytes or as text. Other options go to the memory servers: loops=2 becomes --loops
-    2. `listen` is the coordinator's address, `session_lease` (seconds) how long a silent client counts as alive. The
-    daemons end with the block, or with this process, and leave nothing. Raises UnavailableError, with what the daemon
-    said, where one does not start.
+    2. `listen` is the coordinator's address; the memory servers listen on the same host, on ports of their own. With
+    0.0.0.0 all are reached at this host's address, `address` too; whoever reaches them may read and write.
+    `session_lease` (seconds) is how long a silent client counts as alive. The daemons end with the block, or with this
+    process, and leave nothing. Raises UnavailableError, with what the daemon said, where one does not start.
     """
 
     def __init__(
@@ -126,6 +135,7 @@ class LocalCluster:
     ) -> None:
         if servers < 1:
             raise InvalidArgumentError(f"LocalCluster: servers={servers}; it needs at least one")
+        parse_address(listen)
         self._count = servers
         self._capacity = parse_bytes(capacity)
         self._listen = listen
@@ -161,11 +171,13 @@ class LocalCluster:
             self.coordinator = Daemon("smb.cli.main coordinator", "coordinator", options, private)
             self.coordinator.spawn()
             self.coordinator.wait_ready(deadline)
+            host = parse_address(self._listen)[0]
             for index in range(self._count):
                 name = f"server-{index}"
                 options = {
                     "coordinator": self.address,
-                    "listen": "127.0.0.1:0",
+                    "listen": format_address(host, 0),
+                    "advertise": reachable(host),
                     "metrics": "127.0.0.1:0",
                     "capacity": str(self._capacity),
                     "name": name,
@@ -197,6 +209,38 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def reachable(host: str) -> str:
+    """Return the host; for 0.0.0.0 or :: the address by which other hosts reach this one, loopback if it has no other.
+
+    The address is that of the default route, else of the first interface that has one. Sends nothing.
+    """
+    try:
+        asked = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return host
+    if not asked.is_unspecified:
+        return host
+    # Addresses for documentation (RFC 5737, RFC 3849): connecting a datagram socket only picks the route.
+    family, far = (socket.AF_INET, "192.0.2.1") if asked.version == 4 else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            probe.connect((far, 9))
+            return str(probe.getsockname()[0])
+        if asked.version == 4:
+            return next(_interface_addresses(probe), "127.0.0.1")
+    return "::1"
+
+
+def _interface_addresses(any_socket: socket.socket) -> Iterator[str]:
+    """The IPv4 addresses of this host's interfaces, loopback left out."""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # one without an address
+            found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            address = ipaddress.IPv4Address(found[20:24])
+            if not address.is_loopback:
+                yield str(address)
 
 
 def _sweep() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from smb import errors
+from smb.config import parse_address
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
 
@@ -41,10 +43,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 ANSWERED = "smb-answered"
 
 _COMES_BACK_S = 2.0
+_PROBE_S = 1.0
+_NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
 
 
 def _was_not_sent(error: Any) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
+
+
+def _why_not(address: str) -> str:
+    """Return why no coordinator could be reached, as a bare connection finds it."""
+    try:
+        socket.create_connection(parse_address(address), _PROBE_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return _NO_COORDINATOR
 
 
 class Coordinator:
@@ -116,10 +129,11 @@ class Coordinator:
             # Perhaps it is just being started, or started again: gRPC would go on failing until its next attempt.
             grpc.channel_ready_future(self._channel).result(timeout=min(timeout, _COMES_BACK_S))
             return method(request, timeout=timeout)
-        except grpc.FutureTimeoutError as error:
-            raise self._nobody("connection refused or no route") from error
+        # gRPC's own tracebacks, chained, are 30 lines that say no more.
+        except grpc.FutureTimeoutError:
+            raise self._nobody(_why_not(self.address)) from None
         except grpc.RpcError as error:
-            raise self._error(error, timeout) from error
+            raise self._error(error, timeout) from None
         except ValueError as error:  # grpc's answer to a call on a closed channel
             raise errors.UnavailableError("the client is closed; call smb.connect again") from error
 
@@ -139,6 +153,8 @@ class Coordinator:
             )
         if code is grpc.StatusCode.CANCELLED:  # only closing the channel cancels our calls
             return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return self._nobody(_NO_COORDINATOR)
         if code in _CLASSES:
             return _CLASSES[code](details)
         return errors.Error(f"the coordinator at {self.address} failed with {code.name}: {details}")

@@ -40,19 +40,30 @@ DTYPES: dict[str, Dtype] = {
 # How float32 travels between client and server; the numbers are in frames.
 WIRES: dict[str, int] = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 SPARSE_WIRE = 4
+_AMBIGUOUS = ("float", "int")
 OPS: dict[str, int] = {"sum": 1, "min": 2, "max": 3, "prod": 4, "replace": 5, "elastic": 6}
+
+
+def name_of(dtype: object) -> str:
+    """Return numpy's name of an element type: of a name, a numpy dtype or type, or a torch dtype; of others their text.
+
+    Raises InvalidArgumentError for the names "float" and "int": numpy means 64 bits by them, torch 32.
+    """
+    text = str(dtype).removeprefix("torch.")
+    if text in _AMBIGUOUS:
+        raise InvalidArgumentError(f"dtype {text!r} is 32 bits in torch and 64 in numpy; say {text}32 or {text}64")
+    if text in DTYPES:
+        return text
+    try:
+        known = np.dtype(dtype)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        return text
+    return str(known.name if known.isnative else known.str)
 
 
 def dtype_of(dtype: object) -> Dtype:
     """Return the element type of a name, a numpy dtype or type, or a torch dtype. Raises InvalidArgumentError."""
-    text = str(dtype)
-    name = text.removeprefix("torch.")
+    name = name_of(dtype)
     if name not in DTYPES:
-        try:
-            known = np.dtype(dtype)  # type: ignore[call-overload]
-            name = known.name if known.isnative else known.str
-        except (TypeError, ValueError):
-            name = text
-    if name not in DTYPES:
-        raise InvalidArgumentError(f"there is no dtype {text!r} here; there are {', '.join(DTYPES)}")
+        raise InvalidArgumentError(f"there is no dtype {str(dtype)!r} here; there are {', '.join(DTYPES)}")
     return DTYPES[name]

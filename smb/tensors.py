@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from smb import arrays
-from smb.dtypes import DTYPES, Dtype
+from smb.dtypes import DTYPES, Dtype, name_of
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -163,13 +163,19 @@ class TensorTable(Mapping[str, TensorPlace]):
         }
 
     def differences(self, other: TensorTable) -> list[str]:
-        """Return what another table has otherwise: "name: what"."""
+        """Return what another table has otherwise: "name: what".
+
+        Places count only where nothing else differs: behind one tensor of another size all have others.
+        """
         found = [f"{name}: only in one" for name in self._places.keys() ^ other._places.keys()]
+        moved = []
         for name in self._places.keys() & other._places.keys():
             ours, theirs = self[name], other[name]
-            if ours != theirs:
+            if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
                 found.append(f"{name}: {_describe(ours)}, not {_describe(theirs)}")
-        return sorted(found)
+            elif ours != theirs:
+                moved.append(f"{name}: at byte {ours.offset}, not {theirs.offset}")
+        return sorted(found or moved)
 
     def __getitem__(self, name: str) -> TensorPlace:
         return self._places[name]
@@ -309,13 +315,10 @@ def _form(asked: str, tensor: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
         extents = _extents(shape)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"{asked}: {_short(shape)} is no shape: {error}") from error
-    name = str(dtype).removeprefix("torch.")
-    if name not in ELEMENTS:
-        try:
-            known = np.dtype(dtype)
-            name = known.name if known.isnative else known.str
-        except (TypeError, ValueError):
-            pass
+    try:
+        name = name_of(dtype)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{asked}: {error}") from None
     if name not in ELEMENTS:
         raise InvalidArgumentError(f"{asked}: there is no dtype {name!r} here; there are {', '.join(ELEMENTS)}")
     return ELEMENTS[name].numpy, extents
@@ -329,7 +332,7 @@ def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _describe(place: TensorPlace) -> str:
-    return f"{place.dtype.name}{list(place.shape)} at byte {place.offset}"
+    return f"{place.dtype.name}{list(place.shape)}"
 
 
 def _short(value: object) -> str:

@@ -23,7 +23,10 @@ def bench(
     transport: Annotated[
         list[str] | None,
         typer.Option(
-            "--transport", help="auto, shm or tcp; may be repeated. Default: shm and tcp.", show_default=False
+            "--transport",
+            help="auto, shm or tcp; may be repeated. Default: shm and tcp; where --coordinator or SMB_COORDINATOR "
+            "names a cluster: auto, the way that clients take by themselves.",
+            show_default=False,
         ),
     ] = None,
     sizes: Annotated[
@@ -40,7 +43,7 @@ def bench(
 
     Of write, read, accumulate and fetch_add; the bytes are checked. The limit is measured in the same run, in turns
     with ours: for shm one copy by the processor (or one in-place addition), for tcp a bare socket that moves the same
-    bytes between two processes. Runs a cluster of its own unless --coordinator names one.
+    bytes between two processes. Runs a cluster of its own unless --coordinator or SMB_COORDINATOR names one.
     """
     from smb.bench import BenchConfig, run_bench
 
@@ -52,6 +55,8 @@ def bench(
             servers=servers,
             coordinator=coordinator,
         )
+    if coordinator:
+        console(stderr=True).print(f"measuring the cluster at {coordinator}, transport {', '.join(config.transports)}")
     with interrupted_once():
         if as_json:
             print_json([line.to_json() for line in run_bench(config)])

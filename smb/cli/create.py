@@ -9,6 +9,7 @@ import typer
 from smb.cli.connection import connect
 from smb.cli.options import Coordinator, Json, parse_size
 from smb.cli.output import console, print_json
+from smb.errors import AlreadyExistsError
 
 
 def create(
@@ -39,7 +40,12 @@ def create(
     extents = _parse_shape(shape)
     stripe_bytes = None if stripe is None else parse_size(stripe)
     with connect(coordinator) as client:
-        buffer = client.create(name, extents, dtype, servers=servers, stripe=stripe_bytes, wire=wire, exist_ok=exist_ok)
+        try:
+            buffer = client.create(
+                name, extents, dtype, servers=servers, stripe=stripe_bytes, wire=wire, exist_ok=exist_ok
+            )
+        except AlreadyExistsError as error:  # advises in Python's words
+            raise AlreadyExistsError(str(error).replace("exist_ok=True", "--exist-ok")) from None
         if as_json:
             print_json(buffer_json(buffer))
             return

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from typing import Any
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
 
 # Wider than any table: into a file or a pipe, nothing is folded or cut.
 _WIDTH_WITHOUT_TERMINAL = 4096
+_PADDING = re.compile(" +$", re.MULTILINE)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that folds long cells on a terminal and leaves them whole elsewhere."""
+    """Return a console that folds long cells on a terminal, and leaves them whole and unpadded elsewhere."""
     out = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
-    return (
-        out
-        if out.is_terminal
-        else Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=_WIDTH_WITHOUT_TERMINAL)
-    )
+    if out.is_terminal:
+        return out
+    file = cast(IO[str], _Unpadded(sys.stderr if stderr else sys.stdout))
+    return Console(file=file, highlight=False, emoji=False, markup=False, width=_WIDTH_WITHOUT_TERMINAL)
+
+
+class _Unpadded:
+    """A file without the spaces by which rich fills lines up to a table's width; it writes whole lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(_PADDING.sub("", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def print_json(value: Any) -> None:

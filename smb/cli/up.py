@@ -23,12 +23,18 @@ def up(
     servers: Annotated[int, typer.Option("--servers", min=1, help="How many memory servers.")] = 2,
     capacity: Annotated[str, typer.Option("--capacity", metavar="SIZE", help="Memory of each server.")] = "1GiB",
     listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="The coordinator's address; port 0 picks a free one.")
+        str,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="The coordinator's address, port 0: a free one. The memory servers listen on the same host.",
+        ),
     ] = "127.0.0.1:7070",
 ) -> None:
     """Run a cluster on this machine, until Ctrl-C.
 
-    One coordinator and some memory servers, as real processes; nothing of them is left at the end.
+    One coordinator and some memory servers, as real processes; nothing of them is left at the end. For processes on
+    other machines: --listen with this machine's address, or 0.0.0.0; whoever reaches it may read and write then.
     """
     import smb
 
@@ -49,6 +55,10 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int) -> None:
     out.print(f"coordinator at {cluster.address}, metrics at http://{cluster.coordinator.metrics}/metrics")
     for server in cluster.servers:
         out.print(f"{server.name} at {server.address}, {format_bytes(capacity_bytes)}, pid {server.pid}")
+    if _is_loopback(cluster.address):
+        out.print("Reached from this machine alone; --listen HOST:PORT opens it to others.")
+    else:
+        out.print("WARNING: whoever reaches these ports may read, change and delete. Only in a network that you trust!")
     out.print("\nIn another terminal:\n")
     out.print(f"  export SMB_COORDINATOR={cluster.address}")
     out.print("  smb status")
@@ -56,6 +66,18 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int) -> None:
     out.print("\nCtrl-C stops the cluster and frees its memory.")
     # Also into a pipe, where nobody would see it before the end.
     out.file.flush()
+
+
+def _is_loopback(address: str) -> bool:
+    import ipaddress
+
+    from smb.config import parse_address
+
+    host, _ = parse_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _watch(cluster: LocalCluster) -> None:

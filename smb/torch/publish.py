@@ -38,7 +38,7 @@ class Publisher:
     `state` (a module, or a mapping of names to dense tensors) gives names, shapes and dtypes; the buffer is created, or
     opened where it exists with the same: a trainer that was restarted goes on with the next generation. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
-    publication. Thread-safe.
+    publication. Thread-safe. Raises AlreadyExistsError where the name has another state's tensors, and says which.
     """
 
     def __init__(self, client: Client, name: str, state: State, **options: Any) -> None:

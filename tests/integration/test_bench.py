@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,33 @@ def test_a_running_cluster_is_measured_and_left_as_it_was() -> None:
         lines = run_bench(config, lambda line: seen.append(line.operation))
         assert seen == ["write", "read", "accumulate", "fetch_add"] == [line.operation for line in lines]
         assert [info.name for info in client.list()] == ["others"]
+
+
+def test_a_cluster_of_the_environment_is_measured_by_name() -> None:
+    """SMB_COORDINATOR's cluster is measured over what clients take, and that is said; or over what is asked for."""
+    with _cluster() as address:
+        for options, told in (((), "transport auto"), (("--transport", "tcp"), "transport tcp")):
+            result = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "smb.cli.main",
+                    "bench",
+                    "--sizes",
+                    "8",
+                    "--seconds",
+                    "0.01",
+                    "--json",
+                    *options,
+                ],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env={**os.environ, "SMB_COORDINATOR": address},
+            )
+            assert result.returncode == 0, result.stderr
+            assert f"measuring the cluster at {address}, {told}" in result.stderr
+            assert {line["transport"] for line in json.loads(result.stdout)} == {"tcp" if options else "shm"}
 
 
 def test_sizes_that_are_no_elements_are_refused() -> None:

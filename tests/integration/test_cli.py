@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 import smb
+import smb.train
+from perf import netlab
 from smb.cli import main as cli
+from smb.config import parse_address
 
 DEADLINE_SECONDS = 30.0
 
@@ -51,6 +54,12 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return int(ended.value.code or 0), out, err
 
 
+def stat_here(capsys: pytest.CaptureFixture[str], cluster: smb.LocalCluster, *arguments: str) -> str:
+    code, out, err = run_here(capsys, "stat", *arguments, "-c", cluster.address)
+    assert code == 0, err
+    return out
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -79,7 +88,7 @@ def test_a_buffer_from_creation_to_deletion(cluster: smb.LocalCluster) -> None:
     for server in cluster.servers:
         assert server.name in detail.stdout
     described = json.loads(run_smb("stat", name, "--json", coordinator=cluster.address).stdout)
-    assert described == {**entry, "metadata": {}}
+    assert described == {**entry, "versions": 1, "version": 0, "metadata": {}}
     assert sum(segment["nbytes"] for segment in described["segments"]) == 1_200_000
     assert {segment["server"] for segment in described["segments"]} == {server.name for server in cluster.servers}
 
@@ -102,6 +111,50 @@ def test_stat_shows_metadata(cluster: smb.LocalCluster) -> None:
         client.delete("cli/meta")
 
 
+def test_stat_shows_what_was_published(cluster: smb.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of copies and the version published last; a buffer that nobody publishes has no such line."""
+    with smb.connect(cluster.address) as client:
+        buffer = client.create("cli/published", 4, versions=2)
+        client.create("cli/plain", 4)
+        for told in ("nothing yet", "version 1"):
+            lines = stat_here(capsys, cluster, "cli/published").splitlines()
+            assert any(line.split() == ["versions", "2"] for line in lines)
+            assert any(line.split() == ["published", *told.split()] for line in lines)
+            buffer.publish(np.ones(4, np.float32))
+        described = json.loads(stat_here(capsys, cluster, "cli/published", "--json"))
+        assert (described["versions"], described["version"]) == (2, 2)
+        assert "published" not in stat_here(capsys, cluster, "cli/plain").replace("cli/published", "")
+        client.delete("cli/published")
+        client.delete("cli/plain")
+
+
+def test_stat_shows_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a group its scheme, round and workers, those that left too; lines end where their text does.
+
+    What only the servers know is unknown while they are down.
+    """
+    values = np.zeros(4, np.float32)
+    with smb.LocalCluster(servers=1, capacity="64MiB") as cluster, smb.connect(cluster.address) as client:
+        worker = smb.train.join(client, "cli-run", values, smb.train.LocalSGD(every=1))
+        for _ in range(2):
+            values += 1
+            worker.step(samples=8)
+        shown = stat_here(capsys, cluster, "cli-run")
+        assert re.search(r"training by localsgd, round \d+, 1 of 1 workers alive", shown)
+        assert re.search(rf"^ *0 +alive .* {os.getpid()} .* 2 +0 +0 +16$", shown, re.MULTILINE)
+        assert shown == re.sub(r" +\n", "\n", shown)
+        training = json.loads(stat_here(capsys, cluster, "cli-run", "--json"))["training"]
+        assert (training["scheme"], training["settings"]["every"], training["round"] > 0) == ("localsgd", 1, True)
+        assert [each["samples"] for each in training["workers"]] == [16]
+        worker.close()
+        assert "0 of 1 workers alive" in stat_here(capsys, cluster, "cli-run")
+        cluster.servers[0].terminate()
+        assert re.search(r"published +unknown", shown := stat_here(capsys, cluster, "cli-run"))
+        assert "its round and workers are unknown" in shown
+        described = json.loads(stat_here(capsys, cluster, "cli-run", "--json"))
+        assert (described["versions"], described["version"], described["training"]) == (1, None, None)
+
+
 def test_create_with_a_wire(cluster: smb.LocalCluster) -> None:
     """create --wire sets how elements travel, stat says it; another name, or another dtype, is refused."""
     arguments = ("create", "cli/wire", "--shape", "10", "--wire")
@@ -122,6 +175,7 @@ def test_create_twice_is_an_error_unless_allowed(cluster: smb.LocalCluster) -> N
     assert again.returncode == 1
     assert len(again.stderr.splitlines()) == 1
     assert "cli/twice" in again.stderr
+    assert "pass --exist-ok" in again.stderr
     assert run_smb(*arguments, "--exist-ok", coordinator=cluster.address).returncode == 0
     other = run_smb("create", "cli/twice", "--shape", "11", "--exist-ok", coordinator=cluster.address)
     assert other.returncode == 1
@@ -201,7 +255,7 @@ def test_no_coordinator_named(capsys: pytest.CaptureFixture[str]) -> None:
         ("create", "x", "--shape", "1", "--stripe", "many"),
         ("bench", "--transport", "pigeon"),
         ("bench", "--sizes", "3"),
-        ("demo", "--scheme", "hsgd"),
+        ("demo", "--scheme", "pigeon"),
         ("nonsense",),
     ],
 )
@@ -234,6 +288,7 @@ def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
             line = process.stdout.readline()
             assert line, process.stderr.read() if process.stderr else ""
             greeting += line
+        assert "WARNING" not in greeting
         with smb.connect(f"127.0.0.1:{port}") as client:
             buffer = client.create("up/weights", (1 << 16,), "float32", servers=2, stripe="64KiB")
             buffer.accumulate(np.ones(1 << 16, dtype=np.float32))
@@ -244,6 +299,63 @@ def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
         assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert not list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
+
+
+def test_a_cluster_listens_at_one_host() -> None:
+    """Memory servers listen at the coordinator's host and are registered there, and nowhere else."""
+    with smb.LocalCluster(servers=2, capacity="16MiB", listen="127.0.0.2:0") as cluster:
+        with smb.connect(cluster.address) as client:
+            addresses = [cluster.address, *(server.address for server in client.servers())]
+        for host, port in map(parse_address, addresses):
+            assert host == "127.0.0.2"
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_a_cluster_at_all_addresses() -> None:
+    """With 0.0.0.0 no address that is told is 0.0.0.0, and a server that is restarted listens at all of them again."""
+    with smb.LocalCluster(servers=1, capacity="16MiB", listen="0.0.0.0:0") as cluster:
+        (server,) = cluster.servers
+        before = server.address
+        server.kill()
+        server.start()
+        assert server.address == before
+        with smb.connect(cluster.address) as client:
+            assert [each.address for each in client.servers()] == [before]
+        for host, port in map(parse_address, (cluster.address, before)):
+            assert host != "0.0.0.0"
+            socket.create_connection(("127.0.0.1", port), 5).close()
+
+
+USER = """
+import sys, smb
+with smb.connect(sys.argv[1], transport="tcp", timeout=5) as client:
+    buffer = client.create("far", (4,), servers=1)
+    buffer.fill(3)
+    print(buffer.read().sum())
+"""
+
+
+@pytest.mark.skipif(netlab.missing() is not None, reason=str(netlab.missing()))
+def test_up_for_other_hosts() -> None:
+    """At 0.0.0.0 `smb up` says who may do what, and what it tells to export works on another host."""
+    with netlab.Lab([netlab.Host("here"), netlab.Host("there")]) as lab:
+        command = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
+        up = lab.popen("here", [*command, "--listen", "0.0.0.0:7070"], stdout=subprocess.PIPE, text=True)
+        assert up.stdout is not None
+        greeting = ""
+        while "Ctrl-C" not in greeting:
+            line = up.stdout.readline()
+            assert line, greeting
+            greeting += line
+        assert "whoever reaches these ports may read" in greeting
+        told = re.search(r"SMB_COORDINATOR=(\S+)", greeting)
+        assert told is not None
+        assert told[1] == f"{lab.address('here')}:7070"
+        used = lab.run("there", [sys.executable, "-c", USER, told[1]], stdout=subprocess.PIPE, text=True, timeout=30)
+        assert used.stdout.strip() == "12.0"
+        up.send_signal(signal.SIGINT)
+        up.communicate(timeout=DEADLINE_SECONDS)
 
 
 def test_up_on_a_taken_port_says_so() -> None:

@@ -157,13 +157,21 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.read(0, 2.0), "whole numbers"),  # type: ignore[arg-type]
     (lambda w: w.read("0"), "whole numbers"),  # type: ignore[arg-type]
     (lambda w: w.read(out=np.empty(9, np.float32)), "has 9 elements, but 10"),
-    (lambda w: w.read(out=np.empty(10)), "float64 but the buffer is float32"),
+    (
+        lambda w: w.read(out=np.empty(10)),
+        "read of buffer 'w': out= is float64 but the buffer is float32; pass a float32",
+    ),
     (lambda w: w.read(out=np.empty(20, np.float32)[::2]), "not contiguous"),
     (lambda w: w.write(np.ones(11, np.float32)), "11 elements from element 0"),
     (lambda w: w.write(np.ones(2, np.float32), 9), "2 elements from element 9"),
     (lambda w: w.write([]), "0 elements"),
-    (lambda w: w.write(np.ones(10)), r"float64 but the buffer is float32; .*astype\('float32'\)"),
-    (lambda w: w.write(torch.ones(10, dtype=torch.bfloat16)), "bfloat16 but the buffer is float32"),
+    (
+        lambda w: w.write(np.ones(10)),
+        r"write of buffer 'w': .* float64 but the buffer is float32; .*astype\('float32'\)",
+    ),
+    (lambda w: w.write(torch.ones(10, dtype=torch.bfloat16)), r"buffer 'w': .*bfloat16 but .*float32; .*\.float\(\)"),
+    (lambda w: w.accumulate(np.ones(10)), "accumulate of buffer 'w': the array is float64"),
+    (lambda w: w.publish(np.ones(10)), "publish of buffer 'w': the array is float64"),
     (lambda w: w.write("text"), "float32"),
     (lambda w: w.write(object()), "float32"),
     (lambda w: w.fill("1"), "fill of buffer 'w': '1' is no float32"),  # type: ignore[arg-type]
@@ -267,6 +275,21 @@ def test_no_coordinator() -> None:
     for address in ("nowhere", "host:", ":1", "host:99999"):
         with pytest.raises(smb.InvalidArgumentError, match=r"no address|out of range"):
             smb.connect(address)
+
+
+def test_what_answers_is_no_coordinator(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """A memory server's ports, for data and for control, are told from nobody's; no traceback of gRPC's is chained."""
+    server = connect().coordinator.list_servers(5)[0]
+    for address in (server.data_address, server.control_address):
+        with pytest.raises(smb.UnavailableError, match=f"{address} .*something listens there") as raised:
+            smb.connect(address, timeout=5)
+        assert raised.value.__suppress_context__
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(smb.UnavailableError, match="refused") as raised:
+        smb.connect(f"127.0.0.1:{port}", timeout=5)
+    assert raised.value.__suppress_context__
+    assert raised.value.__cause__ is None
 
 
 def test_a_coordinator_that_does_not_answer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +206,22 @@ def test_a_server_that_never_found_its_coordinator_stops_cleanly(daemons: Daemon
     wait_for(lambda: "cannot be reached" in server.log.read_text(), "first attempt")
     assert server.stop() == 0
     assert daemons.files() == []
+
+
+def test_a_server_whose_directory_was_removed_stops_cleanly(
+    daemons: Daemons, daemon: Daemon, coordinator: CoordinatorStub
+) -> None:
+    """As by the end of the `smb up` whose server it is, started again by hand: one line, no traceback, code 0."""
+    directory = daemons.memory / "gone"
+    directory.mkdir()
+    server = daemons.memory_server(daemon.address, "a", "--memory-dir", str(directory))
+    assert server.address
+    create(coordinator)
+    shutil.rmtree(directory)
+    assert server.stop() == 0
+    log = server.log.read_text()
+    assert "was removed meanwhile" in log
+    assert "Traceback" not in log
 
 
 def test_a_second_server_of_a_name_is_refused(

@@ -112,7 +112,10 @@ def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
         publisher.publish({name: tensor for name, tensor in state.items() if name != "a"})
     assert publisher.generation == 1
     assert value_of(smb.torch.follow(client, "w").state_dict()) == 1
-    with pytest.raises(smb.AlreadyExistsError, match="exists, but with"):
+    changed = {**state, "b": torch.zeros(7, 11)}
+    with pytest.raises(smb.AlreadyExistsError, match=r"other tensors \(1 differ\): b: .*\[7, 11\], not .*smb rm w\)"):
+        smb.torch.Publisher(client, "w", changed)
+    with pytest.raises(smb.AlreadyExistsError, match=r"other tensors .*only in one"):
         smb.torch.Publisher(client, "w", network())
     model = network(3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -136,17 +136,23 @@ def test_another_dtype_is_refused_by_both_names() -> None:
     for given, name in (
         (values, "float64"),
         (values.astype(">f4"), ">f4"),
-        (torch.zeros(3, dtype=torch.float16), "float16"),
-        (torch.zeros(3, dtype=torch.bool), "torch.bool"),
-        (torch.zeros(3, dtype=torch.complex64), "torch.complex64"),
         (memoryview(values), "float64"),
         (OnlyInterface(values), "float64"),
         (b"abcd", "uint8"),
     ):
         with pytest.raises(InvalidArgumentError, match=rf"is {name} but the buffer is float32; .*astype\('float32'\)"):
             readable(given, FLOAT32)
-    with pytest.raises(InvalidArgumentError, match="is float64 but the buffer is float32"):
-        writable(values, FLOAT32, 3)
+    for dtype, name in ((torch.float16, "float16"), (torch.bool, "torch.bool"), (torch.complex64, "torch.complex64")):
+        tensor = torch.zeros(3, dtype=dtype)
+        with pytest.raises(InvalidArgumentError, match=rf"is {name} but the buffer is float32; .*tensor\.float\(\)"):
+            readable(tensor, FLOAT32)
+        with pytest.raises(InvalidArgumentError, match=rf"is {name} but .* int64; .*tensor\.to\(torch\.int64\)"):
+            readable(tensor, INT64)
+    for out in (values, torch.zeros(3, dtype=torch.float64)):
+        with pytest.raises(
+            InvalidArgumentError, match=r"^out= is float64 but the buffer is float32; pass a float32 one"
+        ):
+            writable(out, FLOAT32, 3)
 
 
 def test_out_must_be_writable_and_fit() -> None:

@@ -17,8 +17,11 @@ def test_tables_outside_a_terminal_keep_long_names_whole(capsys: pytest.CaptureF
     name = "team/" + "x" * 250
     rows = output.table("NAME", "SIZE", right=("SIZE",))
     rows.add_row(name, "1 B")
+    rows.add_row("short", "")
     output.console().print(rows)
-    assert any(name in line and "1 B" in line for line in capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    assert any(name in line and "1 B" in line for line in lines)
+    assert "short" in lines
 
 
 def test_tables_on_a_terminal_fold_long_names() -> None:

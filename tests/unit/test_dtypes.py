@@ -12,6 +12,7 @@ import torch
 from smb._engine import lib
 from smb.dtypes import DTYPES, OPS, dtype_of
 from smb.errors import InvalidArgumentError
+from smb.tensors import TensorTable
 
 
 def test_numbers_are_the_engines() -> None:
@@ -50,3 +51,13 @@ def test_other_dtypes_are_refused(given: Any) -> None:
     """What has no element type, as the other byte order, is refused, and the message lists what there is."""
     with pytest.raises(InvalidArgumentError, match=r"there are float16, .*uint8"):
         dtype_of(given)
+
+
+@pytest.mark.parametrize("given", ["float", "int"])
+def test_names_of_two_meanings_are_refused(given: str) -> None:
+    """torch's float is float32, numpy's float64; the message names both."""
+    with pytest.raises(InvalidArgumentError, match=f"say {given}32 or {given}64"):
+        dtype_of(given)
+    with pytest.raises(InvalidArgumentError, match=f"'a': dtype '{given}' .*say {given}32"):
+        TensorTable.of({"a": (3, given)})
+    assert dtype_of(f"{given}32").itemsize == 4

@@ -144,13 +144,17 @@ def test_a_table_that_others_stored_is_not_trusted(table: Any) -> None:
 
 
 def test_differences_are_named() -> None:
-    """A tensor that only one has, and one of another shape, dtype or place."""
+    """A tensor that only one has, and one of another shape or dtype; of another place, if that is all."""
     one = TensorTable.of({"a": (3, "float32"), "b": (3, "float32"), "c": (3, "float32")})
     other = TensorTable.of({"a": (3, "float32"), "b": (4, "float32"), "d": (3, "float32")})
     assert one.differences(one) == []
     assert one.differences(other) == [
-        "b: float32[3] at byte 64, not float32[4] at byte 64", "c: only in one", "d: only in one",
+        "b: float32[3], not float32[4]", "c: only in one", "d: only in one",
     ]  # fmt: skip
+    larger = TensorTable.of({"a": (30, "float32"), "b": (3, "float32"), "c": (3, "float32")})
+    assert one.differences(larger) == ["a: float32[3], not float32[30]"]
+    swapped = TensorTable.of({"b": (3, "float32"), "a": (3, "float32"), "c": (3, "float32")})
+    assert one.differences(swapped) == ["a: at byte 0, not 64", "b: at byte 64, not 0"]
 
 
 def test_views_need_the_memory_of_such_a_buffer() -> None:
