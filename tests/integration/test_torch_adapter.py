@@ -278,7 +278,7 @@ def test_other_models_and_settings_are_refused(connect: Connect) -> None:
     with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=client):
         other = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
         before = other[0].weight.detach().clone()
-        with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight: float32\[6, 8\] .*, not float32\[8, 6\]"):
+        with pytest.raises(smb.InvalidArgumentError, match=r"0\.weight: float32\[6, 8\], not float32\[8, 6\]"):
             smb.torch.join(other, sgd(other), "run", client=client)
         assert torch.equal(other[0].weight, before)
         other = network()
