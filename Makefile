@@ -81,8 +81,9 @@ $(VENV)/demo-installed: $(VENV)/installed examples/demo-requirements.txt
 	$(PIP) install --requirement examples/demo-requirements.txt
 	@touch $@
 
-$(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt
+$(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt examples/transformer-requirements.txt
 	$(PIP) install --requirement tests/requirements.txt
+	$(PIP) install --no-deps --requirement examples/transformer-requirements.txt
 	@touch $@
 
 # Some have no build for some machines: what can't be had is a footnote of the table, not an error. PyTorch brings gloo.
