@@ -60,9 +60,9 @@ class Contribution:
     def finish(self) -> None:
         """Wait until what was started is acknowledged, each element once. Blocks. Does nothing where nothing was.
 
-        A call that failed is settled, and what it missed is sent again, once. Where that fails too, or where it can't
-        be found out what was applied, the error is raised (TimeoutError, UnavailableError, NotFoundError, ...), and the
-        rest stays: finish() again goes on from there, and still counts each element once.
+        A call that failed is settled, and what it missed is sent again, once. Where that fails too the error is raised
+        (TimeoutError, UnavailableError, NotFoundError, ...), and the rest stays: finish() again goes on from there, and
+        still counts each element once.
         """
         repeated = False
         while self.under_way:
@@ -73,7 +73,7 @@ class Contribution:
             part, future = self._call
             error = _wait(future)
             if error is not None:
-                self._left[:0] = self._missed(part, error)
+                self._left[:0] = missed(self._buffer, part, error)
             self._call = None
             if error is not None:
                 if repeated:
@@ -103,12 +103,19 @@ class Contribution:
             except Error as error:
                 _log.warning("after a contribution to buffer %r: %s", self._buffer.name, error)
 
-    def _missed(self, part: range, error: Error) -> list[range]:
-        """Return what of the part was not applied, and never will be. Raises as Buffer.settle does."""
-        try:
-            return self._buffer.settle(error)
-        except InvalidArgumentError:
-            return [part]  # it was refused, or never sent: no outcome is in doubt
+
+def missed(buffer: Buffer, part: range, error: Error) -> list[range]:
+    """Return what of a change of this part was not applied, and never will be. Blocks. Raises TimeoutError.
+
+    Where that can't be known any more it is nothing: an element counts at most once then.
+    """
+    try:
+        return buffer.settle(error)
+    except InvalidArgumentError:
+        return [part]  # it was refused, or never sent: no outcome is in doubt
+    except UnavailableError as unknown:
+        _log.warning("a contribution may have been lost in part: %s", unknown)
+        return []
 
 
 def _wait(future: Future[None]) -> Error | None:

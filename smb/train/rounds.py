@@ -120,6 +120,7 @@ class RoundExchange(Exchange):
         self._base_round = 0
         self._delta = np.empty_like(values)
         self._steps = self._samples = 0  # since the last exchange
+        self._repeated = False
         # The contribution in the inbox, as long as its fate is open:
         self._sent = False
         self._tokens = 0.0  # its weight, but for staleness
@@ -146,8 +147,14 @@ class RoundExchange(Exchange):
 
     def step(self, samples: int) -> None:
         """Contribute at every interval; wait for the round to be closed, unless the scheme does not wait."""
-        self._steps += 1
-        self._samples += samples
+        if not self._repeated:
+            self._steps += 1
+            self._samples += samples
+        self._repeated = True  # as long as it has not returned: called again, it is the same step
+        self._exchange()
+        self._repeated = False
+
+    def _exchange(self) -> None:
         if self._owing:  # an earlier call was interrupted: these local steps are lost
             self._finish()
         elif self._steps >= self._interval:
@@ -204,7 +211,7 @@ class RoundExchange(Exchange):
         self._base_round = self._group.read(self._values)
         self._base[:] = self._values
         self._steps = self._samples = 0
-        self._owing = False
+        self._owing = self._repeated = False
 
     def _settle(self) -> bool:
         """Find out what becomes of the contribution. Waits for its round to be closed, or, in a scheme that does not

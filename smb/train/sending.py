@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.errors import Error, InvalidArgumentError
+from smb.errors import Error
+from smb.train.contribution import missed
 from smb.train.scheme import Values
 
 
@@ -47,14 +48,11 @@ class Deltas:
         self._base[:] = self.values
 
     def finish(self) -> bool:
-        """Send what failed before; False if nothing did. Blocks. Raises as `send`, and Buffer.settle: call it again."""
+        """Send what failed before; False if nothing did. Blocks. Raises as `send`: call it again."""
         failure = self._failure
         if failure is None:
             return False
-        try:
-            missing = self._weights.settle(failure)
-        except InvalidArgumentError:  # no outcome is in doubt: nothing was applied
-            missing = [range(self._delta.size)]
+        missing = missed(self._weights, range(self._delta.size), failure)
         left = np.zeros_like(self._delta)
         for part in missing:
             left[part.start : part.stop] = self._delta[part.start : part.stop]

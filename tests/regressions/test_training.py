@@ -295,3 +295,21 @@ def test_a_group_that_was_deleted_in_part(connect: Connect, monkeypatch: pytest.
             smb.train.delete(client, "run")
     smb.train.delete(client, "run")
     assert client.list() == []
+
+
+def test_a_repeated_step_counts_its_samples_once(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that failed because a server was away, and was called again, weighed twice as much."""
+    scheme = BSP(token_weights=True)
+    values = [np.zeros(SIZE, np.float32) for _ in range(2)]
+    workers = [smb.train.join(connect(), "run", own, scheme) for own in values]
+    inbox = workers[0]._exchange._inbox  # type: ignore[attr-defined]
+    with monkeypatch.context() as away:
+        away.setattr(inbox, "write", _unavailable, raising=False)
+        values[0] += 1
+        with pytest.raises(smb.UnavailableError, match="away"):
+            workers[0].step(samples=2)
+    values[1] += 4
+    together(lambda: workers[0].step(samples=2), lambda: workers[1].step(samples=1))
+    assert np.allclose(values[0], 2)  # (2 * 1 + 1 * 4) / 3
+    for worker in workers:
+        worker.close()

@@ -17,7 +17,8 @@ class Weights:
     def __init__(self, size: int) -> None:
         self.values = np.zeros(size, np.float32)
         self.fails: list[int | None] = []  # None: nothing is in doubt, nothing was applied
-        self.away = False
+        self.away = self.forgotten = False
+        self.name = "weights"
         self._missing: list[range] | None = None
 
     def accumulate(self, array: np.ndarray, *, fetch: bool = False) -> Any:  # type: ignore[type-arg]
@@ -32,6 +33,8 @@ class Weights:
     def settle(self, error: smb.Error) -> list[range]:
         if self.away:
             raise smb.TimeoutError("no answer")
+        if self.forgotten:
+            raise smb.UnavailableError("it can't be known")
         if self._missing is None:
             raise smb.InvalidArgumentError("nothing is in doubt")
         return self._missing
@@ -61,6 +64,20 @@ def test_a_failed_delta_counts_once(applied: int | None) -> None:
     deltas.send(fetch=True)
     assert (weights.values == 4).all()
     assert (values == 4).all()
+
+
+def test_what_nobody_remembers_counts_at_most_once() -> None:
+    """Once a server has forgotten the session nothing tells what it applied: the worker goes on."""
+    weights, values, deltas = _setup()
+    values += 3
+    deltas.take()
+    weights.fails, weights.forgotten = [4], True
+    with pytest.raises(smb.UnavailableError):
+        deltas.send(fetch=True)
+    assert deltas.finish()
+    assert (weights.values[:4] == 3).all()
+    assert (weights.values[4:] == 0).all()
+    assert not deltas.finish()
 
 
 def test_failures_in_a_row() -> None:
