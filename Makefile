@@ -14,7 +14,7 @@ demo: $(VENV)/demo-installed
 
 test: lint c-test fuzz-short
 	-@$(MAKE) --no-print-directory spin
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
