@@ -56,17 +56,16 @@ def test_training_with_numpy_alone() -> None:
 
 
 def test_unequal_workers_get_unequal_batches() -> None:
-    """The slow worker's batches shrink to about a third of the others', and iterations get shorter for all."""
+    """The slow worker's batches shrink to about a third of the others' (how long an iteration then takes is not looked
+    at: this machine does other things too)."""
     lines = run_example("unequal_workers.py", "60")
     equal, by_speed = lines[1:5], lines[6:10]
-    batches, times = {}, {}
+    batches: dict[str, list[int]] = {}
     for lines in (equal, by_speed):
         for words in (line.split() for line in lines[:3]):
             batches.setdefault(words[1], []).append(int(words[4]))
-            times.setdefault(words[1], []).append(float(words[8]))
     assert batches["2:"][0] == batches["0:"][0] == 64
     assert batches["2:"][1] < 0.6 * batches["0:"][1], (equal, by_speed)
-    assert times["0:"][1] < times["0:"][0], (equal, by_speed)
     assert all("staleness at most 2" in lines[3] for lines in (equal, by_speed))
 
 
