@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smb._engine import ffi, lib
+from tests.support.kernels import ISAS, OPS, Array, deterministic, every_isa, pointer, reference
+from tests.support.kernels import best_isa_afterwards as best_isa_afterwards
 
-Array = np.ndarray[Any, np.dtype[Any]]
 DTYPES: dict[int, np.dtype[Any]] = {
     lib.SMB_FLOAT16: np.dtype(np.float16),
     lib.SMB_FLOAT32: np.dtype(np.float32),
@@ -26,64 +26,17 @@ DTYPES: dict[int, np.dtype[Any]] = {
 FLOATS = (lib.SMB_FLOAT16, lib.SMB_FLOAT32, lib.SMB_FLOAT64, lib.SMB_BFLOAT16)
 HALVES = (lib.SMB_FLOAT16, lib.SMB_BFLOAT16)
 INTEGERS = (lib.SMB_INT32, lib.SMB_INT64, lib.SMB_UINT8)
-OPS = {
-    lib.SMB_SUM: "sum",
-    lib.SMB_MIN: "min",
-    lib.SMB_MAX: "max",
-    lib.SMB_PROD: "prod",
-    lib.SMB_REPLACE: "replace",
-    lib.SMB_ELASTIC: "elastic",
-}
-ISAS = [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
 FLOAT_SCALES = [1.0, 0.0, -0.0, -1.0, 0.5, 0.1, 1e-3, -3.0, 1e5, 1e-40, 1e300, np.inf, -np.inf, np.nan, 1.00048828125]
 INTEGER_SCALES = [0.0, 1.0, 2.0, 3.0, 255.0]
 COUNT_MAX = 4097
 GUARD = 3  # elements on each side that must stay as they are
 
-every_isa = pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=[str(dtype) for dtype in DTYPES.values()])
 every_op = pytest.mark.parametrize("op", OPS, ids=list(OPS.values()))
-# The same examples in every run: a failure elsewhere is a failure here. The blob repeats one of another profile.
-deterministic = settings(
-    derandomize=True,
-    max_examples=60,
-    deadline=None,
-    print_blob=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@pytest.fixture(autouse=True)
-def best_isa_afterwards() -> Iterator[None]:
-    best = lib.smb_isa_current()
-    yield
-    lib.smb_isa_select(best)
 
 
 def apply(dtype: int, op: int, target: Array, source: Array, scale: float) -> int:
-    def pointer(array: Array) -> Any:
-        return ffi.cast("void *", array.ctypes.data)
-
     return int(lib.smb_kernel_apply(dtype, op, pointer(target), pointer(source), target.size, scale))
-
-
-def reference(dtype: int, op: int, b: Array, a: Array, scale: float) -> Array:
-    """Compute what smb.h promises, with numpy, each step rounded to the dtype."""
-    s = np.array([scale]).astype(DTYPES[dtype])
-    match OPS[op]:
-        case "sum":
-            return b + s * a
-        case "min":
-            return np.minimum(b, s * a)
-        case "max":
-            return np.maximum(b, s * a)
-        case "prod":
-            return b * (s * a)
-        case "replace":
-            return s * a
-        case _:
-            return b + s * (a - b)
 
 
 def bits(array: Array) -> Array:
@@ -153,7 +106,7 @@ def test_kernel_gives_numpys_bits(isa: int, dtype: int, op: int) -> None:
         target = memory[target_shift + GUARD : target_shift + GUARD + count]
         source = random_values(dtype, count + source_shift, seed + 1)[source_shift:]
         expected = memory.copy()
-        expected[target_shift + GUARD : target_shift + GUARD + count] = reference(dtype, op, target, source, scale)
+        expected[target_shift + GUARD : target_shift + GUARD + count] = reference(op, target, source, scale)
         untouched = source.copy()
         assert apply(dtype, op, target, source, scale) == lib.SMB_OK
         assert_same(dtype, memory, expected)
@@ -173,7 +126,7 @@ def test_every_value_of_16_bits(isa: int, dtype: int, op: int) -> None:
     for special in special_values(dtype):
         for scale in (1.0, 0.3):
             target = np.full(every.size, special, DTYPES[dtype])
-            expected = reference(dtype, op, target, every, scale)
+            expected = reference(op, target, every, scale)
             assert apply(dtype, op, target, every, scale) == lib.SMB_OK
             assert_same(dtype, target, expected)
 
@@ -187,7 +140,7 @@ def test_target_may_be_source(isa: int, dtype: int, op: int) -> None:
     assert lib.smb_isa_select(isa) == lib.SMB_OK
     for scale in (1.0, 3.0):
         target = random_values(dtype, COUNT_MAX, 7)
-        expected = reference(dtype, op, target, target, scale)
+        expected = reference(op, target, target, scale)
         assert apply(dtype, op, target, target, scale) == lib.SMB_OK
         assert_same(dtype, target, expected)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import smb
 from smb._engine import ffi, lib
 from smb.rules import RULES, hyper_of, rule_of
+from tests.support import kernels
+from tests.support.kernels import best_isa_afterwards as best_isa_afterwards
+from tests.support.kernels import every_isa
 from tests.support.optimizers import step
 
-ISAS = [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
 COUNT_MAX = 4097
 GUARD = 3  # elements on each side that must stay as they are
 HYPER = [
@@ -25,25 +26,9 @@ HYPER = [
     {"lr": 1e30, "scale": 3e38, "weight_decay": -1e20, "mu": -2.0, "beta1": 0.99999999, "eps": 1e30, "alpha": -3e38},
     {"lr": 1e-40, "scale": 0.0, "weight_decay": 1e-45, "mu": 1e-42, "eps": 1e-45, "step": 2**53, "alpha": 1e-41},
 ]
-every_isa = pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_hyper = pytest.mark.parametrize("given_hyper", HYPER, ids=range(len(HYPER)))
-# The same examples in every run: a failure elsewhere is a failure here.
-deterministic = settings(
-    derandomize=True,
-    max_examples=30,
-    deadline=None,
-    print_blob=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@pytest.fixture(autouse=True)
-def best_isa_afterwards() -> Iterator[None]:
-    best = lib.smb_isa_current()
-    yield
-    lib.smb_isa_select(best)
+deterministic = settings(kernels.deterministic, max_examples=30)
 
 
 def numbers_of(rule: str, given_hyper: dict[str, float]) -> dict[str, float]:

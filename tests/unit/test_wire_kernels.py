@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from smb._engine import ffi, lib
+from smb._engine import lib
+from tests.support.kernels import OPS, Array, deterministic, every_isa, pointer, reference
+from tests.support.kernels import best_isa_afterwards as best_isa_afterwards
 
-Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK: int = lib.SMB_WIRE_BLOCK
 HALVES: dict[int, Any] = {lib.SMB_WIRE_BFLOAT16: ml_dtypes.bfloat16, lib.SMB_WIRE_FLOAT16: np.float16}
 WIRES = {lib.SMB_WIRE_BFLOAT16: "bfloat16", lib.SMB_WIRE_FLOAT16: "float16", lib.SMB_WIRE_INT8: "int8"}
-OPS = {
-    lib.SMB_SUM: "sum",
-    lib.SMB_MIN: "min",
-    lib.SMB_MAX: "max",
-    lib.SMB_PROD: "prod",
-    lib.SMB_REPLACE: "replace",
-    lib.SMB_ELASTIC: "elastic",
-}
-ISAS = [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
 COUNT_MAX = 2500
 SCALE_MAX = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # 127 times it is finite
 TINY = 2.0**-141  # an int8 block's error where its scale is subnormal
 
-every_isa = pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)
 every_wire = pytest.mark.parametrize("wire", WIRES, ids=list(WIRES.values()))
-deterministic = settings(
-    derandomize=True,
-    max_examples=60,
-    deadline=None,
-    print_blob=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflow and NaN are what is tested here
-
-
-@pytest.fixture(autouse=True)
-def best_isa_afterwards() -> Iterator[None]:
-    best = lib.smb_isa_current()
-    yield
-    lib.smb_isa_select(best)
-
-
-def pointer(array: Array) -> Any:
-    return ffi.cast("void *", array.ctypes.data)
 
 
 def encode(wire: int, values: Array) -> Array:
@@ -92,23 +63,6 @@ def reference_decode(wire: int, encoded: Array, count: int) -> Array:
         scale = encoded[at : at + 4].copy().view(np.float32)
         parts.append(encoded[at + 4 : at + 4 + BLOCK].view(np.int8).astype(np.float32) * scale)
     return np.concatenate(parts)[:count]
-
-
-def combined(op: int, b: Array, a: Array, scale: float) -> Array:
-    s = np.float32(scale)
-    match OPS[op]:
-        case "sum":
-            return b + s * a
-        case "min":
-            return np.minimum(b, s * a)
-        case "max":
-            return np.maximum(b, s * a)
-        case "prod":
-            return b * (s * a)
-        case "replace":
-            return s * a
-        case _:
-            return b + s * (a - b)
 
 
 def random_values(count: int, seed: int) -> Array:
@@ -161,7 +115,7 @@ def test_encoded_and_combined_as_numpy_does(isa: int, wire: int) -> None:
             assert encoded.tobytes() == expected.tobytes()
         first, end = sorted(round(count * x) for x in part)
         target = random_values(end - first, seed + 1)
-        wanted = combined(op, target, reference_decode(wire, expected, count)[first:end], scale)
+        wanted = reference(op, target, reference_decode(wire, expected, count)[first:end], scale)
         status = lib.smb_kernel_apply_encoded(wire, op, pointer(target), pointer(encoded), first, end - first, scale)
         assert status == lib.SMB_OK
         assert_same(target, wanted)
