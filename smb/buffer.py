@@ -128,8 +128,8 @@ class Buffer(Place):
     meanwhile: within the client's timeout it is finished over a new connection (docs/promises.md).
 
     Offsets and counts are in elements of the flattened array. Every call blocks until all servers involved have
-    answered, at most the client's timeout; the servers work at the same time, and the GIL is released. Calls may come
-    from any thread.
+    answered, at most the client's timeout; the servers work at the same time, and the GIL is released (but for what
+    takes no longer than handing it over). Calls may come from any thread.
 
     A call is atomic chunk by chunk (a chunk is `layout.chunk_bytes`, 256 KiB unless the stripe is smaller): an
     accumulate and a write of a chunk happen whole, and a read never sees half of one. Calls that overlap in time are
@@ -155,7 +155,7 @@ class Buffer(Place):
         self._client = client
         self._info = info
         self._dtype: Dtype = DTYPES[info.dtype.name]
-        # Looked up at every call, so kept: a small call's time is Python's.
+        # Kept, as they are looked up at every call that is not direct.
         self._itemsize = self._dtype.itemsize
         self._wire = WIRES[info.wire]
         self._size = info.nbytes // self._itemsize

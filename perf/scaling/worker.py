@@ -98,8 +98,8 @@ def _repeat(call: Callable[[], object], start: float, seconds: float) -> list[tu
     return times
 
 
-def main() -> None:
-    worker = Worker()
+def answer_requests(worker: object) -> None:
+    """Call the method that each line of stdin names, and print what it returns, until stdin ends."""
     for line in sys.stdin:
         request = json.loads(line)
         do = getattr(worker, request.pop("do"))
@@ -107,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(Worker())

@@ -15,8 +15,6 @@ perf/training/worker.py does.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,20 +23,17 @@ import numpy as np
 
 import smb
 import smb.train
+from perf.scaling.worker import answer_requests
 from perf.training.digits import SIZE, Network, Values, flat_images, initial_values
+from perf.training.worker import TrainingProcess
 from smb.demo.digits import Digits
 from smb.train import table
 
-TIMEOUT_S = 60.0
+LEASE_S = 60.0
 
 
-class DigitsProcess:
-    """One client, and the network that it trains."""
-
-    def connect(self, coordinator: str, count: int = 1) -> dict[str, Any]:
-        assert count == 1
-        self._client = smb.connect(coordinator, transport="tcp", timeout=TIMEOUT_S)
-        return {}
+class DigitsProcess(TrainingProcess):
+    """Trains a network for real."""
 
     def load(self, file: str) -> dict[str, Any]:
         self._digits = Digits.load(Path(file))
@@ -50,7 +45,7 @@ class DigitsProcess:
         self._values = initial_values(seed)
         self._network = Network(self._values)
         rule = smb.train.SCHEMES[scheme](**settings)
-        self._worker = smb.train.join(self._client, name, self._values, rule, lease=TIMEOUT_S, stripe=stripe)
+        self._worker = smb.train.join(self._client, name, self._values, rule, lease=LEASE_S, stripe=stripe)
         self._kept: list[Values] = []
         self._network.step(self._images[:1], self._digits.train_labels[:1], 0.0)  # first touches
         return {}
@@ -85,22 +80,9 @@ class DigitsProcess:
         }
 
     def leave(self) -> dict[str, Any]:
-        self._worker.close()
         self._kept = []
-        return {}
-
-    def delete(self) -> dict[str, Any]:
-        smb.train.delete(self._client, self._name)
-        return {}
-
-
-def main() -> None:
-    process = DigitsProcess()
-    for line in sys.stdin:
-        request = json.loads(line)
-        do = getattr(process, request.pop("do"))
-        print(json.dumps(do(**request)), flush=True)
+        return super().leave()
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(DigitsProcess())

@@ -14,8 +14,6 @@ answers each by a line on stdout.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
@@ -23,17 +21,35 @@ import numpy as np
 
 import smb
 import smb.train
+from perf.scaling.worker import answer_requests
 
 TIMEOUT_S = 120.0
 
 
 class TrainingProcess:
-    """One client, and what it trains."""
+    """One client and its worker; `join` is each kind's own."""
+
+    _client: smb.Client
+    _worker: smb.train.Worker
+    _name: str
 
     def connect(self, coordinator: str, count: int = 1) -> dict[str, Any]:
         assert count == 1
         self._client = smb.connect(coordinator, transport="tcp", timeout=TIMEOUT_S)
         return {}
+
+    def leave(self) -> dict[str, Any]:
+        self._worker.close()
+        del self._worker
+        return {}
+
+    def delete(self) -> dict[str, Any]:
+        smb.train.delete(self._client, self._name)
+        return {}
+
+
+class SleepingProcess(TrainingProcess):
+    """Adds to its parameters, and sleeps in place of computing."""
 
     def join(self, name: str, elements: int, scheme: str, settings: dict[str, Any]) -> dict[str, Any]:
         self._name = name
@@ -68,22 +84,10 @@ class TrainingProcess:
         return {"total": float(array.sum(dtype=np.float64))}
 
     def leave(self) -> dict[str, Any]:
-        self._worker.close()
-        del self._worker, self._values
+        super().leave()
+        del self._values
         return {}
-
-    def delete(self) -> dict[str, Any]:
-        smb.train.delete(self._client, self._name)
-        return {}
-
-
-def main() -> None:
-    process = TrainingProcess()
-    for line in sys.stdin:
-        request = json.loads(line)
-        do = getattr(process, request.pop("do"))
-        print(json.dumps(do(**request)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(SleepingProcess())

@@ -190,15 +190,20 @@ class Group:
 
     def _finish_round(self) -> None:
         """Do that half for a closer that died, if it did: there may be no member left who would."""
+        lock = self.weights.lock(ttl=self.lease, timeout=0.0)
         try:
-            with self.weights.lock(ttl=self.lease, timeout=0.0) as fence:
+            lock.acquire()
+        except TimeoutError:
+            return  # somebody is at it
+        with contextlib.suppress(LockLostError):
+            try:
                 word = self.table.get(0, t.ROUND)
                 if not word & BUILT or self.table.swap(0, t.ROUND, word, word + ATTEMPT) != word:
                     return
-                self.replace(self.buffer("next"), word + ATTEMPT, fence)
-        except (TimeoutError, LockLostError):
-            return  # somebody is at it
-        self.wake()
+                self.replace(self.buffer("next"), word + ATTEMPT, lock)
+            finally:
+                lock.release()
+            self.wake()
 
     def buffer(self, suffix: str, **options: Any) -> Buffer:
         """Open the group's buffer NAME/suffix, or make it: like the weights, or with `options` of Client.create."""
