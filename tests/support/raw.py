@@ -140,6 +140,11 @@ def scale_bits(scale: float) -> int:
 _sessions = itertools.count(1)
 
 
+def next_session() -> int:
+    """Return a session id that no other client of this process has: of two with one, the older would be fenced."""
+    return next(_sessions)
+
+
 class RawClient:
     """One connection. Blocks for at most `timeout` seconds wherever it waits; then it raises builtin TimeoutError."""
 
@@ -163,7 +168,7 @@ class RawClient:
 
     def hello(self, session: int | None = None) -> RawClient:
         """Shake hands, by default as a session of its own: a second connection of one would fence the first."""
-        self.session = next(_sessions) if session is None else session
+        self.session = next_session() if session is None else session
         reply, _ = self.ask(Frame(Opcode.HELLO))
         assert reply.status == Status.OK
         return self

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.daemons import wait_for
 from tests.support.engine_server import SCRATCH, EngineServer, engine_server, whole
-from tests.support.raw import Frame, Opcode, RawClient, Status
+from tests.support.raw import Frame, Opcode, RawClient, Status, next_session
 
 READ = whole(Opcode.READ, SCRATCH, 0, 8)
 HELLO_DEADLINE_S = 5.0  # csrc/server.h
@@ -66,8 +66,8 @@ def test_two_hundred_peers_at_a_byte_a_time(server: EngineServer, good: RawClien
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(server.connect()) for _ in range(SLOW)]
         requests = []
-        for number, client in enumerate(slow, start=1):
-            client.session = number
+        for client in slow:
+            client.session = next_session()
             requests.append(client.form(Frame(Opcode.HELLO)) + client.form(READ))
         for at in range(len(requests[0])):
             for client, request in zip(slow, requests, strict=True):
