@@ -45,7 +45,7 @@ class Asynchronous(Exchange):
 
     def __init__(self, group: Group, values: Values) -> None:
         self._group = group
-        self._deltas = Deltas(group.weights, values)
+        self._deltas = Deltas(group.weights, values, group.transfer_bytes)
         self._sent = group.table.get(0, _SENT)  # as of the read that the next contribution builds on
         self._unsent_samples = 0
 
@@ -71,4 +71,4 @@ class Asynchronous(Exchange):
 
     def _count(self) -> None:
         self._sent = self._group.table.add(0, _SENT, 1) + 1
-        self._group.count(self._unsent_samples, 2 * self._deltas.values.nbytes)
+        self._group.count(self._unsent_samples, self._deltas.moved_bytes())

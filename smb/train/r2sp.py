@@ -102,7 +102,7 @@ class RoundRobin(Exchange):
         self._group = group
         self._scheme = scheme
         self._me = Member(group.member.slot, group.member.incarnation)
-        self._deltas = Deltas(group.weights, values)
+        self._deltas = Deltas(group.weights, values, group.transfer_bytes)
         self._pace = Pace(scheme.warmup)
         self._batch_size = scheme.batch_size
         self._turn: Turn | None = None  # ours, taken, and not handed on
@@ -252,7 +252,7 @@ class RoundRobin(Exchange):
         """Our update is in the model."""
         self._updates = turn.updates + 1
         self._pass_on(turn, updated=True)
-        self._group.count(self._unsent_samples, 2 * self._deltas.values.nbytes)
+        self._group.count(self._unsent_samples, self._deltas.moved_bytes())
         if self._scheme.skip_after is not None:
             self._group.table.write(self._group.member.row, _SKIPPED, np.zeros(1, np.int64))
 

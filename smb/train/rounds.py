@@ -319,23 +319,21 @@ class RoundExchange(Exchange):
         if self._sum is not None:
             written.append(self._sum)
         fences: dict[str, Lock] = {}
-        try:
-            for buffer in written:
-                try:
-                    fences[buffer.name] = buffer.lock(ttl=self._group.lease, timeout=0.0).acquire()
-                except TimeoutError:
-                    return False
-            self._close_under(fences)
-        except LockLostError:
-            return False
-        except NotFoundError:
-            if self._group.round == self._target:
-                raise
-            return False  # we were stopped, and others closed it: of those who have left since the inboxes are gone
-        finally:
-            for fence in reversed(fences.values()):
-                with contextlib.suppress(LockLostError):
-                    fence.release()
+        with contextlib.ExitStack() as held:  # gives every lock back, also where giving one back fails
+            try:
+                for buffer in written:
+                    try:
+                        fences[buffer.name] = buffer.lock(ttl=self._group.lease, timeout=0.0).acquire()
+                    except TimeoutError:
+                        return False
+                    held.callback(_release, fences[buffer.name])
+                self._close_under(fences)
+            except LockLostError:
+                return False
+            except NotFoundError:
+                if self._group.round == self._target:
+                    raise
+                return False  # we were stopped, and others closed it: of those who have left since the inboxes are gone
         # Not before the locks are free: who is woken may have to close the next round.
         self._group.wake()
         return True
@@ -429,3 +427,8 @@ def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
         if weight > 0 and word >> 32 == t.incarnation_of(mark):
             found[int(slot)] = weight
     return found
+
+
+def _release(fence: Lock) -> None:
+    with contextlib.suppress(LockLostError):
+        fence.release()

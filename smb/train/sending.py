@@ -17,9 +17,12 @@ class Deltas:
     sends the others. What the optimizer does meanwhile is the next delta.
     """
 
-    def __init__(self, weights: Buffer, values: Values) -> None:
+    def __init__(self, weights: Buffer, values: Values, transfer_bytes: int) -> None:
+        """`transfer_bytes`: what all values take on their way, as far as they travel in the weights' wire."""
         self.values = values
         self._weights = weights
+        self._transfer_bytes = transfer_bytes
+        self._moved_bytes = 0
         self._base = values.copy()
         self._delta = np.empty_like(values)
         self._failure: Error | None = None
@@ -41,7 +44,13 @@ class Deltas:
     def read(self) -> None:
         """Make the values the shared weights. What was not sent is dropped."""
         self._weights.read(out=self.values)
+        self._moved_bytes += self._transfer_bytes
         self.adopt()
+
+    def moved_bytes(self) -> int:
+        """Return what was sent and received since the last call. A fetched sum is exact, whatever the wire."""
+        moved, self._moved_bytes = self._moved_bytes, 0
+        return moved
 
     def adopt(self) -> None:
         """The values were overwritten with the shared weights: what is done from here on is the next delta."""
@@ -68,6 +77,8 @@ class Deltas:
         except Error as error:
             self._failure = error
             raise
+        self._moved_bytes += self._transfer_bytes
         if fetched is not None:
+            self._moved_bytes += self.values.nbytes
             self.values[:] = fetched
             self.adopt()

@@ -79,7 +79,7 @@ class StaleSynchronous(Exchange):
     def __init__(self, group: Group, values: Values, bound: int) -> None:
         self._group = group
         self._bound = bound
-        self._deltas = Deltas(group.weights, values)
+        self._deltas = Deltas(group.weights, values, group.transfer_bytes)
         self._clock = group.member.clock
         self._lag = 0  # at the last read
         self._unsent_samples = 0
@@ -129,7 +129,7 @@ class StaleSynchronous(Exchange):
             self._tell()
 
     def _count(self) -> None:
-        self._group.count(self._unsent_samples, 2 * self._deltas.values.nbytes)
+        self._group.count(self._unsent_samples, self._deltas.moved_bytes())
 
     def _tell(self) -> dict[int, int]:
         """Tell the clock, wake who may have waited for it, and return the others' clocks."""

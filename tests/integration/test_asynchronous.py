@@ -56,6 +56,17 @@ def test_golden_trace(client: smb.Client, connect: Connect, scheme: smb.train.Sc
         assert not np.array_equal(values[0], values[1])  # each as of its own last step
 
 
+def test_bytes_are_counted_as_they_travel(client: smb.Client) -> None:
+    """Deltas take the wire's bytes, the sums that come back are exact."""
+    values = np.zeros(10_000, np.float32)
+    with smb.train.join(client, "run", values, smb.train.ASP(), wire="bfloat16") as worker:
+        for _ in range(3):
+            values += 1
+            worker.step()
+        (status,) = smb.train.status(client, "run").workers
+    assert status.bytes == 3 * (2 + 4) * values.size
+
+
 def test_asp_loses_nothing(cluster: smb.LocalCluster, connect: Connect) -> None:
     """Three that never wait: every update is in the model once, and nobody sees another's disappear."""
     client = connect()

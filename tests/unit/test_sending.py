@@ -45,7 +45,7 @@ class Weights:
 
 def _setup() -> tuple[Weights, Any, Deltas]:
     weights, values = Weights(10), np.zeros(10, np.float32)
-    return weights, values, Deltas(weights, values)  # type: ignore[arg-type]
+    return weights, values, Deltas(weights, values, values.nbytes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("applied", [None, 0, 4, 10])
