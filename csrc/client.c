@@ -9,8 +9,12 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#ifndef SMB_BULK_CALL_BYTES
+#define SMB_BULK_CALL_BYTES (1 << 20) /* tests of small calls have less */
+#endif
+
 enum {
-    BULK_CALL_BYTES = 1 << 20, /* the second driver helps from here on: to wake it takes as long as half a megabyte */
+    BULK_CALL_BYTES = SMB_BULK_CALL_BYTES, /* the second driver helps from here on: to wake it takes as long as half a megabyte */
     POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX,
     /* How long the driver looks again before it sleeps. A wake-up costs more than this, on both sides; bounded, so that peers
      * which share a core don't wait for each other's spinning. */
