@@ -1,5 +1,6 @@
 /* New connections: a socket to the server, and the exchanges before it carries a lane's frames. */
 #include <errno.h>
+#include <fcntl.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -195,6 +196,20 @@ int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_
     return greet(client, fd, status, lane, deadline_ns, link, instance);
 }
 
+/* One that somebody else opened. */
+static int take_fd(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 ? SMB_OK : SMB_SYSTEM;
+}
+
+int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                          uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    return greet(client, fd, take_fd(fd), lane, deadline_ns, link, instance);
+}
+
 /* Takes fd over, whatever `status` it was opened with. */
 static int hand_over_connection(struct smb_link *link, int fd, int status, uint64_t accept_instance, uint64_t deadline_ns,
                                 uint64_t *instance)
@@ -243,6 +258,13 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
     *instance = 0;
     int status = open_unix(path, deadline_ns, &fd);
     return hand_over_connection(link, fd, status, accept_instance, deadline_ns, instance);
+}
+
+int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    *instance = 0;
+    return hand_over_connection(link, fd, take_fd(fd), accept_instance, deadline_ns, instance);
 }
 
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
