@@ -150,7 +150,7 @@ static bool turn_away(struct listener *listener)
 }
 
 /* Gives a connected descriptor to one of the loops, which closes it with the connection. */
-static int let_in(struct smb_server *server, int fd, int transport)
+static int let_in(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
 {
     uint64_t now = 0;
     for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
@@ -159,6 +159,9 @@ static int let_in(struct smb_server *server, int fd, int transport)
     struct connection *connection = now < CONNECTIONS_MAX ? connection_create(loop, fd, transport) : NULL;
     if (!connection)
         return SMB_OUT_OF_MEMORY;
+    connection->slots = slots;
+    if (slots)
+        slots_retain(slots);
     pthread_mutex_lock(&loop->inbox_lock);
     connection->link = loop->inbox;
     loop->inbox = connection;
@@ -178,7 +181,7 @@ static void accept_all(struct listener *listener)
             return;
         }
         int status = listener->transport == SMB_TRANSPORT_UNIX && !peer_is_ours(fd) ? SMB_DENIED
-                                                                                    : let_in(server, fd, listener->transport);
+                                                                                    : let_in(server, fd, listener->transport, NULL);
         if (status != SMB_OK) {
             server_count(&server->errors[status], 1);
             close(fd);
@@ -186,17 +189,27 @@ static void accept_all(struct listener *listener)
     }
 }
 
-int smb_server_adopt(struct smb_server *server, int fd, int transport)
+static int adopt(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
 {
     int flags = fcntl(fd, F_GETFL);
     int status = transport < 0 || transport >= SMB_TRANSPORT_COUNT ? SMB_INVALID
-                 : flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ? SMB_SYSTEM : let_in(server, fd, transport);
+                 : flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ? SMB_SYSTEM : let_in(server, fd, transport, slots);
     if (status != SMB_OK) {
         int saved = errno;
         close(fd);
         errno = saved;
     }
     return status;
+}
+
+int smb_server_adopt(struct smb_server *server, int fd, int transport)
+{
+    return adopt(server, fd, transport, NULL);
+}
+
+int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots)
+{
+    return adopt(server, fd, SMB_TRANSPORT_VERBS, slots);
 }
 
 /* Answers to waits, which any thread may have given; each connection then has one turn. */
