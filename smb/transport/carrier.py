@@ -1,8 +1,9 @@
 """The client's end of an RDMA connection: takes requests by reference from the engine and has the card carry them out.
 
 Plain reads and writes are one-sided, adjoining ones in one go. A read looks at the states of its chunks before and
-after the data, on the same queue pair and fenced, so that nothing overtakes; what changed meanwhile is read again, and
-after a few losses through the server. A write is one RDMA WRITE. Everything else, and what the segment's keys do not
+after the data, each begun when the one before it is complete: a card's reads may overtake each other on their way to
+memory. (The fence flag of a work would say the same; soft RoCE of Linux 6.1 at times forgets to go on after one.) What
+changed meanwhile is read again, and after a few losses through the server. A write is one RDMA WRITE. Everything else, and what the segment's keys do not
 cover, goes through the server's gate: the payload is written into a slot at the server, a message of the record
 follows; data of the answer is read from the slot. Requests leave in the order in which the engine gave them: that the
 server has a later message of the lane says that earlier writes have arrived.
@@ -36,6 +37,7 @@ _STATE_BYTES = 64
 _RUN_CHUNKS = 64
 _LOOKS = 32  # reads under way
 _ATTEMPTS = 4
+_ROOM = 256  # works that are left for what goes on: reads' data and second looks, answers' data
 _IN_BYTES = 64 * RECORD_BYTES
 _UNANSWERED_MAX = MESSAGES - 16  # a message each at worst, and the server has posted MESSAGES receives
 _GATE, _READ, _WRITE = 0, 1, 2
@@ -276,29 +278,32 @@ class Carrier:
         return _Run(records[:most], right, here, key, staged, item.attempts)
 
     def _start_reads(self) -> bool:
-        def room(count: int) -> bool:
-            return count <= len(self._looks) and 3 * count <= self._queue.room()
-
-        taken = self._take_runs(_READ, _JOB_BYTES, room)
+        taken = self._take_runs(_READ, _JOB_BYTES, lambda count: count <= len(self._looks))
         if not taken:
             return False
         looks = [self._looks.take() for _ in taken]
-        before = [self._look(run, at, False) for run, at in zip(taken, looks, strict=True)]
-        data = [
-            Work(False, run.address, run.local_key, run.nbytes, run.right.address + run.offset, run.right.key, i == 0)
-            for i, run in enumerate(taken)
-        ]
         half = _RUN_CHUNKS * _STATE_BYTES
-        after = [self._look(run, at + half, i == 0) for i, (run, at) in enumerate(zip(taken, looks, strict=True))]
-        self._queue.post([*before, *data, *after], lambda: self._finish_reads(taken, looks))
+        before = [self._look(run, at) for run, at in zip(taken, looks, strict=True)]
+        data = [
+            Work(False, run.address, run.local_key, run.nbytes, run.right.address + run.offset, run.right.key)
+            for run in taken
+        ]
+        after = [self._look(run, at + half) for run, at in zip(taken, looks, strict=True)]
+
+        def read() -> None:
+            self._queue.post(data, look_again)
+
+        def look_again() -> None:
+            self._queue.post(after, lambda: self._finish_reads(taken, looks))
+
+        self._queue.post(before, read)
         return True
 
-    def _look(self, run: _Run, address: int, fenced: bool) -> Work:
+    def _look(self, run: _Run, address: int) -> Work:
         first, end = self._chunks(run)
-        right = run.right
-        at = right.states_address + first * _STATE_BYTES
+        at = run.right.states_address + first * _STATE_BYTES
         nbytes = (end - first) * _STATE_BYTES
-        return Work(False, address, self._looks.region.local_key, nbytes, at, right.states_key, fenced)
+        return Work(False, address, self._looks.region.local_key, nbytes, at, run.right.states_key)
 
     def _chunks(self, run: _Run) -> tuple[int, int]:
         chunk = run.right.chunk_bytes
@@ -328,7 +333,7 @@ class Carrier:
         self._items.extendleft(reversed(again))
 
     def _start_writes(self) -> bool:
-        taken = self._take_runs(_WRITE, _JOB_BYTES, lambda count: count <= self._queue.room())
+        taken = self._take_runs(_WRITE, _JOB_BYTES, lambda count: count + _ROOM <= self._queue.room())
         if not taken:
             return False
         for run in taken:
@@ -355,7 +360,7 @@ class Carrier:
         record = item.records[:1].copy()
         opcode = int(record["opcode"][0])
         needs_slot = opcode in (lib.SMB_READ, lib.SMB_WRITE, lib.SMB_ACCUMULATE)
-        if self._unanswered >= _UNANSWERED_MAX or (needs_slot and not self._free) or self._queue.room() < 2:
+        if self._unanswered >= _UNANSWERED_MAX or (needs_slot and not self._free) or self._queue.room() < _ROOM:
             return False
         source, source_bytes = int(record["source"][0]), int(record["source_bytes"][0])
         sink, sink_bytes = int(record["sink"][0]), int(record["sink_bytes"][0])

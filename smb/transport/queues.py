@@ -111,7 +111,7 @@ class End:
 
 
 class Work(NamedTuple):
-    """One RDMA READ (into local memory) or WRITE (from it). `fenced`: not before all reads before it are complete."""
+    """One RDMA READ (into local memory) or WRITE (from it)."""
 
     write: bool
     address: int
@@ -119,7 +119,6 @@ class Work(NamedTuple):
     nbytes: int
     remote: int
     remote_key: int
-    fenced: bool = False
 
 
 class Device:
@@ -351,9 +350,7 @@ class Queue:
             if self._extended:
                 self._qp.wr_start()
             for number, work in enumerate(works, first + 1):
-                flags = e.IBV_SEND_FENCE if work.fenced else 0
-                if number == last and signal:
-                    flags |= e.IBV_SEND_SIGNALED
+                flags = e.IBV_SEND_SIGNALED if number == last and signal else 0
                 if self._extended:
                     self._build(work, number, flags, message)
                 else:
