@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import smb
+from tests.support.ways import EACH_WAY
 
 Connect = Callable[..., smb.Client]
 
@@ -42,7 +43,19 @@ def connect(cluster: smb.LocalCluster) -> Iterator[Connect]:
         client.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=EACH_WAY)
 def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
     """A client over each transport."""
     return connect(request.param)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that were not run, with what this machine lacks for them."""
+    reasons: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
+    for reason, tests in reasons.items():
+        terminalreporter.write_line(f"not run: {reason}")
+        for test in tests:
+            terminalreporter.write_line(f"    {test}")

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")
+DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")  # where its package python3-pyverbs puts it
 _CAP_IPC_LOCK = 14  # of capabilities(7): whoever has it may lock any amount
 _MEMLOCK_WANTED = (
     64 << 20
@@ -116,7 +116,7 @@ def _import_pyverbs() -> tuple[str | None, str]:
         return found[1] if found else "unknown", ""
 
 
-def _how_to_get_pyverbs(error: ImportError, debian: Path = _DEBIAN) -> str:
+def _how_to_get_pyverbs(error: ImportError, debian: Path = DEBIAN) -> str:
     if not isinstance(error, ModuleNotFoundError):  # a shared library of rdma-core, most often
         return f"pyverbs does not import ({error}): apt install libibverbs1 ibverbs-providers librdmacm1"
     built = [path.name.split(".")[1] for path in debian.glob("device.*.so")]

@@ -16,6 +16,7 @@ import numpy as np
 
 import smb
 from tests.support.raw import Frame, Opcode, RawClient
+from tests.support.ways import FAR
 
 PERIOD = 251
 DEADLINE_S = 60.0
@@ -202,7 +203,7 @@ def in_process(function: Callable[..., Any], *given: Any, **options: Any) -> Ite
 
 def hold_lock(messages: Any, address: str, name: str, ttl: float, *, fenced: bool = False) -> None:
     """Take the lock, tell the token, hold it; once it is lost try a fenced write, tell the errors."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         buffer = client.open(name) if fenced else None
         lock = (buffer.lock(ttl=ttl) if buffer is not None else client.lock(name, ttl=ttl)).acquire()
         messages.put(lock.token)
@@ -222,7 +223,7 @@ def hold_lock(messages: Any, address: str, name: str, ttl: float, *, fenced: boo
 
 def arrive(messages: Any, address: str, name: str, parties: int) -> None:
     """Arrive at a barrier and wait there."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         client.barrier("warm-up", 1)
         messages.put("arriving")
         client.barrier(name, parties, timeout=DEADLINE_S)
@@ -301,7 +302,7 @@ def _add_until(
 
 def publish_until_killed(_messages: Any, address: str, name: str, count: int) -> None:
     """Publish version after version: n has n in every element."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         buffer = client.open(name)
         while True:
             buffer.publish(np.full(count, buffer.version + 1))
@@ -309,7 +310,7 @@ def publish_until_killed(_messages: Any, address: str, name: str, count: int) ->
 
 def write_fenced_for_ever(messages: Any, address: str, name: str, ttl: float) -> None:
     """Take the buffer's lock and write its token under it until it is lost, tell so; and again."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         buffer = client.open(name)
         while True:
             lock = buffer.lock(ttl=ttl).acquire()
