@@ -161,6 +161,8 @@ class Progress:
             time.sleep(0)
 
     def _turn(self, pump: Pump) -> bool:
+        if pump.closed:
+            return False
         try:
             moved = pump.turn()
         except Exception:  # noqa: BLE001 - a fault of ours must not stop the others

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,22 @@ class _Server:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+class _Parts:
+    """What is to be closed, also when nobody has."""
+
+    def __init__(self) -> None:
+        self.memory: ClientMemory | None = None
+        self.progress: Progress | None = None
+
+    def close(self) -> None:
+        progress, self.progress = self.progress, None
+        memory, self.memory = self.memory, None
+        if progress is not None:
+            progress.close()
+        if memory is not None:
+            memory.close()
+
+
 class Verbs:
     """Transport `verbs`."""
 
@@ -79,8 +96,9 @@ class Verbs:
         self._servers: dict[str, _Server] = {}
         self._device: Device | None = None
         self._why_not = ""
-        self._memory: ClientMemory | None = None
-        self._progress: Progress | None = None
+        self._parts = _Parts()
+        # Also at the process's end: before Python takes the parts of pyverbs apart in an order of its own.
+        weakref.finalize(self, self._parts.close)
         self._closed = False
         links.dial(Lane.VERBS_DATA, self)
 
@@ -118,13 +136,8 @@ class Verbs:
         """See Transport."""
         with self._lock:
             self._closed = True
-            progress, self._progress = self._progress, None
-            memory, self._memory = self._memory, None
             servers = list(self._servers.values())
-        if progress is not None:
-            progress.close()
-        if memory is not None:
-            memory.close()
+        self._parts.close()
         for server in servers:
             if server.channel is not None:
                 server.channel.close()
@@ -137,16 +150,16 @@ class Verbs:
         with self._lock:
             if self._closed:
                 raise NoWayError("the client is closed")
-            if self._memory is None:
+            if self._parts.memory is None:
                 try:
-                    self._memory = ClientMemory(Domain(device))
+                    self._parts.memory = ClientMemory(Domain(device))
                 except TransportError as error:
                     raise NoWayError(str(error)) from error
-            return self._memory
+            return self._parts.memory
 
     def note(self, array: Any) -> None:
         """An array is about to be moved."""
-        memory = self._memory
+        memory = self._parts.memory
         if memory is not None:
             memory.note(array)
 
@@ -259,9 +272,9 @@ class Verbs:
         with self._lock:
             if self._closed:
                 raise NoWayError("the client is closed")
-            if self._progress is None:
-                self._progress = Progress("smb-rdma")
-            return self._progress
+            if self._parts.progress is None:
+                self._parts.progress = Progress("smb-rdma")
+            return self._parts.progress
 
     def _over_tcp(self, server: _Server) -> bool:
         return server.carrier is None or server.carrier.closed
