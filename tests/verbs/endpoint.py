@@ -7,7 +7,7 @@ with pauses.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import ipaddress
 import random
 import time
 from dataclasses import dataclass
@@ -175,6 +175,6 @@ def connect(one: Endpoint, other: Endpoint, **options: int) -> None:
     other.connect(first, **options)
 
 
-def copy_of(address: int, count: int) -> bytes:
-    """Return bytes of this process by address, as the device sees them."""
-    return ctypes.string_at(address, count)
+def as_address(gid: bytes) -> str:
+    """Return a GID of 16 bytes as text."""
+    return ipaddress.IPv6Address(gid).exploded
