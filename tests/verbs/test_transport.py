@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from smb.engine import NOWHERE, BufferHandle, EngineClient, Lane, Opcode, memory_of
+from smb.engine import NOWHERE, BufferHandle, EngineClient, Lane, Link, Opcode, memory_of
 from smb.errors import InvalidArgumentError
 from smb.transport.devices import Port
 from smb.transport.memory import WORTH_BYTES
@@ -127,9 +127,11 @@ def test_mixed_sums_are_exact(server: RdmaServer, ports: tuple[Port, Port]) -> N
         else:
             handle.set_link(0, SEGMENT, 1, link)
         handles.append(handle)
+        links.append(link)  # it closes when it is collected
         return engine
 
     handles = [client.handle for client in clients]
+    links: list[Link] = []
     engines = [other(False), other(True)]
     failures: list[object] = []
 
@@ -242,7 +244,7 @@ def test_an_ended_session_reaches_nothing(client: RdmaClient) -> None:
 
 
 def test_memory_is_registered_when_used_again_and_no_longer_than_it_lives(client: RdmaClient) -> None:
-    """An array is registered at its second use, forgotten when it is collected or resized, and small ones are not."""
+    """An array is registered at its second use, forgotten when it is collected, and small ones are not."""
     memory = client.memory
     array = np.ones(WORTH_BYTES // 8, np.int64)
     address, nbytes = array.ctypes.data, array.nbytes
@@ -252,12 +254,8 @@ def test_memory_is_registered_when_used_again_and_no_longer_than_it_lives(client
     assert memory.key_of(address, nbytes) is not None
     assert memory.key_of(address + 8, nbytes) is None
     assert memory.registered_bytes == nbytes
-    array.resize(4 * array.size, refcheck=False)
-    assert memory.key_of(address, nbytes) is None
-    memory.note(array)
-    memory.note(array)
-    assert memory.key_of(array.ctypes.data, array.nbytes) is not None
-    address = array.ctypes.data
+    with pytest.raises(ValueError, match="cannot resize"):  # numpy's answer for what has a weak reference
+        array.resize(4 * array.size, refcheck=False)
     del array
     gc.collect()
     assert memory.key_of(address, 8) is None
