@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import smb
-from tests.support.ways import EACH_WAY
+import smb.cluster
+from tests.support.ways import EACH_WAY, SLOWNESS
+
+smb.cluster._START_S *= SLOWNESS
 
 Connect = Callable[..., smb.Client]
 
@@ -19,7 +22,12 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.fixture(scope="module")
+def _while_it_lives(fixture_name: str, config: pytest.Config) -> str:
+    """One file; where starting daemons takes a minute, all of them."""
+    return "module" if SLOWNESS == 1 else "session"
+
+
+@pytest.fixture(scope=_while_it_lives)
 def cluster() -> Iterator[smb.LocalCluster]:
     """Three memory servers of 64 MiB. A test deletes what it creates."""
     with smb.LocalCluster(servers=3, capacity="64MiB") as running:

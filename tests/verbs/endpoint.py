@@ -7,7 +7,7 @@ with pauses.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import ipaddress
 import random
 import time
 from dataclasses import dataclass
@@ -79,8 +79,9 @@ class Endpoint:
         gid = self.port.gid.address.exploded
         return Address(gid, int(self.queue_pair.qp_num), self._sequence, self.port.mtu or 1024)
 
-    def connect(self, other: Address, timeout: int = 14, retries: int = 7) -> None:
-        """Bring the queue pair to where it sends and receives. timeout: 4.096 us << timeout for each of the retries."""
+    def connect(self, other: Address, timeout: int = 14, retries: int = 6) -> None:
+        """Bring the queue pair to where it sends and receives. timeout: 4.096 us << timeout for each of the retries;
+        7 of them are endless with soft RoCE."""
         route = GlobalRoute(dgid=GID(other.gid), sgid_index=self.port.gid.index, hop_limit=64)
         attributes = QPAttr(port_num=self.port.number)
         attributes.ah_attr = AHAttr(port_num=self.port.number, is_global=1, gr=route)
@@ -88,7 +89,7 @@ class Endpoint:
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = other.queue_pair, other.sequence, self._sequence
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 4
         attributes.min_rnr_timer, attributes.timeout = 12, timeout
-        attributes.retry_cnt = attributes.rnr_retry = retries
+        attributes.retry_cnt, attributes.rnr_retry = retries, 7
         attributes.qp_access_flags = READ | WRITE | ATOMIC
         self.queue_pair.to_rts(attributes)
 
@@ -175,6 +176,6 @@ def connect(one: Endpoint, other: Endpoint, **options: int) -> None:
     other.connect(first, **options)
 
 
-def copy_of(address: int, count: int) -> bytes:
-    """Return bytes of this process by address, as the device sees them."""
-    return ctypes.string_at(address, count)
+def as_address(gid: bytes) -> str:
+    """Return a GID of 16 bytes as text."""
+    return ipaddress.IPv6Address(gid).exploded

@@ -157,9 +157,7 @@ def test_the_device_refuses(
     np.testing.assert_array_equal(source.array, counting())
     fresh = far.register(target.array, READ | WRITE)
     assert near.write(source, fresh.address, fresh.key) == BROKEN
-    near.renew()
-    far.renew()
-    connect(near, far)
+    renew(near, far)
     assert near.write(source, fresh.address, fresh.key) == OK
     np.testing.assert_array_equal(target.array, counting())
 
@@ -178,27 +176,47 @@ def test_lost_packets_are_sent_again(pair: tuple[Endpoint, Endpoint], cable: Cab
 
 
 @pytest.mark.verbs("error of a broken link, and a new queue pair")
+@pytest.mark.parametrize("operation", ["write", "read"])
 @pytest.mark.parametrize("broken", ["cut", "down"])
 def test_a_broken_cable_is_noticed_and_a_new_queue_pair_works(
-    pair: tuple[Endpoint, Endpoint], cable: Cable, broken: str
+    pair: tuple[Endpoint, Endpoint], cable: Cable, broken: str, operation: str
 ) -> None:
     """After its last repetition the device says that nobody answers; once there is a cable again, a new pair works."""
     near, far = pair
-    near.renew()
-    far.renew()
-    connect(near, far, timeout=12, retries=3)  # gives up after about 0.1 s
-    source, target = near.register(counting(), LOCAL), far.register(np.zeros(SIZE, np.uint8), WRITE)
+    renew(near, far, timeout=12, retries=3)  # gives up after about 0.1 s
+    here, there = near.register(counting(), LOCAL), far.register(np.zeros(SIZE, np.uint8), READ | WRITE)
+    call = near.write if operation == "write" else near.read
     if broken == "cut":
         cable.lose(100)
-        assert near.write(source, target.address, target.key) == UNREACHABLE
+        assert call(here, there.address, there.key) == UNREACHABLE
     else:  # the device may say at once that its own port has no link
         cable.down()
-        assert near.write(source, target.address, target.key) not in (OK, REFUSED)
-    assert near.write(source, target.address, target.key) == BROKEN
-    assert not target.array.any()
+        assert call(here, there.address, there.key) not in (OK, REFUSED)
+    assert near.write(here, there.address, there.key) == BROKEN
+    assert not there.array.any()
     cable.mend()
+    renew(near, far)
+    assert near.write(here, there.address, there.key) == OK
+    np.testing.assert_array_equal(there.array, counting())
+
+
+@pytest.mark.verbs("error of a peer that is gone")
+@pytest.mark.parametrize("operation", ["write", "read"])
+@pytest.mark.parametrize("nbytes", [8, SIZE])
+def test_a_peer_that_is_gone_is_noticed(pair: tuple[Endpoint, Endpoint], operation: str, nbytes: int) -> None:
+    """Once the other end's queue pair is destroyed, as at its process's death, requests fail after the repetitions."""
+    near, far = pair
+    renew(near, far, timeout=12, retries=3)
+    here, there = near.register(counting(), LOCAL), far.register(np.zeros(SIZE, np.uint8), READ | WRITE)
+    call = near.write if operation == "write" else near.read
+    assert call(here, there.address, there.key, nbytes) == OK
+    far.queue_pair.close()
+    assert call(here, there.address, there.key, nbytes) == UNREACHABLE
+    far.renew()
+
+
+def renew(near: Endpoint, far: Endpoint, **options: int) -> None:
+    """Connect two endpoints by new queue pairs."""
     near.renew()
     far.renew()
-    connect(near, far)
-    assert near.write(source, target.address, target.key) == OK
-    np.testing.assert_array_equal(target.array, counting())
+    connect(near, far, **options)
