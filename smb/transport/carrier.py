@@ -30,9 +30,7 @@ from smb.transport.queues import MESSAGE_BYTES, MESSAGES, Pool, Queue, Work
 from smb.transport.records import FRAME_BYTES, NO_SLOT, RECORD, RECORD_BYTES, RETRY, Records, answers, runs
 
 RUN_BYTES = 4 << 20  # of one RDMA READ or WRITE at most
-_JOB_BYTES = (
-    8 << 20
-)  # of reads between two looks at the chunks' states: half a window, so that the other half is on its way
+_JOB_BYTES = 8 << 20  # between two looks at the chunks' states: half a window, the other half is on its way
 _STATE_BYTES = 64
 _RUN_CHUNKS = 64
 _LOOKS = 32  # reads under way
