@@ -1,5 +1,6 @@
 # make demo   trains a real network through the box, on this machine, from nothing
 # make test   everything that must hold; what CI runs
+# make verbs  the RDMA transport on real or soft devices, in a virtual machine where there are none
 # make fault  kills, cuts and slow clients for long; make fuzz, make model, make sanitized: likewise (tests/README.md)
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf scaling install clean
+.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin perf scaling install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -33,6 +34,11 @@ fuzz-short:
 fuzz:
 	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
 	@$(MAKE) --no-print-directory -C tests/fuzz long RUNS=$(RUNS)
+
+# The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
+# soft ones; it installs what it needs (Debian packages, root or sudo). One of them: make verbs TESTS=tests/verbs/test_device.py
+verbs: $(VENV)/test-installed
+	$(BIN)/python -m tests.verbs.run $(if $(VM),--vm) $(TESTS)
 
 # The fault tests with large numbers: hours on a small machine. One of them: make fault TESTS=tests/fault/test_random_kills.py
 fault: $(VENV)/test-installed

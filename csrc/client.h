@@ -90,14 +90,16 @@ struct flight {
     uint8_t opcode;
     uint8_t wire;                  /* enum smb_wire */
     bool was_sent;                 /* some of it, over any connection */
+    bool went_by_reference;        /* some time: a WRITE may have been made where no record of the server tells of it */
     int fate;                      /* enum smb_doubt_state: what is known of a change by now */
     const void *payload;           /* still to be sent after the header */
     uint32_t payload_bytes;
-    uint8_t small[SMB_TOKEN_BYTES + SMB_APPLY_BYTES]; /* payload that is no caller's memory, or what comes before it */
+    uint8_t small[SMB_RECORD_SMALL_BYTES]; /* payload that is no caller's memory, or what comes before it */
     uint32_t small_bytes;
     uint8_t checksum[SMB_CHECKSUM_BYTES]; /* after the payload, if the client uses them */
     uint32_t checksum_bytes;
     uint8_t header[SMB_FRAME_BYTES];
+    uint8_t ends[SMB_RECORD_ENDS_BYTES]; /* of its record, on a connection by reference */
 };
 
 /* How far a segment has come, asked when a link resumes. */
@@ -120,10 +122,12 @@ struct smb_link {
     _Atomic uint32_t references;
     _Atomic bool closing;          /* asked for by its owner; the driver does it */
     _Atomic int fresh_fd;          /* a new connection, handed over; -1: none */
+    _Atomic bool fresh_by_reference; /* of what kind; stored before fresh_fd */
     _Atomic int state;             /* enum link_state; written by the driver, read by anyone */
     int closed_why;                /* status of calls on a closed link */
     bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
     int fd;
+    bool by_reference;             /* records are sent over fd, see wire.h */
     uint16_t lane;
     uint32_t window;
     bool active;                   /* in the driver's list */

@@ -62,6 +62,8 @@ void connection_destroy(struct connection *connection)
     close(connection->fd);
     if (connection->slot.payload)
         journal_give_slot(connection->loop->server->journal, &connection->slot);
+    if (connection->slots)
+        smb_slots_release(connection->slots);
     free(connection->own_staging);
     free(connection->tail);
     free(connection);
@@ -177,6 +179,14 @@ static void put_reply_with_tail(struct connection *connection, struct smb_frame 
                        smb_crc32c(smb_crc32c(0, header, SMB_FRAME_BYTES), connection->tail, bytes));
     connection->tail_start = 0;
     connection->tail_end = reply->payload;
+}
+
+/* By reference: so many bytes of data are in the slot that the request named. */
+static void put_reply_by_reference(struct connection *connection, struct smb_frame *reply, uint32_t bytes)
+{
+    reply->payload = bytes;
+    smb_frame_encode(reply, connection->out + connection->out_end);
+    connection->out_end += SMB_FRAME_BYTES;
 }
 
 static void count_done(struct connection *connection, const struct smb_frame *frame)
@@ -351,6 +361,43 @@ static uint32_t staging_bytes(const struct smb_frame *frame)
     return is_from_segments(frame->opcode) && frame->length > body ? frame->length : body;
 }
 
+/* Of a record that is admitted: the payload is put together in `staging`. Elements are in the slot that it names and stay there, so that
+ * they are not copied; but indices are, as they must not change between being checked and being used. SMB_PROTOCOL: it names
+ * none where it must. */
+static int take_record(struct connection *connection, const uint8_t *record)
+{
+    const struct smb_frame *frame = &connection->request.frame;
+    const uint8_t *small = record + SMB_RECORD_SMALL_AT;
+    bool carries = frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
+    uint32_t token = token_bytes(frame), body = smb_frame_body(frame);
+    connection->named = slots_at(connection->slots, smb_load64(record + SMB_RECORD_ENDS_AT));
+    if ((carries || frame->opcode == SMB_READ) && !connection->named)
+        return SMB_PROTOCOL;
+    bool in_place = carries && smb_frame_wire(frame) != SMB_WIRE_SPARSE;
+    if (!in_place && needs_staging(frame)) {
+        int status = make_staging(connection, staging_bytes(frame));
+        if (status != SMB_OK)
+            return status;
+    }
+    if (in_place)
+        connection->staging = connection->named->payload;
+    else if (carries)
+        memcpy(connection->staging, connection->named->payload, body);
+    else if (body > 0)
+        memcpy(connection->staging, small + token, body);
+    if (token > 0)
+        memcpy(connection->staging - token, small, token);
+    return SMB_OK;
+}
+
+/* The slot that a change is made from. */
+static const struct slot *change_slot(const struct connection *connection)
+{
+    if (!connection->loop->server->journal)
+        return NULL;
+    return connection->named && connection->staging == connection->named->payload ? connection->named : &connection->slot;
+}
+
 static enum step receive_more(struct connection *connection)
 {
     uint32_t left = connection->in_end - connection->in_start;
@@ -374,7 +421,9 @@ static enum step receive_more(struct connection *connection)
 static enum step next_request(struct connection *connection)
 {
     uint32_t here = connection->in_end - connection->in_start;
-    if (here < SMB_FRAME_BYTES)
+    bool is_record = connection->slots && connection->greeted;
+    uint32_t header_bytes = is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES;
+    if (here < header_bytes)
         return receive_more(connection);
     struct smb_frame frame;
     const uint8_t *header = connection->in + connection->in_start;
@@ -395,17 +444,19 @@ static enum step next_request(struct connection *connection)
             return refuse(connection, SMB_CHECKSUM);
         return greet(connection, &frame);
     }
-    connection->in_start += SMB_FRAME_BYTES;
+    connection->in_start += header_bytes;
 
     connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
-    if (connection->admitted == SMB_OK && needs_staging(&frame))
+    if (connection->admitted == SMB_OK && is_record)
+        connection->admitted = take_record(connection, header);
+    else if (connection->admitted == SMB_OK && needs_staging(&frame))
         connection->admitted = make_staging(connection, staging_bytes(&frame));
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
     connection->retried = connection->from_kept = false;
-    connection->payload_have = 0;
-    return STEP_ON;
+    connection->payload_have = is_record ? frame.payload : 0;
+    return connection->admitted == SMB_PROTOCOL ? refuse(connection, SMB_PROTOCOL) : STEP_ON;
 }
 
 /* A chunk to be written that has arrived whole goes from the socket straight to its place, under the chunk's lock: the copy
@@ -588,12 +639,12 @@ static void batch_done(struct batch *batch)
         gate_done(&batch->requests[i]);
 }
 
-/* What is not sent as it lies there: encoded, or with a checksum, of a copy that nobody changes. */
+/* What is not sent as it lies there: encoded, with a checksum, or by reference, of a copy that nobody changes. */
 static enum step answer_read_by_copy(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length;
-    uint8_t *place;
+    uint8_t *place, *to = connection->named ? connection->named->payload : connection->tail;
     int wire = smb_frame_wire(&request->frame);
     int status = gate_open(request, false, &place);
     if (status == SMB_BUSY)
@@ -601,13 +652,17 @@ static enum step answer_read_by_copy(struct connection *connection)
     if (status != SMB_OK)
         return answer_failure(connection, status);
     if (wire == SMB_WIRE_EXACT)
-        memcpy(connection->tail, place, length);
+        memcpy(to, place, length);
     else
-        smb_kernel_encode(wire, place, length / 4, connection->tail);
+        smb_kernel_encode(wire, place, length / 4, to);
     gate_close(request, false, true);
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     reply.length = length;
-    put_reply_with_tail(connection, &reply, wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4));
+    uint32_t bytes = wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4);
+    if (connection->named)
+        put_reply_by_reference(connection, &reply, bytes);
+    else
+        put_reply_with_tail(connection, &reply, bytes);
     finish_request(connection, true);
     return STEP_ON;
 }
@@ -617,6 +672,8 @@ static enum step answer_read_by_copy(struct connection *connection)
 static enum step answer_read(struct connection *connection)
 {
     struct batch batch;
+    if (connection->slots)
+        return answer_read_by_copy(connection);
     if (!chunk_memory(&connection->tail))
         return refuse(connection, SMB_OUT_OF_MEMORY);
     if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
@@ -694,7 +751,7 @@ static enum step answer_change(struct connection *connection)
         connection->from_kept = true;
         payload = connection->from + SMB_TOKEN_BYTES;
     }
-    int status = gate_execute(connection->loop->server, request, connection->slot.payload ? &connection->slot : NULL, payload,
+    int status = gate_execute(connection->loop->server, request, change_slot(connection), payload,
                               connection->staging, fetch ? connection->tail : NULL, &result);
     if (status == SMB_BUSY)
         return park(connection);
@@ -703,7 +760,11 @@ static enum step answer_change(struct connection *connection)
     FAILPOINT("connection.changed");
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.argument = result;
-    if (fetch) {
+    if (fetch && connection->named) { /* the payload is not needed any more */
+        reply.length = frame->length;
+        memcpy(connection->named->payload, connection->tail, frame->length);
+        put_reply_by_reference(connection, &reply, frame->length);
+    } else if (fetch) {
         reply.length = frame->length;
         put_reply_with_tail(connection, &reply, frame->length);
     } else {

@@ -1,5 +1,6 @@
 /* New connections: a socket to the server, and the exchanges before it carries a lane's frames. */
 #include <errno.h>
+#include <fcntl.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -196,9 +197,33 @@ int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_
     return greet(client, fd, status, lane, deadline_ns, link, instance);
 }
 
+/* One that somebody else opened. */
+static int take_fd(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 ? SMB_OK : SMB_SYSTEM;
+}
+
+int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                          uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    return greet(client, fd, take_fd(fd), lane, deadline_ns, link, instance);
+}
+
+int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                                 uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    int status = greet(client, fd, client->checksums ? SMB_INVALID : take_fd(fd), lane, deadline_ns, link, instance);
+    if (status == SMB_OK)
+        (*link)->by_reference = true; /* nothing is on its way yet */
+    return status;
+}
+
 /* Takes fd over, whatever `status` it was opened with. */
-static int hand_over_connection(struct smb_link *link, int fd, int status, uint64_t accept_instance, uint64_t deadline_ns,
-                                uint64_t *instance)
+static int hand_over_connection(struct smb_link *link, int fd, bool by_reference, int status, uint64_t accept_instance,
+                                uint64_t deadline_ns, uint64_t *instance)
 {
     uint64_t identity = 0;
     if (status == SMB_OK)
@@ -218,6 +243,7 @@ static int hand_over_connection(struct smb_link *link, int fd, int status, uint6
         return status;
     }
     link->identity = identity;
+    atomic_store(&link->fresh_by_reference, by_reference);
     int older = atomic_exchange(&link->fresh_fd, fd);
     if (older >= 0)
         close(older);
@@ -233,7 +259,7 @@ int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t por
     int fd = -1;
     *instance = 0;
     int status = open_tcp(address, port, deadline_ns, &fd);
-    return hand_over_connection(link, fd, status, accept_instance, deadline_ns, instance);
+    return hand_over_connection(link, fd, false, status, accept_instance, deadline_ns, instance);
 }
 
 int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
@@ -243,7 +269,22 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
     int fd = -1;
     *instance = 0;
     int status = open_unix(path, deadline_ns, &fd);
-    return hand_over_connection(link, fd, status, accept_instance, deadline_ns, instance);
+    return hand_over_connection(link, fd, false, status, accept_instance, deadline_ns, instance);
+}
+
+int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    *instance = 0;
+    return hand_over_connection(link, fd, false, take_fd(fd), accept_instance, deadline_ns, instance);
+}
+
+int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    *instance = 0;
+    return hand_over_connection(link, fd, true, link->client->checksums ? SMB_INVALID : take_fd(fd), accept_instance, deadline_ns,
+                                instance);
 }
 
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,

@@ -23,7 +23,7 @@ static inline uint16_t client_frame_flags(const struct smb_client *client)
 
 static inline uint32_t watermark_frame_bytes(const struct smb_link *link)
 {
-    return SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
+    return link->by_reference ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
 }
 
 static inline bool opcode_is_atomic(int opcode)

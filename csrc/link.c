@@ -2,6 +2,7 @@
 #include "flight.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -11,6 +12,7 @@
 enum {
     SEND_PARTS = 32,
     FRAME_PARTS = 4,
+    TAKE_BACK_NS = 2000000000,
     QUIET_NS = 1000000 /* a link that has said nothing for so long is asked whether its peer is there, before it is used */
 };
 
@@ -183,13 +185,34 @@ static void fill_window(struct smb_link *link)
 
 /* ---- sending */
 
-/* What is left of the frame to be sent, `skip` bytes of it having gone; returns how many parts. */
-static int frame_parts(struct flight *flight, uint64_t skip, struct iovec *parts)
+/* Where the answer's payload is received. */
+static uint8_t *landing(const struct flight *flight)
 {
-    const struct iovec whole[FRAME_PARTS] = {{flight->header, SMB_FRAME_BYTES},
+    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
+}
+
+/* Of a record: where the payload is, and where the answer's data goes. */
+static void write_ends(struct flight *flight)
+{
+    uintptr_t sink = (uintptr_t)landing(flight);
+    smb_store64(flight->ends, (uintptr_t)flight->payload);
+    smb_store64(flight->ends + 8, sink);
+    smb_store64(flight->ends + 16, flight->payload_bytes | (sink ? (uint64_t)flight->answer_bytes << 32 : 0));
+}
+
+/* What is left of the frame to be sent, `skip` bytes of it having gone; returns how many parts. */
+static int frame_parts(const struct smb_link *link, struct flight *flight, uint64_t skip, struct iovec *parts)
+{
+    const struct iovec record[FRAME_PARTS] = {{flight->header, SMB_FRAME_BYTES},
+                                              {flight->small, SMB_RECORD_SMALL_BYTES},
+                                              {flight->ends, SMB_RECORD_ENDS_BYTES}};
+    const struct iovec bytes[FRAME_PARTS] = {{flight->header, SMB_FRAME_BYTES},
                                              {flight->small, flight->small_bytes},
                                              {(void *)(uintptr_t)flight->payload, flight->payload_bytes},
                                              {flight->checksum, flight->checksum_bytes}};
+    const struct iovec *whole = link->by_reference ? record : bytes;
+    if (link->by_reference && skip == 0)
+        write_ends(flight);
     int count = 0;
     for (int i = 0; i < FRAME_PARTS; i++) {
         if (whole[i].iov_len > skip)
@@ -199,14 +222,17 @@ static int frame_parts(struct flight *flight, uint64_t skip, struct iovec *parts
     return count;
 }
 
-static uint64_t frame_bytes(const struct flight *flight)
+static uint64_t frame_bytes(const struct smb_link *link, const struct flight *flight)
 {
+    if (link->by_reference)
+        return SMB_RECORD_BYTES;
     return SMB_FRAME_BYTES + (uint64_t)flight->small_bytes + flight->payload_bytes + flight->checksum_bytes;
 }
 
-static void note_sent(struct flight *flight)
+static void note_sent(const struct smb_link *link, struct flight *flight)
 {
     flight->was_sent = true;
+    flight->went_by_reference |= link->by_reference;
     if (flight->fate == SMB_DOUBT_NOT_APPLIED)
         flight->fate = SMB_DOUBT_PENDING;
     if (!flight->stream)
@@ -224,7 +250,7 @@ static int send_some(struct smb_link *link, bool *moved)
     int count = 0;
     uint64_t skip = link->sent_bytes;
     for (struct flight *flight = link->unsent; flight && count + FRAME_PARTS <= SEND_PARTS; flight = flight->next) {
-        count += frame_parts(flight, skip, parts + count);
+        count += frame_parts(link, flight, skip, parts + count);
         skip = 0;
     }
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
@@ -235,8 +261,8 @@ static int send_some(struct smb_link *link, bool *moved)
     *moved = true;
     link->sent_bytes += (uint64_t)done;
     while (link->unsent && link->sent_bytes > 0) {
-        note_sent(link->unsent); /* at least its first byte */
-        uint64_t whole = frame_bytes(link->unsent);
+        note_sent(link, link->unsent); /* at least its first byte */
+        uint64_t whole = frame_bytes(link, link->unsent);
         if (link->sent_bytes < whole)
             break;
         link->sent_bytes -= whole;
@@ -327,7 +353,7 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
         return SMB_PROTOCOL; /* data was asked for, and success without data can't be */
     if (data) {
         link->reading = flight; /* still in the list: if the connection breaks now it is asked for again */
-        link->reading_have = 0;
+        link->reading_have = link->by_reference ? flight->answer_bytes : 0; /* by reference: it is there already */
         return SMB_OK;
     }
     flight_take_from(at, &link->sent_end);
@@ -364,12 +390,6 @@ static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t her
         return spoilt(link);
     *taken = whole;
     return link->watermark_count > 0 ? link_take_watermark(link, &reply) : take_reply(link, &reply);
-}
-
-/* Where the answer's payload is received. */
-static uint8_t *landing(const struct flight *flight)
-{
-    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
 }
 
 static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t count)
@@ -476,8 +496,28 @@ static void gather(struct smb_link *link)
     }
 }
 
+/* Memory named in records may be read and written by somebody else: not once this returns. Short, as whoever has the other end waits
+ * for nothing else; a process in which that thread is dead has lost its senses, and goes on. */
+static void take_memory_back(struct smb_link *link)
+{
+    uint64_t until_ns = smb_now_ns() + TAKE_BACK_NS;
+    shutdown(link->fd, SHUT_WR);
+    for (ssize_t n = 1; n != 0;) {
+        struct pollfd poller = {.fd = link->fd, .events = POLLIN};
+        if (smb_now_ns() >= until_ns)
+            return;
+        if (poll(&poller, 1, 100) <= 0)
+            continue;
+        n = recv(link->fd, link->in, sizeof link->in, MSG_DONTWAIT);
+        if (n < 0 && errno != EAGAIN && errno != EINTR)
+            return;
+    }
+}
+
 static void break_connection(struct smb_link *link)
 {
+    if (link->fd >= 0 && link->by_reference)
+        take_memory_back(link);
     if (link->fd >= 0)
         close(link->fd);
     link->fd = -1;
@@ -495,6 +535,7 @@ static int adopt_connection(struct smb_link *link, int fd)
     if (link_state_of(link) != LINK_DOWN)
         break_connection(link);
     link->fd = fd;
+    link->by_reference = atomic_load(&link->fresh_by_reference);
     int status = link_ask_watermarks(link);
     if (status == SMB_OK && link->watermark_count == 0)
         link_resume(link);

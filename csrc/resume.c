@@ -38,17 +38,18 @@ int link_ask_watermarks(struct smb_link *link)
 
 int link_send_watermarks(struct smb_link *link, bool *moved)
 {
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
+    uint8_t bytes[SMB_RECORD_BYTES] = {0};
     uint32_t each = watermark_frame_bytes(link);
     while (link_wants_output(link)) {
         const struct watermark *watermark = &link->watermarks[link->watermark_bytes_sent / each];
         uint64_t skip = link->watermark_bytes_sent % each;
         struct smb_frame frame = {.opcode = SMB_WATERMARK, .flags = client_frame_flags(link->client),
-                                  .payload = each - SMB_FRAME_BYTES, .lane = link->lane, .epoch = watermark->epoch,
+                                  .payload = link->by_reference ? 0 : each - SMB_FRAME_BYTES, .lane = link->lane, .epoch = watermark->epoch,
                                   .session = link->client->session, .sequence = watermark->sequence,
                                   .segment = watermark->segment_id};
         smb_frame_encode(&frame, bytes);
-        smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
+        if (!link->by_reference)
+            smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
         ssize_t done = send(link->fd, bytes + skip, each - skip, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (done < 0)
             return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
@@ -97,7 +98,7 @@ static bool decided(struct smb_link *link, struct flight *flight)
     if (watermark->status != SMB_OK || flight->fate == SMB_DOUBT_UNKNOWN)
         flight->fate = SMB_DOUBT_UNKNOWN; /* once forgotten, whatever the lane has done since */
     else if (flight->sequence > watermark->value)
-        flight->fate = SMB_DOUBT_NOT_APPLIED;
+        flight->fate = flight->opcode == SMB_WRITE && flight->went_by_reference ? SMB_DOUBT_UNKNOWN : SMB_DOUBT_NOT_APPLIED;
     else
         flight->fate = flight->sequence > watermark->refused ? SMB_DOUBT_APPLIED : SMB_DOUBT_UNKNOWN; /* its repetition tells */
     return !flight->stream || (flight->fate == SMB_DOUBT_APPLIED && !flight->sink && !opcode_is_atomic(flight->opcode));

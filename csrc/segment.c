@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -326,6 +327,13 @@ void smb_segment_info(const struct smb_segment *segment, struct smb_segment_info
         .deleted = smb_segment_deleted(segment),
         .recovered_locks = atomic_load_explicit(&segment->header->recovered_locks, memory_order_relaxed),
     };
+}
+
+const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes, uint32_t *sequence_at)
+{
+    *bytes = chunk_count(segment->data_bytes, segment->chunk_bytes) * CHUNK_STATE_BYTES;
+    *sequence_at = offsetof(struct chunk_state, sequence);
+    return segment->chunks;
 }
 
 void *smb_segment_data(struct smb_segment *segment)

@@ -188,6 +188,9 @@ void loop_wake(struct loop *loop);
 
 /* ---- connection (connection.c): one peer; called by its loop only. */
 struct connection *connection_create(struct loop *loop, int fd, int transport);
+void slots_retain(struct smb_slots *slots);
+/* One of them; NULL where there is no such. */
+const struct slot *slots_at(const struct smb_slots *slots, uint64_t index);
 /* Reads, executes, answers until nothing more can be done now. false: close it. */
 bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
@@ -238,6 +241,8 @@ struct connection {
     uint8_t *staging;                   /* one chunk: payload on its way in; the 8 bytes before it are for a token */
     struct slot slot;                   /* where staging lies, if there is a journal */
     uint8_t *own_staging;               /* else */
+    struct smb_slots *slots;            /* by reference: requests are records, whose payloads are in these. Else NULL */
+    const struct slot *named;           /* the one of them that the request in hand named, or NULL */
     uint8_t from[SMB_TOKEN_BYTES + SMB_APPLY_BYTES]; /* payload of those two: staging is for the source's bytes then */
     uint8_t *tail;                      /* one chunk and a checksum: data on its way out */
     int pass_fd;                        /* goes with the one answer in `out`; -1: none */

@@ -60,6 +60,22 @@ static inline bool smb_opcode_waits(int opcode)
     return opcode >= SMB_LOCK && opcode <= SMB_UNPIN;
 }
 
+/* A request by reference is a record of SMB_RECORD_BYTES, all of one size, so that many are read at once:
+ *   offset size
+ *        0   64  the header, as ever: its `payload` says how many bytes the payload has
+ *       64  104  what of the payload is small: token, words
+ *      168    8  where the elements of a WRITE or ACCUMULATE lie: client's address; on the way from there on, the slot that they are in,
+ *                and that an answer's data is to be put into, or SMB_NO_SLOT
+ *      176    8  where the answer's data goes: client's address; 0 on the way from there on
+ *      184    4  bytes of the elements
+ *      188    4  bytes of the answer's data
+ * HELLO and answers are headers alone; the data of an answer, as many bytes as its `payload` says, is in the slot that its request
+ * named. There are no checksums: the network card has its own. */
+enum { SMB_RECORD_SMALL_AT = SMB_FRAME_BYTES, SMB_RECORD_SMALL_BYTES = SMB_TOKEN_BYTES + SMB_APPLY_BYTES,
+       SMB_RECORD_ENDS_AT = SMB_RECORD_SMALL_AT + SMB_RECORD_SMALL_BYTES, SMB_RECORD_ENDS_BYTES = 24 };
+_Static_assert(SMB_RECORD_ENDS_AT + SMB_RECORD_ENDS_BYTES == SMB_RECORD_BYTES, "a record has no gaps");
+static const uint64_t SMB_NO_SLOT = UINT64_MAX;
+
 struct smb_frame {
     uint8_t opcode;
     uint8_t dtype;

@@ -13,7 +13,8 @@ from memserver.daemon import Options, default_name, run
 from memserver.engine import LOOPS_MAX
 from smb.config import parse_bytes
 from smb.daemon import start_log
-from smb.errors import Error
+from smb.errors import Error, InvalidArgumentError
+from smb.transport.queues import Settings
 
 _LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only compete for the memory's bandwidth
 
@@ -67,6 +68,14 @@ def memserver(
             show_default="--listen's host, or this host's address towards the coordinator where that is 0.0.0.0",
         ),
     ] = "",
+    verbs: Annotated[
+        str,
+        typer.Option(
+            envvar="SMB_MEMSERVER_VERBS",
+            help="RDMA: 'auto' offers it where this host has an active device, 'off' never. SMB_VERBS_DEVICE, _PORT, "
+            "_GID_INDEX, _MTU and _SERVICE_LEVEL choose the device and how it is used.",
+        ),
+    ] = "auto",
     ready_file: Annotated[
         Path | None,
         typer.Option(
@@ -97,11 +106,18 @@ def memserver(
                 weight=weight,
                 advertise=advertise,
                 ready_file=ready_file,
+                verbs=_verbs(verbs),
             )
         )
     except Error as error:
         logging.getLogger("memserver").error("%s", error)
         raise typer.Exit(1) from None
+
+
+def _verbs(text: str) -> Settings | None:
+    if text not in ("auto", "off"):
+        raise InvalidArgumentError(f"--verbs {text}: use auto or off")
+    return Settings.of(os.environ) if text == "auto" else None
 
 
 def main() -> None:

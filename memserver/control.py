@@ -13,6 +13,7 @@ from typing import TypeVar
 import grpc
 
 from memserver.engine import SegmentForm
+from memserver.rdma import Place, Rdma
 from memserver.segments import Segments
 from smb.config import format_address
 from smb.daemon import GRPC_SERVER_OPTIONS
@@ -28,6 +29,7 @@ from smb.errors import (
 from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
+from smb.transport.queues import End
 
 THREADS = 4  # creations of large segments must not keep drops waiting
 STOP_GRACE_S = 5.0  # a segment that is being made is finished
@@ -45,8 +47,9 @@ Reply = TypeVar("Reply")
 class ControlService(MemoryServerServicer):
     """control.proto's MemoryServer; its comments there are the reference."""
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: Segments, rdma: Rdma) -> None:
         self._segments = segments
+        self._rdma = rdma
 
     def CreateSegment(self, request: pb.CreateSegmentRequest, context: grpc.ServicerContext) -> pb.CreateSegmentReply:
         """See control.proto."""
@@ -84,14 +87,72 @@ class ControlService(MemoryServerServicer):
 
         return _answer(context, end)
 
+    def ConnectVerbs(self, request: pb.ConnectVerbsRequest, context: grpc.ServicerContext) -> pb.ConnectVerbsReply:
+        """See control.proto."""
+
+        def connect() -> pb.ConnectVerbsReply:
+            self._check_session(request.session_id)
+            client = request.client
+            theirs = End(client.number, client.gid, client.lid, client.packet_sequence, client.mtu, client.reads)
+            end, slots = self._rdma.connect(request.session_id, theirs)
+            if self._segments.has_ended(request.session_id):  # meanwhile: whoever told us missed the connection
+                self._rdma.end_session(request.session_id)
+            return pb.ConnectVerbsReply(
+                server=pb.VerbsEnd(
+                    number=end.number, gid=end.gid, lid=end.lid, packet_sequence=end.packet_sequence, mtu=end.mtu,
+                    reads=end.reads,
+                ),
+                slots=[_remote(slot) for slot in slots],
+                instance_id=self._rdma.instance_id,
+            )  # fmt: skip
+
+        return _answer(context, connect)
+
+    def OpenSegmentVerbs(
+        self, request: pb.OpenSegmentVerbsRequest, context: grpc.ServicerContext
+    ) -> pb.OpenSegmentVerbsReply:
+        """See control.proto."""
+
+        def open_segment() -> pb.OpenSegmentVerbsReply:
+            self._check_session(request.session_id)
+            opened = self._rdma.open_segment(request.session_id, request.segment_id, request.epoch, request.writable)
+            if request.segment_id not in self._segments.ids():  # dropped meanwhile
+                self._rdma.forget_segment(request.segment_id)
+                raise NotFoundError(f"segment {request.segment_id:016x} was dropped")
+            return pb.OpenSegmentVerbsReply(
+                data=_remote(opened.data),
+                states=_remote(opened.states),
+                sequence_at=opened.sequence_at,
+                chunk_bytes=opened.chunk_bytes,
+                dtype=opened.dtype,
+                writable=opened.writable,
+            )
+
+        return _answer(context, open_segment)
+
+    def CloseVerbs(self, request: pb.CloseVerbsRequest, context: grpc.ServicerContext) -> pb.CloseVerbsReply:
+        """See control.proto."""
+
+        def close() -> pb.CloseVerbsReply:
+            self._rdma.close_connection(request.session_id)
+            return pb.CloseVerbsReply()
+
+        return _answer(context, close)
+
+    def _check_session(self, session_id: int) -> None:
+        if session_id == 0:
+            raise InvalidArgumentError("session 0 is none")
+        if self._segments.has_ended(session_id):
+            raise InvalidArgumentError(f"session {session_id:016x} has ended")
+
 
 class ControlServer:
     """Serves the ControlService. `close` it."""
 
-    def __init__(self, host: str, segments: Segments) -> None:
+    def __init__(self, host: str, segments: Segments, rdma: Rdma) -> None:
         """Listen on a free port of the host and serve. Raises UnavailableError."""
         self._server = grpc.server(ThreadPoolExecutor(THREADS, "control"), options=GRPC_SERVER_OPTIONS)
-        add_MemoryServerServicer_to_server(ControlService(segments), self._server)  # type: ignore[no-untyped-call]
+        add_MemoryServerServicer_to_server(ControlService(segments, rdma), self._server)  # type: ignore[no-untyped-call]
         try:
             self.port = self._server.add_insecure_port(format_address(host, 0))
         except RuntimeError:
@@ -101,6 +162,10 @@ class ControlServer:
     def close(self) -> None:
         """Take no more calls, finish those under way. Blocks for at most STOP_GRACE_S."""
         self._server.stop(STOP_GRACE_S).wait()
+
+
+def _remote(place: Place) -> pb.RemoteMemory:
+    return pb.RemoteMemory(address=place.address, key=place.key, nbytes=place.nbytes)
 
 
 def _answer(context: grpc.ServicerContext, act: Callable[[], Reply]) -> Reply:

@@ -25,12 +25,14 @@ from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.metrics import EngineMetrics
 from memserver.place import Place
+from memserver.rdma import Rdma
 from memserver.recovery import recover
 from memserver.registration import Identity, Registration
 from memserver.segments import Segments
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.daemon import Pages, end_with_owner, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.transport.queues import Settings
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -53,6 +55,7 @@ class Options:
     weight: float = 1.0
     advertise: str = ""
     ready_file: Path | None = None
+    verbs: Settings | None = None  # None: no RDMA
 
 
 def default_name() -> str:
@@ -96,7 +99,10 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
     numeric = _numeric(host)
     data_port = engine.listen_tcp(numeric, port)
     engine.listen_unix(place.socket_path)
-    control = ControlServer(numeric, segments)
+    rdma = Rdma(engine, instance_id, options.verbs)
+    leaving.callback(rdma.close)
+    segments.on_drop, segments.on_end = rdma.forget_segment, rdma.end_session
+    control = ControlServer(numeric, segments, rdma)
     leaving.callback(control.close)
     reachable, advertised_port = _advertised(options.advertise)
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)

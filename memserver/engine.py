@@ -19,6 +19,7 @@ from smb.errors import (
     UnavailableError,
 )
 
+CHUNK_BYTES_MAX: int = lib.SMB_CHUNK_BYTES_MAX
 LOOPS_MAX = 64  # a loop is a thread; more than cores do not help
 
 KINDS: dict[int, str] = {
@@ -48,6 +49,7 @@ TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",
     lib.SMB_TRANSPORT_TCP: "tcp",
     lib.SMB_TRANSPORT_UNIX: "unix",
+    lib.SMB_TRANSPORT_VERBS: "verbs",
 }
 _ERRORS: dict[int, type[Error]] = {
     lib.SMB_NOT_FOUND: NotFoundError,
@@ -96,6 +98,37 @@ class Recovery:
     journal_lost: bool
 
 
+class Slots:
+    """Places of CHUNK_BYTES_MAX for payloads that are put there from outside. `close` them when nobody outside can."""
+
+    def __init__(self, pointer: object, count: int) -> None:
+        self.pointer = pointer
+        self.addresses = [int(ffi.cast("uintptr_t", lib.smb_slots_payload(pointer, i))) for i in range(count)]
+
+    def close(self) -> None:
+        """Give them back, once no connection uses them."""
+        lib.smb_slots_release(self.pointer)
+
+
+class HeldSegment:
+    """A segment whose memory stays, deleted or not, until `close`. Addresses are this process's."""
+
+    def __init__(self, pointer: object) -> None:
+        info = ffi.new("struct smb_segment_info *")
+        nbytes, at = ffi.new("uint64_t *"), ffi.new("uint32_t *")
+        lib.smb_segment_info(pointer, info)
+        self._pointer = pointer
+        self.form = SegmentForm(info.id, info.epoch, info.dtype, info.data_bytes, info.chunk_bytes)
+        self.address = int(ffi.cast("uintptr_t", lib.smb_segment_data(pointer)))
+        self.states_address = int(ffi.cast("uintptr_t", lib.smb_segment_states(pointer, nbytes, at)))
+        self.states_bytes = int(nbytes[0])
+        self.sequence_at = int(at[0])
+
+    def close(self) -> None:
+        """Let go of it."""
+        lib.smb_segment_release(self._pointer)
+
+
 class Engine:
     """The engine's server: listeners, loops and segments. `close` it."""
 
@@ -115,6 +148,28 @@ class Engine:
     def listen_unix(self, path: Path) -> None:
         """Listen on a Unix socket, for processes of this user. Raises UnavailableError."""
         _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
+
+    def adopt(self, fd: int, transport: int = lib.SMB_TRANSPORT_TCP) -> None:
+        """Serve one more peer over a connected stream socket, which is the engine's from here on, also where this
+        fails. Raises OutOfMemoryError, UnavailableError.
+        """
+        _check(lib.smb_server_adopt(self._server, fd, transport), "serve one more connection")
+
+    def take_slots(self, count: int) -> Slots:
+        """Return so many slots. Raises OutOfMemoryError, UnavailableError."""
+        made = ffi.new("struct smb_slots **")
+        _check(lib.smb_server_take_slots(self._server, count, made), f"take {count} slots")
+        return Slots(made[0], count)
+
+    def adopt_reference(self, fd: int, slots: Slots) -> None:
+        """As adopt, for a peer whose requests travel by reference, with payloads in these slots."""
+        _check(lib.smb_server_adopt_reference(self._server, fd, slots.pointer), "serve one more connection")
+
+    def hold_segment(self, segment_id: int) -> HeldSegment:
+        """Return a segment that is served. Raises NotFoundError."""
+        found = ffi.new("struct smb_segment **")
+        _check(lib.smb_server_hold_segment(self._server, segment_id, found), f"find segment {segment_id:016x}")
+        return HeldSegment(found[0])
 
     def create_segment(self, path: Path, form: SegmentForm) -> None:
         """Make the file and serve it. Blocks while its pages are zeroed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from memserver.engine import Engine, SegmentForm
 from memserver.place import Place
@@ -37,6 +37,8 @@ class Segments:
         self._busy: set[int] = set()
         self._dropped: deque[int] = deque(maxlen=DROPPED_MAX)
         self._ended: dict[int, None] = {}  # in the order in which they were told
+        self.on_drop: Callable[[int], None] = lambda _id: None  # once it is served no more
+        self.on_end: Callable[[int], None] = lambda _id: None  # once the engine lets it in no more
 
     def adopt(self, form: SegmentForm) -> None:
         """Take note of a segment that the engine serves already."""
@@ -79,6 +81,7 @@ class Segments:
         failpoint("memserver.delete.booked")
         try:
             self._engine.delete_segment(segment_id)
+            self.on_drop(segment_id)
         finally:
             self._end(segment_id)
 
@@ -89,12 +92,18 @@ class Segments:
                 if session_id in self._ended:
                     continue
             self._engine.end_session(session_id)
+            self.on_end(session_id)
             # Only now: whoever is told that it has ended may rely on it.
             with self._lock:
                 self._ended[session_id] = None
                 if len(self._ended) > ENDED_MAX:
                     del self._ended[next(iter(self._ended))]
             failpoint("memserver.session.ended")
+
+    def has_ended(self, session_id: int) -> bool:
+        """Return whether it was told that this session is over."""
+        with self._lock:
+            return session_id in self._ended
 
     def ids(self) -> list[int]:
         """Return the ids of all that is held or being made."""

@@ -95,7 +95,7 @@ class BufferInfo:
         """Return it from the coordinator's message."""
         dtype = DTYPES[buffer.dtype]
         places = tuple(
-            SegmentPlace(s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id)
+            SegmentPlace(s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id, s.control_address)
             for s in buffer.layout.segments
         )
         layout = Layout(
@@ -166,6 +166,7 @@ class Buffer(Place):
         self._table: TensorTable | None = None  # once somebody asks
         self._homes: tuple[Home, ...] = ()
         self._ways: tuple[Way, ...] = ()
+        self._note: Callable[[Any], None] | None = None  # RDMA wants to know which arrays are moved
         self._ask_first = False  # the coordinator, before ways are looked for again: a server may have moved
 
     # ---- what it is
@@ -667,6 +668,8 @@ class Buffer(Place):
             raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error.__cause__
 
     def _writable(self, out: Any, count: int, call: str) -> arrays.Memory:
+        if self._note is not None:
+            self._note(out)
         try:
             return arrays.writable(out, self._dtype, count)
         except InvalidArgumentError as error:
@@ -674,6 +677,8 @@ class Buffer(Place):
 
     def _source(self, array: Any, call: str) -> tuple[Any, int, Any]:
         """Return (place, elements, what keeps it alive and has its shape) of an array to be read from."""
+        if self._note is not None:
+            self._note(array)
         if type(array) is np.ndarray and array.dtype is self._info.dtype and array.flags.c_contiguous:
             return memory_of(array), array.size, array
         memory = self._readable(array, call)
@@ -949,7 +954,7 @@ class Buffer(Place):
         with self._lock:
             if self._handle is None:
                 self._handle = self._until_reached(self._attach, deadline)
-                if self._plain and not self._wire:
+                if self._plain and not self._wire and self._note is None:
                     self._handle.arm(
                         self, self._client.switch, self._size, self._itemsize, self._info.dtype.char,
                         self._client.timeout_ms,
@@ -989,6 +994,7 @@ class Buffer(Place):
         for index, (place, way) in enumerate(zip(layout.segments, ways, strict=True)):
             way.apply(handle, index, place, layout.epoch)
         self._ways = ways
+        self._note = self._client.verbs.note if any(way.transport == "verbs" for way in ways) else None
         _log.info('buffer "%s": %s', self.name, describe(list(zip(layout.segments, ways, strict=True))))
         return handle
 

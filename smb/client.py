@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from smb.buffer import Buffer, BufferInfo
 from smb.config import (
     CHECKSUM_VARIABLE,
@@ -29,7 +31,7 @@ from smb.config import (
 from smb.control import Coordinator, SessionEndedError
 from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link, Switch
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError, UnavailableError
 from smb.layout import SegmentPlace
 from smb.lock import Lock, Renewals
 from smb.metadata import JSON, encode
@@ -38,6 +40,8 @@ from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
 from smb.transport.links import Links, Whereabouts
+from smb.transport.queues import Settings
+from smb.transport.verbs import Verbs
 from smb.waits import SESSION_ENDED, Home, wait_ms
 
 Result = TypeVar("Result")
@@ -81,7 +85,8 @@ def connect(
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
     `address` is the coordinator's "host:port"; default $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
-    segment's server runs on this host, else TCP), "shm" or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
+    segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs" (RDMA) or
+    "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
     bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, or not) sends a CRC-32C along with every
     frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts once; data
     in shared memory does not travel and has none. Raises UnavailableError where no coordinator answers,
@@ -98,17 +103,21 @@ def connect(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
     checksum = parse_switch(CHECKSUM_VARIABLE, os.environ.get(CHECKSUM_VARIABLE, "")) if checksum is None else checksum
-    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout, bool(checksum))
+    choice = check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport)
+    return Client(address, choice, timeout, bool(checksum), Settings.of(os.environ))
 
 
 class Client:
     """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
 
-    def __init__(self, address: str, transport: str, timeout: float, checksum: bool = False) -> None:
+    def __init__(
+        self, address: str, transport: str, timeout: float, checksum: bool = False, verbs: Settings | None = None
+    ) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._pid = os.getpid()
+        self._choice = transport
         self._closed = False
         self.switch = Switch()  # of its buffers' direct calls
         self.switch.open = True
@@ -124,7 +133,8 @@ class Client:
         self.engine = EngineClient(session_id, checksums=checksum)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
         self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)))
-        self._transports = make_transports(transport, self.engine, self._links)
+        self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings())
+        self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
         self.session_ended = False
@@ -246,6 +256,23 @@ class Client:
         infos = [BufferInfo.of(buffer) for buffer in self.coordinator.list_buffers(self.timeout)]
         return sorted(infos, key=lambda info: info.name)
 
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> np.ndarray[Any, Any]:
+        """Return an array of zeros for what is written, added or read again and again: over RDMA its memory is
+        registered, and moved by the network card without a copy. Where RDMA can't be used it is an ordinary array.
+
+        With transport="verbs" raises TransportError where RDMA can't be used, or so much memory can't be locked.
+        """
+        self.check_open()
+        extents, element = _extents("empty", shape), dtype_of(dtype)
+        if self._choice in ("auto", "verbs"):
+            try:
+                return self.verbs.memory().empty(extents, element.numpy)
+            except TransportError as error:
+                if self._choice == "verbs":
+                    raise
+                _log.debug("%s", error)
+        return np.zeros(extents, element.numpy)
+
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
         """Delete a buffer: its name is free at once, its memory too, and whoever still uses it gets NotFoundError.
 
@@ -345,7 +372,7 @@ class Client:
         self.engine.close()
         if executor is not None:
             executor.shutdown(cancel_futures=True)
-        for transport in self._transports:
+        for transport in {*self._transports, self.verbs}:
             transport.close()
         self._links.close()
         self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
@@ -413,7 +440,7 @@ def _locate(client: weakref.ref[Client], server: str) -> Whereabouts | None:
         return None
     for found in servers:
         if found.name == server:
-            return Whereabouts(found.data_address, found.unix_path, found.instance_id)
+            return Whereabouts(found.data_address, found.unix_path, found.instance_id, found.control_address)
     return None
 
 

@@ -94,6 +94,7 @@ class Lane(IntEnum):
     UNIX_WAITS = 3
     UNIX_ATTACH = 4
     TCP_ODD_CHUNKS = 5
+    VERBS_DATA = 6
 
 
 class DoubtState(IntEnum):
@@ -195,6 +196,7 @@ class EngineClient:
         made = ffi.new("struct smb_client **")
         _check(lib.smb_client_create(session_id, made))
         self.pointer = ffi.gc(made[0], lib.smb_client_destroy)
+        self.checksums = checksums
         if checksums:
             lib.smb_client_use_checksums(self.pointer)
 
@@ -216,6 +218,18 @@ class EngineClient:
         """As connect_tcp, over a server's Unix socket."""
         made, instance = ffi.new("struct smb_link **"), ffi.new("uint64_t *")
         _check(lib.smb_client_connect_unix(self.pointer, os.fsencode(path), lane, timeout_ms, made, instance))
+        return Link(self, made[0]), int(instance[0])
+
+    def connect_fd(self, fd: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """As connect_tcp, on a connected stream socket, which is the engine's from here on, also where this fails."""
+        made, instance = ffi.new("struct smb_link **"), ffi.new("uint64_t *")
+        _check(lib.smb_client_connect_fd(self.pointer, fd, lane, timeout_ms, made, instance))
+        return Link(self, made[0]), int(instance[0])
+
+    def connect_reference(self, fd: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """As connect_fd, but requests travel by reference: whoever has the other end moves what they name."""
+        made, instance = ffi.new("struct smb_link **"), ffi.new("uint64_t *")
+        _check(lib.smb_client_connect_reference(self.pointer, fd, lane, timeout_ms, made, instance))
         return Link(self, made[0]), int(instance[0])
 
     def wait_down(self, timeout_ms: int) -> int | None:
@@ -288,6 +302,18 @@ class Link:
         """As resume_tcp, over the server's Unix socket."""
         instance = ffi.new("uint64_t *")
         _check(lib.smb_link_resume_unix(self.pointer, os.fsencode(path), accept_instance, timeout_ms, instance))
+        return int(instance[0])
+
+    def resume_fd(self, fd: int, accept_instance: int, timeout_ms: int) -> int:
+        """As resume_tcp, on a connected stream socket, which is the engine's from here on, also where this fails."""
+        instance = ffi.new("uint64_t *")
+        _check(lib.smb_link_resume_fd(self.pointer, fd, accept_instance, timeout_ms, instance))
+        return int(instance[0])
+
+    def resume_reference(self, fd: int, accept_instance: int, timeout_ms: int) -> int:
+        """As resume_fd, but requests travel by reference."""
+        instance = ffi.new("uint64_t *")
+        _check(lib.smb_link_resume_reference(self.pointer, fd, accept_instance, timeout_ms, instance))
         return int(instance[0])
 
     def let_go(self) -> None:

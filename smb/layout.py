@@ -19,6 +19,7 @@ class SegmentPlace:
     address: str
     unix_path: str
     instance_id: int
+    control_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import smb
+import smb.cluster
+from tests.support.ways import EACH_WAY, SLOWNESS
+
+smb.cluster._START_S *= SLOWNESS
 
 Connect = Callable[..., smb.Client]
 
@@ -18,7 +22,12 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.fixture(scope="module")
+def _while_it_lives(fixture_name: str, config: pytest.Config) -> str:
+    """One file; where starting daemons takes a minute, all of them."""
+    return "module" if SLOWNESS == 1 else "session"
+
+
+@pytest.fixture(scope=_while_it_lives)
 def cluster() -> Iterator[smb.LocalCluster]:
     """Three memory servers of 64 MiB. A test deletes what it creates."""
     with smb.LocalCluster(servers=3, capacity="64MiB") as running:
@@ -42,7 +51,19 @@ def connect(cluster: smb.LocalCluster) -> Iterator[Connect]:
         client.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=EACH_WAY)
 def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
     """A client over each transport."""
     return connect(request.param)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that were not run, with what this machine lacks for them."""
+    reasons: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
+    for reason, tests in reasons.items():
+        terminalreporter.write_line(f"not run: {reason}")
+        for test in tests:
+            terminalreporter.write_line(f"    {test}")

@@ -128,5 +128,6 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
             message.data_address = server.data_address
             message.unix_path = server.unix_path
             message.instance_id = server.instance_id
+            message.control_address = server.control_address
         messages.append(message)
     return messages

@@ -12,28 +12,29 @@ from smb.transport.base import Deadline, NoAnswerError, NoWayError, Transport, W
 from smb.transport.links import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
+from smb.transport.verbs import Verbs
 
 Found = TypeVar("Found")
 
-CHOICES = ("auto", "shm", "tcp")
+CHOICES = ("auto", "shm", "verbs", "tcp")
 
 
 def check_choice(transport: str) -> str:
     """Return a transport option that exists. Raises InvalidArgumentError."""
-    if transport == "verbs":
-        raise InvalidArgumentError("transport 'verbs' is not there yet; there are auto, shm and tcp")
     if transport not in CHOICES:
-        raise InvalidArgumentError(f"there is no transport {transport!r}; there are auto, shm and tcp")
+        raise InvalidArgumentError(f"there is no transport {transport!r}; there are {', '.join(CHOICES)}")
     return transport
 
 
-def make_transports(choice: str, client: EngineClient, links: Links) -> tuple[Transport, ...]:
+def make_transports(choice: str, client: EngineClient, links: Links, verbs: Verbs) -> tuple[Transport, ...]:
     """Return the transports to be tried, in this order."""
     if choice == "shm":
         return (SharedMemory(client, links),)
+    if choice == "verbs":
+        return (verbs,)
     if choice == "tcp":
         return (Tcp(links),)
-    return (SharedMemory(client, links), Tcp(links))
+    return (SharedMemory(client, links), verbs, Tcp(links))
 
 
 def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from smb.config import parse_address
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
@@ -37,6 +38,20 @@ class Whereabouts:
     address: str
     unix_path: str
     instance_id: int
+    control_address: str = ""
+
+
+class Dialer(Protocol):
+    """Makes connections of a lane that are neither TCP nor Unix."""
+
+    def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """Return a link and the server's instance. Raises EngineError, NoWayError."""
+
+    def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
+        """Give the link a new connection and return the server's instance; None: it should have one over TCP.
+
+        Raises EngineError, UnavailableError: not now.
+        """
 
 
 @dataclass(slots=True)
@@ -57,14 +72,19 @@ class Links:
         self._locate = locate
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, Lane], _Entry] = {}
+        self._dialers: dict[Lane, Dialer] = {}
         self._watching = False
+
+    def dial(self, lane: Lane, dialer: Dialer) -> None:
+        """Have links of that lane connected by `dialer`."""
+        self._dialers[lane] = dialer
 
     def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
         """Return the link of this lane to the segment's server, connecting it if there is none.
 
         Raises EngineError where nobody answers, UnavailableError where it is another server, or another run of it.
         """
-        where = Whereabouts(place.address, place.unix_path, place.instance_id)
+        where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address)
         with self._lock:
             entry = self._entries.setdefault((place.server, lane), _Entry(place.server, lane, where))
             if not self._watching:
@@ -95,6 +115,8 @@ class Links:
     def _connect(self, entry: _Entry, where: Whereabouts, deadline: Deadline) -> Link:
         if entry.lane in _UNIX:
             link, instance_id = self._client.connect_unix(where.unix_path, entry.lane, deadline.left_ms())
+        elif entry.lane in self._dialers:
+            link, instance_id = self._dialers[entry.lane].dial(entry.server, where, entry.lane, deadline.left_ms())
         else:
             host, port = _numeric(entry.server, where.address)
             link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
@@ -139,6 +161,11 @@ class Links:
     def _attempt(self, entry: _Entry, link: Link, accept_instance: int) -> int:
         if entry.lane in _UNIX:
             return link.resume_unix(entry.where.unix_path, accept_instance, _ATTEMPT_MS)
+        if entry.lane in self._dialers:
+            dialer = self._dialers[entry.lane]
+            instance_id = dialer.redial(link, entry.server, entry.where, accept_instance, _ATTEMPT_MS)
+            if instance_id is not None:
+                return instance_id
         host, port = _numeric(entry.server, entry.where.address)
         return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
 

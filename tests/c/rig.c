@@ -1,4 +1,4 @@
-#include "rig.h"
+#include "pump.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -93,7 +93,13 @@ void reach_make(struct reach *reach, struct rig *rig, enum way way, uint64_t ses
         if (way == BY_UNIX)
             CHECK_EQ(smb_client_connect_unix(reach->client, rig->sockets[i], 1, RIG_TIMEOUT_MS, &reach->links[i], &instance),
                      SMB_OK);
-        else
+        else if (way == BY_REFERENCE) {
+            reach->pumps[i] = calloc(1, sizeof *reach->pumps[i]);
+            pump_start(reach->pumps[i], rig->servers[i]);
+            CHECK_EQ(smb_client_connect_reference(reach->client, reach->pumps[i]->client_end, 1, RIG_TIMEOUT_MS, &reach->links[i],
+                                                  &instance),
+                     SMB_OK);
+        } else
             CHECK_EQ(smb_client_connect_tcp(reach->client, "127.0.0.1", rig->ports[i], 1, RIG_TIMEOUT_MS, &reach->links[i],
                                             &instance),
                      SMB_OK);
@@ -121,6 +127,11 @@ void reach_end(struct reach *reach)
             smb_link_close(reach->odd_links[i]);
     }
     smb_client_destroy(reach->client);
+    for (int i = 0; i < RIG_SERVERS; i++) {
+        if (reach->pumps[i])
+            pump_join(reach->pumps[i]);
+        free(reach->pumps[i]);
+    }
 }
 
 struct smb_outcome must(struct smb_buffer *buffer, struct smb_request request)

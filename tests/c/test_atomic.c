@@ -55,7 +55,9 @@ static void *add_ranges(void *argument)
     uint32_t element = smb_dtype_bytes(worker->rig->dtype);
     uint8_t *deltas = deltas_of(worker->rig->dtype);
     struct reach reach;
-    reach_make(&reach, worker->rig, (enum way)(worker->number % WAYS), (uint64_t)worker->number + 1);
+    /* A pump needs the servers, which are in this process alone. */
+    int ways = worker->number < THREADS ? WAYS : BY_REFERENCE;
+    reach_make(&reach, worker->rig, (enum way)(worker->number % ways), (uint64_t)worker->number + 1);
     for (int round = 0; round < ROUNDS; round++) {
         struct range range = range_of(worker->number, round);
         must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0,
@@ -130,7 +132,7 @@ static void sums_are_exact(int dtype)
     close(go[1]);
 }
 
-/* Eight threads and four processes, by TCP, Unix socket, mapping and both at once, add to overlapping ranges of integers. */
+/* Eight threads and four processes, by TCP, Unix socket, mapping, both at once and (threads) by reference, add to overlapping ranges of integers. */
 static void sums_of_integers_are_exact(void)
 {
     sums_are_exact(SMB_INT64);

@@ -130,6 +130,12 @@ static void every_operation_by_both(void)
     every_operation(BY_BOTH);
 }
 
+/* Payloads stay with the client, and are moved by somebody else. */
+static void every_operation_by_reference(void)
+{
+    every_operation(BY_REFERENCE);
+}
+
 /* ---- optimizers' steps */
 
 static const struct smb_hyper HYPER = {.lr = 0.1, .scale = 0.5, .weight_decay = 0.01, .mu = 0.9, .beta1 = 0.9, .beta2 = 0.999,
@@ -570,7 +576,7 @@ static void counters_are_true(void)
     struct rig rig;
     struct smb_server_counters counters;
     static const int transports[] = {[BY_TCP] = SMB_TRANSPORT_TCP, [BY_UNIX] = SMB_TRANSPORT_UNIX,
-                                     [BY_MAPPING] = SMB_TRANSPORT_SHM};
+                                     [BY_MAPPING] = SMB_TRANSPORT_SHM, [BY_REFERENCE] = SMB_TRANSPORT_VERBS};
     int64_t values[16] = {0};
     rig_start(&rig, LAYOUT, SMB_INT64);
     for (int way = BY_TCP; way <= BY_MAPPING; way++) {
@@ -670,6 +676,7 @@ int main(void)
         TEST(every_operation_by_unix_socket),
         TEST(every_operation_by_mapping),
         TEST(every_operation_by_both),
+        TEST(every_operation_by_reference),
         TEST(steps_pass_the_gate),
         TEST(wrong_steps_are_not_sent),
         TEST(threads_share_a_client),

@@ -13,6 +13,7 @@ from tests.fault.long import LIMIT_S, seed, times
 from tests.support.checkers import Run, check_at_rest, check_between
 from tests.support.clients import Adders
 from tests.support.daemons import running_daemons, wait_for
+from tests.support.ways import EACH_WAY, FAR
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
@@ -20,7 +21,7 @@ COUNT = 100_003
 ROUNDS = times(8, 200)
 
 
-@pytest.mark.parametrize("ways", [("tcp", "tcp"), ("shm", "shm"), ("tcp", "shm")], ids="+".join)
+@pytest.mark.parametrize("ways", [(FAR, FAR), ("shm", "shm"), (FAR, "shm")], ids="+".join)
 def test_kills_under_two_clients(tmp_path: Path, ways: tuple[str, ...]) -> None:
     """Two clients add to lanes of their own and a common one; a server dies at a random moment and comes back, on the
     same port or another, again and again.
@@ -47,7 +48,7 @@ def test_kills_under_two_clients(tmp_path: Path, ways: tuple[str, ...]) -> None:
                 servers[index] = daemons.memory_server(address, "ab"[index], "--listen", f"127.0.0.1:{port}")
                 assert servers[index].address
                 seen = adders.done()
-                if "tcp" in ways:
+                if FAR in ways:
                     wait_for(
                         lambda seen=seen: all(n > m for n, m in zip(adders.done(), seen, strict=True)), "additions", 60
                     )
@@ -56,14 +57,14 @@ def test_kills_under_two_clients(tmp_path: Path, ways: tuple[str, ...]) -> None:
             adders.kill()
             raise
         Run(before, warm_up_s, ROUNDS, fired, True).check(rate_min=1)
-        with smb.connect(address, transport="tcp") as client:
+        with smb.connect(address, transport=FAR) as client:
             for number, done in enumerate(acknowledged):
                 check_at_rest(client.open(f"lane-{number}").read(), done, f"lane {number}")
             check_at_rest(client.open("common").read(), sum(acknowledged), "common")
         print(f"{fired} kills, {sum(acknowledged)} additions of {COUNT} elements, 0 bad")
 
 
-@pytest.mark.parametrize("way", ["tcp", "shm"])
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_clients_that_die(tmp_path: Path, way: str) -> None:
     """A client is killed between sending and its acknowledgement: what it was told counts, what it was not counts at
     most once in every element; the others go on.
@@ -88,7 +89,7 @@ def test_clients_that_die(tmp_path: Path, way: str) -> None:
                 adders.kill()
                 raise
             acknowledged = adders.done()
-            with smb.connect(address, transport="tcp", timeout=20) as client:
+            with smb.connect(address, transport=FAR, timeout=20) as client:
                 # One addition to each lane may have been on its way; acknowledgements are noted after both of a round.
                 for number, done in enumerate(acknowledged):
                     check_between(client.open(f"lane-{number}").read(), done, done + 1, f"lane {number}")

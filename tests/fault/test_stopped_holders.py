@@ -17,6 +17,7 @@ from tests.fault.long import LIMIT_S, times
 from tests.support.checkers import FencedWrite, Holding, check_locks
 from tests.support.clients import in_process, write_fenced_for_ever
 from tests.support.daemons import wait_for
+from tests.support.ways import FAR
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
@@ -42,7 +43,7 @@ def test_stale_writes() -> None:
     stale = 0
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport="tcp") as client,
+        smb.connect(cluster.address, transport=FAR) as client,
     ):
         buffer = client.create("w", 40_000, "int64", stripe="64KiB")
         holdings: list[Holding] = []

@@ -12,6 +12,7 @@ import smb
 from tests.fault.long import LIMIT_S, times
 from tests.support.checkers import check_one_version, check_untorn
 from tests.support.clients import Adders, in_process, publish_until_killed
+from tests.support.ways import EACH_WAY, FAR
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
@@ -21,14 +22,14 @@ COUNT = 4 * CHUNK
 VERSIONS = 15  # are published at least while the readers read
 
 
-@pytest.mark.parametrize("way", ["tcp", "shm"])
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_reads_of_additions(way: str) -> None:
     """Two processes add, over shm and tcp; every chunk that is read is whole."""
     with (
         smb.LocalCluster(servers=1, capacity="64MiB") as cluster,
         smb.connect(cluster.address, transport=way) as client,
     ):
-        adders = Adders(cluster.address, ("shm", "tcp"), COUNT)
+        adders = Adders(cluster.address, ("shm", FAR), COUNT)
         try:
             common = client.open("common")
             chunk = common.layout.chunk_bytes // 8
@@ -49,7 +50,7 @@ def test_reads_of_additions(way: str) -> None:
         print(f"{turn} reads over {way}, {changes} different, {sum(done)} additions: 0 torn")
 
 
-@pytest.mark.parametrize("way", ["tcp", "shm"])
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_reads_of_versions(way: str) -> None:
     """A process publishes at full rate over two servers; every read is one version, and none goes back."""
     count, reads = 100_000, times(150, 20_000)

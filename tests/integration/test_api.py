@@ -17,6 +17,7 @@ import torch
 import smb
 from tests.conftest import Connect
 from tests.support.clients import create_or_open, run_together
+from tests.support.ways import FAR
 
 PAGE = 4096
 DTYPES = {
@@ -271,13 +272,13 @@ def test_counters(client: smb.Client) -> None:
 
 def test_transports_see_the_same_buffer(connect: Connect) -> None:
     """What one client changes over shm the other reads over tcp, and the other way round."""
-    near, far = connect("shm"), connect("tcp")
+    near, far = connect("shm"), connect(FAR)
     a = near.create("w", 100_000, "float32", stripe=PAGE)
     b = far.open("w")
     a.write(np.ones(100_000, np.float32))
     b.accumulate(np.ones(100_000, np.float32))
     assert (a.read() == 2).all()
-    assert (a.transports, b.transports) == (("shm",), ("tcp",))
+    assert (a.transports, b.transports) == (("shm",), (FAR,))
     assert connect("auto").open("w").transports == ("shm",)
 
 
@@ -288,7 +289,7 @@ def test_view_is_the_memory_itself(connect: Connect) -> None:
     assert view.shape == (9, PAGE)
     assert view.flags.c_contiguous
     values = counting(9 * PAGE, np.uint8).reshape(9, PAGE)
-    connect("tcp").open("w").write(values)
+    connect(FAR).open("w").write(values)
     np.testing.assert_array_equal(view, values)
     view[3:5] = 0
     values[3:5] = 0
@@ -318,7 +319,7 @@ def is_mapped(address: str) -> bool:
 
 def test_view_needs_shared_memory(connect: Connect) -> None:
     """Over tcp there is no view; the error says over what the buffer is reached and what to use instead."""
-    buffer = connect("tcp").create("w", 10)
+    buffer = connect(FAR).create("w", 10)
     with pytest.raises(smb.TransportError, match=r"view of buffer 'w'.*over tcp.*use read\(\)"):
         buffer.view()
 
@@ -366,7 +367,7 @@ def test_placement_by_number_name_and_likeness(connect: Connect) -> None:
 
 def test_metadata_is_there_for_whoever_opens(connect: Connect) -> None:
     """Every client sees what the first creation gave, as a dict that is its own; list() does without."""
-    one, two = connect(), connect("tcp")
+    one, two = connect(), connect(FAR)
     given = {"run": {"every": 50, "names": ["a", "b"]}, "rate": 0.1}
     made = one.create("w", 10, metadata=given)
     assert made.metadata == given
@@ -412,7 +413,7 @@ def test_many_creators_make_one_buffer(connect: Connect, cluster: smb.LocalClust
 
 def test_deleting_gives_the_memory_back(connect: Connect) -> None:
     """After delete the servers hold what they held before, and users of either transport get NotFoundError."""
-    client, far = connect("shm"), connect("tcp")
+    client, far = connect("shm"), connect(FAR)
     before = [server.used for server in client.servers()]
     users = [client.create("w", 1 << 20), far.open("w")]
     for user in users:
@@ -435,7 +436,7 @@ def test_deleting_under_readers(connect: Connect) -> None:
     """Readers that are in the middle of it over either transport end with NotFoundError, and read nothing wrong."""
     client = connect()
     client.create("w", 1 << 18, stripe=PAGE).fill(7)
-    users = [connect(transport).open("w") for transport in ("shm", "tcp")]
+    users = [connect(transport).open("w") for transport in ("shm", FAR)]
     reading = threading.Barrier(3)
     ends: list[str] = []
 
@@ -467,16 +468,16 @@ def test_the_environment_fills_in(cluster: smb.LocalCluster, monkeypatch: pytest
     with pytest.raises(smb.InvalidArgumentError, match="SMB_COORDINATOR"):
         smb.connect()
     monkeypatch.setenv("SMB_COORDINATOR", cluster.address)
-    monkeypatch.setenv("SMB_TRANSPORT", "tcp")
+    monkeypatch.setenv("SMB_TRANSPORT", FAR)
     with smb.connect(transport="shm") as client:
-        assert client.create("w", 5).transports == ("tcp",)
+        assert client.create("w", 5).transports == (FAR,)
         client.delete("w")
 
 
 def test_one_log_line_says_which_way_and_why(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     """A buffer's first use logs, once, the transport and the reason for each group of servers."""
     with caplog.at_level(logging.INFO, "smb"):
-        near, far = connect(), connect("tcp")
+        near, far = connect(), connect(FAR)
         near.create("w", 10 * PAGE, "uint8", stripe=PAGE, servers=["server-0", "server-1"]).fill(1)
         buffer = far.open("w")
         buffer.read()

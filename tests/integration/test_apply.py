@@ -16,6 +16,7 @@ from tests.conftest import Connect
 from tests.integration.test_transports import hidden_socket
 from tests.support.daemons import wait_for
 from tests.support.optimizers import step
+from tests.support.ways import EACH_WAY, FAR, MIXED
 
 PAGE = 4096
 SIZE = 150_007  # of every segment several chunks, the last one in part
@@ -81,7 +82,7 @@ def test_over_two_transports(connect: Connect) -> None:
         model = Model(client, "adam", ["server-0", "server-1"])
         model.turn(1)
         model.check()
-        assert model.buffers[0].transports == ("shm", "tcp")
+        assert model.buffers[0].transports == ("shm", FAR)
 
 
 TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -115,7 +116,7 @@ def test_rules_are_torchs(client: smb.Client, rule: str) -> None:
 
 def test_weights_and_state_change_as_one(connect: Connect) -> None:
     """Many clients' momentum steps at once: m counts to K, and the weights have gained 1 + 2 + ... + K."""
-    clients, each = [connect(transport) for transport in ("tcp", "shm", "tcp", "shm")], 15
+    clients, each = [connect(transport) for transport in MIXED], 15
     weights = clients[0].create("weights", 40_000, "float32", stripe=STRIPE)
     for name in ("gradient", "m"):
         clients[0].create(name, like=weights)
@@ -134,7 +135,7 @@ def test_weights_and_state_change_as_one(connect: Connect) -> None:
 
 def test_crossed_steps_do_not_lock_each_other(connect: Connect) -> None:
     """x with y as its state beside y with x, beside additions to both over shm and between them: all end, all count."""
-    clients = [connect(transport) for transport in ("tcp", "shm", "tcp", "shm")]
+    clients = [connect(transport) for transport in MIXED]
     x = clients[0].create("x", 40_000, "float32", stripe=STRIPE)
     for name in ("y", "ones", "z"):
         clients[0].create(name, like=x)
@@ -287,7 +288,7 @@ def fragile() -> Iterator[smb.LocalCluster]:
         yield running
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_steps_go_on_over_kills(fragile: smb.LocalCluster, transport: str) -> None:
     """kill -9 and restart of a server in the middle of steps of two clients: none fails, each counts once, in the state
     and in the weights.
@@ -300,7 +301,7 @@ def test_steps_go_on_over_kills(fragile: smb.LocalCluster, transport: str) -> No
         stop = threading.Event()
 
         def work(index: int) -> None:
-            with smb.connect(fragile.address, transport="tcp", timeout=30) as own:
+            with smb.connect(fragile.address, transport=FAR, timeout=30) as own:
                 weights, gradient, state = (own.open(name) for name in ("weights", "gradient", "m"))
                 while not stop.is_set():
                     (weights if index else w).apply(
@@ -333,7 +334,7 @@ def test_steps_go_on_over_kills(fragile: smb.LocalCluster, transport: str) -> No
 
 def test_what_became_of_a_failed_step_is_found_out(fragile: smb.LocalCluster) -> None:
     """A step that ran out of time with a server gone: settle names the ranges that were not applied, and never are."""
-    with smb.connect(fragile.address, transport="tcp", timeout=0.5) as hasty:
+    with smb.connect(fragile.address, transport=FAR, timeout=0.5) as hasty:
         w = hasty.create("w", 300_001, "float32", stripe=STRIPE)
         g, m = hasty.create("g", like=w), hasty.create("m", like=w)
         g.fill(1)
@@ -348,7 +349,7 @@ def test_what_became_of_a_failed_step_is_found_out(fragile: smb.LocalCluster) ->
         applied = np.ones(w.size, bool)
         for part in missing:
             applied[part.start : part.stop] = False
-        with smb.connect(fragile.address, transport="tcp", timeout=30) as patient:
+        with smb.connect(fragile.address, transport=FAR, timeout=30) as patient:
             np.testing.assert_array_equal(patient.open("w").read(), np.where(applied, 2, 0))
             np.testing.assert_array_equal(patient.open("m").read(), np.where(applied, 2, 1))
             for name in "wgm":

@@ -13,11 +13,12 @@ import smb
 from tests.conftest import Connect
 from tests.support.clients import arrive, in_process
 from tests.support.daemons import wait_for, waiting
+from tests.support.ways import FAR
 
 
 def test_nobody_leaves_before_all_arrived(client: smb.Client, connect: Connect) -> None:
     """Four clients, many rounds: indexes are 0 to 3, and nobody is a round ahead of another that has not arrived."""
-    clients = [client, *(connect(transport) for transport in ("tcp", "shm", "tcp"))]
+    clients = [client, *(connect(transport) for transport in (FAR, "shm", FAR))]
     arrived = [0] * 4
     indexes: list[list[int]] = [[] for _ in range(4)]
     failures: list[BaseException] = []
@@ -45,7 +46,7 @@ def test_a_timeout_breaks_it_for_all_and_the_next_round_is_clean(
     cluster: smb.LocalCluster, client: smb.Client, connect: Connect
 ) -> None:
     """One gives up: all get BrokenBarrierError; afterwards the barrier works again."""
-    other = connect("tcp")
+    other = connect(FAR)
     broken: list[BaseException] = []
 
     def wait() -> None:
@@ -68,7 +69,7 @@ def test_a_timeout_breaks_it_for_all_and_the_next_round_is_clean(
 
 def test_a_death_breaks_it_for_all(cluster: smb.LocalCluster, connect: Connect) -> None:
     """A party is killed while it waits: the others are told within seconds, not at the end of their time."""
-    client = connect("tcp")
+    client = connect(FAR)
     with in_process(arrive, cluster.address, "deadly", 3) as (process, messages):
         assert messages.get(timeout=30) == "arriving"
         start = time.monotonic()
@@ -96,7 +97,7 @@ def test_misuse(cluster: smb.LocalCluster, client: smb.Client, connect: Connect)
         client.barrier("x", 2, timeout=-1)
     with pytest.raises(smb.InvalidArgumentError):
         client.barrier("x", 10**6)
-    other = connect("tcp")
+    other = connect(FAR)
 
     def give_up() -> None:
         with pytest.raises(smb.BrokenBarrierError):
@@ -113,7 +114,7 @@ def test_misuse(cluster: smb.LocalCluster, client: smb.Client, connect: Connect)
 def test_a_barrier_survives_its_server() -> None:
     """kill -9 and restart of the home while some wait: the seats are kept, and all leave together."""
     with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
-        clients = [smb.connect(cluster.address, transport=transport) for transport in ("tcp", "shm", "tcp")]
+        clients = [smb.connect(cluster.address, transport=transport) for transport in (FAR, "shm", FAR)]
         indexes: list[int] = []
         threads = [
             threading.Thread(target=lambda own=own: indexes.append(own.barrier("home", 3, timeout=60)))  # type: ignore[misc]

@@ -10,6 +10,7 @@ import pytest
 
 import smb
 from smb.train.contribution import Contribution
+from tests.support.ways import FAR
 
 SIZE = 300_001
 
@@ -62,8 +63,8 @@ def test_a_lost_server_surfaces_and_still_each_element_counts_once(
     is back, finishes; what the other server had got does not count twice.
     """
     with (
-        smb.connect(cluster.address, transport="tcp", timeout=0.5) as hasty,
-        smb.connect(cluster.address, transport="tcp", timeout=30) as patient,
+        smb.connect(cluster.address, transport=FAR, timeout=0.5) as hasty,
+        smb.connect(cluster.address, transport=FAR, timeout=30) as patient,
     ):
         buffer = hasty.create("w", SIZE, stripe="64KiB")
         buffer.read(0, 1)
@@ -89,7 +90,7 @@ def test_a_lost_server_surfaces_and_still_each_element_counts_once(
 
 def test_a_restart_in_the_middle_is_not_noticed(cluster: smb.LocalCluster, delta: np.ndarray) -> None:
     """kill -9 and restart of each server under contributions that follow one another: none fails, each counts."""
-    with smb.connect(cluster.address, transport="tcp", timeout=30) as client:
+    with smb.connect(cluster.address, transport=FAR, timeout=30) as client:
         buffer = client.create("w", SIZE, stripe="64KiB")
         contribution = Contribution(client, buffer)
         for turn in range(24):

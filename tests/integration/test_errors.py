@@ -17,6 +17,7 @@ import torch
 import smb
 from tests.conftest import Connect
 from tests.support.daemons import stop, wait_for
+from tests.support.ways import FAR
 
 
 def test_classes_are_pythons_too() -> None:
@@ -327,10 +328,10 @@ def stopped(pid: int) -> Iterator[None]:
 
 def test_a_server_that_hangs(connect: Connect, cluster: smb.LocalCluster) -> None:
     """While a server is stopped, TCP calls end within their timeout and name it; shm goes on; afterwards all works."""
-    far, near = connect("tcp", timeout=1), connect("shm")
+    far, near = connect(FAR, timeout=1), connect("shm")
     buffer = far.create("w", 1000, servers=["server-1"])
     local = near.open("w")
-    other = connect("tcp", timeout=1).open("w")
+    other = connect(FAR, timeout=1).open("w")
     for each in (buffer, local, other):
         each.fill(1)
     with stopped(cluster.servers[1].pid):

@@ -11,8 +11,8 @@ import pytest
 import smb
 from tests.conftest import Connect
 from tests.support.clients import TURN, add, add_whole, count_up, pattern, read_whole, run_together, swap_up
+from tests.support.ways import FAR, MIXED
 
-MIXED = ("shm", "tcp", "shm", "tcp")
 SIZE = 3 * 5 * 65536 + 12_345  # odd, many stripes on each server, the last one short
 ROUNDS = 15
 SEED = 100
@@ -45,7 +45,7 @@ def test_sums_are_exact(connect: Connect, cluster: smb.LocalCluster, dtype: str)
         for offset, count in ranges:
             expected[offset : offset + count] += pattern(offset, count, dtype)
     np.testing.assert_array_equal(buffer.read(), expected)
-    np.testing.assert_array_equal(connect("tcp").open("w").read(), expected)
+    np.testing.assert_array_equal(connect(FAR).open("w").read(), expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8"])
@@ -83,7 +83,7 @@ def test_swaps_win_once(connect: Connect, cluster: smb.LocalCluster) -> None:
 
 def test_fetched_values_contain_ones_own_contribution(connect: Connect) -> None:
     """accumulate(fetch=True) beside another client's: every fetched value is at least the own sum, at most both."""
-    near, far = (connect(transport).create("w", 70_001, "int64", exist_ok=True) for transport in ("shm", "tcp"))
+    near, far = (connect(transport).create("w", 70_001, "int64", exist_ok=True) for transport in ("shm", FAR))
     ones = np.ones(70_001, np.int64)
     for own in range(1, 21):
         pending = far.accumulate_async(ones, fetch=True)
@@ -100,7 +100,7 @@ def test_reads_are_never_torn(connect: Connect, cluster: smb.LocalCluster) -> No
     buffer = connect().create("w", 16 * 65536, "float32", stripe="256KiB")
     assert buffer.layout.chunk_bytes == 256 << 10
     address, times = cluster.address, 60
-    adders = [(add_whole, address, transport, "w", times) for transport in ("shm", "tcp")]
-    readers = [(read_whole, address, transport, "w", 2 * times) for transport in ("shm", "tcp")]
+    adders = [(add_whole, address, transport, "w", times) for transport in ("shm", FAR)]
+    readers = [(read_whole, address, transport, "w", 2 * times) for transport in ("shm", FAR)]
     torn = run_together(*adders, *readers)
     assert torn == [None, None, 0, 0]

@@ -10,6 +10,7 @@ import pytest
 
 import smb
 from tests.support.daemons import wait_for
+from tests.support.ways import EACH_WAY, FAR
 
 SIZE = 300_001
 ROUNDS = 4
@@ -26,7 +27,7 @@ def delta() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.arange(SIZE) % 251 + 1
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_additions_go_on_over_kills(cluster: smb.LocalCluster, transport: str) -> None:
     """kill -9 and restart of a server in the middle of additions: none fails, each counts once, over each transport."""
     with smb.connect(cluster.address, transport=transport, timeout=30) as client:
@@ -60,7 +61,7 @@ def test_additions_go_on_over_kills(cluster: smb.LocalCluster, transport: str) -
 
 def test_counters_give_each_number_once_over_kills(cluster: smb.LocalCluster) -> None:
     """fetch_add and compare_swap over a restart: every old value is given once, none is left out."""
-    with smb.connect(cluster.address, transport="tcp", timeout=30) as client:
+    with smb.connect(cluster.address, transport=FAR, timeout=30) as client:
         counter = client.create("c", 8, "int64", servers=["server-0"])
         given: list[int] = []
         for _ in range(3):
@@ -87,7 +88,7 @@ def test_servers_combine_buffers_once_over_kills(cluster: smb.LocalCluster) -> N
     """accumulate_from and accumulate(fetch=True), repeated after a lost connection, count once; the fetched is new
     enough.
     """
-    with smb.connect(cluster.address, transport="tcp", timeout=30) as client:
+    with smb.connect(cluster.address, transport=FAR, timeout=30) as client:
         target = client.create("t", SIZE, "int64", stripe="64KiB")
         source = client.create("s", like=target)
         source.write(delta())
@@ -107,8 +108,8 @@ def test_servers_combine_buffers_once_over_kills(cluster: smb.LocalCluster) -> N
 def test_what_became_of_a_failed_call_is_found_out(cluster: smb.LocalCluster) -> None:
     """A call that ran out of time with a server gone: settle says what it missed; that done again, it counts once."""
     with (
-        smb.connect(cluster.address, transport="tcp", timeout=0.5) as hasty,
-        smb.connect(cluster.address, transport="tcp", timeout=30) as patient,
+        smb.connect(cluster.address, transport=FAR, timeout=0.5) as hasty,
+        smb.connect(cluster.address, transport=FAR, timeout=30) as patient,
     ):
         buffer = hasty.create("w", SIZE, "int64", stripe="64KiB")
         buffer.write(np.zeros(SIZE, np.int64))
@@ -129,7 +130,7 @@ def test_what_became_of_a_failed_call_is_found_out(cluster: smb.LocalCluster) ->
 
 def test_an_acknowledged_call_has_nothing_to_settle(cluster: smb.LocalCluster) -> None:
     """An error that names no call in doubt is refused; a call that was refused outright leaves nothing to find out."""
-    with smb.connect(cluster.address, transport="tcp") as client:
+    with smb.connect(cluster.address, transport=FAR) as client:
         buffer = client.create("w", 10, "int64")
         with pytest.raises(smb.InvalidArgumentError) as caught:
             buffer.accumulate(np.zeros(11, np.int64))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 import smb
+from tests.support.ways import EACH_WAY
 
 
 def in_child(check: Callable[[], object]) -> int:
@@ -49,7 +50,7 @@ def test_the_childs_use_is_refused(client: smb.Client) -> None:
     assert buffer.read().tolist() == [2, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_the_child_connects_by_itself(
     cluster: smb.LocalCluster, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:

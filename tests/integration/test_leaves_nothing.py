@@ -19,6 +19,7 @@ import pytest
 import smb
 from tests.support import clients
 from tests.support.daemons import wait_for
+from tests.support.ways import EACH_WAY, FAR
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -44,7 +45,7 @@ def open_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_killed_clients_leave_nothing(memory: Path, transport: str) -> None:
     """Clients killed in the middle of accumulates harm nobody: others go on, and delete returns every byte."""
     with (
@@ -85,7 +86,7 @@ def test_closed_clients_leave_no_thread_and_no_descriptor() -> None:
     with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
 
         def use() -> None:
-            for transport in ("shm", "tcp"):
+            for transport in ("shm", FAR):
                 with smb.connect(cluster.address, transport=transport) as client:
                     buffer = client.create("w", 1000, exist_ok=True)
                     buffer.write_async(np.ones(1000, np.float32)).result()
@@ -102,7 +103,7 @@ def test_closed_clients_leave_no_thread_and_no_descriptor() -> None:
 def test_a_forgotten_client_goes_away() -> None:
     """A client that is dropped without close() is not kept alive by its own thread."""
     with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
-        client = smb.connect(cluster.address, transport="tcp")
+        client = smb.connect(cluster.address, transport=FAR)
         buffer = client.create("w", 1000)
         buffer.fill(1)
         gone = weakref.ref(client)

@@ -15,11 +15,12 @@ import smb
 from tests.conftest import Connect
 from tests.support.clients import hold_lock, in_process
 from tests.support.daemons import wait_for, waiting
+from tests.support.ways import EACH_WAY, FAR
 
 
 def test_a_lock_has_one_holder(client: smb.Client, connect: Connect) -> None:
     """Increments of a counter under the lock, read and written apart, are not lost; tokens grow."""
-    others = [connect(transport) for transport in ("tcp", "shm", "tcp")]
+    others = [connect(transport) for transport in (FAR, "shm", FAR)]
     buffer = client.create("w", 1, "int64")
     tokens: list[int] = []
 
@@ -45,7 +46,7 @@ def test_who_waits_longest_is_next(cluster: smb.LocalCluster, client: smb.Client
     with client.lock("line"):
         threads = []
         for number in range(5):
-            own = connect("tcp")
+            own = connect(FAR)
             threads.append(threading.Thread(target=_take, args=(own, order, number)))
             threads[-1].start()
             wait_for(lambda number=number: waiting(cluster) == number + 1, "it to wait")
@@ -61,7 +62,7 @@ def _take(own: smb.Client, order: list[int], number: int) -> None:
 
 def test_timeouts_and_misuse(client: smb.Client, connect: Connect) -> None:
     """A lock that is taken is not given within the time; what makes no sense is refused with its reason."""
-    other = connect("tcp")
+    other = connect(FAR)
     lock = client.lock("busy")
     with lock:
         assert lock.held
@@ -93,7 +94,7 @@ def test_a_lock_lives_longer_than_its_ttl_while_it_is_held(client: smb.Client, c
     """It is renewed in the background: three times its ttl later it is still ours."""
     with client.lock("long", ttl=0.3) as lock:
         end = time.monotonic() + 0.9
-        with pytest.raises(smb.TimeoutError), connect("tcp").lock("long", timeout=0.9):
+        with pytest.raises(smb.TimeoutError), connect(FAR).lock("long", timeout=0.9):
             pass
         assert time.monotonic() >= end
         lock.check()
@@ -103,7 +104,7 @@ def test_a_lock_lives_longer_than_its_ttl_while_it_is_held(client: smb.Client, c
 @pytest.mark.parametrize("ttl", [0.5, 1.0])
 def test_a_dead_holders_lock_is_free_within_its_ttl(cluster: smb.LocalCluster, connect: Connect, ttl: float) -> None:
     """The holder is killed: the next one has the lock at most ttl + 0.5 s later."""
-    client = connect("tcp")
+    client = connect(FAR)
     with in_process(hold_lock, cluster.address, "dead", ttl) as (process, messages):
         token = messages.get(timeout=30)
         os.kill(process.pid, signal.SIGKILL)
@@ -115,7 +116,7 @@ def test_a_dead_holders_lock_is_free_within_its_ttl(cluster: smb.LocalCluster, c
 
 def test_a_stopped_holder_that_wakes_is_refused(cluster: smb.LocalCluster, connect: Connect) -> None:
     """Stopped past its lease, another takes the lock and writes; woken, its fenced write is refused and it is told."""
-    client = connect("tcp")
+    client = connect(FAR)
     buffer = client.create("w", 300_000, "int64", stripe="64KiB")
     with in_process(hold_lock, cluster.address, "w", 0.3, fenced=True) as (process, messages):
         assert messages.get(timeout=30) > 0
@@ -132,7 +133,7 @@ def test_a_lock_that_was_lost_is_told_on_leaving(client: smb.Client, connect: Co
     """Without renewal it runs out: check and release say so, and the lock is another's."""
     lock = client.lock("short", ttl=0.2).acquire()
     client.renewals.remove(lock)
-    with connect("tcp").lock("short", timeout=20):
+    with connect(FAR).lock("short", timeout=20):
         with pytest.raises(smb.LockLostError, match="short"):
             lock.check()
         assert not lock.held
@@ -164,7 +165,7 @@ def fragile() -> Iterator[smb.LocalCluster]:
         yield running
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_a_lock_survives_its_server(fragile: smb.LocalCluster, transport: str) -> None:
     """kill -9 and restart of the home: the holder holds on, those who wait are still in line, tokens go on growing."""
     order: list[str] = []
@@ -194,7 +195,7 @@ def test_a_lock_survives_its_server(fragile: smb.LocalCluster, transport: str) -
 
 def test_a_closed_clients_locks_are_free_at_once(client: smb.Client, connect: Connect) -> None:
     """Closing ends the session, and with it what it held, long before the ttl."""
-    other = connect("tcp")
+    other = connect(FAR)
     other.lock("closing", ttl=60).acquire()
     other.close()
     start = time.monotonic()

@@ -25,6 +25,7 @@ from tests.support.states import (
     publish_up_to,
     value_of,
 )
+from tests.support.ways import FAR
 
 DTYPES = [
     "float16", "float32", "float64", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
@@ -54,7 +55,7 @@ def test_a_model_arrives_as_it_left(client: smb.Client, connect: Connect) -> Non
     """Weights, bfloat16, running statistics and counters, exact; into a state_dict, and into another model."""
     trained, model = network(1), network(2)
     publisher = smb.torch.Publisher(client, "policy", trained)
-    follower = smb.torch.follow(connect("tcp"), "policy")
+    follower = smb.torch.follow(connect(FAR), "policy")
     assert (publisher.generation, follower.latest, follower.generation) == (0, 0, 0)
     for call in (follower.state_dict, lambda: follower.load(model)):
         with pytest.raises(smb.NotFoundError, match=r"of 'policy'|load 'policy'"):
@@ -142,7 +143,7 @@ def test_readers_never_see_a_mix(cluster: smb.LocalCluster, connect: Connect) ->
     anybody saw is whole, its number is right, and the numbers grow.
     """
     last = 60
-    readers = [(follow_until, cluster.address, transport, last) for transport in ("shm", "tcp") * 2]
+    readers = [(follow_until, cluster.address, transport, last) for transport in ("shm", FAR) * 2]
     *seen, published = run_together(*readers, (publish_up_to, cluster.address, last))
     assert published == [last + 1]
     for numbers in seen:
@@ -174,7 +175,7 @@ def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client
     """With a short timeout it is told that nothing was published, and the next call publishes."""
     publisher = smb.torch.Publisher(client, "w", filled(0))
     publisher.publish(filled(1))
-    follower = smb.torch.follow(connect("tcp"), "w")
+    follower = smb.torch.follow(connect(FAR), "w")
     with follower.pin(ttl=30) as generation:
         publisher.publish(filled(2))
         with pytest.raises(smb.TimeoutError, match="nothing done"):
@@ -188,7 +189,7 @@ def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client
 
 def test_a_trainer_that_is_killed_comes_back(cluster: smb.LocalCluster, connect: Connect) -> None:
     """kill -9 in the middle, three times: readers keep the last whole generation, and the next run goes on from it."""
-    client = connect("tcp")
+    client = connect(FAR)
     last, reads = 0, 0
     failures: list[BaseException] = []
     stop = threading.Event()

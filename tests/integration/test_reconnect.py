@@ -11,6 +11,7 @@ import pytest
 
 import smb
 from tests.support.daemons import running_daemons, wait_for
+from tests.support.ways import EACH_WAY, FAR
 
 SIZE = 300_001
 
@@ -31,8 +32,8 @@ def test_a_killed_server_is_unavailable_and_comes_back(cluster: smb.LocalCluster
     """kill -9: TCP calls fail within their timeout and say of whom; started again, the same buffer has its data."""
     server = cluster.servers[1]
     with (
-        smb.connect(cluster.address, transport="tcp", timeout=1) as hasty,
-        smb.connect(cluster.address, transport="tcp") as patient,
+        smb.connect(cluster.address, transport=FAR, timeout=1) as hasty,
+        smb.connect(cluster.address, transport=FAR) as patient,
     ):
         buffer = hasty.create("w", SIZE, "int64", stripe="64KiB")
         waiting = patient.open("w")
@@ -85,7 +86,7 @@ def pieces(buffer: smb.Buffer, server: int) -> Iterator[tuple[int, int]]:
 def test_calls_in_progress_are_finished_after_a_restart(cluster: smb.LocalCluster) -> None:
     """Additions of several threads whose connection breaks are finished once the server is back: each once."""
     server = cluster.servers[0]
-    with smb.connect(cluster.address, transport="tcp", timeout=20) as client:
+    with smb.connect(cluster.address, transport=FAR, timeout=20) as client:
         buffer = client.create("w", 6 << 20, "float32", servers=["server-0"])
         ones = np.ones(6 << 20, np.float32)
         pending = [buffer.accumulate_async(ones) for _ in range(8)]
@@ -111,7 +112,7 @@ def test_mappings_work_without_the_server(cluster: smb.LocalCluster, transport: 
         assert (buffer.read() == 2).all()
         server.start()
         assert (unused.read() == 2).all()
-        with smb.connect(cluster.address, transport="tcp") as far:
+        with smb.connect(cluster.address, transport=FAR) as far:
             far.open("w").accumulate(np.ones(1000, np.int64))
         assert (buffer.read() == 3).all()
         client.delete("w")
@@ -134,7 +135,7 @@ def test_a_server_may_return_on_another_port(tmp_path: Path) -> None:
         coordinator = daemons.coordinator().address
         server = daemons.memory_server(coordinator, "a")
         ports = {server.address}
-        with smb.connect(coordinator, transport="tcp", timeout=20) as client:
+        with smb.connect(coordinator, transport=FAR, timeout=20) as client:
             buffer = client.create("w", 1000, "int64")
             buffer.fill(5)
             for restart in (1, 2):
@@ -149,7 +150,7 @@ def test_a_server_may_return_on_another_port(tmp_path: Path) -> None:
         assert len(ports) > 1  # the kernel picks another each time, as good as always
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_data_needs_no_coordinator(cluster: smb.LocalCluster, transport: str) -> None:
     """kill -9 of the coordinator: open buffers go on, names are unavailable; started again it knows what it knew."""
     with smb.connect(cluster.address, transport=transport, timeout=5) as client:

@@ -12,6 +12,7 @@ import smb
 from smb.tensors import ELEMENTS
 from tests.conftest import Connect
 from tests.support.clients import add_ones, run_together
+from tests.support.ways import FAR
 
 MODEL = {"layer1.weight": ((300, 200), "float32"), "layer1.bias": ((300,), "float32"), "scale": ((), "float32")}
 
@@ -30,7 +31,7 @@ def test_a_tensor_is_found_by_its_name(client: smb.Client, connect: Connect) -> 
     assert list(model.tensors) == list(MODEL)
     assert (model.dtype, model.shape) == (np.float32, (60_305,))
     assert model.metadata["epoch"] == 3
-    other = connect("tcp").open("model")
+    other = connect(FAR).open("model")
     weight, bias, scale = other.tensors.values()
     assert (weight.shape, weight.dtype, weight.nbytes, weight.offset) == ((300, 200), np.float32, 240_000, 0)
     assert (bias.size, bias.offset, scale.shape, scale.offset) == (300, 60_000, (), 60_304)
@@ -55,7 +56,7 @@ def test_a_tensor_is_found_by_its_name(client: smb.Client, connect: Connect) -> 
 def test_processes_add_to_one_tensor(cluster: smb.LocalCluster, client: smb.Client) -> None:
     """Nothing is lost, and nothing goes beside it: four processes over both transports."""
     model = client.create("model", tensors=MODEL)
-    tasks = [(add_ones, cluster.address, transport, 50) for transport in ("shm", "tcp") * 2]
+    tasks = [(add_ones, cluster.address, transport, 50) for transport in ("shm", FAR) * 2]
     assert run_together(*tasks) == [300] * 4
     assert (model.tensor("layer1.bias").read() == 200).all()
     assert model.read().sum() == 300 * 200
@@ -69,7 +70,7 @@ def test_every_element_type_side_by_side(client: smb.Client, connect: Connect) -
     wanted = {name: bytes_of(7, tensor.shape, tensor.dtype) for name, tensor in mixed.tensors.items()}
     for name, tensor in mixed.tensors.items():
         tensor.write(wanted[name])
-    for name, tensor in connect("tcp").open("mixed").tensors.items():
+    for name, tensor in connect(FAR).open("mixed").tensors.items():
         read = tensor.read()
         assert (read.shape, read.dtype) == (wanted[name].shape, wanted[name].dtype)
         assert read.tobytes() == wanted[name].tobytes(), name

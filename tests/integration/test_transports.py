@@ -12,6 +12,7 @@ import pytest
 
 import smb
 from tests.conftest import Connect
+from tests.support.ways import FAR
 
 PAGE = 4096
 
@@ -39,7 +40,7 @@ def test_one_buffer_over_two_transports(connect: Connect, caplog: pytest.LogCapt
         mixed = connect().create("w", size, "uint8", stripe=PAGE, servers=names)
         other = connect().create("v", like="w")
         mixed.write(values)
-        assert mixed.transports == ("shm", "tcp")
+        assert mixed.transports == ("shm", FAR)
         other.write(values)
         np.testing.assert_array_equal(mixed.accumulate(values, fetch=True), 2 * values)
     log = [record.getMessage() for record in caplog.records if record.getMessage().startswith('buffer "w"')]
@@ -47,7 +48,7 @@ def test_one_buffer_over_two_transports(connect: Connect, caplog: pytest.LogCapt
     assert "shm to server-0, server-2: same host" in log[0]
     assert "tcp to server-1: 127.0.0.1:" in log[0]
     assert "no socket at " in log[0]
-    np.testing.assert_array_equal(connect("tcp").open("w").read(), 2 * values)
+    np.testing.assert_array_equal(connect(FAR).open("w").read(), 2 * values)
     np.testing.assert_array_equal(connect("shm").open("w").read(), 2 * values)
     with pytest.raises(smb.TransportError, match="server-1 is reached over tcp"):
         mixed.view()
@@ -62,7 +63,7 @@ def test_combining_over_two_transports(connect: Connect) -> None:
         a.fill(3)
         b.fill(4)
         a.accumulate_from(b, scale=2)
-        assert a.transports == ("shm", "tcp")
+        assert a.transports == ("shm", FAR)
     assert (a.read() == 11).all()
 
 

@@ -11,6 +11,7 @@ import pytest
 import smb
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
+from tests.support.ways import FAR, MIXED
 
 SIZE = 300_000
 
@@ -31,7 +32,7 @@ def test_versions_are_numbered_from_one(client: smb.Client) -> None:
 
 def test_reads_never_mix_versions(connect: Connect) -> None:
     """A publisher at full rate, readers over every transport: each read is all of one version, and none goes back."""
-    publisher = connect("tcp")
+    publisher = connect(FAR)
     buffer = publisher.create("w", SIZE, "int64", versions=2, stripe="64KiB")
     stop = threading.Event()
     reads: list[int] = []
@@ -49,7 +50,7 @@ def test_reads_never_mix_versions(connect: Connect) -> None:
         except BaseException as error:  # noqa: BLE001 - it is raised again below
             failures.append(error)
 
-    threads = [threading.Thread(target=read, args=(connect(way).open("w"),)) for way in ("shm", "tcp", "shm", "tcp")]
+    threads = [threading.Thread(target=read, args=(connect(way).open("w"),)) for way in MIXED]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 60
@@ -73,7 +74,7 @@ def test_waiting_for_a_version(client: smb.Client, connect: Connect) -> None:
         buffer.wait(2, timeout=0.3)
     assert 0.3 <= time.monotonic() - start < 5
     got: list[int] = []
-    waiting = threading.Thread(target=lambda: got.append(connect("tcp").open("w").wait(2, timeout=30)))
+    waiting = threading.Thread(target=lambda: got.append(connect(FAR).open("w").wait(2, timeout=30)))
     waiting.start()
     buffer.publish(np.ones(10, np.float32))
     waiting.join()
@@ -110,7 +111,7 @@ def test_a_pin_holds_one_version(client: smb.Client, connect: Connect) -> None:
     waits; the pin's end lets it go on.
     """
     buffer = client.create("w", (3, 100), "int64", versions=2)
-    mine = connect("tcp").open("w")
+    mine = connect(FAR).open("w")
     with mine.pin() as pin:
         assert pin.version == 0
         assert not pin.read().any()
@@ -153,7 +154,7 @@ def test_a_pin_ends_by_itself(client: smb.Client, connect: Connect) -> None:
     lost: it never gets another version's values.
     """
     buffer = client.create("w", 1000, "int64", versions=2)
-    mine = connect("tcp").open("w")
+    mine = connect(FAR).open("w")
     for number in (1, 2):
         buffer.publish(np.full(1000, number))
     with mine.pin(ttl=1.0) as pin:
@@ -192,8 +193,8 @@ def test_a_publication_survives_its_server() -> None:
     """kill -9 and restart of the home: what was published stays, who waits goes on waiting, the next number follows."""
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport="tcp", timeout=30) as publisher,
-        smb.connect(cluster.address, transport="tcp", timeout=30) as reader,
+        smb.connect(cluster.address, transport=FAR, timeout=30) as publisher,
+        smb.connect(cluster.address, transport=FAR, timeout=30) as reader,
     ):
         buffer = publisher.create("w", SIZE, "int64", versions=2, stripe="64KiB")
         mine = reader.open("w")
@@ -222,7 +223,7 @@ def test_a_publication_survives_its_server() -> None:
 
 def test_publishers_take_turns(connect: Connect) -> None:
     """Several publish at once: every version is one publisher's, whole, and no number is given twice."""
-    clients = [connect(way) for way in ("tcp", "shm", "tcp")]
+    clients = [connect(way) for way in (FAR, "shm", FAR)]
     clients[0].create("w", SIZE, "int64", versions=2, stripe="64KiB")
     numbers: list[int] = []
 

@@ -14,6 +14,7 @@ import pytest
 
 import smb
 from tests.support.daemons import Daemons, running_daemons
+from tests.support.ways import EACH_WAY, FAR
 
 SIZE = 300_001
 WEIGHTS = {"a": 1, "b": 3}
@@ -40,7 +41,7 @@ def segments(buffer: smb.Buffer) -> Counter[str]:
 
 def test_a_weight_is_shown_kept_and_decides_over_new_buffers(daemons: Daemons, address: str) -> None:
     """Over a restart of the coordinator too; a server that comes back with another weight is given by that."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         assert {server.name: server.weight for server in client.servers()} == WEIGHTS
         buffer = client.create("w", SIZE, "int64", servers=2)
         assert segments(buffer) == WEIGHTS
@@ -52,7 +53,7 @@ def test_a_weight_is_shown_kept_and_decides_over_new_buffers(daemons: Daemons, a
     coordinator = next(daemon for daemon in daemons._started if daemon.ready_file.name.startswith("coordinator"))
     coordinator.kill()
     daemons.coordinator(listen=address).address  # noqa: B018 - waits until it serves
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         assert {server.name: server.weight for server in client.servers()} == WEIGHTS
         heavy = next(daemon for daemon in daemons._started if daemon.ready_file.name.startswith("b"))
         heavy.stop()
@@ -61,7 +62,7 @@ def test_a_weight_is_shown_kept_and_decides_over_new_buffers(daemons: Daemons, a
         assert segments(client.create("like", like="w")) == WEIGHTS
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_every_call_works_on_several_segments_of_one_server(address: str, transport: str) -> None:
     """Each call, in ranges that end anywhere, gives what numpy gives; locks and versions hold over all segments."""
     with smb.connect(address, transport=transport) as client:
@@ -100,7 +101,7 @@ def test_every_call_works_on_several_segments_of_one_server(address: str, transp
 
 def test_additions_to_several_segments_of_one_server_count_once_over_kills(daemons: Daemons, address: str) -> None:
     """kill -9 of the heavy server between additions and in the middle of them."""
-    with smb.connect(address, transport="tcp", timeout=30) as client:
+    with smb.connect(address, transport=FAR, timeout=30) as client:
         buffer = client.create("w", SIZE, "int64", stripe="64KiB", servers=2)
         delta = np.arange(SIZE, dtype=np.int64) % 251 + 1
         done = 0

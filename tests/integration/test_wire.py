@@ -16,6 +16,7 @@ import torch
 import smb
 from tests.conftest import Connect
 from tests.support.daemons import stop
+from tests.support.ways import FAR
 
 Array = np.ndarray[Any, np.dtype[Any]]
 WIRES = ("bfloat16", "float16", "int8")
@@ -73,7 +74,7 @@ def test_each_call_rounds_as_it_says(client: smb.Client, wire: str, start: int) 
 def test_the_path_makes_no_difference(connect: Connect, wire: str) -> None:
     """The same calls over shared memory and over TCP leave the same bits, also in a fenced write and a future."""
     found = []
-    for transport in ("shm", "tcp"):
+    for transport in ("shm", FAR):
         buffer = connect(transport).create(f"{transport}-{wire}", COUNT, servers=2, stripe=STRIPE, wire=wire)
         assert buffer.transports == (transport,)
         buffer.write(values(3))
@@ -92,7 +93,7 @@ def test_the_path_makes_no_difference(connect: Connect, wire: str) -> None:
 
 def test_a_buffers_default(cluster: smb.LocalCluster, connect: Connect) -> None:
     """It is stored with the buffer; like= takes it along; a call may say otherwise; publish is exact."""
-    client = connect("tcp")
+    client = connect(FAR)
     buffer = client.create("default", 1000, wire="bfloat16")
     assert (buffer.wire, connect("shm").open("default").wire) == ("bfloat16", "bfloat16")
     assert next(info.wire for info in client.list() if info.name == "default") == "bfloat16"
@@ -216,7 +217,7 @@ def test_a_call_that_was_refused_leaves_the_residual(client: smb.Client, connect
     assert np.abs(before).max() > 0
     lock = buffer.lock(ttl=0.2).acquire()
     client.renewals.remove(lock)
-    with connect("tcp").open("fenced").lock(timeout=20):
+    with connect(FAR).open("fenced").lock(timeout=20):
         add = (
             functools.partial(buffer.accumulate_sparse, *feedback.top_k(np.zeros(1000, np.float32), 100))
             if sparse
@@ -243,7 +244,7 @@ def test_refused_arguments_leave_the_residual(client: smb.Client) -> None:
 
 def test_checksums_of_an_array_that_changes(cluster: smb.LocalCluster) -> None:
     """What is sent is what the checksum is of, although another thread writes to the array all the time."""
-    with smb.connect(cluster.address, transport="tcp", checksum=True) as client:
+    with smb.connect(cluster.address, transport=FAR, checksum=True) as client:
         buffer = client.create("changing", 1 << 20)
         array = np.zeros(1 << 20, np.float32)
         stop = threading.Event()
@@ -344,8 +345,8 @@ def test_what_a_failed_call_missed_goes_back_into_the_residual(sparse: bool, sto
     size = 300_000
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport="tcp", timeout=0.5) as hasty,
-        smb.connect(cluster.address, transport="tcp", timeout=30) as patient,
+        smb.connect(cluster.address, transport=FAR, timeout=0.5) as hasty,
+        smb.connect(cluster.address, transport=FAR, timeout=30) as patient,
     ):
         buffer = hasty.create("w", size, stripe=STRIPE)
         feedback = smb.ErrorFeedback(buffer)

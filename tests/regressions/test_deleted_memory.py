@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.support.ways import FAR
 
 
 def test_deleted_memory_goes_back_although_it_is_mapped() -> None:
@@ -15,7 +16,7 @@ def test_deleted_memory_goes_back_although_it_is_mapped() -> None:
     with (
         smb.LocalCluster(servers=1) as cluster,
         smb.connect(cluster.address, transport="shm") as idle,
-        smb.connect(cluster.address, transport="tcp") as other,
+        smb.connect(cluster.address, transport=FAR) as other,
     ):
         buffer = idle.create("weights", (1 << 20,))
         buffer.write(np.ones(1 << 20, np.float32))

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import smb
+from tests.support.ways import FAR
 
 
-@pytest.mark.parametrize("transport", ["shm", "auto", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "auto", FAR])
 def test_a_fenced_change_finds_the_server_that_was_restarted(transport: str) -> None:
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import smb
+from tests.support.ways import EACH_WAY, FAR
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def cluster() -> Iterator[smb.LocalCluster]:
         yield running
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_the_buffer_that_is_gone_is_the_one_named(cluster: smb.LocalCluster, transport: str) -> None:
     """NotFoundError names the source that was deleted, or made anew; the target keeps its values and goes on."""
     with smb.connect(cluster.address, transport=transport) as client:
@@ -40,7 +41,7 @@ def test_the_buffer_that_is_gone_is_the_one_named(cluster: smb.LocalCluster, tra
 
 def test_lost_memory_of_one_of_two_condemns_neither(cluster: smb.LocalCluster) -> None:
     """Where a server came back without the source's memory, the error names both and tells how to find out which."""
-    with smb.connect(cluster.address, transport="tcp", timeout=2) as client:
+    with smb.connect(cluster.address, transport=FAR, timeout=2) as client:
         target = client.create("target", 100, servers=["server-0"])
         before = set(cluster.memory_directory.glob("*.segment"))
         source = client.create("source", like=target)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import smb
+from tests.support.ways import EACH_WAY
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_lost_memory_is_not_called_deletion(transport: str) -> None:
     """UnavailableError names the server and says that the memory is lost; NotFoundError comes only after a delete."""
     with (

@@ -16,11 +16,15 @@ import numpy as np
 
 import smb
 from tests.support.raw import Frame, Opcode, RawClient
+from tests.support.ways import FAR, SLOWNESS
 
 PERIOD = 251
-DEADLINE_S = 60.0
+DEADLINE_S = 60.0 * SLOWNESS
 TURN = 1 << 32  # what is accumulated to a counter beside its tickets: the low half stays theirs
-_context = multiprocessing.get_context("spawn")
+# Each with a fresh interpreter; where that takes 10 s to import us, a fork of one that did.
+_context = multiprocessing.get_context("spawn" if SLOWNESS == 1 else "forkserver")
+if SLOWNESS != 1:
+    multiprocessing.set_forkserver_preload(["tests.support.clients"])
 
 
 def pattern(offset: int, count: int, dtype: str) -> np.ndarray[Any, Any]:
@@ -202,7 +206,7 @@ def in_process(function: Callable[..., Any], *given: Any, **options: Any) -> Ite
 
 def hold_lock(messages: Any, address: str, name: str, ttl: float, *, fenced: bool = False) -> None:
     """Take the lock, tell the token, hold it; once it is lost try a fenced write, tell the errors."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         buffer = client.open(name) if fenced else None
         lock = (buffer.lock(ttl=ttl) if buffer is not None else client.lock(name, ttl=ttl)).acquire()
         messages.put(lock.token)
@@ -222,7 +226,7 @@ def hold_lock(messages: Any, address: str, name: str, ttl: float, *, fenced: boo
 
 def arrive(messages: Any, address: str, name: str, parties: int) -> None:
     """Arrive at a barrier and wait there."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         client.barrier("warm-up", 1)
         messages.put("arriving")
         client.barrier(name, parties, timeout=DEADLINE_S)
@@ -301,7 +305,7 @@ def _add_until(
 
 def publish_until_killed(_messages: Any, address: str, name: str, count: int) -> None:
     """Publish version after version: n has n in every element."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         buffer = client.open(name)
         while True:
             buffer.publish(np.full(count, buffer.version + 1))
@@ -309,7 +313,7 @@ def publish_until_killed(_messages: Any, address: str, name: str, count: int) ->
 
 def write_fenced_for_ever(messages: Any, address: str, name: str, ttl: float) -> None:
     """Take the buffer's lock and write its token under it until it is lost, tell so; and again."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         buffer = client.open(name)
         while True:
             lock = buffer.lock(ttl=ttl).acquire()

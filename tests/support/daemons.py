@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import smb
 from tests.support.builds import daemons_build
+from tests.support.ways import SLOWNESS
 
-DEADLINE_S = 20.0
+DEADLINE_S = 20.0 * SLOWNESS
 Value = TypeVar("Value")
 
 

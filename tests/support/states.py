@@ -10,6 +10,7 @@ import torch
 
 import smb
 import smb.torch
+from tests.support.ways import FAR
 
 
 def filled(value: int) -> dict[str, torch.Tensor]:
@@ -70,7 +71,7 @@ def publish_up_to(barrier: Any, address: str, last: int) -> list[int]:
 
 def pin_and_wait(messages: Any, address: str, ttl: float) -> None:
     """Pin the latest generation of "w", tell so, and read it whenever the process runs until it is lost; tell that."""
-    with smb.connect(address, transport="tcp") as client:
+    with smb.connect(address, transport=FAR) as client:
         follower = smb.torch.follow(client, "w", timeout=60)
         with follower.pin(ttl=ttl) as generation:
             messages.put(generation.number)

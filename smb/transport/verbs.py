@@ -1,0 +1,350 @@
+"""RDMA: one queue pair to each server for data; what waits has a TCP link of its own.
+
+The control service of a memory server makes its end of the queue pair and gives the keys; that both ends reach each
+other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client.h): when the queue pair breaks, the
+lane goes on over another one, or, where none can be made, over TCP, until it breaks the next time.
+
+Nothing of RDMA is imported, opened or started before the first segment is reached this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from smb.control import CHANNEL_OPTIONS
+from smb.engine import EngineClient, EngineError, Lane, Link, Status
+from smb.errors import Error, NotFoundError, TransportError, UnavailableError
+from smb.layout import SegmentPlace
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import MemoryServerStub
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, Way
+from smb.transport.carrier import Carrier, Place, Right
+from smb.transport.links import Links, Whereabouts, refused
+from smb.transport.memory import ClientMemory
+from smb.transport.progress import Progress
+from smb.transport.queues import Device, Domain, End, NoDeviceError, Queue, Settings
+
+_HELLO_MS = 4000  # a queue pair gives up after 0.5 s or, on some cards, 4 s
+_TRIES = 2  # to make another queue pair, before the lane goes on over TCP
+_REFUSED_S = 60.0  # so long a server that can't be reached is not asked again
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(slots=True)
+class _Server:
+    """One memory server, as this client uses it over RDMA. `lock`: while it is asked for keys."""
+
+    name: str
+    channel_address: str = ""
+    channel: Any = None
+    stub: Any = None
+    carrier: Carrier | None = None
+    rights: dict[int, Right] = field(default_factory=dict)  # the carrier's, by segment
+    opened: dict[int, int] = field(default_factory=dict)  # segments that were asked for, and their epochs
+    refusal: str = ""
+    refused_until: float = 0.0
+    failures: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Parts:
+    """What is to be closed, also when nobody has."""
+
+    def __init__(self) -> None:
+        self.memory: ClientMemory | None = None
+        self.progress: Progress | None = None
+
+    def close(self) -> None:
+        progress, self.progress = self.progress, None
+        memory, self.memory = self.memory, None
+        if progress is not None:
+            progress.close()
+        if memory is not None:
+            memory.close()
+
+
+class Verbs:
+    """Transport `verbs`."""
+
+    name = "verbs"
+
+    def __init__(
+        self,
+        client: EngineClient,
+        links: Links,
+        session_id: int,
+        settings: Settings,
+        connect: Callable[[str], Any] = lambda address: grpc.insecure_channel(address, options=CHANNEL_OPTIONS),
+    ) -> None:
+        """`connect` makes a gRPC channel to a memory server's control address, with the client's credentials."""
+        self._client = client
+        self._links = links
+        self._session_id = session_id
+        self._settings = settings
+        self._connect_channel = connect
+        self._lock = threading.Lock()
+        self._servers: dict[str, _Server] = {}
+        self._device: Device | None = None
+        self._why_not = ""
+        self._parts = _Parts()
+        # Also at the process's end: before Python takes the parts of pyverbs apart in an order of its own.
+        weakref.finalize(self, self._parts.close)
+        self._closed = False
+        links.dial(Lane.VERBS_DATA, self)
+
+    # ---- Transport
+
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+        """See Transport."""
+        device = self._open_device()
+        server = self._server(place.server)
+        if server.refused_until > time.monotonic():
+            raise NoWayError(server.refusal)
+        if not place.control_address:
+            raise NoWayError(f"the coordinator does not say where {place.server}'s control service is")
+        link = self._link(place, deadline)
+        if not self._over_tcp(server):
+            self._open_segment(server, place, epoch, deadline)
+        return Way(self.name, f"by {device}", link=link)
+
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """See Transport. The same link: what is fenced passes the server's gate."""
+        self._open_device()
+        server = self._server(place.server)
+        if server.refused_until > time.monotonic():
+            raise NoWayError(server.refusal)
+        return self._link(place, deadline)
+
+    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """See Transport. Over TCP: a wait is no matter of speed."""
+        try:
+            return self._links.reach(place, Lane.TCP_WAITS, deadline)
+        except EngineError as error:
+            raise refused(place, error) from error
+
+    def close(self) -> None:
+        """See Transport."""
+        with self._lock:
+            self._closed = True
+            servers = list(self._servers.values())
+        self._parts.close()
+        for server in servers:
+            if server.channel is not None:
+                server.channel.close()
+
+    # ---- for the client
+
+    def memory(self) -> ClientMemory:
+        """Return the client's registered memory. Raises NoWayError where RDMA can't be used."""
+        device = self._open_device()
+        with self._lock:
+            if self._closed:
+                raise NoWayError("the client is closed")
+            if self._parts.memory is None:
+                try:
+                    self._parts.memory = ClientMemory(Domain(device))
+                except TransportError as error:
+                    raise NoWayError(str(error)) from error
+            return self._parts.memory
+
+    def note(self, array: Any) -> None:
+        """An array is about to be moved."""
+        memory = self._parts.memory
+        if memory is not None:
+            memory.note(array)
+
+    def carriers(self) -> list[Carrier]:
+        """Return the connections there are, for tests and measurements."""
+        with self._lock:
+            return [s.carrier for s in self._servers.values() if s.carrier is not None and not s.carrier.closed]
+
+    # ---- links.Dialer
+
+    def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """Connect for the first time."""
+        return self._carry(
+            self._server(server), where, timeout_ms, lambda fd, ms: self._client.connect_reference(fd, lane, ms)
+        )
+
+    def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
+        """Give the link another queue pair; None: it should go on over TCP."""
+        known = self._server(server)
+        if known.failures < _TRIES:
+            try:
+
+                def resume(fd: int, ms: int) -> tuple[None, int]:
+                    return None, link.resume_reference(fd, accept_instance, ms)
+
+                _, instance_id = self._carry(known, where, max(timeout_ms, _HELLO_MS), resume)
+            except NoWayError as error:
+                known.failures += not isinstance(error, NoAnswerError)
+                raise UnavailableError(f"{server}: {error}") from error
+            known.failures = 0
+            self._open_again(known, where)
+            return instance_id
+        known.failures = 0
+        # Nothing that the old queue pair sent may arrive once the lane speaks over TCP.
+        self._tell_closed(known, where.control_address)
+        _log.warning("memory server %s: no RDMA any more; going on over TCP", server)
+        return None
+
+    # ---- inside
+
+    def _open_device(self) -> Device:
+        with self._lock:
+            if self._device is None and not self._why_not:
+                if self._client.checksums:
+                    self._why_not = "checksums are asked for, which RDMA has its own of"
+                else:
+                    try:
+                        self._device = Device(self._settings)
+                    except NoDeviceError as error:
+                        self._why_not = str(error)
+            if self._device is None:
+                raise NoWayError(f"no RDMA here: {self._why_not}")
+            return self._device
+
+    def _server(self, name: str) -> _Server:
+        with self._lock:
+            return self._servers.setdefault(name, _Server(name))
+
+    def _link(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        server = self._server(place.server)
+        try:
+            return self._links.reach(place, Lane.VERBS_DATA, deadline)
+        except NoAnswerError:
+            raise
+        except NoWayError as error:
+            server.refusal, server.refused_until = str(error), time.monotonic() + _REFUSED_S
+            raise
+        except UnavailableError as error:
+            raise NoAnswerError(str(error)) from error
+
+    def _carry(
+        self, server: _Server, where: Whereabouts, timeout_ms: int, greet: Callable[[int, int], tuple[Any, int]]
+    ) -> tuple[Any, int]:
+        """Make a queue pair and a carrier over it; `greet` gets the engine's end of its socket."""
+        memory = self.memory()
+        queue = self._make_queue(memory)
+        try:
+            reply = self._ask(server, where.control_address, "ConnectVerbs", _connect_request(self._session_id, queue))
+            peer = reply.server
+            queue.connect(End(peer.number, peer.gid, peer.lid, peer.packet_sequence, peer.mtu, peer.reads).check())
+            slots = [Place(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
+            server.rights = {}  # the other connection's keys may be another run's
+            carrier = Carrier(queue, slots, server.rights, memory)
+        except Error as error:
+            queue.close()
+            raise error if isinstance(error, NoWayError) else NoWayError(str(error)) from error
+        server.carrier = carrier
+        self._moving().add(carrier)
+        try:
+            return greet(carrier.engine_end.detach(), max(timeout_ms, _HELLO_MS))
+        except EngineError as error:
+            self._tell_closed(server, where.control_address)
+            if carrier.why:
+                raise NoWayError(f"no way by RDMA to memory server {server.name}: {carrier.why}") from error
+            if error.status in (Status.TIMEOUT, Status.DISCONNECTED):
+                raise NoWayError(f"memory server {server.name} did not answer over RDMA: {error}") from error
+            raise
+
+    def _tell_closed(self, server: _Server, address: str) -> None:
+        with contextlib.suppress(Error):
+            self._ask(server, address, "CloseVerbs", pb.CloseVerbsRequest(session_id=self._session_id))
+
+    def _make_queue(self, memory: ClientMemory) -> Queue:
+        try:
+            return Queue(memory.domain)
+        except TransportError as error:
+            raise NoWayError(str(error)) from error
+
+    def _moving(self) -> Progress:
+        with self._lock:
+            if self._closed:
+                raise NoWayError("the client is closed")
+            if self._parts.progress is None:
+                self._parts.progress = Progress("smb-rdma")
+            return self._parts.progress
+
+    def _over_tcp(self, server: _Server) -> bool:
+        return server.carrier is None or server.carrier.closed
+
+    def _open_segment(self, server: _Server, place: SegmentPlace, epoch: int, deadline: Deadline) -> None:
+        if place.id in server.rights:
+            return
+        with server.lock:
+            server.rights[place.id] = self._ask_right(server, place.control_address, place.id, epoch, deadline)
+            server.opened[place.id] = epoch
+
+    def _open_again(self, server: _Server, where: Whereabouts) -> None:
+        """After another connection. Until a segment is opened, and where that fails, the server's gate does."""
+        rights = server.rights
+        for segment_id, epoch in list(server.opened.items()):
+            deadline = Deadline(_HELLO_MS / 1000)
+            try:
+                rights[segment_id] = self._ask_right(server, where.control_address, segment_id, epoch, deadline)
+            except NotFoundError:
+                server.opened.pop(segment_id, None)
+            except Error as error:
+                _log.info("%s", error)
+                return
+
+    def _ask_right(self, server: _Server, address: str, segment_id: int, epoch: int, deadline: Deadline) -> Right:
+        request = pb.OpenSegmentVerbsRequest(
+            session_id=self._session_id, segment_id=segment_id, epoch=epoch, writable=True
+        )
+        opened = self._ask(server, address, "OpenSegmentVerbs", request, deadline)
+        return Right(
+            epoch, opened.dtype, opened.data.nbytes, opened.data.address, opened.data.key, opened.writable,
+            opened.chunk_bytes, opened.states.address, opened.states.key, opened.sequence_at,
+        )  # fmt: skip
+
+    def _stub(self, server: _Server, address: str) -> Any:
+        with self._lock:
+            if server.channel_address != address:
+                if server.channel is not None:
+                    server.channel.close()
+                server.channel = self._connect_channel(address)
+                server.stub = MemoryServerStub(server.channel)  # type: ignore[no-untyped-call]
+                server.channel_address = address
+            return server.stub
+
+    def _ask(self, server: _Server, address: str, method: str, request: Any, deadline: Deadline | None = None) -> Any:
+        if not address:
+            raise NoWayError(f"the coordinator does not say where {server.name}'s control service is")
+        timeout = min(_HELLO_MS / 1000, deadline.left()) if deadline is not None else _HELLO_MS / 1000
+        try:
+            return getattr(self._stub(server, address), method)(request, timeout=timeout)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details() or ""
+            text = f"memory server {server.name} at {address}: {details}"
+            if code is grpc.StatusCode.NOT_FOUND:
+                raise NotFoundError(text) from None
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                raise NoWayError(f"memory server {server.name} knows no RDMA") from None
+            if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+                raise NoAnswerError(text) from None
+            raise NoWayError(text) from None
+        except ValueError as error:  # a closed channel
+            raise NoWayError("the client is closed") from error
+
+
+def _connect_request(session_id: int, queue: Queue) -> pb.ConnectVerbsRequest:
+    end = queue.end()
+    return pb.ConnectVerbsRequest(
+        session_id=session_id,
+        client=pb.VerbsEnd(
+            number=end.number, gid=end.gid, lid=end.lid, packet_sequence=end.packet_sequence, mtu=end.mtu,
+            reads=end.reads,
+        ),
+    )  # fmt: skip

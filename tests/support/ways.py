@@ -1,0 +1,18 @@
+"""Which transports the transport-independent tests go over, and how slow the machine is.
+
+The tests are written once. They go over shared memory and TCP; with SMB_TEST_FAR=verbs (make verbs) over verbs where
+they went over TCP, and no more over shared memory alone, which does not change with it.
+"""
+
+from __future__ import annotations
+
+import os
+
+# How a client on another host reaches a server.
+FAR = os.environ.get("SMB_TEST_FAR", "tcp")
+# For tests that do the same over each way.
+EACH_WAY = ("shm", "tcp") if FAR == "tcp" else (FAR,)
+# For four processes on one buffer at once: every way, and one of them twice.
+MIXED = ("shm", "tcp", "shm", "tcp") if FAR == "tcp" else ("shm", "tcp", FAR, FAR)
+# Deadlines are as many times as long: an emulated machine is slow.
+SLOWNESS = float(os.environ.get("SMB_TEST_SLOWNESS", "1"))

@@ -1,0 +1,252 @@
+"""smb.transport.{verbs,records,memory,progress,queues}: what needs no device."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smb._engine import lib
+from smb.engine import EngineClient
+from smb.errors import InvalidArgumentError
+from smb.layout import SegmentPlace
+from smb.transport.base import Deadline, NoWayError
+from smb.transport.links import Links
+from smb.transport.memory import WORTH_BYTES, ClientMemory
+from smb.transport.progress import Progress
+from smb.transport.queues import End, Settings
+from smb.transport.records import HEADER, RECORD, answers, runs
+from smb.transport.verbs import Verbs
+
+_DEADLINE_S = 20.0
+
+
+def test_settings_come_from_the_environment() -> None:
+    """Each variable sets what it names; what is out of range is refused by its name."""
+    given = {"DEVICE": "mlx5_1", "PORT": "2", "GID_INDEX": "0", "MTU": "2048", "SERVICE_LEVEL": "3"}
+    assert Settings.of({f"SMB_VERBS_{name}": text for name, text in given.items()}) == Settings("mlx5_1", 2, 0, 2048, 3)
+    assert Settings.of({}) == Settings()
+    for name, text in (("PORT", "0"), ("GID_INDEX", "-1"), ("MTU", "1500"), ("SERVICE_LEVEL", "16"), ("PORT", "x")):
+        with pytest.raises(InvalidArgumentError, match=f"SMB_VERBS_{name}={text}"):
+            Settings.of({f"SMB_VERBS_{name}": text})
+
+
+def test_ends_are_checked() -> None:
+    """An end that no device could have is refused, field by field; one that could have been is itself."""
+    good = {"number": 17, "gid": bytes(16), "lid": 0, "packet_sequence": 5, "mtu": 4096, "reads": 16}
+    assert End(**good).check() == End(**good)  # type: ignore[arg-type]
+    for name, value in (
+        ("number", 0), ("number", 1 << 24), ("gid", b""), ("lid", 1 << 16), ("packet_sequence", 1 << 24), ("mtu", 1500),
+        ("reads", 0), ("reads", 256),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match="no end of a queue pair"):
+            End(**good | {name: value}).check()  # type: ignore[arg-type]
+
+
+def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
+    """Without its device the transport leads nowhere, and says what is missing; no thread is started."""
+    client = EngineClient(12345)
+    links = Links(client, lambda server: None)
+    verbs = Verbs(client, links, 12345, Settings(device="none0"))
+    place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
+    before = threading.active_count()
+    for _ in range(2):
+        with pytest.raises(NoWayError, match="no RDMA here: "):
+            verbs.reach(place, 1, Deadline(1))
+    with pytest.raises(NoWayError, match="no RDMA here: "):
+        verbs.gated(place, Deadline(1))
+    verbs.note(np.zeros(1 << 20))
+    assert threading.active_count() == before
+    verbs.close()
+    client.close()
+
+
+def records(*places: tuple[int, int, int, int]) -> np.ndarray[Any, Any]:
+    """Reads of (segment, offset, length, memory)."""
+    made = np.zeros(len(places), RECORD)
+    made["opcode"], made["sequence"] = lib.SMB_READ, np.arange(len(places)) + 1
+    for record, (segment, offset, length, memory) in zip(made, places, strict=True):
+        record["segment"], record["offset"], record["length"], record["sink"] = segment, offset, length, memory
+    return made
+
+
+def test_adjoining_requests_are_one_run() -> None:
+    """Requests that adjoin in segment and memory are cut only where one jumps, the kind changes, or it is enough."""
+    made = records(
+        (1, 0, 100, 5000), (1, 100, 100, 5100), (1, 200, 50, 5200),  # adjoin
+        (1, 250, 50, 9000),  # elsewhere in memory
+        (1, 400, 50, 9050),  # elsewhere in the segment
+        (2, 450, 50, 9100),  # another segment
+    )  # fmt: skip
+    kinds = np.ones(len(made), np.int64)
+    assert runs(made, 1 << 20, kinds) == [(0, 3), (3, 4), (4, 5), (5, 6)]
+    assert runs(made[:3], 200, kinds[:3]) == [(0, 2), (2, 3)]
+    assert runs(made[:3], 10, kinds[:3]) == [(0, 1), (1, 2), (2, 3)]
+    assert runs(made[:3], 1 << 20, np.array([1, 0, 0])) == [(0, 1), (1, 3)]
+    assert runs(made[:0], 1 << 20, kinds[:0]) == []
+
+
+def test_answers_name_their_requests() -> None:
+    """An answer repeats its request's name and says how much data was read; a write's has none."""
+    made = records((7, 64, 100, 5000), (7, 164, 100, 5100))
+    made["opcode"][1] = lib.SMB_WRITE
+    made["session"], made["lane"], made["offset"] = 99, 5, 64
+    replies = np.frombuffer(answers(made), HEADER)
+    assert replies["flags"].tolist() == [1, 1]
+    assert replies["sequence"].tolist() == [1, 2]
+    assert replies["payload"].tolist() == replies["length"].tolist() == [100, 0]
+    assert replies["session"].tolist() == [99, 99]
+    assert replies["offset"].tolist() == replies["status"].tolist() == [0, 0]
+
+
+class FakeRegion:
+    def __init__(self, domain: FakeDomain, address: int, nbytes: int) -> None:
+        self.domain, self.address, self.nbytes, self.local_key = domain, address, nbytes, len(domain.live) + 1
+        domain.live.append(self)
+
+    def close(self) -> None:
+        self.domain.live.remove(self)
+
+
+class FakeDomain:
+    """Registers nothing, and remembers it."""
+
+    def __init__(self) -> None:
+        self.live: list[FakeRegion] = []
+
+    def register(self, address: int, nbytes: int) -> FakeRegion:
+        return FakeRegion(self, address, nbytes)
+
+    def close(self) -> None:
+        assert not self.live
+
+
+def test_memory_is_registered_at_its_second_use_for_as_long_as_it_lives() -> None:
+    """What is used again is registered once, through any view of it, within the bound; and forgotten when collected."""
+    domain = FakeDomain()
+    memory = ClientMemory(domain, registered_bytes_max=3 * WORTH_BYTES)  # type: ignore[arg-type]
+    array = np.ones(2 * WORTH_BYTES, np.uint8)
+    address = array.ctypes.data
+    memory.note(array)
+    assert memory.key_of(address, 8) is None
+    memory.note(array[100:])
+    memory.note(array)
+    assert len(domain.live) == 1
+    assert memory.key_of(address + 8, 2 * WORTH_BYTES - 8) is not None
+    assert memory.key_of(address + 9, 2 * WORTH_BYTES - 8) is None
+    assert memory.key_of(address - 1, 8) is None
+    other = np.ones(2 * WORTH_BYTES, np.uint8)  # past the bound
+    for _ in range(3):
+        memory.note(other)
+    assert memory.key_of(other.ctypes.data, 8) is None
+    del array
+    gc.collect()
+    assert domain.live == []
+    assert memory.key_of(address, 8) is None
+    memory.note(other)
+    assert memory.key_of(other.ctypes.data, 8) is not None
+    small, foreign = np.ones(8), np.frombuffer(bytearray(2 * WORTH_BYTES), np.uint8)
+    for _ in range(3):
+        memory.note(small)
+        memory.note(foreign)  # who owns it could free it without our hearing
+    assert memory.key_of(small.ctypes.data, 8) is memory.key_of(foreign.ctypes.data, 8) is None
+    memory.close()
+
+
+def test_empty_memory_lives_with_its_last_view() -> None:
+    """Memory of `empty` is zeros of the shape, registered until nothing refers to it; plain memory after a close."""
+    domain = FakeDomain()
+    memory = ClientMemory(domain)  # type: ignore[arg-type]
+    array = memory.empty((3, 5), np.dtype(np.float32))
+    assert array.shape == (3, 5)
+    assert not array.any()
+    assert array.flags.writeable
+    part = array[1]
+    del array
+    assert memory.key_of(part.ctypes.data, part.nbytes) is not None
+    del part
+    gc.collect()
+    assert domain.live == []
+    left = memory.empty((7,), np.dtype(np.int64))
+    memory.close()
+    left[:] = 3
+    assert left.sum() == 21
+
+
+class Echo:
+    """A pump that sends back what it gets, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = socket.socketpair()
+        self.ours.setblocking(False)
+        self.event = os.eventfd(0, os.EFD_NONBLOCK)
+        self.closed = False
+        self.turns = 0
+        self.fails = False
+
+    def queue_fd(self) -> int:
+        return self.event
+
+    def socket_fd(self) -> int:
+        return self.ours.fileno()
+
+    def hang_up(self) -> None:
+        self.close()
+
+    def wants_socket(self) -> bool:
+        return True
+
+    def arm(self) -> None:
+        pass
+
+    def take_event(self) -> None:
+        os.eventfd_read(self.event)
+
+    def turn(self) -> bool:
+        self.turns += 1
+        if self.fails:
+            raise RuntimeError("on purpose")
+        try:
+            data = self.ours.recv(100)
+        except BlockingIOError:
+            return False
+        return self.ours.send(data) > 0
+
+    def close(self) -> None:
+        self.closed = True
+        self.ours.close()
+        os.close(self.event)
+
+
+def test_the_thread_sleeps_wakes_and_outlives_faults() -> None:
+    """It moves what comes, is not asked while nothing does, closes one that fails or is hung up, and goes on."""
+    progress = Progress("test")
+    pumps = [Echo() for _ in range(4)]
+    for pump in pumps:
+        progress.add(pump)
+        pump.theirs.settimeout(_DEADLINE_S)
+        pump.theirs.send(b"a")
+        assert pump.theirs.recv(1) == b"a"
+    pumps[0].fails = True
+    pumps[0].theirs.send(b"b")
+    with contextlib.suppress(ConnectionResetError):  # it had not read what we sent
+        assert pumps[0].theirs.recv(1) == b""
+    pumps[1].theirs.shutdown(socket.SHUT_WR)
+    assert pumps[1].theirs.recv(1) == b""
+    progress.close_pump(pumps[2])
+    assert pumps[2].closed
+    for _ in range(3):
+        pumps[3].theirs.send(b"c")
+        assert pumps[3].theirs.recv(1) == b"c"
+    turns = pumps[3].turns
+    assert turns < 100_000
+    progress.close()
+    assert all(pump.closed for pump in pumps)
+    for pump in pumps:
+        pump.theirs.close()
