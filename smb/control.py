@@ -72,12 +72,12 @@ class Coordinator:
         """Close the channel; calls in progress fail."""
         self._channel.close()
 
-    def open_session(self, client_name: str, timeout: float) -> tuple[int, float]:
-        """Return (session id, lease in seconds)."""
+    def open_session(self, client_name: str, timeout: float) -> tuple[int, float, pb.SharedSettings]:
+        """Return (session id, lease in seconds, what holds for all clients that say nothing themselves)."""
         reply: pb.OpenSessionReply = self._call(
             self._stub.OpenSession, pb.OpenSessionRequest(client_name=client_name), timeout
         )
-        return reply.session_id, reply.lease_ms / 1000
+        return reply.session_id, reply.lease_ms / 1000, reply.shared
 
     def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
         """Return the lease in seconds. Raises SessionEndedError where there is nothing left to renew."""

@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from smb.cli.bench import bench
+from smb.cli.config import config
 from smb.cli.coordinator import coordinator
 from smb.cli.create import create
 from smb.cli.demo import demo
 from smb.cli.ls import ls
+from smb.cli.options import Config, configured
 from smb.cli.output import print_error
 from smb.cli.rm import rm
 from smb.cli.stat import stat
@@ -28,8 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo):
-    app.command()(_command)
+for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo, config):
+    app.command()(configured(_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,6 +47,7 @@ def _options(
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
     ] = False,
+    _config: Config = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
 ) -> None:
     if verbose:

@@ -27,6 +27,7 @@ from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
 from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
 from smb.errors import InvalidArgumentError, UnavailableError
+from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
 TICK_S = 0.5  # a lease is seen to have run out at most this late
@@ -45,6 +46,8 @@ class Options:
     metrics: str
     ready_file: Path | None = None
     session_lease_s: float = SESSION_LEASE_S
+    stripe_bytes: int = 0
+    checksum: bool = False
 
 
 def run(options: Options) -> None:
@@ -73,12 +76,12 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
-    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s)
+    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s, stripe_bytes=options.stripe_bytes)
     servers = MemoryServers()
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
     leaving.push_async_callback(endings.close)
-    service = CoordinatorService(ledger, servers, endings)
+    service = CoordinatorService(ledger, servers, endings, pb.SharedSettings(checksum=options.checksum))
     leaving.push_async_callback(service.finish)
 
     registry = CollectorRegistry()

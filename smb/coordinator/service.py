@@ -71,10 +71,13 @@ class CoordinatorService(CoordinatorServicer):
     `answers`.
     """
 
-    def __init__(self, ledger: Ledger, servers: MemoryServers, endings: Endings) -> None:
+    def __init__(
+        self, ledger: Ledger, servers: MemoryServers, endings: Endings, shared: pb.SharedSettings | None = None
+    ) -> None:
         self._ledger = ledger
         self._servers = servers
         self._endings = endings
+        self._shared = shared or pb.SharedSettings()
         self._session_lease_ms = int(ledger.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
 
@@ -90,7 +93,7 @@ class CoordinatorService(CoordinatorServicer):
         session_id = new_id()
         await self._ledger.commit(SessionRenewed(session_id, request.client_name or "a client without a name"))
         failpoint("coordinator.session.opened")
-        return pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms)
+        return pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
 
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
         """See control.proto."""
