@@ -29,7 +29,7 @@ from memserver.recovery import recover
 from memserver.registration import Identity, Registration
 from memserver.segments import Segments
 from smb.config import check_weight, format_address, format_bytes, parse_address
-from smb.daemon import Pages, end_with_owner, write_ready_file
+from smb.daemon import Pages, end_with_owner, notify, watchdog_interval_s, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -71,16 +71,17 @@ def run(options: Options) -> None:
     try:
         with ExitStack() as leaving:
             failures: list[Error] = []
-            _start(options, leaving, failures)
-            signal.sigwait(_STOP_SIGNALS)
+            served = _start(options, leaving, failures)
+            _await_stop(served)
             if failures:
                 raise failures[0]
             _log.info("stopping")
+            notify("STOPPING=1")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
+def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segments:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
@@ -133,6 +134,20 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
     health.registration = Registration(options.coordinator, identity, segments, decided)
     leaving.callback(health.registration.close)
+    # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
+    notify("READY=1", f"STATUS=serving at {address}")
+    return segments
+
+
+def _await_stop(served: Segments) -> None:
+    """Block until SIGTERM or SIGINT. Meanwhile the watchdog hears of us, as long as the engine answers."""
+    interval_s = watchdog_interval_s()
+    if interval_s is None:
+        signal.sigwait(_STOP_SIGNALS)
+        return
+    while signal.sigtimedwait(_STOP_SIGNALS, interval_s) is None:
+        served.used_bytes()  # hangs where their locks are never given back
+        notify("WATCHDOG=1")
 
 
 class _Health:

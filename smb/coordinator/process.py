@@ -25,7 +25,15 @@ from smb.coordinator.peers import MemoryServers
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
-from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
+from smb.daemon import (
+    GRPC_SERVER_OPTIONS,
+    Pages,
+    check_listen,
+    end_with_owner,
+    notify,
+    watchdog_interval_s,
+    write_ready_file,
+)
 from smb.errors import InvalidArgumentError, UnavailableError
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
@@ -63,6 +71,7 @@ async def _serve(options: Options) -> None:
         await _start(options, leaving)
         await stop.wait()
         _log.info("stopping")
+        notify("STOPPING=1")
 
 
 async def _start(options: Options, leaving: AsyncExitStack) -> None:
@@ -102,6 +111,10 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     if options.ready_file is not None:
         write_ready_file(options.ready_file, address=address, metrics=pages.address, name="coordinator")
         leaving.callback(options.ready_file.unlink, missing_ok=True)
+    notify("READY=1", f"STATUS=serving at {address}")
+    interval_s = watchdog_interval_s()
+    if interval_s is not None:
+        leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s)))
 
 
 def _bind(server: grpc.aio.Server, asked: str, address: str) -> int:
@@ -135,6 +148,13 @@ async def _tick(ledger: Ledger, endings: Endings) -> None:
             endings.tell(await ledger.commit(Ticked()))
         except StoreError as error:
             _log.error("%s", error)
+
+
+async def _feed_watchdog(interval_s: float) -> None:
+    """Tell the watchdog that the event loop goes round."""
+    while True:
+        await asyncio.sleep(interval_s)
+        notify("WATCHDOG=1")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
