@@ -11,6 +11,8 @@ import typer
 
 from memserver.daemon import Options, default_name, run
 from memserver.engine import LOOPS_MAX
+from smb import credentials as found
+from smb.cli.options import CredentialsDirectory, Insecure
 from smb.config import parse_bytes
 from smb.daemon import start_log
 from smb.errors import Error
@@ -74,6 +76,8 @@ def memserver(
             help="Gets a JSON object (address, metrics, name, pid) once serving and registered; removed at the stop.",
         ),
     ] = None,
+    credentials: CredentialsDirectory = None,
+    insecure: Insecure = False,
     log_level: Annotated[
         str, typer.Option(envvar="SMB_MEMSERVER_LOG_LEVEL", help="debug, info, warning or error.")
     ] = "info",
@@ -97,6 +101,8 @@ def memserver(
                 weight=weight,
                 advertise=advertise,
                 ready_file=ready_file,
+                credentials=found.find(credentials),
+                insecure=insecure,
             )
         )
     except Error as error:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from smb.config import (
     parse_switch,
 )
 from smb.control import Coordinator, SessionEndedError
+from smb.credentials import Credentials, find
 from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link, Switch
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
@@ -76,7 +78,12 @@ class ServerInfo:
 
 
 def connect(
-    address: str | None = None, *, transport: str = "auto", timeout: float = 10.0, checksum: bool | None = None
+    address: str | None = None,
+    *,
+    transport: str = "auto",
+    timeout: float = 10.0,
+    checksum: bool | None = None,
+    credentials: str | Path | None = None,
 ) -> Client:
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
@@ -84,8 +91,10 @@ def connect(
     segment's server runs on this host, else TCP), "shm" or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
     bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, or not) sends a CRC-32C along with every
     frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts once; data
-    in shared memory does not travel and has none. Raises UnavailableError where no coordinator answers,
-    InvalidArgumentError.
+    in shared memory does not travel and has none. `credentials` is a directory with ca.pem, cert.pem and key.pem, as
+    `smb certs` makes them; default $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY;
+    without them only a cluster that asks for none lets us in. Raises UnavailableError where no coordinator answers,
+    InvalidArgumentError, PermissionDeniedError where the certificate's role may not join.
     """
     address = address or os.environ.get(COORDINATOR_VARIABLE)
     if not address:
@@ -98,13 +107,26 @@ def connect(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
     checksum = parse_switch(CHECKSUM_VARIABLE, os.environ.get(CHECKSUM_VARIABLE, "")) if checksum is None else checksum
-    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout, bool(checksum))
+    return Client(
+        address,
+        check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport),
+        timeout,
+        bool(checksum),
+        find(credentials),
+    )
 
 
 class Client:
     """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
 
-    def __init__(self, address: str, transport: str, timeout: float, checksum: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        transport: str,
+        timeout: float,
+        checksum: bool = False,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
         self._name = f"{socket.gethostname()}:{os.getpid()}"
@@ -114,7 +136,7 @@ class Client:
         self.switch.open = True
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self.coordinator = Coordinator(address)
+        self.coordinator = Coordinator(address, credentials)
         try:
             session_id, lease = self.coordinator.open_session(self._name, timeout)
         except BaseException:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from smb import credentials as found
+from smb.cli.options import CredentialsDirectory, Insecure
 from smb.coordinator.process import Options, run
 from smb.coordinator.state import SESSION_LEASE_S
 from smb.daemon import start_log
@@ -45,6 +47,8 @@ def coordinator(
             help="How long a client may stay silent before its session is over and what it holds is given up.",
         ),
     ] = SESSION_LEASE_S,
+    credentials: CredentialsDirectory = None,
+    insecure: Insecure = False,
     log_level: Annotated[
         str, typer.Option(envvar="SMB_COORDINATOR_LOG_LEVEL", help="debug, info, warning or error.")
     ] = "info",
@@ -56,7 +60,17 @@ def coordinator(
     """
     try:
         start_log(log_level)
-        run(Options(listen=listen, state=state, metrics=metrics, ready_file=ready_file, session_lease_s=session_lease))
+        run(
+            Options(
+                listen=listen,
+                state=state,
+                metrics=metrics,
+                ready_file=ready_file,
+                session_lease_s=session_lease,
+                credentials=found.find(credentials),
+                insecure=insecure,
+            )
+        )
     except Error as error:
         logging.getLogger("coordinator").error("%s", error)
         raise typer.Exit(1) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,24 @@ Coordinator = Annotated[
         envvar="SMB_COORDINATOR",
         metavar="HOST:PORT",
         help="Address of the cluster's coordinator.",
+    ),
+]
+# Of daemons; SMB_TLS_CA, SMB_TLS_CERT and SMB_TLS_KEY are the same, a file each (smb.credentials).
+CredentialsDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--credentials",
+        metavar="DIR",
+        help="Directory with ca.pem, cert.pem and key.pem: only who has a certificate of that authority is let in. "
+        "Default: $SMB_CREDENTIALS.",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        envvar="SMB_INSECURE",
+        help="Listen to other machines without credentials: whoever reaches it may read, change and delete.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
