@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from memserver.daemon import Options, default_name, run
+from smb import credentials as found
 from smb.cli.options import configured, option
 from smb.config import parse_bytes
 from smb.daemon import start_log
@@ -35,6 +36,8 @@ def memserver(
     weight: Annotated[float, option("memserver.weight")] = SETTINGS["memserver.weight"].default,
     advertise: Annotated[str, option("memserver.advertise")] = SETTINGS["memserver.advertise"].default,
     ready_file: Annotated[Path | None, option("memserver.ready_file")] = None,
+    credentials: Annotated[Path | None, option("cluster.credentials")] = None,
+    insecure: Annotated[bool, option("cluster.insecure")] = False,
     log_level: Annotated[str, option("memserver.log_level")] = SETTINGS["memserver.log_level"].default,
 ) -> None:
     """Offer this host's memory to a cluster: serve segments until SIGTERM or Ctrl-C.
@@ -56,6 +59,8 @@ def memserver(
                 weight=weight,
                 advertise=advertise,
                 ready_file=ready_file,
+                credentials=found.find(credentials),
+                insecure=insecure,
             )
         )
     except Error as error:

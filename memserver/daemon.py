@@ -29,6 +29,7 @@ from memserver.recovery import recover
 from memserver.registration import Identity, Registration
 from memserver.segments import Segments
 from smb.config import check_weight, format_address, format_bytes, parse_address
+from smb.credentials import Credentials, check_exposure
 from smb.daemon import Pages, end_with_owner, notify, watchdog_interval_s, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
@@ -53,6 +54,8 @@ class Options:
     weight: float = 1.0
     advertise: str = ""
     ready_file: Path | None = None
+    credentials: Credentials | None = None
+    insecure: bool = False
 
 
 def default_name() -> str:
@@ -85,6 +88,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
+    check_exposure("a memory server", host, options.credentials, options.insecure)
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)
     place.check_capacity(options.capacity_bytes)
@@ -97,7 +101,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     numeric = _numeric(host)
     data_port = engine.listen_tcp(numeric, port)
     engine.listen_unix(place.socket_path)
-    control = ControlServer(numeric, segments)
+    control = ControlServer(numeric, segments, options.credentials)
     leaving.callback(control.close)
     reachable, advertised_port = _advertised(options.advertise)
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
@@ -132,7 +136,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
 
     if options.ready_file is not None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
-    health.registration = Registration(options.coordinator, identity, segments, decided)
+    health.registration = Registration(options.coordinator, identity, segments, decided, options.credentials)
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
     notify("READY=1", f"STATUS=serving at {address}")

@@ -128,6 +128,19 @@ _PAGES_HELP = "Where /metrics and /healthz are served."
 
 _TABLE = (
     Setting("cluster", "coordinator", str, None, "The coordinator, HOST:PORT.", parse_address, "HOST:PORT"),
+    Setting(
+        "cluster", "credentials", str, None,
+        "Directory with ca.pem, cert.pem and key.pem: whom this is, and whose certificates it trusts. A daemon "
+        "that has one lets in only who has a certificate of that authority.",
+        metavar="DIR",
+    ),
+    Setting("cluster", "tls_ca", str, None, "The authority's certificate, in place of ca.pem there.", metavar="FILE"),
+    Setting("cluster", "tls_cert", str, None, "The own certificate, in place of cert.pem there.", metavar="FILE"),
+    Setting("cluster", "tls_key", str, None, "The own key, in place of key.pem there.", metavar="FILE"),
+    Setting(
+        "cluster", "insecure", bool, False,
+        "Listen to other machines without credentials: whoever reaches it may read, change and delete.", _switch,
+    ),
     Setting("client", "transport", str, "auto", "auto, shm or tcp; before what a program asks.", _transport),
     Setting("client", "checksum", bool, None, "A CRC-32C with every frame. Default: the coordinator's.", _switch),
     Setting("client", "train_host", str, None, "The host a worker of HSGD belongs to. Default: the machine's name."),
@@ -215,6 +228,17 @@ def switch_of(name: str) -> bool | None:
     """Return whether a switch is on, None where nothing says. Raises as `find` does."""
     found = find(name)
     return _switch(found.text) if found else None
+
+
+def variables_of(section: str) -> dict[str, str]:
+    """Return what is in force for a section, by variable. Raises as `find` does."""
+    found = {setting.variable: find(setting.name) for setting in _TABLE if setting.section == section}
+    return {variable: value.text for variable, value in found.items() if value}
+
+
+def file_variables() -> set[str]:
+    """Return the variables by which a file is in force here: SMB_CONFIG, and those that `use_file` set."""
+    return {CONFIG_VARIABLE, *_put}
 
 
 def use_file(path: Path) -> None:

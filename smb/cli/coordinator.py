@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from smb import credentials as found
 from smb.cli.options import option
 from smb.config import parse_bytes
 from smb.coordinator.process import Options, run
@@ -26,6 +27,8 @@ def coordinator(
     session_lease: Annotated[float, option("coordinator.session_lease")] = _LEASE_S,
     stripe: Annotated[str | None, option("coordinator.stripe")] = None,
     checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
+    credentials: Annotated[Path | None, option("cluster.credentials")] = None,
+    insecure: Annotated[bool, option("cluster.insecure")] = False,
     log_level: Annotated[str, option("coordinator.log_level")] = SETTINGS["coordinator.log_level"].default,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C.
@@ -43,6 +46,8 @@ def coordinator(
             session_lease_s=session_lease,
             stripe_bytes=parse_bytes(stripe or 0),
             checksum=checksum,
+            credentials=found.find(credentials),
+            insecure=insecure,
         )
         run(options)
     except Error as error:

@@ -15,7 +15,8 @@ from typing import Any
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from smb.config import format_address
+from smb.access import AioGuard
+from smb.config import format_address, parse_address
 from smb.coordinator.answers import Answers
 from smb.coordinator.endings import Endings
 from smb.coordinator.events import Instant, Ticked
@@ -25,6 +26,7 @@ from smb.coordinator.peers import MemoryServers
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
+from smb.credentials import Credentials, add_port, check_exposure
 from smb.daemon import (
     GRPC_SERVER_OPTIONS,
     Pages,
@@ -56,6 +58,8 @@ class Options:
     session_lease_s: float = SESSION_LEASE_S
     stripe_bytes: int = 0
     checksum: bool = False
+    credentials: Credentials | None = None
+    insecure: bool = False
 
 
 def run(options: Options) -> None:
@@ -77,6 +81,7 @@ async def _serve(options: Options) -> None:
 async def _start(options: Options, leaving: AsyncExitStack) -> None:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
+    check_exposure("a coordinator", parse_address(options.listen)[0], options.credentials, options.insecure)
     host, port = check_listen(options.listen)
     lease_s = options.session_lease_s
     if not SESSION_LEASE_S_MIN <= lease_s <= SESSION_LEASE_S_MAX:
@@ -86,7 +91,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
     ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s, stripe_bytes=options.stripe_bytes)
-    servers = MemoryServers()
+    servers = MemoryServers(options.credentials)
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
     leaving.push_async_callback(endings.close)
@@ -96,9 +101,10 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
     registry.register(StateMetrics(lambda: (ledger.state, ledger.now())))
-    server = grpc.aio.server(interceptors=[Answers(call_metrics)], options=GRPC_SERVER_OPTIONS)
+    guards = [] if options.credentials is None else [AioGuard()]
+    server = grpc.aio.server(interceptors=[Answers(call_metrics), *guards], options=GRPC_SERVER_OPTIONS)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    address = format_address(host, _bind(server, options.listen, format_address(host, port)))
+    address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address))
     leaving.callback(pages.close)
     await server.start()
@@ -117,11 +123,8 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s)))
 
 
-def _bind(server: grpc.aio.Server, asked: str, address: str) -> int:
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
+def _bind(server: grpc.aio.Server, asked: str, address: str, credentials: Credentials | None) -> int:
+    port = add_port(server, address, credentials)
     if port == 0:
         raise UnavailableError(
             f"cannot listen on {asked}: it was taken this very moment; choose another address or port 0"

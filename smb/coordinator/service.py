@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from smb.access import caller
 from smb.coordinator.endings import Endings
 from smb.coordinator.events import (
     AnswerDrops,
@@ -174,8 +175,9 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
         """See control.proto. By name."""
-        state = self._ledger.state
-        return pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in state.listed()])
+        state, who = self._ledger.state, caller()
+        shown = (record for record in state.listed() if who.may_see(record.name))
+        return pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""
