@@ -113,6 +113,11 @@ class Coordinator:
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
+    def clock(self, timeout: float) -> float:
+        """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
+        reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
+        return float(reply.now)
+
     def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
         try:
             try:

@@ -16,6 +16,7 @@ from smb.cli.config import config
 from smb.cli.coordinator import coordinator
 from smb.cli.create import create
 from smb.cli.demo import demo
+from smb.cli.doctor import doctor
 from smb.cli.ls import ls
 from smb.cli.options import Config, configured
 from smb.cli.output import print_error
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo, certs, config):
+for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo, certs, config, doctor):
     app.command()(configured(_command))
 
 

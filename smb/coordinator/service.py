@@ -149,7 +149,7 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto. By name."""
         state, now = self._ledger.state, self._ledger.now()
         servers = sorted(state.servers.values(), key=lambda server: server.name)
-        return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers])
+        return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
 
     # Buffers
 
