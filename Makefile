@@ -53,7 +53,7 @@ systemd:
 
 # The API reference from the docstrings, into build/reference; warnings are errors.
 docs: $(VENV)/test-installed
-	$(BIN)/python -W error -m tests.support.reference build/reference
+	$(BIN)/python -W error -m pdoc --no-show-source --output-directory $(or $(REFERENCE),build/reference) smb smb.train smb.torch
 
 # The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
 container-test: $(VENV)/test-installed

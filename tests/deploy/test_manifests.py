@@ -68,7 +68,7 @@ def test_what_the_api_refuses_is_seen() -> None:
 
 
 def test_selectors_meet_their_labels() -> None:
-    """Services, budgets, policies and the service monitor select pods and services that there are; peers of policies are
+    """Services, budgets, policies and the service monitor select pods and services that there are; policies' peers are
     as they were written: a label more would cut off clients and DNS.
     """
     pods = {name: one("StatefulSet", name)["spec"]["template"]["metadata"]["labels"] for name in WORKLOADS}
