@@ -15,7 +15,7 @@ Connect = Callable[..., smb.Client]
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's own cluster and transport have no say in tests."""
-    for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT", *CREDENTIALS_VARIABLES):
+    for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT", "SMB_CONFIG", *CREDENTIALS_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
 
 
