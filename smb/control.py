@@ -119,6 +119,11 @@ class Coordinator:
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
+    def overview(self, timeout: float) -> str:
+        """Return what the page at / shows, as JSON."""
+        reply: pb.OverviewReply = self._call(self._stub.Overview, pb.OverviewRequest(), timeout)
+        return reply.json
+
     def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
         try:
             try:

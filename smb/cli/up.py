@@ -52,7 +52,7 @@ def up(
 def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int) -> None:
     from smb.config import format_bytes
 
-    out.print(f"coordinator at {cluster.address}, metrics at http://{cluster.coordinator.metrics}/metrics")
+    out.print(f"coordinator at {cluster.address}, its page at http://{cluster.coordinator.metrics}/")
     for server in cluster.servers:
         out.print(f"{server.name} at {server.address}, {format_bytes(capacity_bytes)}, pid {server.pid}")
     if _is_loopback(cluster.address):
@@ -61,7 +61,7 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int) -> None:
         out.print("WARNING: whoever reaches these ports may read, change and delete. Only in a network that you trust!")
     out.print("\nIn another terminal:\n")
     out.print(f"  export SMB_COORDINATOR={cluster.address}")
-    out.print("  smb status")
+    out.print("  smb top")
     out.print("  smb create weights --shape 1000,1000")
     out.print("\nCtrl-C stops the cluster and frees its memory.")
     # Also into a pipe, where nobody would see it before the end.

@@ -78,7 +78,7 @@ def overview(view: View, address: str) -> Json:
         "clients": clients[:CLIENTS_MAX],
         "waits": waits[:WAITS_MAX],
         "events": [_event(*event) for event in reversed(view.seen.events)],
-        "history": _history(view.seen.history),
+        "history": _history(view, view.seen.history),
         "left_out": {
             "buffers": len(buffers) - len(shown_buffers),
             "clients": max(0, len(clients) - CLIENTS_MAX),
@@ -116,7 +116,7 @@ def server_detail(view: View, name: str, history: History) -> Json:
         "holds": _first(on_it, BUFFERS_MAX, "size"),
         "holds_left_out": max(0, len(on_it) - BUFFERS_MAX),
         "waits": [wait for wait in _waits(view) if wait["server"] == name][:WAITS_MAX],
-        "history": _history(history),
+        "history": _history(view, history),
     }
 
 
@@ -345,10 +345,11 @@ def _event(at: float, level: int, text: str) -> Json:
     return {"at": at, "level": logging.getLevelName(level).lower(), "text": text}
 
 
-def _history(history: History) -> Json:
+def _history(view: View, history: History) -> Json:
     return {
         "step_s": history.step_s,
         "end": history.end,
+        "started": view.seen.started_at,
         "operations": [round(value, 1) for value in history.operations],
         "in": [round(value) for value in history.in_bytes],
         "out": [round(value) for value in history.out_bytes],

@@ -130,7 +130,7 @@ class Bins:
             if known < number:
                 break
         else:
-            if self._bins:
+            if len(self._bins) == self._bins.maxlen:
                 return [0.0] * 3  # older than all that is kept
         fresh = [0.0] * 3
         if self._bins and self._bins[-1][0] > number:

@@ -23,6 +23,7 @@ const servers = new Table($("servers"), {
   label: "memory servers",
   key: (row) => row.name,
   filter: true,
+  tint: (row) => (row.state === "alive" ? "" : row.state === "late" ? "warning" : "critical"),
   columns: [
     { head: "Server", sort: (s) => s.name, said: (s) => s.name, cell: (s) => detail.opener("server", s.name) },
     {
@@ -54,11 +55,11 @@ const buffers = new Table($("buffers"), {
   filter: true,
   columns: [
     { head: "Buffer", sort: (b) => b.name, said: (b) => b.name, cell: (b) => detail.opener("buffer", b.name) },
-    { head: "State", sort: (b) => b.state, said: (b) => b.state, cell: (b) => badge(b.state === "gone" ? "gone" : b.state, b.state === "gone" ? ": a server of it" : "") },
-    { head: "Shape", sort: (b) => b.size, cell: (b) => `${f.shape(b.shape)} ${b.dtype}` },
+    { head: "State", sort: (b) => b.state, said: (b) => b.state, cell: (b) => badge(b.state === "gone" ? "away" : b.state) },
+    { head: "Shape", half: true, sort: (b) => b.size, cell: (b) => `${f.shape(b.shape)} ${b.dtype}` },
     { head: "Size", number: true, sort: (b) => b.size * b.versions, cell: (b) => f.bytes(b.size) + (b.versions > 1 ? ` × ${b.versions}` : "") },
-    { head: "Striped over", wide: true, sort: (b) => b.servers, said: (b) => [b.parts, b.servers, b.parts.map((p) => known.get(p.server)?.state)], cell: striped },
     { head: "Made", number: true, sort: (b) => -b.created, cell: (b) => f.ago(b.created, state.now) },
+    { head: "Striped over", wide: true, sort: (b) => b.servers, said: (b) => [b.parts, b.servers, b.parts.map((p) => known.get(p.server)?.state)], cell: striped },
   ],
 });
 
@@ -80,7 +81,7 @@ const waits = new Table($("waits"), {
   key: (w) => `${w.what} ${w.kind} ${w.name} ${w.server}`,
   columns: [
     { head: "What", sort: detail.what, cell: detail.what },
-    { head: "Held by", sort: (w) => w.holder ?? "", cell: (w) => w.holder ?? "nobody" },
+    { head: "Held by", half: true, sort: (w) => w.holder ?? "", cell: (w) => w.holder ?? "nobody" },
     { head: "For", number: true, sort: (w) => (w.holder ? w.for_s : -1), cell: (w) => (w.holder ? f.duration(w.for_s) : "–") },
     { head: "Lease", number: true, sort: (w) => w.left_s, cell: (w) => (w.holder ? `${f.duration(w.left_s)} left` : "–") },
     { head: "Waiting", number: true, sort: (w) => w.waiting, cell: (w) => f.count(w.waiting) },
@@ -93,12 +94,14 @@ const bytesChart = new Chart($("chart-bytes"), {
   series: [{ name: "in", kind: "in" }, { name: "out", kind: "out" }],
   format: f.rate,
   powers: 1024,
+  least: 1024,
 });
 const operationsChart = new Chart($("chart-operations"), {
   title: "Operations",
   series: [{ name: "all kinds", kind: "operations" }],
   format: f.each,
   powers: 1000,
+  least: 10,
 });
 
 let known = new Map(); // servers by name
@@ -164,7 +167,7 @@ function problem({ severity, title, detail: more, action, about, since }, i) {
   const make = () => {
     const head = el("summary", {}, el("span", { class: `badge ${severity}` }, el("span", { "aria-hidden": "true" }, sign), ` ${severity}`), ` ${title}`, el("span", { class: "quiet" }, when));
     const parts = [more ? el("p", {}, more) : null, action ? el("p", {}, el("strong", {}, "What to do: "), action) : null];
-    if (about[0]) parts.push(el("p", {}, detail.opener(about[0], about[1])));
+    if (about[0]) parts.push(el("p", {}, "See ", detail.opener(about[0], about[1])));
     return el("details", { class: `problem ${severity}`, open: i < 3 && severity !== "note" }, head, ...parts);
   };
   return [`${about.join(" ")} ${title.replace(/\d+/g, "")}`, make, JSON.stringify([title, more, action, when])];
@@ -172,10 +175,9 @@ function problem({ severity, title, detail: more, action, about, since }, i) {
 
 function showTotals() {
   const { totals } = state;
-  const used = el("span", {}, f.bytes(totals.used), el("small", {}, ` of ${f.bytes(totals.capacity)}`));
   const tiles = [
     ["Servers", `${totals.alive}`, totals.alive === totals.servers ? "alive" : `of ${totals.servers} alive`],
-    ["Memory", f.bytes(totals.used), `of ${f.bytes(totals.capacity)}, ${f.percent(totals.used, totals.capacity)}`, used],
+    ["Memory", f.bytes(totals.used), `of ${f.bytes(totals.capacity)}, ${f.percent(totals.used, totals.capacity)}`],
     ["Operations", f.each(totals.rates.operations), ""],
     ["In", f.rate(totals.rates.in), totals.rates.within >= 0.5 ? `+ ${f.rate(totals.rates.within)} in place` : ""],
     ["Out", f.rate(totals.rates.out), ""],

@@ -11,9 +11,9 @@ const BOTTOM = 20;
 const SVG = "http://www.w3.org/2000/svg";
 
 export class Chart {
-  // series: [{ name, kind }], kind is a class of style.css; format makes text of a value; powers: what a unit grows by.
-  constructor(place, { title, series, format, powers }) {
-    Object.assign(this, { title, series, format, powers });
+  // series: [{ name, kind }], kind is a class of style.css; format makes text of a value; powers: what a unit grows by; least: the lowest top.
+  constructor(place, { title, series, format, powers, least }) {
+    Object.assign(this, { title, series, format, powers, least });
     this.values = series.map(() => []);
     this.at = null; // the step that is pointed at
     this.svg = svg("svg", { class: "chart", role: "img", tabindex: 0, height: HEIGHT });
@@ -31,8 +31,10 @@ export class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  update({ step_s: step, end }, values) {
-    Object.assign(this, { step, end, values });
+  // Nothing is drawn from before the coordinator started: what happened then it does not know.
+  update({ step_s: step, end, started }, values) {
+    const first = Math.max(0, values[0].length - Math.floor((end - started) / step));
+    Object.assign(this, { step, end, values, first: Math.min(first, values[0].length - 1) });
     this.draw();
   }
 
@@ -41,7 +43,7 @@ export class Chart {
     const count = this.values[0].length;
     if (!width || !count) return;
     this.width = width;
-    const top = nice(Math.max(...this.values.flat(), 0), this.powers);
+    const top = nice(Math.max(...this.values.flat(), this.least), this.powers);
     const x = (i) => LEFT + ((width - LEFT - RIGHT) * i) / (count - 1);
     const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
     const parts = [];
@@ -57,9 +59,10 @@ export class Chart {
       if (!narrow) parts.push(label(at, HEIGHT - 5, minute === minutes ? "start" : minute ? "middle" : "end", minute ? `-${minute} min` : "now"));
     }
     this.values.forEach((values, s) => {
-      const line = values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+      const points = values.map((value, i) => `${x(i).toFixed(1)} ${y(value).toFixed(1)}`).slice(this.first);
+      const line = `M${points.join("L")}`;
       const { kind } = this.series[s];
-      parts.push(svg("path", { class: `area ${kind}`, d: `${line}L${x(count - 1)} ${y(0)}L${x(0)} ${y(0)}Z` }));
+      parts.push(svg("path", { class: `area ${kind}`, d: `${line}L${x(count - 1)} ${y(0)}L${x(this.first)} ${y(0)}Z` }));
       parts.push(svg("path", { class: `line ${kind}`, d: line }));
     });
     if (this.at !== null) parts.push(svg("line", { class: "cursor", x1: x(this.at), x2: x(this.at), y1: TOP, y2: y(0) }));
@@ -107,7 +110,7 @@ function nice(value, powers) {
   let unit = 1;
   while (value / unit >= powers) unit *= powers;
   for (const step of [1, 2, 4, 5, 10, 20, 40, 50, 100, 200, 400, 500, 1000]) {
-    if (step * unit >= value * 1.05) return step * unit;
+    if (step * unit >= value) return step * unit;
   }
   return powers * unit;
 }

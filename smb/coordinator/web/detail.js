@@ -56,8 +56,8 @@ function follow() {
     return;
   }
   open = wanted;
-  const close = el("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => dialog.close() }, "✕");
-  const title = el("h2", { id: "detail-title", tabindex: -1 }, el("span", { class: "quiet" }, `${wanted.kind} `), wanted.name);
+  const close = el("button", { type: "button", class: "close", "aria-label": "Close", autofocus: true, onclick: () => dialog.close() }, "✕");
+  const title = el("h2", { id: "detail-title" }, el("span", { class: "quiet" }, `${wanted.kind} `), wanted.name);
   drawn = { body: el("div", {}), chart: null };
   dialog.replaceChildren(el("div", { class: "dialog" }, el("div", { class: "bar" }, title, close), drawn.body));
   if (!dialog.open) dialog.showModal();
@@ -77,20 +77,20 @@ function server(found) {
     ["in, out", rates ? `${f.rate(rates.in)}, ${f.rate(rates.out)}` : "–"],
     ["changed in place", rates ? f.rate(rates.within) : "–"],
     ["connections", Object.entries(found.connections_by_transport).map(([way, n]) => `${n} ${way}`).join(", ") || "none"],
-    ["parked, waiting", `${found.parked} for a chunk's lock, ${found.waiting} for locks, barriers, versions`],
+    ["parked, waiting", `${found.parked}, ${found.waiting}`],
     ["repeated changes", f.count(found.replayed_requests)],
     ["weight", String(found.weight)],
   ]);
   if (!drawn.chart) {
     drawn.plot = el("div", { class: "plot" });
-    drawn.chart = new Chart(drawn.plot, { title: "Bytes", series: [{ name: "in", kind: "in" }, { name: "out", kind: "out" }], format: f.rate, powers: 1024 });
+    drawn.chart = new Chart(drawn.plot, { title: "Bytes", series: [{ name: "in", kind: "in" }, { name: "out", kind: "out" }], format: f.rate, powers: 1024, least: 1024 });
     drawn.facts = el("div", {});
     drawn.rest = el("div", {});
     drawn.body.replaceChildren(drawn.facts, drawn.plot, drawn.rest);
   }
   drawn.facts.replaceChildren(facts);
   drawn.chart.update(found.history, [found.history.in, found.history.out]);
-  const held = found.holds.map((b) => [b.kind === "buffer" ? opener("buffer", b.name) : `${b.kind} ${b.name}`, f.bytes(b.size), badge(b.state)]);
+  const held = found.holds.map((b) => [b.kind === "buffer" ? opener("buffer", b.name) : `${b.kind} ${b.name}`, f.bytes(b.size), badge(b.state === "gone" ? "away" : b.state)]);
   drawn.rest.replaceChildren(
     ...table("Holds", ["What", "Here", "State"], held, found.holds_left_out),
     ...waits(found.waits),
@@ -104,7 +104,7 @@ function buffer(found) {
   const servers = found.parts.map((part) => part.server);
   const states = new Map(found.segment_list.map((segment) => [segment.server, segment.state]));
   const facts = list([
-    ["state", badge(found.state)],
+    ["state", badge(found.state === "gone" ? "away" : found.state)],
     ["shape", f.shape(found.shape)],
     ["dtype", found.dtype],
     ["size", f.bytes(found.size) + (found.versions > 1 ? `, ${found.versions} versions` : "")],

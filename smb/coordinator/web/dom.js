@@ -36,6 +36,7 @@ export const STATES = {
   late: ["warning", "▲", "late"],
   gone: ["critical", "✕", "gone"],
   left: ["critical", "✕", "stopped"],
+  away: ["critical", "✕", "server gone"],
   lost: ["critical", "✕", "memory lost"],
   unknown: ["critical", "✕", "unknown"],
 };

@@ -2,15 +2,18 @@
 // click on a column's head, narrowed by a filter. On a narrow screen style.css makes a card of each row, which would take the
 // table's roles away: they are said here.
 
-import { arrange, el, text } from "./dom.js";
+import { arrange, classes, el, text } from "./dom.js";
 
 const BY_TEXT = new Intl.Collator("en", { numeric: true });
 
 // columns: [{ head, cell: (row) => text or element, sort: (row) => number or text, number: true }], the first one names the row.
+const FILTER_FROM = 6; // rows that one takes in at a glance
+
 export class Table {
-  constructor(section, { label, columns, key, filter }) {
+  constructor(section, { label, columns, key, filter, tint }) {
     this.columns = columns;
     this.key = key;
+    this.tint = tint;
     this.rows = [];
     this.known = new Map(); // key -> { row, element, cells }
     this.order = { column: 0, down: false };
@@ -20,7 +23,7 @@ export class Table {
     this.body = el("tbody", { role: "rowgroup" });
     const top = el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...this.heads));
     this.table = el("table", { role: "table", "aria-label": label }, top, this.body);
-    if (filter) section.append(this.filterBox(label));
+    if (filter) section.querySelector("h2").after(this.filterBox(label));
     section.append(this.table, this.empty, this.more);
   }
 
@@ -28,7 +31,7 @@ export class Table {
     this.rows = rows;
     this.table.hidden = rows.length === 0;
     this.empty.hidden = rows.length > 0;
-    if (this.box) this.box.hidden = rows.length < 2;
+    if (this.input) this.input.hidden = rows.length < FILTER_FROM && !this.input.value;
     if (rows.length === 0 && this.emptyText !== JSON.stringify(empty.said)) {
       this.emptyText = JSON.stringify(empty.said);
       this.empty.replaceChildren(...empty.make());
@@ -82,22 +85,20 @@ export class Table {
       this.input.value = "";
       this.draw();
     });
-    this.box = el("div", { class: "filter" }, this.input);
-    return this.box;
+    return this.input;
   }
 
   makeRow() {
     const cells = this.columns.map((column, i) => {
       const role = i === 0 ? "rowheader" : "cell";
-      const kind = `${column.number ? "number" : ""} ${column.wide ? "wide" : ""}`.trim();
+      const kind = [column.number && "number", column.wide && "wide", column.half && "half", column.head === "State" && "state"].filter(Boolean).join(" ");
       return el(i === 0 ? "th" : "td", { role, class: kind, "data-head": column.head, scope: i === 0 ? "row" : null });
     });
     return { cells, said: [], element: el("tr", { role: "row" }, ...cells) };
   }
 
   fill(known, row) {
-    const kind = row.state && !["alive", "ok"].includes(row.state) ? (row.state === "late" ? "warning" : "critical") : "";
-    if (known.element.className !== kind) known.element.className = kind;
+    classes(known.element, this.tint?.(row) ?? "");
     this.columns.forEach((column, i) => {
       const said = column.said ? JSON.stringify(column.said(row)) : column.cell(row);
       if (known.said[i] === said) return;
