@@ -149,6 +149,24 @@ static bool turn_away(struct listener *listener)
     return fd >= 0;
 }
 
+/* Gives a connected descriptor to one of the loops, which closes it with the connection. */
+static int let_in(struct smb_server *server, int fd, int transport)
+{
+    uint64_t now = 0;
+    for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
+        now += atomic_load_explicit(&server->now[t], memory_order_relaxed);
+    struct loop *loop = &server->loops[atomic_fetch_add(&server->next_loop, 1) % (uint32_t)server->loop_count];
+    struct connection *connection = now < CONNECTIONS_MAX ? connection_create(loop, fd, transport) : NULL;
+    if (!connection)
+        return SMB_OUT_OF_MEMORY;
+    pthread_mutex_lock(&loop->inbox_lock);
+    connection->link = loop->inbox;
+    loop->inbox = connection;
+    pthread_mutex_unlock(&loop->inbox_lock);
+    loop_wake(loop);
+    return SMB_OK;
+}
+
 static void accept_all(struct listener *listener)
 {
     struct smb_server *server = listener->server;
@@ -159,24 +177,26 @@ static void accept_all(struct listener *listener)
                 continue;
             return;
         }
-        uint64_t now = 0;
-        for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
-            now += atomic_load_explicit(&server->now[t], memory_order_relaxed);
-        int why = now >= CONNECTIONS_MAX ? SMB_OUT_OF_MEMORY
-                  : listener->transport == SMB_TRANSPORT_UNIX && !peer_is_ours(fd) ? SMB_DENIED : SMB_OK;
-        struct loop *loop = &server->loops[atomic_fetch_add(&server->next_loop, 1) % (uint32_t)server->loop_count];
-        struct connection *connection = why == SMB_OK ? connection_create(loop, fd, listener->transport) : NULL;
-        if (!connection) {
-            server_count(&server->errors[why == SMB_OK ? SMB_OUT_OF_MEMORY : why], 1);
+        int status = listener->transport == SMB_TRANSPORT_UNIX && !peer_is_ours(fd) ? SMB_DENIED
+                                                                                    : let_in(server, fd, listener->transport);
+        if (status != SMB_OK) {
+            server_count(&server->errors[status], 1);
             close(fd);
-            continue;
         }
-        pthread_mutex_lock(&loop->inbox_lock);
-        connection->link = loop->inbox;
-        loop->inbox = connection;
-        pthread_mutex_unlock(&loop->inbox_lock);
-        loop_wake(loop);
     }
+}
+
+int smb_server_adopt(struct smb_server *server, int fd, int transport)
+{
+    int flags = fcntl(fd, F_GETFL);
+    int status = transport < 0 || transport >= SMB_TRANSPORT_COUNT ? SMB_INVALID
+                 : flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ? SMB_SYSTEM : let_in(server, fd, transport);
+    if (status != SMB_OK) {
+        int saved = errno;
+        close(fd);
+        errno = saved;
+    }
+    return status;
 }
 
 /* Answers to waits, which any thread may have given; each connection then has one turn. */

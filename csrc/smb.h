@@ -124,9 +124,10 @@ enum smb_opcode {
 };
 enum { SMB_OPCODE_COUNT = 22, SMB_STATUS_COUNT = 33 };
 
-/* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames over the local socket. */
-enum smb_transport { SMB_TRANSPORT_SHM = 0, SMB_TRANSPORT_TCP = 1, SMB_TRANSPORT_UNIX = 2 };
-enum { SMB_TRANSPORT_COUNT = 3 };
+/* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames over the local socket; VERBS:
+ * what passes the daemon's gate, and not what the network card reads and writes by itself. */
+enum smb_transport { SMB_TRANSPORT_SHM = 0, SMB_TRANSPORT_TCP = 1, SMB_TRANSPORT_UNIX = 2, SMB_TRANSPORT_VERBS = 3 };
+enum { SMB_TRANSPORT_COUNT = 4 };
 
 /* Limits, in one place. */
 enum {
@@ -223,11 +224,11 @@ void smb_segment_counters(const struct smb_segment *segment, uint64_t *operation
 
 struct smb_server;
 struct smb_server_counters {
-    uint64_t operations[3][22];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
-    uint64_t bytes[3][22];
+    uint64_t operations[4][22];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
+    uint64_t bytes[4][22];
     uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
-    uint64_t connections_opened[3];
-    uint64_t connections_now[3];
+    uint64_t connections_opened[4];
+    uint64_t connections_now[4];
     uint64_t parked_now;          /* requests that wait for a chunk lock */
     uint64_t parked_total;
     uint64_t waits_now;           /* requests parked at locks, barriers and versions */
@@ -243,6 +244,10 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
 int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port, uint16_t *bound_port);
 /* Only peers of the same uid, and root, are let in. The file is unlinked by smb_server_destroy. */
 int smb_server_listen_unix(struct smb_server *server, const char *path);
+/* Serves one more peer: fd is a connected stream socket, an end of a socketpair as well, and is closed with the connection, or
+ * at once unless SMB_OK. Whoever has the other end carries its bytes to a client and has let in whom it may. `transport` is what
+ * it is counted as. SMB_OUT_OF_MEMORY: there are as many connections as may be. */
+int smb_server_adopt(struct smb_server *server, int fd, int transport);
 /* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is left then. */
 int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch, int dtype,
                               uint64_t data_bytes, uint32_t chunk_bytes);
@@ -294,6 +299,9 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
                             struct smb_link **link, uint64_t *instance);
+/* The same on a stream socket that is connected already: fd is closed with the link, or at once unless SMB_OK. */
+int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                          uint64_t *instance);
 /* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses the link for calls. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
@@ -313,6 +321,7 @@ int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t por
                         uint32_t timeout_ms, uint64_t *instance);
 int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
                          uint64_t *instance);
+int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance);
 /* Out of the caller's hands, without a connection; 1 if it still wants one. */
 int smb_link_let_go(struct smb_link *link);
 int smb_link_wanted(struct smb_link *link);

@@ -48,6 +48,7 @@ TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",
     lib.SMB_TRANSPORT_TCP: "tcp",
     lib.SMB_TRANSPORT_UNIX: "unix",
+    lib.SMB_TRANSPORT_VERBS: "verbs",
 }
 WAITS: dict[int, str] = {
     lib.SMB_WAIT_LOCK: "lock",
@@ -137,6 +138,12 @@ class Engine:
     def listen_unix(self, path: Path) -> None:
         """Listen on a Unix socket, for processes of this user. Raises UnavailableError."""
         _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
+
+    def adopt(self, fd: int, transport: int = lib.SMB_TRANSPORT_TCP) -> None:
+        """Serve one more peer over a connected stream socket, which is the engine's from here on, also where this
+        fails. Raises OutOfMemoryError, UnavailableError.
+        """
+        _check(lib.smb_server_adopt(self._server, fd, transport), "serve one more connection")
 
     def create_segment(self, path: Path, form: SegmentForm) -> None:
         """Make the file and serve it. Blocks while its pages are zeroed.

@@ -1,5 +1,5 @@
-"""What both daemons share: their log, the ready file, the check of a listening address, and the pages for metrics and
-health.
+"""What both daemons share: their log, the ready file, what systemd is told, the check of a listening address, and the
+pages for metrics and health.
 
 Threads: the pages are served by threads of their own. What they call (`health`, collectors of the registry) must be
 safe there.
@@ -101,6 +101,29 @@ def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> No
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise UnavailableError(f"cannot write the ready file {path}: {error.strerror}") from None
+
+
+def notify(*fields: str) -> None:
+    """Tell the service's supervisor, where there is one (systemd's Type=notify): READY=1, STOPPING=1, WATCHDOG=1,
+    STATUS=text. Never fails: a supervisor that can't be told shows by its own means.
+    """
+    where = os.environ.get("NOTIFY_SOCKET", "")
+    if not where:
+        return
+    address = "\0" + where[1:] if where.startswith("@") else where  # @: an abstract socket
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.sendto("\n".join(fields).encode(), address)
+    except OSError as error:
+        _log.warning("cannot tell the supervisor at %s: %s", where, error.strerror)
+
+
+def watchdog_interval_s() -> float | None:
+    """Return how often the supervisor must hear WATCHDOG=1 (a third of its patience), None where it does not ask."""
+    patience_us = os.environ.get("WATCHDOG_USEC", "")
+    if not patience_us.isdigit() or os.environ.get("WATCHDOG_PID") not in (None, str(os.getpid())):
+        return None
+    return int(patience_us) / 1e6 / 3
 
 
 def check_listen(address: str) -> tuple[str, int]:

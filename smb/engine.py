@@ -217,6 +217,12 @@ class EngineClient:
         _check(lib.smb_client_connect_unix(self.pointer, os.fsencode(path), lane, timeout_ms, made, instance))
         return Link(self, made[0]), int(instance[0])
 
+    def connect_fd(self, fd: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """As connect_tcp, on a connected stream socket, which is the engine's from here on, also where this fails."""
+        made, instance = ffi.new("struct smb_link **"), ffi.new("uint64_t *")
+        _check(lib.smb_client_connect_fd(self.pointer, fd, lane, timeout_ms, made, instance))
+        return Link(self, made[0]), int(instance[0])
+
     def wait_down(self, timeout_ms: int) -> int | None:
         """Return the id of a link that has calls but no connection, None if there is none in time. EngineError once
         closed.
@@ -279,6 +285,12 @@ class Link:
         """As resume_tcp, over the server's Unix socket."""
         instance = ffi.new("uint64_t *")
         _check(lib.smb_link_resume_unix(self.pointer, os.fsencode(path), accept_instance, timeout_ms, instance))
+        return int(instance[0])
+
+    def resume_fd(self, fd: int, accept_instance: int, timeout_ms: int) -> int:
+        """As resume_tcp, on a connected stream socket, which is the engine's from here on, also where this fails."""
+        instance = ffi.new("uint64_t *")
+        _check(lib.smb_link_resume_fd(self.pointer, fd, accept_instance, timeout_ms, instance))
         return int(instance[0])
 
     def let_go(self) -> None:

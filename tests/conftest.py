@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import smb
+from smb.credentials import VARIABLES as CREDENTIALS_VARIABLES
 
 Connect = Callable[..., smb.Client]
 
@@ -14,7 +15,7 @@ Connect = Callable[..., smb.Client]
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's own cluster and transport have no say in tests."""
-    for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT"):
+    for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT", *CREDENTIALS_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
 
 

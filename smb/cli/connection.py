@@ -33,10 +33,11 @@ def coordinator_at(address: str | None) -> Iterator[Coordinator]:
     """
     from smb.config import parse_address
     from smb.control import Coordinator
+    from smb.credentials import find
 
     found = _address(address)
     parse_address(found)
-    coordinator = Coordinator(found)
+    coordinator = Coordinator(found, find())
     try:
         yield coordinator
     finally:

@@ -68,13 +68,14 @@ class Ledger:
         incarnation: int,
         *,
         session_lease_s: float = SESSION_LEASE_S,
+        stripe_bytes: int = 0,
         clock: Callable[[], Instant] = read_clocks,
     ) -> Ledger:
         """Read the store and take back what was half done. `incarnation` is random, for this run of the coordinator.
 
         Raises StoreError for records that cannot be read.
         """
-        ledger = Ledger(store, _read(await store.load(), session_lease_s), clock)
+        ledger = Ledger(store, _read(await store.load(), session_lease_s, stripe_bytes), clock)
         await ledger.commit(Restarted(incarnation))
         return ledger
 
@@ -157,11 +158,11 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
     return changes
 
 
-def _read(texts: dict[str, str], session_lease_s: float) -> State:
+def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int) -> State:
     try:
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
-    return load(buffers, servers, sessions, session_lease_s)
+    return load(buffers, servers, sessions, session_lease_s, stripe_bytes)

@@ -1,0 +1,287 @@
+/* New connections: a socket to the server, and the exchanges before it carries a lane's frames. */
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "address.h"
+#include "flight.h"
+
+/* SMB_OK: the descriptor is ready for `events`. */
+static int wait_ready(int fd, short events, uint64_t deadline_ns)
+{
+    for (;;) {
+        uint64_t now = smb_now_ns();
+        if (now >= deadline_ns)
+            return SMB_TIMEOUT;
+        struct pollfd poller = {.fd = fd, .events = events};
+        int count = poll(&poller, 1, (int)((deadline_ns - now) / 1000000U + 1));
+        if (count > 0)
+            return SMB_OK;
+        if (count < 0 && errno != EINTR)
+            return SMB_SYSTEM;
+    }
+}
+
+static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uint64_t deadline_ns)
+{
+    if (connect(fd, name, length) == 0)
+        return SMB_OK;
+    if (errno == EAGAIN) /* a Unix listener whose queue is full */
+        return SMB_DISCONNECTED;
+    if (errno != EINPROGRESS)
+        return SMB_DISCONNECTED;
+    int status = wait_ready(fd, POLLOUT, deadline_ns);
+    int failure = 0;
+    socklen_t failure_length = sizeof failure;
+    if (status == SMB_OK && getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &failure_length) != 0)
+        return SMB_SYSTEM;
+    errno = failure;
+    return status != SMB_OK ? status : failure != 0 ? SMB_DISCONNECTED : SMB_OK;
+}
+
+/* One request and its answer, before the link carries calls. *passed_fd gets a descriptor that came along, or -1. */
+static int exchange(int fd, const struct smb_frame *request, uint64_t deadline_ns, struct smb_frame *reply,
+                    int *passed_fd)
+{
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
+    struct smb_frame asked = *request;
+    asked.payload = smb_frame_checksum_bytes(request);
+    smb_frame_encode(&asked, bytes);
+    smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
+    size_t whole = SMB_FRAME_BYTES + asked.payload;
+    for (size_t done = 0; done < whole;) {
+        ssize_t n = send(fd, bytes + done, whole - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+        int status = n < 0 && errno != EAGAIN && errno != EINTR ? SMB_LINK_LOST
+                     : n < 0 ? wait_ready(fd, POLLOUT, deadline_ns) : SMB_OK;
+        if (status != SMB_OK)
+            return status;
+        done += n > 0 ? (size_t)n : 0;
+    }
+    whole = SMB_FRAME_BYTES; /* until the header says more */
+    for (size_t done = 0; done < whole;) {
+        struct iovec part = {bytes + done, whole - done};
+        union {
+            struct cmsghdr header;
+            uint8_t bytes[CMSG_SPACE(sizeof(int))];
+        } control;
+        struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.bytes,
+                                 .msg_controllen = sizeof control.bytes};
+        ssize_t n = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        int status = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR) ? SMB_LINK_LOST
+                     : n < 0 ? wait_ready(fd, POLLIN, deadline_ns) : SMB_OK;
+        if (status != SMB_OK)
+            return status;
+        if (n < 0)
+            continue;
+        done += (size_t)n;
+        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        if (header && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)) && *passed_fd < 0)
+            memcpy(passed_fd, CMSG_DATA(header), sizeof(int));
+        if (done != SMB_FRAME_BYTES)
+            continue;
+        status = smb_frame_parse(bytes, reply);
+        if (status != SMB_OK || reply->payload > smb_frame_checksum_bytes(reply))
+            return status != SMB_OK ? status : SMB_PROTOCOL;
+        whole += reply->payload;
+    }
+    if (reply->flags & SMB_FLAG_CHECKSUM && !smb_checksum_is(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES)))
+        return SMB_LINK_LOST;
+    if ((request->flags & SMB_FLAG_CHECKSUM) != (reply->flags & SMB_FLAG_CHECKSUM))
+        return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
+    if (!(reply->flags & SMB_FLAG_REPLY) || reply->opcode != request->opcode || reply->session != request->session)
+        return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
+    return reply->status;
+}
+
+static int open_tcp(const char *address, uint16_t port, uint64_t deadline_ns, int *fd)
+{
+    struct address peer;
+    if (!address_parse(address, port, &peer))
+        return SMB_INVALID;
+    *fd = socket(peer.name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (*fd < 0)
+        return SMB_SYSTEM;
+    int on = 1;
+    setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    int status = connect_to(*fd, &peer.name.any, peer.length, deadline_ns);
+    if (status == SMB_OK)
+        address_bound_send_buffer(*fd);
+    return status;
+}
+
+static int open_unix(const char *path, uint64_t deadline_ns, int *fd)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    *fd = -1;
+    if (strlen(path) >= sizeof name.sun_path)
+        return SMB_INVALID;
+    strcpy(name.sun_path, path);
+    *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, deadline_ns);
+}
+
+static int shake_hands(int fd, const struct smb_client *client, uint16_t lane, uint64_t deadline_ns, uint64_t *instance,
+                       uint64_t *identity)
+{
+    struct smb_frame hello = {.opcode = SMB_HELLO, .flags = client_frame_flags(client), .lane = lane, .session = client->session};
+    struct smb_frame reply;
+    int passed = -1;
+    int status = exchange(fd, &hello, deadline_ns, &reply, &passed);
+    if (passed >= 0)
+        close(passed);
+    if (status != SMB_OK)
+        return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
+    *instance = reply.segment;
+    *identity = reply.argument;
+    return SMB_OK;
+}
+
+/* Closes fd unless SMB_OK. */
+static int greet(struct smb_client *client, int fd, int status, uint16_t lane, uint64_t deadline_ns, struct smb_link **link,
+                 uint64_t *instance)
+{
+    uint64_t identity = 0;
+    struct smb_link *made = NULL;
+    if (status == SMB_OK)
+        status = shake_hands(fd, client, lane, deadline_ns, instance, &identity);
+    if (status == SMB_OK && !(made = calloc(1, sizeof *made)))
+        status = SMB_OUT_OF_MEMORY;
+    if (status != SMB_OK) {
+        int saved = errno;
+        if (fd >= 0)
+            close(fd);
+        errno = saved;
+        return status;
+    }
+    made->client = client_retain(client);
+    made->id = atomic_fetch_add(&client->links_made, 1) + 1;
+    made->identity = identity;
+    made->references = 1;
+    made->fd = fd;
+    made->fresh_fd = -1;
+    made->lane = lane;
+    made->window = WINDOW_FRAMES;
+    /* A later link of the same lane continues above all that earlier ones used: its changes are never taken for theirs. */
+    made->made = made->id << 32 | 1U;
+    made->unsent_end = &made->unsent;
+    made->sent_end = &made->sent;
+    pthread_mutex_lock(&client->mutex);
+    made->next_of_all = client->links;
+    client->links = made;
+    pthread_mutex_unlock(&client->mutex);
+    *link = made;
+    return SMB_OK;
+}
+
+int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane, uint32_t timeout_ms,
+                           struct smb_link **link, uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    int fd = -1;
+    int status = open_tcp(address, port, deadline_ns, &fd);
+    return greet(client, fd, status, lane, deadline_ns, link, instance);
+}
+
+int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
+                            struct smb_link **link, uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    int fd = -1;
+    int status = open_unix(path, deadline_ns, &fd);
+    return greet(client, fd, status, lane, deadline_ns, link, instance);
+}
+
+/* One that somebody else opened. */
+static int take_fd(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 ? SMB_OK : SMB_SYSTEM;
+}
+
+int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                          uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    return greet(client, fd, take_fd(fd), lane, deadline_ns, link, instance);
+}
+
+/* Takes fd over, whatever `status` it was opened with. */
+static int hand_over_connection(struct smb_link *link, int fd, int status, uint64_t accept_instance, uint64_t deadline_ns,
+                                uint64_t *instance)
+{
+    uint64_t identity = 0;
+    if (status == SMB_OK)
+        status = shake_hands(fd, link->client, link->lane, deadline_ns, instance, &identity);
+    if (status == SMB_OK && identity != link->identity && *instance != accept_instance)
+        status = SMB_NOT_FOUND;
+    if (status != SMB_OK) {
+        int saved = errno;
+        if (fd >= 0)
+            close(fd);
+        errno = saved;
+        if (status == SMB_SESSION_ENDED) {
+            link->closed_why = status;
+            atomic_store(&link->closing, true);
+            client_wake_driver(link->client);
+        }
+        return status;
+    }
+    link->identity = identity;
+    int older = atomic_exchange(&link->fresh_fd, fd);
+    if (older >= 0)
+        close(older);
+    client_want_link(link, false);
+    client_wake_driver(link->client);
+    return SMB_OK;
+}
+
+int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t port, uint64_t accept_instance,
+                        uint32_t timeout_ms, uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    int fd = -1;
+    *instance = 0;
+    int status = open_tcp(address, port, deadline_ns, &fd);
+    return hand_over_connection(link, fd, status, accept_instance, deadline_ns, instance);
+}
+
+int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
+                         uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    int fd = -1;
+    *instance = 0;
+    int status = open_unix(path, deadline_ns, &fd);
+    return hand_over_connection(link, fd, status, accept_instance, deadline_ns, instance);
+}
+
+int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    *instance = 0;
+    return hand_over_connection(link, fd, take_fd(fd), accept_instance, deadline_ns, instance);
+}
+
+int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
+                    struct smb_segment **segment)
+{
+    struct smb_frame request = {.opcode = SMB_ATTACH, .flags = client_frame_flags(link->client), .lane = link->lane, .session = link->client->session,
+                                .sequence = link->made++, .segment = segment_id, .epoch = epoch};
+    struct smb_frame reply;
+    int fd = -1;
+    int status = exchange(link->fd, &request, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
+    if (status == SMB_OK && fd < 0)
+        status = SMB_PROTOCOL;
+    if (status == SMB_OK)
+        status = smb_segment_open_fd(fd, segment);
+    if (fd >= 0)
+        close(fd);
+    if (status == SMB_LINK_LOST || status == SMB_PROTOCOL || status == SMB_TIMEOUT)
+        atomic_store(&link->state, LINK_CLOSED);
+    return status;
+}

@@ -1,0 +1,235 @@
+"""What this machine has for verbs: pyverbs, RDMA devices with their ports and GIDs, memory that may be locked.
+
+The kernel's own files are read (/sys/class/infiniband), so that what is missing can be said where pyverbs is not there.
+Importing this file imports no pyverbs; `look` tries to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import ipaddress
+import os
+import re
+import resource
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")
+_CAP_IPC_LOCK = 14  # of capabilities(7): whoever has it may lock any amount
+_MEMLOCK_WANTED = (
+    64 << 20
+)  # with less not even staging and one array are sure to fit; a daemon locks all that it serves
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One address of a port. `kind` is as the kernel says: "RoCE v2", "IB/RoCE v1"; `netdev` may be ""."""
+
+    index: int
+    address: ipaddress.IPv6Address
+    kind: str
+    netdev: str
+
+    def __str__(self) -> str:
+        return str(self.address.ipv4_mapped or self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One active port; `gid` is the address to use. `mtu` is in bytes, 0 without pyverbs; the speed in Gb/s."""
+
+    device: str
+    number: int
+    link_layer: str  # "Ethernet" or "InfiniBand"
+    gid: Gid
+    mtu: int
+    speed_gbps: float
+
+    def __str__(self) -> str:
+        mtu = f", MTU {self.mtu}" if self.mtu else ""
+        return (
+            f"{self.device} port {self.number}: {self.link_layer}, {self.gid.kind}, "
+            f"GID {self.gid.index} ({self.gid}){mtu}, {self.speed_gbps:g} Gb/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What was found. Verbs can be used where `missing` is empty."""
+
+    pyverbs: str | None  # the version of rdma-core that it belongs to, None where it does not import
+    ports: tuple[Port, ...]  # active ones that have an address
+    memlock_bytes: int | None  # how much this process may lock; None: any amount
+    missing: tuple[str, ...]  # what is missing and how to come by it, a line each
+
+
+def look(device: str = "", port: int = 0, gid_index: int | None = None, root: Path = Path("/")) -> Devices:
+    """Look at this machine; never raises, never blocks for long.
+
+    device, port, gid_index: only these, as the options say; "", 0 and None: all devices and ports, the best GID.
+    root: where sys and dev are, for tests.
+    """
+    missing = []
+    version, why = _import_pyverbs()
+    if why:
+        missing.append(why)
+    ports, refusals = _ports(device, port, gid_index, root, ask=version is not None)
+    missing += refusals
+    limit = _memlock()
+    if limit is not None and limit < _MEMLOCK_WANTED:
+        missing.append(
+            f"only {limit >> 10} KiB of memory may be locked: 'ulimit -l unlimited', '* - memlock unlimited' in "
+            "/etc/security/limits.d/smb.conf, LimitMEMLOCK=infinity in systemd units, --ulimit memlock=-1 with docker"
+        )
+    return Devices(version, ports, limit, tuple(missing))
+
+
+def choose_gid(gids: list[Gid], link_layer: str) -> Gid | None:
+    """Return the address to use: over Ethernet RoCE v2 before v1, and IPv4 before global IPv6 before link-local."""
+    if link_layer == "InfiniBand":
+        return gids[0] if gids else None
+
+    def rank(gid: Gid) -> tuple[bool, bool, bool, int]:
+        address = gid.address
+        return ("v2" not in gid.kind, address.ipv4_mapped is None, address.is_link_local, gid.index)
+
+    return min(gids, key=rank, default=None)
+
+
+def _import_pyverbs() -> tuple[str | None, str]:
+    """Return its version and "", or None and what to do."""
+    try:
+        importlib.import_module("pyverbs.device")
+    except ImportError as error:
+        return None, _how_to_get_pyverbs(error)
+    try:
+        return importlib.metadata.version("pyverbs"), ""
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # Debian's has no such data; it comes with the library of its version
+        found = re.search(r"/libibverbs\.so\.1\.\d+\.(\d[\d.]*)$", Path("/proc/self/maps").read_text(), re.M)
+        return found[1] if found else "unknown", ""
+
+
+def _how_to_get_pyverbs(error: ImportError, debian: Path = _DEBIAN) -> str:
+    if not isinstance(error, ModuleNotFoundError):  # a shared library of rdma-core, most often
+        return f"pyverbs does not import ({error}): apt install libibverbs1 ibverbs-providers librdmacm1"
+    built = [path.name.split(".")[1] for path in debian.glob("device.*.so")]
+    if not built:
+        return "pyverbs is not installed: apt install python3-pyverbs ibverbs-providers (dnf: python3-pyverbs)"
+    if not any(suffix.startswith(f".{built[0]}") for suffix in importlib.machinery.EXTENSION_SUFFIXES):
+        return (
+            f"Debian's pyverbs is built for {built[0]}, this Python is {sys.implementation.cache_tag}: use that Python"
+        )
+    return f"pyverbs is not in this environment: ln -s {debian} {sysconfig.get_path('platlib')}/"
+
+
+def _ports(
+    device: str, port: int, gid_index: int | None, root: Path, ask: bool
+) -> tuple[tuple[Port, ...], tuple[str, ...]]:
+    """Return the ports to use, and where there are none why."""
+    found, refusals = [], []
+    for entry in _sorted(root / "sys/class/infiniband"):
+        if device and entry.name != device:
+            continue
+        why = _no_access(entry.name, root)
+        if why:
+            refusals.append(why)
+            continue
+        for directory in _sorted(entry / "ports"):
+            if port and directory.name != str(port):
+                continue
+            one = _port(entry.name, directory, gid_index, ask)
+            if isinstance(one, Port):
+                found.append(one)
+            else:
+                refusals.append(one)
+    if found:
+        return tuple(found), ()
+    if not refusals:
+        asked = f" {device}" if device else ""
+        asked += f" with port {port}" if port else ""
+        refusals.append(
+            f"no RDMA device{asked}: load the adapter's driver (mlx5_ib, irdma, bnxt_re, ...); with an ordinary "
+            "network card: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0"
+        )
+    return (), tuple(refusals)
+
+
+def _port(device: str, directory: Path, gid_index: int | None, ask: bool) -> Port | str:
+    """Return the port, or why it can't be used."""
+    number, name = int(directory.name), f"{device} port {directory.name}"
+    state = _text(directory / "state").partition(": ")[2]
+    if state != "ACTIVE":
+        return f"{name} is {state or 'gone'}: plug its cable, 'ip link set DEV up', or start the subnet manager"
+    link_layer = _text(directory / "link_layer")
+    gids = list(_gids(directory))
+    gid = choose_gid([gid for gid in gids if gid_index is None or gid.index == gid_index], link_layer)
+    if gid is None:
+        asked = "" if gid_index is None else f" {gid_index}, there are {[g.index for g in gids]}"
+        return f"{name} has no GID{asked}: give its network interface an address (ip addr add)"
+    rate = re.match(r"[\d.]+", _text(directory / "rate"))
+    return Port(device, number, link_layer, gid, _mtu(device, number) if ask else 0, float(rate[0]) if rate else 0.0)
+
+
+def _gids(directory: Path) -> Iterator[Gid]:
+    for entry in _sorted(directory / "gids"):
+        text = _text(entry)
+        if not text or not int(text.replace(":", ""), 16):
+            continue  # an empty place in the table
+        attributes = directory / "gid_attrs"
+        netdev = _text(attributes / "ndevs" / entry.name)
+        yield Gid(int(entry.name), ipaddress.IPv6Address(text), _text(attributes / "types" / entry.name), netdev)
+
+
+def _mtu(device: str, number: int) -> int:
+    """Return the active MTU in bytes, 0 where the device does not say: only libibverbs knows it."""
+    pyverbs = importlib.import_module("pyverbs.device")
+    error = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
+    try:
+        with pyverbs.Context(name=device) as context:
+            return 128 << int(context.query_port(number).active_mtu)
+    except error:
+        return 0
+
+
+def _no_access(device: str, root: Path) -> str:
+    """Return "" where this process may open the device."""
+    classes = _sorted(root / "sys/class/infiniband_verbs")
+    nodes = [root / "dev/infiniband" / entry.name for entry in classes if _text(entry / "ibdev") == device]
+    if not nodes:
+        return f"{device} has no device file: modprobe ib_uverbs"
+    if os.access(nodes[0], os.R_OK | os.W_OK):
+        return ""
+    return (
+        f"no access to {nodes[0]} of {device}: as root 'chmod 666 {nodes[0]}'; for a container --device /dev/infiniband"
+    )
+
+
+def _memlock() -> int | None:
+    status = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.M)
+    if status and int(status[1], 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _sorted(directory: Path) -> list[Path]:
+    """Return a directory's entries, numbers by their value, none where there is no directory."""
+    try:
+        return sorted(directory.iterdir(), key=lambda path: (len(path.name), path.name))
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    """Return a small file's only line, "" where it can't be read: the kernel refuses empty places of its tables."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
