@@ -7,13 +7,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
+<<<<<<< HEAD
 .PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf scaling systemd docs container-test install clean
+=======
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin chromium perf scaling install clean
+>>>>>>> wt-page
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
 
 test: lint c-test fuzz-short
+<<<<<<< HEAD
 	-@$(MAKE) --no-print-directory spin systemd
+=======
+	-@$(MAKE) --no-print-directory spin chromium
+>>>>>>> wt-page
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/test-installed
@@ -46,6 +54,7 @@ spin:
 	@command -v spin >/dev/null || { apt-get update -q && apt-get install -y -q spin; } >/dev/null 2>&1 || \
 		echo "spin is not here and could not be installed: the models are not run"
 
+<<<<<<< HEAD
 # What checks units. Without it these tests are reported as not run.
 systemd:
 	@command -v systemd-analyze >/dev/null || { apt-get update -q && apt-get install -y -q systemd; } >/dev/null 2>&1 || \
@@ -59,6 +68,12 @@ docs: $(VENV)/test-installed
 container-test: $(VENV)/test-installed
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
 	$(BIN)/python -m tests.deploy.chroot
+=======
+# A browser for the tests of the coordinator's page. Without it they are reported as not run.
+chromium:
+	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
+		>/dev/null 2>&1 || echo "chromium is not here and could not be installed: the page is not tested"
+>>>>>>> wt-page
 
 # The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
+from memserver.load import load_of
 from memserver.metrics import EngineMetrics
 from memserver.place import Place
 from memserver.recovery import recover
@@ -136,7 +137,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
 
     if options.ready_file is not None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
-    health.registration = Registration(options.coordinator, identity, segments, decided, options.credentials)
+    health.registration = Registration(
+        options.coordinator, identity, segments, lambda: load_of(engine, place), decided, options.credentials
+    )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
     notify("READY=1", f"STATUS=serving at {address}")

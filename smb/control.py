@@ -113,6 +113,11 @@ class Coordinator:
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
+    def overview(self, timeout: float) -> str:
+        """Return what the page at / shows, as JSON."""
+        reply: pb.OverviewReply = self._call(self._stub.Overview, pb.OverviewRequest(), timeout)
+        return reply.json
+
     def clock(self, timeout: float) -> float:
         """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)

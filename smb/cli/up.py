@@ -66,7 +66,7 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
     from smb.config import format_bytes, parse_address
     from smb.credentials import is_loopback
 
-    out.print(f"coordinator at {cluster.address}, metrics at http://{cluster.coordinator.metrics}/metrics")
+    out.print(f"coordinator at {cluster.address}, its page at http://{cluster.coordinator.metrics}/")
     for server in cluster.servers:
         out.print(f"{server.name} at {server.address}, {format_bytes(capacity_bytes)}, pid {server.pid}")
     if credentials is not None:
@@ -79,7 +79,7 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
     out.print(f"  export SMB_COORDINATOR={cluster.address}")
     if credentials is not None:
         out.print(f"  export SMB_CREDENTIALS={credentials}/client")
-    out.print("  smb status")
+    out.print("  smb top")
     out.print("  smb create weights --shape 1000,1000")
     out.print("\nCtrl-C stops the cluster and frees its memory.")
     # Also into a pipe, where nobody would see it before the end.

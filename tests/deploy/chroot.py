@@ -71,12 +71,11 @@ def _base(work: Path) -> Path:
         ["mmdebstrap", "--variant=minbase", "--mode=root", "--include=ca-certificates", "bookworm", str(base)],
         check=True,
     )
-    for path in ("etc/apt", "etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs"):
-        source, target = Path("/") / path, base / path
-        if source.is_dir():
-            shutil.copytree(source, target, symlinks=False, dirs_exist_ok=True)
-        elif source.exists():
-            shutil.copy2(source, target)
+    (base / "etc/apt/sources.list").unlink(missing_ok=True)
+    for path in ("etc/apt", "etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
+        if (Path("/") / path).exists():
+            command = ["cp", "-rL", "--remove-destination", f"/{path}", str((base / path).parent)]
+            subprocess.run(command, check=True)
     return base
 
 
