@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from memserver.daemon import Options, default_name, run
-from memserver.engine import LOOPS_MAX
+from smb import credentials as found
+from smb.cli.options import configured, option
 from smb.config import parse_bytes
 from smb.daemon import start_log
-from smb.errors import Error, InvalidArgumentError
+from smb.errors import Error
+from smb.settings import SETTINGS, variables_of
 from smb.transport.queues import Settings
 
 _LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only compete for the memory's bandwidth
@@ -22,70 +25,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @app.command()
+@configured
 def memserver(
-    coordinator: Annotated[str, typer.Option(envvar="SMB_COORDINATOR", help="The coordinator, HOST:PORT.")],
-    listen: Annotated[
-        str, typer.Option(envvar="SMB_MEMSERVER_LISTEN", help="Where clients connect; port 0 picks a free one.")
-    ] = "127.0.0.1:0",
-    capacity: Annotated[
-        str, typer.Option(envvar="SMB_MEMSERVER_CAPACITY", help="How much memory to offer, e.g. 512MiB or 64GiB.")
-    ] = "1GiB",
-    memory_dir: Annotated[
-        Path,
-        typer.Option(envvar="SMB_MEMSERVER_MEMORY_DIR", help="A directory on tmpfs or hugetlbfs for the segments."),
-    ] = Path("/dev/shm"),  # noqa: S108 - the system's place for shared memory
-    metrics: Annotated[
-        str, typer.Option(envvar="SMB_MEMSERVER_METRICS", help="Where /metrics and /healthz are served.")
-    ] = "127.0.0.1:0",
-    name: Annotated[
-        str,
-        typer.Option(
-            envvar="SMB_MEMSERVER_NAME",
-            help="This server's name. It stays the same over restarts: segments and clients find it by its name.",
-            show_default="the host's name",
-        ),
-    ] = "",
-    loops: Annotated[
-        int,
-        typer.Option(
-            envvar="SMB_MEMSERVER_LOOPS",
-            help=f"Threads that serve data, 1 to {LOOPS_MAX}; 0: one per core, at most {_LOOPS_DEFAULT_MAX}.",
-        ),
-    ] = 0,
-    weight: Annotated[
-        float,
-        typer.Option(
-            envvar="SMB_MEMSERVER_WEIGHT",
-            help="How much of the traffic of new buffers to take beside the other servers: its bandwidth, in any unit "
-            "that all of them use.",
-        ),
-    ] = 1.0,
-    advertise: Annotated[
-        str,
-        typer.Option(
-            envvar="SMB_MEMSERVER_ADVERTISE",
-            help="Host name or address by which clients reach this server.",
-            show_default="--listen's host, or this host's address towards the coordinator where that is 0.0.0.0",
-        ),
-    ] = "",
-    verbs: Annotated[
-        str,
-        typer.Option(
-            envvar="SMB_MEMSERVER_VERBS",
-            help="RDMA: 'auto' offers it where this host has an active device, 'off' never. SMB_VERBS_DEVICE, _PORT, "
-            "_GID_INDEX, _MTU and _SERVICE_LEVEL choose the device and how it is used.",
-        ),
-    ] = "auto",
-    ready_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="SMB_MEMSERVER_READY_FILE",
-            help="Gets a JSON object (address, metrics, name, pid) once serving and registered; removed at the stop.",
-        ),
-    ] = None,
-    log_level: Annotated[
-        str, typer.Option(envvar="SMB_MEMSERVER_LOG_LEVEL", help="debug, info, warning or error.")
-    ] = "info",
+    coordinator: Annotated[str, option("cluster.coordinator")],
+    listen: Annotated[str, option("memserver.listen")] = SETTINGS["memserver.listen"].default,
+    capacity: Annotated[str, option("memserver.capacity")] = SETTINGS["memserver.capacity"].default,
+    memory_dir: Annotated[Path, option("memserver.memory_dir")] = Path(SETTINGS["memserver.memory_dir"].default),
+    metrics: Annotated[str, option("memserver.metrics")] = SETTINGS["memserver.metrics"].default,
+    name: Annotated[str, option("memserver.name")] = SETTINGS["memserver.name"].default,
+    loops: Annotated[int, option("memserver.loops")] = SETTINGS["memserver.loops"].default,
+    weight: Annotated[float, option("memserver.weight")] = SETTINGS["memserver.weight"].default,
+    advertise: Annotated[str, option("memserver.advertise")] = SETTINGS["memserver.advertise"].default,
+    verbs: Annotated[str, option("memserver.verbs")] = SETTINGS["memserver.verbs"].default,
+    ready_file: Annotated[Path | None, option("memserver.ready_file")] = None,
+    credentials: Annotated[Path | None, option("cluster.credentials")] = None,
+    insecure: Annotated[bool, option("cluster.insecure")] = False,
+    log_level: Annotated[str, option("memserver.log_level")] = SETTINGS["memserver.log_level"].default,
 ) -> None:
     """Offer this host's memory to a cluster: serve segments until SIGTERM or Ctrl-C.
 
@@ -106,7 +61,9 @@ def memserver(
                 weight=weight,
                 advertise=advertise,
                 ready_file=ready_file,
-                verbs=_verbs(verbs),
+                verbs=Settings.of(variables_of("verbs")) if verbs == "auto" else None,
+                credentials=found.find(credentials),
+                insecure=insecure,
             )
         )
     except Error as error:
@@ -114,12 +71,10 @@ def memserver(
         raise typer.Exit(1) from None
 
 
-def _verbs(text: str) -> Settings | None:
-    if text not in ("auto", "off"):
-        raise InvalidArgumentError(f"--verbs {text}: use auto or off")
-    return Settings.of(os.environ) if text == "auto" else None
-
-
 def main() -> None:
     """Run the command. Exits with 0 after a clean stop, 1 where it could not serve, 2 for wrong usage."""
-    app()
+    try:
+        app()
+    except Error as error:  # of the configuration
+        sys.stderr.write(f"smb-memserver: {error}\n")
+        sys.exit(1)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from memserver.engine import SegmentForm
 from memserver.rdma import Place, Rdma
 from memserver.segments import Segments
+from smb.access import Guard
 from smb.config import format_address
+from smb.credentials import Credentials, add_port
 from smb.daemon import GRPC_SERVER_OPTIONS
 from smb.dtypes import DTYPES
 from smb.errors import (
@@ -149,14 +151,15 @@ class ControlService(MemoryServerServicer):
 class ControlServer:
     """Serves the ControlService. `close` it."""
 
-    def __init__(self, host: str, segments: Segments, rdma: Rdma) -> None:
+    def __init__(self, host: str, segments: Segments, rdma: Rdma, credentials: Credentials | None = None) -> None:
         """Listen on a free port of the host and serve. Raises UnavailableError."""
-        self._server = grpc.server(ThreadPoolExecutor(THREADS, "control"), options=GRPC_SERVER_OPTIONS)
+        guards: list[grpc.ServerInterceptor[Any, Any]] = [] if credentials is None else [Guard()]
+        pool = ThreadPoolExecutor(THREADS, "control")
+        self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
         add_MemoryServerServicer_to_server(ControlService(segments, rdma), self._server)  # type: ignore[no-untyped-call]
-        try:
-            self.port = self._server.add_insecure_port(format_address(host, 0))
-        except RuntimeError:
-            raise UnavailableError(f"cannot listen on {host} for the coordinator") from None
+        self.port = add_port(self._server, format_address(host, 0), credentials)
+        if self.port == 0:
+            raise UnavailableError(f"cannot listen on {host} for the coordinator")
         self._server.start()
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
+from memserver.load import load_of
 from memserver.metrics import EngineMetrics
 from memserver.place import Place
 from memserver.rdma import Rdma
@@ -30,7 +31,8 @@ from memserver.recovery import recover
 from memserver.registration import Identity, Registration
 from memserver.segments import Segments
 from smb.config import check_weight, format_address, format_bytes, parse_address
-from smb.daemon import Pages, end_with_owner, write_ready_file
+from smb.credentials import Credentials, check_exposure
+from smb.daemon import Pages, end_with_owner, notify, watchdog_interval_s, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.transport.queues import Settings
 
@@ -56,6 +58,8 @@ class Options:
     advertise: str = ""
     ready_file: Path | None = None
     verbs: Settings | None = None  # None: no RDMA
+    credentials: Credentials | None = None
+    insecure: bool = False
 
 
 def default_name() -> str:
@@ -74,19 +78,21 @@ def run(options: Options) -> None:
     try:
         with ExitStack() as leaving:
             failures: list[Error] = []
-            _start(options, leaving, failures)
-            signal.sigwait(_STOP_SIGNALS)
+            served = _start(options, leaving, failures)
+            _await_stop(served)
             if failures:
                 raise failures[0]
             _log.info("stopping")
+            notify("STOPPING=1")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
+def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segments:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
+    check_exposure("a memory server", host, options.credentials, options.insecure)
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)
     place.check_capacity(options.capacity_bytes)
@@ -102,7 +108,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
     rdma = Rdma(engine, instance_id, options.verbs)
     leaving.callback(rdma.close)
     segments.on_drop, segments.on_end = rdma.forget_segment, rdma.end_session
-    control = ControlServer(numeric, segments, rdma)
+    control = ControlServer(numeric, segments, rdma, options.credentials)
     leaving.callback(control.close)
     reachable, advertised_port = _advertised(options.advertise)
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
@@ -137,8 +143,24 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
 
     if options.ready_file is not None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
-    health.registration = Registration(options.coordinator, identity, segments, decided)
+    health.registration = Registration(
+        options.coordinator, identity, segments, lambda: load_of(engine, place), decided, options.credentials
+    )
     leaving.callback(health.registration.close)
+    # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
+    notify("READY=1", f"STATUS=serving at {address}")
+    return segments
+
+
+def _await_stop(served: Segments) -> None:
+    """Block until SIGTERM or SIGINT. Meanwhile the watchdog hears of us, as long as the engine answers."""
+    interval_s = watchdog_interval_s()
+    if interval_s is None:
+        signal.sigwait(_STOP_SIGNALS)
+        return
+    while signal.sigtimedwait(_STOP_SIGNALS, interval_s) is None:
+        served.used_bytes()  # hangs where their locks are never given back
+        notify("WATCHDOG=1")
 
 
 class _Health:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import grpc
 
 from memserver.segments import Segments
-from smb.control import CHANNEL_OPTIONS
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError
+from smb.credentials import COORDINATOR_NAME, Credentials, channel
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
 from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
@@ -29,6 +29,7 @@ _log = logging.getLogger("memserver")
 _FATAL: dict[grpc.StatusCode, type[Error]] = {
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
 
 
@@ -50,21 +51,28 @@ class Registration:
     """Keeps this server registered at the coordinator. `close` it."""
 
     def __init__(
-        self, coordinator: str, identity: Identity, segments: Segments, on_outcome: Callable[[Error | None], None]
+        self,
+        coordinator: str,
+        identity: Identity,
+        segments: Segments,
+        load: Callable[[], pb.ServerLoad],
+        on_outcome: Callable[[Error | None], None],
+        credentials: Credentials | None = None,
     ) -> None:
-        """Begin. `on_outcome` is called once, from the thread here: with None once registered, or with why that can
-        never be.
+        """Begin. `load` is asked at each renewal. `on_outcome` is called once, from the thread here: with None once
+        registered, or with why that can never be.
         """
         self._coordinator = coordinator
         self._identity = identity
         self._segments = segments
+        self._load = load
         self._on_outcome = on_outcome
         self._sessions_seen = pb.SessionsSeen()
         self._decided = False
         self._connected = False
         self._complained: grpc.StatusCode | None = None  # one line for an outage of a kind, not one for every try
         self._stop = threading.Event()
-        self._channel = grpc.insecure_channel(coordinator, options=CHANNEL_OPTIONS)
+        self._channel = channel(coordinator, COORDINATOR_NAME, credentials)
         self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
@@ -138,6 +146,7 @@ class Registration:
             instance_id=self._identity.instance_id,
             used_bytes=self._segments.used_bytes(),
             sessions_seen=self._sessions_seen,
+            load=self._load(),
         )
         failpoint("memserver.renew.asking")
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)

@@ -14,21 +14,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from smb.buffer import Buffer, BufferInfo
-from smb.config import (
-    CHECKSUM_VARIABLE,
-    COORDINATOR_VARIABLE,
-    TRANSPORT_VARIABLE,
-    parse_address,
-    parse_bytes,
-    parse_switch,
-)
+from smb.config import parse_address, parse_bytes
 from smb.control import Coordinator, SessionEndedError
+from smb.credentials import Credentials, find
 from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link, Switch
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError, UnavailableError
@@ -36,6 +31,7 @@ from smb.layout import SegmentPlace
 from smb.lock import Lock, Renewals
 from smb.metadata import JSON, encode
 from smb.proto import control_pb2 as pb
+from smb.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
 from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
@@ -80,38 +76,53 @@ class ServerInfo:
 
 
 def connect(
-    address: str | None = None, *, transport: str = "auto", timeout: float = 10.0, checksum: bool | None = None
+    address: str | None = None,
+    *,
+    transport: str = "auto",
+    timeout: float = 10.0,
+    checksum: bool | None = None,
+    credentials: str | Path | None = None,
 ) -> Client:
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
     `address` is the coordinator's "host:port"; default $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
     segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs" (RDMA) or
     "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
-    bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, or not) sends a CRC-32C along with every
-    frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts once; data
-    in shared memory does not travel and has none. Raises UnavailableError where no coordinator answers,
-    InvalidArgumentError.
+    bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for
+    all clients) sends a CRC-32C along with every frame, in both directions: what is spoilt on the way breaks its
+    connection and is sent again, and counts once; data in shared memory does not travel and has none. `credentials` is
+    a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS, or the three
+    files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none lets us in.
+    Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError where no
+    coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's role may not join.
     """
-    address = address or os.environ.get(COORDINATOR_VARIABLE)
+    address = address or text_of("cluster.coordinator")
     if not address:
         raise InvalidArgumentError(
-            f"connect: which cluster? pass the coordinator's address, or set {COORDINATOR_VARIABLE}=HOST:PORT"
+            "connect: which cluster? pass the coordinator's address, or set SMB_COORDINATOR=HOST:PORT, or "
+            f"{CONFIG_VARIABLE} to a file that names it"
         )
     parse_address(address)
     if not isinstance(timeout, numbers.Real) or not 0 < timeout <= _TIMEOUT_MAX_S:
         raise InvalidArgumentError(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
-    checksum = parse_switch(CHECKSUM_VARIABLE, os.environ.get(CHECKSUM_VARIABLE, "")) if checksum is None else checksum
-    choice = check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport)
-    return Client(address, choice, timeout, bool(checksum), Settings.of(os.environ))
+    checksum = switch_of("client.checksum") if checksum is None else bool(checksum)
+    choice = check_choice(text_of("client.transport") or transport)
+    return Client(address, choice, timeout, checksum, find(credentials), Settings.of(variables_of("verbs")))
 
 
 class Client:
     """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
 
     def __init__(
-        self, address: str, transport: str, timeout: float, checksum: bool = False, verbs: Settings | None = None
+        self,
+        address: str,
+        transport: str,
+        timeout: float,
+        checksum: bool | None = None,
+        credentials: Credentials | None = None,
+        verbs: Settings | None = None,
     ) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
@@ -123,17 +134,17 @@ class Client:
         self.switch.open = True
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self.coordinator = Coordinator(address)
+        self.coordinator = Coordinator(address, credentials)
         try:
-            session_id, lease = self.coordinator.open_session(self._name, timeout)
+            session_id, lease, shared = self.coordinator.open_session(self._name, timeout)
         except BaseException:
             self.coordinator.close()
             raise
         self._session_id = session_id
-        self.engine = EngineClient(session_id, checksums=checksum)
+        self.engine = EngineClient(session_id, checksums=shared.checksum if checksum is None else checksum)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
         self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)))
-        self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings())
+        self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings(), credentials)
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}

@@ -20,7 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from smb import settings
 from smb.config import OWNER_VARIABLE, format_address, parse_address, parse_bytes
+from smb.credentials import VARIABLES as CREDENTIALS_VARIABLES
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 _START_S = 30.0  # a Python process that imports gRPC, on a loaded machine
@@ -63,9 +65,12 @@ class Daemon:
         self._ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", *self._module.split(), "--ready-file", str(self._ready)]
         for option, value in self._options.items():
-            command += [f"--{option.replace('_', '-')}", value]
+            command += [f"--{option.replace('_', '-')}", *([value] if value else [])]
         # Safe path: -m would look into the working directory first, where somebody else's memserver.py may lie.
-        environment = os.environ | {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
+        # Whose credentials we have as a client has no say here: daemons are told theirs.
+        taken_away = {*CREDENTIALS_VARIABLES, *settings.file_variables()}
+        environment = {name: value for name, value in os.environ.items() if name not in taken_away}
+        environment |= {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -119,7 +124,8 @@ class LocalCluster:
 
     `capacity` is each server's, in bytes or as text. Other options go to the memory servers: loops=2 becomes --loops
     2. `listen` is the coordinator's address; the memory servers listen on the same host, on ports of their own. With
-    0.0.0.0 all are reached at this host's address, `address` too; whoever reaches them may read and write.
+    0.0.0.0 all are reached at this host's address, `address` too; that takes `credentials`, a directory that `smb
+    certs` made, or insecure=True: whoever reaches them may then read and write.
     `session_lease` (seconds) is how long a silent client counts as alive. The daemons end with the block, or with this
     process, and leave nothing. Raises UnavailableError, with what the daemon said, where one does not start.
     """
@@ -131,6 +137,8 @@ class LocalCluster:
         *,
         listen: str = "127.0.0.1:0",
         session_lease: float | None = None,
+        credentials: Path | str | None = None,
+        insecure: bool = False,
         **daemon_options: object,
     ) -> None:
         if servers < 1:
@@ -140,6 +148,8 @@ class LocalCluster:
         self._capacity = parse_bytes(capacity)
         self._listen = listen
         self._session_lease = session_lease
+        self._credentials = Path(credentials) if credentials is not None else None
+        self._insecure = insecure
         self._daemon_options = {option: str(value) for option, value in daemon_options.items()}
         self._directories: list[Path] = []
         self.coordinator: Daemon
@@ -168,6 +178,7 @@ class LocalCluster:
             options = {"listen": self._listen, "state": str(private / "state"), "metrics": "127.0.0.1:0"}
             if self._session_lease is not None:
                 options["session_lease"] = str(self._session_lease)
+            options |= self._access("coordinator")
             self.coordinator = Daemon("smb.cli.main coordinator", "coordinator", options, private)
             self.coordinator.spawn()
             self.coordinator.wait_ready(deadline)
@@ -181,6 +192,7 @@ class LocalCluster:
                     "metrics": "127.0.0.1:0",
                     "capacity": str(self._capacity),
                     "name": name,
+                    **self._access(name),
                     **self._daemon_options,
                     "memory_dir": memory,
                 }
@@ -192,6 +204,11 @@ class LocalCluster:
             self.stop()
             raise
         return self
+
+    def _access(self, name: str) -> dict[str, str]:
+        """Options of the daemon of that name: an empty one is a flag."""
+        options = {"credentials": str(self._credentials / name)} if self._credentials is not None else {}
+        return options | ({"insecure": ""} if self._insecure else {})
 
     def stop(self) -> None:
         """End all daemons and remove what they left. Doing it twice does nothing."""

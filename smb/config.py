@@ -1,4 +1,4 @@
-"""Sizes and addresses as people write them, and the names of the environment variables."""
+"""Sizes and addresses as people write them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 
 from smb.errors import InvalidArgumentError
 
-COORDINATOR_VARIABLE = "SMB_COORDINATOR"
-TRANSPORT_VARIABLE = "SMB_TRANSPORT"
-CHECKSUM_VARIABLE = "SMB_CHECKSUM"
 TRAIN_HOST_VARIABLE = "SMB_TRAIN_HOST"
 # Set by LocalCluster for its daemons: they end with that process, however it ends.
 OWNER_VARIABLE = "SMB_OWNER_PID"
@@ -76,10 +73,3 @@ def parse_address(address: str) -> tuple[str, int]:
 def format_address(host: str, port: int) -> str:
     """Return "host:port", with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse_switch(variable: str, text: str) -> bool:
-    """Return what an environment variable that switches something on says; empty: off. Raises InvalidArgumentError."""
-    if text.lower() not in ("", "0", "1", "false", "true"):
-        raise InvalidArgumentError(f"{variable}={text}: it is 1 or 0")
-    return text.lower() in ("1", "true")

@@ -10,6 +10,7 @@ import grpc
 
 from smb import errors
 from smb.config import parse_address
+from smb.credentials import COORDINATOR_NAME, Credentials, channel
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
 
@@ -29,23 +30,14 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
     grpc.StatusCode.FAILED_PRECONDITION: SessionEndedError,
 }
-# No proxy between daemons; no connection shared with other channels of the process, which in a child of fork would be
-# its parent's and fail; and quick reconnection: a restarted coordinator is found within a second.
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also how long an attempt to connect may take: a long line, or a machine with much to do, needs seconds.
-    ("grpc.min_reconnect_backoff_ms", 5000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.max_receive_message_length", 256 << 20),
-)
 # Metadata with every error that the coordinator itself answers: without it, "unavailable" means that nobody answered.
 ANSWERED = "smb-answered"
 
 _COMES_BACK_S = 2.0
 _PROBE_S = 1.0
 _NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
+_UNSECURED = " Or it wants credentials: set SMB_CREDENTIALS=DIR"
+_SECURED = " Or it does not know our certificate, or has no credentials itself"
 
 
 def _was_not_sent(error: Any) -> bool:
@@ -64,21 +56,22 @@ def _why_not(address: str) -> str:
 class Coordinator:
     """A coordinator at "host:port". Every method blocks up to its timeout (seconds) and raises smb errors."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._secured = credentials is not None
+        self._channel = channel(address, COORDINATOR_NAME, credentials)
         self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Close the channel; calls in progress fail."""
         self._channel.close()
 
-    def open_session(self, client_name: str, timeout: float) -> tuple[int, float]:
-        """Return (session id, lease in seconds)."""
+    def open_session(self, client_name: str, timeout: float) -> tuple[int, float, pb.SharedSettings]:
+        """Return (session id, lease in seconds, what holds for all clients that say nothing themselves)."""
         reply: pb.OpenSessionReply = self._call(
             self._stub.OpenSession, pb.OpenSessionRequest(client_name=client_name), timeout
         )
-        return reply.session_id, reply.lease_ms / 1000
+        return reply.session_id, reply.lease_ms / 1000, reply.shared
 
     def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
         """Return the lease in seconds. Raises SessionEndedError where there is nothing left to renew."""
@@ -120,6 +113,16 @@ class Coordinator:
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
+    def overview(self, timeout: float) -> str:
+        """Return what the page at / shows, as JSON."""
+        reply: pb.OverviewReply = self._call(self._stub.Overview, pb.OverviewRequest(), timeout)
+        return reply.json
+
+    def clock(self, timeout: float) -> float:
+        """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
+        reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
+        return float(reply.now)
+
     def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
         try:
             try:
@@ -132,11 +135,15 @@ class Coordinator:
             return method(request, timeout=timeout)
         # gRPC's own tracebacks, chained, are 30 lines that say no more.
         except grpc.FutureTimeoutError:
-            raise self._nobody(_why_not(self.address)) from None
+            raise self._nobody(self._why_not()) from None
         except grpc.RpcError as error:
             raise self._error(error, timeout) from None
         except ValueError as error:  # grpc's answer to a call on a closed channel
             raise errors.UnavailableError("the client is closed; call smb.connect again") from error
+
+    def _why_not(self) -> str:
+        why = _why_not(self.address)
+        return why + (_SECURED if self._secured else _UNSECURED) if why == _NO_COORDINATOR else why
 
     def _nobody(self, why: str) -> errors.UnavailableError:
         return errors.UnavailableError(

@@ -8,6 +8,7 @@ import pytest
 
 import smb
 import smb.cluster
+from smb.credentials import VARIABLES as CREDENTIALS_VARIABLES
 from tests.support.ways import EACH_WAY, SLOWNESS
 
 smb.cluster._START_S *= SLOWNESS
@@ -18,7 +19,7 @@ Connect = Callable[..., smb.Client]
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's own cluster and transport have no say in tests."""
-    for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT"):
+    for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT", "SMB_CONFIG", *CREDENTIALS_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
 
 

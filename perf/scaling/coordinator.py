@@ -6,12 +6,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
-
 from perf.scaling.fleet import Fleet
 from perf.scaling.report import Answer, Column, Line
-from smb.control import CHANNEL_OPTIONS
 from smb.coordinator.placement import Pool, place
+from smb.credentials import COORDINATOR_NAME, channel
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
 
@@ -24,10 +22,10 @@ def how_many_sessions(quick: bool) -> Answer:
     rows: list[dict[str, Any]] = []
     with (
         Fleet(None, servers=1) as fleet,
-        grpc.insecure_channel(fleet.coordinator, options=CHANNEL_OPTIONS) as channel,
+        channel(fleet.coordinator, COORDINATOR_NAME, None) as way,
         ThreadPoolExecutor(AT_ONCE) as threads,
     ):
-        stub = CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+        stub = CoordinatorStub(way)  # type: ignore[no-untyped-call]
         sessions: list[int] = []
 
         def open_session(_: int) -> int:

@@ -167,7 +167,13 @@ class Fleet:
             self._ready(name)
 
     def _daemon(self, name: str, host: str, arguments: list[str]) -> None:
-        options = ["--metrics", f"{self.address(host)}:0", "--ready-file", str(self._directory / f"{name}.ready")]
+        options = [
+            "--insecure",  # the lab's hosts are all ours
+            "--metrics",
+            f"{self.address(host)}:0",
+            "--ready-file",
+            str(self._directory / f"{name}.ready"),
+        ]
         with (self._directory / f"{name}.log").open("ab") as log:
             self._daemons[name] = self._popen(host, ["-m", *arguments, *options], stdout=log, stderr=log)
 

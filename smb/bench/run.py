@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,8 +14,9 @@ from numpy.typing import NDArray
 import smb
 from smb.bench.limits import Contenders, Limit, memory_limit, no_limit, socket_limit
 from smb.bench.measure import Measurement, summarize, time_interleaved
-from smb.config import TRANSPORT_VARIABLE, parse_address
+from smb.config import parse_address
 from smb.errors import Error, InvalidArgumentError
+from smb.settings import find
 
 Array = NDArray[np.float32]
 ITEM_BYTES = 4
@@ -67,10 +67,10 @@ def run_bench(config: BenchConfig, on_line: Callable[[Measurement], None] | None
 
 def _check_override(transports: tuple[str, ...]) -> None:
     """Refuse to measure one transport under another's name: the variable would win in smb.connect."""
-    forced = os.environ.get(TRANSPORT_VARIABLE)
-    if forced and any(transport != forced for transport in transports):
+    forced = find("client.transport")
+    if forced and any(transport != forced.text for transport in transports):
         raise InvalidArgumentError(
-            f"{TRANSPORT_VARIABLE}={forced} overrides the transports to measure ({', '.join(transports)}); unset it"
+            f"{forced.where} ({forced.text}) overrides the transports to measure ({', '.join(transports)}); unset it"
         )
 
 

@@ -10,6 +10,7 @@ from smb.errors import Error
 
 if TYPE_CHECKING:
     from smb import Client
+    from smb.control import Coordinator
 
 
 @contextmanager
@@ -20,7 +21,30 @@ def connect(coordinator: str | None) -> Iterator[Client]:
     """
     import smb
 
-    if coordinator is None:
-        raise Error("which cluster? pass --coordinator HOST:PORT or set SMB_COORDINATOR; `smb up` starts a local one")
-    with smb.connect(coordinator) as client:
+    with smb.connect(_address(coordinator)) as client:
         yield client
+
+
+@contextmanager
+def coordinator_at(address: str | None) -> Iterator[Coordinator]:
+    """Speak to the coordinator without becoming one of its clients, for the length of one command.
+
+    Raises Error where no address is given.
+    """
+    from smb.config import parse_address
+    from smb.control import Coordinator
+    from smb.credentials import find
+
+    found = _address(address)
+    parse_address(found)
+    coordinator = Coordinator(found, find())
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+def _address(given: str | None) -> str:
+    if given is None:
+        raise Error("which cluster? pass --coordinator HOST:PORT or set SMB_COORDINATOR; `smb up` starts a local one")
+    return given

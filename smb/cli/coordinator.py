@@ -8,46 +8,28 @@ from typing import Annotated
 
 import typer
 
+from smb import credentials as found
+from smb.cli.options import option
+from smb.config import parse_bytes
 from smb.coordinator.process import Options, run
-from smb.coordinator.state import SESSION_LEASE_S
 from smb.daemon import start_log
 from smb.errors import Error
+from smb.settings import SETTINGS
+
+_LEASE_S = SETTINGS["coordinator.session_lease"].default
 
 
 def coordinator(
-    listen: Annotated[
-        str,
-        typer.Option(
-            envvar="SMB_COORDINATOR_LISTEN", help="Where clients and memory servers connect; port 0: a free one."
-        ),
-    ] = "127.0.0.1:7070",
-    state: Annotated[
-        str,
-        typer.Option(
-            envvar="SMB_COORDINATOR_STATE", help="Directory for what must survive a restart; made if need be."
-        ),
-    ] = "./smb-state",
-    metrics: Annotated[
-        str, typer.Option(envvar="SMB_COORDINATOR_METRICS", help="Where /metrics and /healthz are served.")
-    ] = "127.0.0.1:9470",
-    ready_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="SMB_COORDINATOR_READY_FILE",
-            help="Gets a JSON object (address, metrics, name, pid) once serving; removed at the stop.",
-        ),
-    ] = None,
-    session_lease: Annotated[
-        float,
-        typer.Option(
-            envvar="SMB_SESSION_LEASE",
-            metavar="SECONDS",
-            help="How long a client may stay silent before its session is over and what it holds is given up.",
-        ),
-    ] = SESSION_LEASE_S,
-    log_level: Annotated[
-        str, typer.Option(envvar="SMB_COORDINATOR_LOG_LEVEL", help="debug, info, warning or error.")
-    ] = "info",
+    listen: Annotated[str, option("coordinator.listen")] = SETTINGS["coordinator.listen"].default,
+    state: Annotated[str, option("coordinator.state")] = SETTINGS["coordinator.state"].default,
+    metrics: Annotated[str, option("coordinator.metrics")] = SETTINGS["coordinator.metrics"].default,
+    ready_file: Annotated[Path | None, option("coordinator.ready_file")] = None,
+    session_lease: Annotated[float, option("coordinator.session_lease")] = _LEASE_S,
+    stripe: Annotated[str | None, option("coordinator.stripe")] = None,
+    checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
+    credentials: Annotated[Path | None, option("cluster.credentials")] = None,
+    insecure: Annotated[bool, option("cluster.insecure")] = False,
+    log_level: Annotated[str, option("coordinator.log_level")] = SETTINGS["coordinator.log_level"].default,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C.
 
@@ -56,7 +38,18 @@ def coordinator(
     """
     try:
         start_log(log_level)
-        run(Options(listen=listen, state=state, metrics=metrics, ready_file=ready_file, session_lease_s=session_lease))
+        options = Options(
+            listen=listen,
+            state=state,
+            metrics=metrics,
+            ready_file=ready_file,
+            session_lease_s=session_lease,
+            stripe_bytes=parse_bytes(stripe or 0),
+            checksum=checksum,
+            credentials=found.find(credentials),
+            insecure=insecure,
+        )
+        run(options)
     except Error as error:
         logging.getLogger("coordinator").error("%s", error)
         raise typer.Exit(1) from None

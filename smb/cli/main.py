@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from smb.cli.bench import bench
+from smb.cli.certs import certs
+from smb.cli.config import config
 from smb.cli.coordinator import coordinator
 from smb.cli.create import create
 from smb.cli.demo import demo
+from smb.cli.doctor import doctor
 from smb.cli.ls import ls
+from smb.cli.options import Config, configured
 from smb.cli.output import print_error
 from smb.cli.rm import rm
 from smb.cli.stat import stat
 from smb.cli.status import status
+from smb.cli.top import top
 from smb.cli.up import up
+from smb.credentials import CREDENTIALS_VARIABLE
 from smb.errors import Error
 
 app = typer.Typer(
@@ -28,8 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo):
-    app.command()(_command)
+for _command in (up, coordinator, status, top, ls, stat, create, rm, bench, demo, certs, config, doctor):
+    app.command()(configured(_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,8 +53,15 @@ def _options(
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
     ] = False,
+    _config: Config = None,
+    credentials: Annotated[
+        Path | None,
+        typer.Option("--credentials", metavar="DIR", help="As whom to speak to the cluster; default $SMB_CREDENTIALS."),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
 ) -> None:
+    if credentials is not None:
+        os.environ[CREDENTIALS_VARIABLE] = str(credentials)
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 

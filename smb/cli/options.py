@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from smb.errors import InvalidArgumentError
+from smb.settings import CONFIG_VARIABLE, SETTINGS, use_file
 
-Coordinator = Annotated[
-    str | None,
+
+def option(name: str, *short: str) -> Any:
+    """Return the option that sets a setting of the table, such as "memserver.capacity"."""
+    setting = SETTINGS[name]
+    return typer.Option(setting.flag, *short, envvar=setting.variable, metavar=setting.metavar, help=setting.help)
+
+
+def _use_config(path: Path | None) -> None:
+    if path is not None:
+        use_file(path)
+
+
+# Eager: the file's settings count as variables, and are there before other options look for theirs.
+Config = Annotated[
+    Path | None,
     typer.Option(
-        "--coordinator",
-        "-c",
-        envvar="SMB_COORDINATOR",
-        metavar="HOST:PORT",
-        help="Address of the cluster's coordinator.",
+        "--config",
+        envvar=CONFIG_VARIABLE,
+        metavar="FILE",
+        help="Settings as TOML, for what neither a flag nor a variable says; `smb config` shows what is in force.",
+        callback=_use_config,
+        is_eager=True,
     ),
 ]
+
+
+def configured(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option --config."""
+
+    @functools.wraps(command)
+    def run(*, _config: Path | None = None, **options: Any) -> None:
+        command(**options)
+
+    signature = inspect.signature(command, eval_str=True)
+    config = inspect.Parameter("_config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config)
+    parameters = [*signature.parameters.values(), config]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+Coordinator = Annotated[str | None, option("cluster.coordinator", "-c")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smb.cli.options import parse_size
+from smb.cli.options import option, parse_size
 from smb.cli.output import console, print_error
 from smb.cli.signals import interrupted_once
 
@@ -30,11 +31,21 @@ def up(
             help="The coordinator's address, port 0: a free one. The memory servers listen on the same host.",
         ),
     ] = "127.0.0.1:7070",
+    credentials: Annotated[
+        Path | None,
+        typer.Option(
+            "--credentials",
+            metavar="DIR",
+            help="What `smb certs DIR` made: only who has a certificate of it is let in.",
+        ),
+    ] = None,
+    insecure: Annotated[bool, option("cluster.insecure")] = False,
 ) -> None:
     """Run a cluster on this machine, until Ctrl-C.
 
     One coordinator and some memory servers, as real processes; nothing of them is left at the end. For processes on
-    other machines: --listen with this machine's address, or 0.0.0.0; whoever reaches it may read and write then.
+    other machines: --listen with this machine's address, or 0.0.0.0, and --credentials; or --insecure in a network that
+    you trust, where whoever reaches it may read and write.
     """
     import smb
 
@@ -42,42 +53,37 @@ def up(
     out = console()
     with interrupted_once():
         try:
-            with smb.LocalCluster(servers=servers, capacity=capacity_bytes, listen=listen) as cluster:
-                _greet(out, cluster, capacity_bytes)
+            with smb.LocalCluster(
+                servers=servers, capacity=capacity_bytes, listen=listen, credentials=credentials, insecure=insecure
+            ) as cluster:
+                _greet(out, cluster, capacity_bytes, credentials)
                 _watch(cluster)
         except KeyboardInterrupt:
             out.print("stopped")
 
 
-def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int) -> None:
-    from smb.config import format_bytes
+def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials: Path | None) -> None:
+    from smb.config import format_bytes, parse_address
+    from smb.credentials import is_loopback
 
-    out.print(f"coordinator at {cluster.address}, metrics at http://{cluster.coordinator.metrics}/metrics")
+    out.print(f"coordinator at {cluster.address}, its page at http://{cluster.coordinator.metrics}/")
     for server in cluster.servers:
         out.print(f"{server.name} at {server.address}, {format_bytes(capacity_bytes)}, pid {server.pid}")
-    if _is_loopback(cluster.address):
+    if credentials is not None:
+        out.print(f"Only who has a certificate of the authority in {credentials} is let in.")
+    elif is_loopback(parse_address(cluster.address)[0]):
         out.print("Reached from this machine alone; --listen HOST:PORT opens it to others.")
     else:
         out.print("WARNING: whoever reaches these ports may read, change and delete. Only in a network that you trust!")
     out.print("\nIn another terminal:\n")
     out.print(f"  export SMB_COORDINATOR={cluster.address}")
-    out.print("  smb status")
+    if credentials is not None:
+        out.print(f"  export SMB_CREDENTIALS={credentials}/client")
+    out.print("  smb top")
     out.print("  smb create weights --shape 1000,1000")
     out.print("\nCtrl-C stops the cluster and frees its memory.")
     # Also into a pipe, where nobody would see it before the end.
     out.file.flush()
-
-
-def _is_loopback(address: str) -> bool:
-    import ipaddress
-
-    from smb.config import parse_address
-
-    host, _ = parse_address(address)
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _watch(cluster: LocalCluster) -> None:

@@ -59,6 +59,8 @@ class Ledger:
         self._openers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._stopping = False
         self.state = state
+        # Told of every event after it was stored, with the state before it. In the loop's thread; must not raise.
+        self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
 
     @staticmethod
     async def open(
@@ -66,13 +68,14 @@ class Ledger:
         incarnation: int,
         *,
         session_lease_s: float = SESSION_LEASE_S,
+        stripe_bytes: int = 0,
         clock: Callable[[], Instant] = read_clocks,
     ) -> Ledger:
         """Read the store and take back what was half done. `incarnation` is random, for this run of the coordinator.
 
         Raises StoreError for records that cannot be read.
         """
-        ledger = Ledger(store, _read(await store.load(), session_lease_s), clock)
+        ledger = Ledger(store, _read(await store.load(), session_lease_s, stripe_bytes), clock)
         await ledger.commit(Restarted(incarnation))
         return ledger
 
@@ -83,17 +86,21 @@ class Ledger:
     async def commit(self, event: Event) -> Committed:
         """Decide, store, then show. Raises smb.errors.Error where the event is refused or could not be stored."""
         async with self._turn:
-            state, effects = step(self.state, event, self.now())
+            before, now = self.state, self.now()
+            state, effects = step(before, event, now)
             changes = _changes(effects)
             if changes:
                 await self._store.change(changes)
             self.state = state
+        committed = Committed(state, effects)
+        if self.on_commit is not None:
+            self.on_commit(event, before, committed, now)
         for effect in effects:
             if isinstance(effect, Report):
                 _log.log(effect.level, effect.text)
             elif isinstance(effect, WakeOpeners):
                 self._wake(effect.key)
-        return Committed(state, effects)
+        return committed
 
     async def wait(self, key: str, timeout_s: float) -> bool:
         """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.
@@ -151,11 +158,11 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
     return changes
 
 
-def _read(texts: dict[str, str], session_lease_s: float) -> State:
+def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int) -> State:
     try:
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
-    return load(buffers, servers, sessions, session_lease_s)
+    return load(buffers, servers, sessions, session_lease_s, stripe_bytes)

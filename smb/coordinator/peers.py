@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from smb.control import CHANNEL_OPTIONS
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.credentials import Credentials, aio_channel, server_name
 from smb.errors import Error, OutOfMemoryError, UnavailableError
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import MemoryServerStub
@@ -31,7 +31,8 @@ class _Peer:
 class MemoryServers:
     """Channels to memory servers by name, each made at first use and again when the server's address changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self._credentials = credentials
         self._peers: dict[str, _Peer] = {}
 
     async def create(self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord) -> int:
@@ -76,7 +77,7 @@ class MemoryServers:
         """Whether somebody speaks gRPC where this run of the server did: a dead one's port is closed, a stopped one is
         mute.
         """
-        async with grpc.aio.insecure_channel(server.control_address, options=CHANNEL_OPTIONS) as channel:
+        async with self._channel(server) as channel:
             stub = MemoryServerStub(channel)  # type: ignore[no-untyped-call]
             try:
                 await stub.DeleteSegment(pb.DeleteSegmentRequest(id=0), timeout=PROBE_S)
@@ -90,11 +91,14 @@ class MemoryServers:
             await peer.channel.close(None)
         self._peers.clear()
 
+    def _channel(self, server: ServerRecord) -> grpc.aio.Channel:
+        return aio_channel(server.control_address, server_name(server.name), self._credentials)
+
     async def _peer(self, server: ServerRecord) -> _Peer:
         known = self._peers.get(server.name)
         if known is not None and known.address == server.control_address:
             return known
-        channel = grpc.aio.insecure_channel(server.control_address, options=CHANNEL_OPTIONS)
+        channel = self._channel(server)
         peer = _Peer(server.control_address, channel, MemoryServerStub(channel))  # type: ignore[no-untyped-call]
         self._peers[server.name] = peer
         if known is not None:

@@ -49,12 +49,14 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Pool:
     """What there is to place on: free bytes of each live server, the names of those known but not alive, and weights:
-    how much of the traffic a server should take, beside others (1 where none is told).
+    how much of the traffic a server should take, beside others (1 where none is told). `stripe_bytes`: what this
+    cluster takes where a buffer says none; 0: as `place` says.
     """
 
     free_bytes: Mapping[str, int]
     dead: frozenset[str] = frozenset()
     weights: Mapping[str, float] = field(default_factory=dict)
+    stripe_bytes: int = 0
 
     def round_of(self, servers: Sequence[str], most: int) -> list[str]:
         """Return whose turn it is, stripe by stripe, until all begins anew: at most `most` turns, one at least each."""
@@ -74,9 +76,9 @@ def place(
     """Place `nbytes` on `names`, or on `count` servers, or (both empty) on as many as have something to take.
 
     Servers with the most free bytes come first, by name where equal, so that small buffers go round. A buffer of fewer
-    stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means 256 KiB (1 MiB for more than 8
-    GiB), or less where that would leave one of the wanted servers without its part. Two versions take two copies of
-    whole stripes, for which the default stripe is no larger than the data needs.
+    stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means the pool's,
+    else 256 KiB (1 MiB for more than 8 GiB), or less where that would leave one of the wanted servers without its part.
+    Two versions take two copies of whole stripes, for which the default stripe is no larger than the data needs.
 
     Servers of unequal weights get segments in proportion, as far as stripes and room go; where a part by weight has no
     room on its server, the same servers share evenly.
@@ -91,7 +93,7 @@ def place(
     wanted = len(names) or count
     order = list(names) or sorted(pool.free_bytes, key=lambda name: (-pool.free_bytes[name], name))
     parts = len(pool.round_of(order[:wanted], SERVERS_PER_BUFFER_MAX)) if wanted else 0
-    stripe = stripe_bytes or _default_stripe(nbytes, parts, versions)
+    stripe = stripe_bytes or _default_stripe(nbytes, parts, versions, pool.stripe_bytes)
     stripes = -(-nbytes // stripe)
     most = min(wanted or len(order), stripes, SERVERS_PER_BUFFER_MAX)
     # Fewer servers means larger shares, but spares those with the least room.
@@ -157,8 +159,8 @@ def weighted_round(weights: Sequence[float], most: int) -> list[int]:
     return [index for _, index in sorted(((2 * k + 1) / turns[i], i) for i in turns for k in range(turns[i]))]
 
 
-def _default_stripe(nbytes: int, wanted: int, versions: int) -> int:
-    largest = STRIPE_BYTES_DEFAULT if versions * nbytes <= LARGE_BYTES else STRIPE_BYTES_LARGE
+def _default_stripe(nbytes: int, wanted: int, versions: int, told: int) -> int:
+    largest = told or (STRIPE_BYTES_DEFAULT if versions * nbytes <= LARGE_BYTES else STRIPE_BYTES_LARGE)
     if wanted <= 1 and versions == 1:
         return largest
     even = -(-nbytes // max(wanted, 1))

@@ -15,18 +15,32 @@ from typing import Any
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from smb.config import format_address
+from smb.access import AioGuard
+from smb.config import format_address, parse_address
 from smb.coordinator.answers import Answers
 from smb.coordinator.endings import Endings
 from smb.coordinator.events import Instant, Ticked
 from smb.coordinator.ledger import Ledger
 from smb.coordinator.metrics import CallMetrics, StateMetrics
+from smb.coordinator.overview import Overview
+from smb.coordinator.page import Dashboard
 from smb.coordinator.peers import MemoryServers
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
-from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
+from smb.coordinator.watch import Watch
+from smb.credentials import Credentials, add_port, check_exposure
+from smb.daemon import (
+    GRPC_SERVER_OPTIONS,
+    Pages,
+    check_listen,
+    end_with_owner,
+    notify,
+    watchdog_interval_s,
+    write_ready_file,
+)
 from smb.errors import InvalidArgumentError, UnavailableError
+from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
 TICK_S = 0.5  # a lease is seen to have run out at most this late
@@ -45,6 +59,10 @@ class Options:
     metrics: str
     ready_file: Path | None = None
     session_lease_s: float = SESSION_LEASE_S
+    stripe_bytes: int = 0
+    checksum: bool = False
+    credentials: Credentials | None = None
+    insecure: bool = False
 
 
 def run(options: Options) -> None:
@@ -60,11 +78,13 @@ async def _serve(options: Options) -> None:
         await _start(options, leaving)
         await stop.wait()
         _log.info("stopping")
+        notify("STOPPING=1")
 
 
 async def _start(options: Options, leaving: AsyncExitStack) -> None:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
+    check_exposure("a coordinator", parse_address(options.listen)[0], options.credentials, options.insecure)
     host, port = check_listen(options.listen)
     lease_s = options.session_lease_s
     if not SESSION_LEASE_S_MIN <= lease_s <= SESSION_LEASE_S_MAX:
@@ -73,21 +93,25 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
-    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s)
-    servers = MemoryServers()
+    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s, stripe_bytes=options.stripe_bytes)
+    servers = MemoryServers(options.credentials)
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
     leaving.push_async_callback(endings.close)
-    service = CoordinatorService(ledger, servers, endings)
-    leaving.push_async_callback(service.finish)
-
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
     registry.register(StateMetrics(lambda: (ledger.state, ledger.now())))
-    server = grpc.aio.server(interceptors=[Answers(call_metrics)], options=GRPC_SERVER_OPTIONS)
+    guards = [] if options.credentials is None else [AioGuard()]
+    server = grpc.aio.server(interceptors=[Answers(call_metrics), *guards], options=GRPC_SERVER_OPTIONS)
+    address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
+    watch = Watch(ledger.now())
+    ledger.on_commit = watch.saw
+    overview = Overview(lambda: (ledger.state, ledger.now()), watch, address)
+    shared = pb.SharedSettings(checksum=options.checksum)
+    service = CoordinatorService(ledger, servers, endings, watch, overview, shared)
+    leaving.push_async_callback(service.finish)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    address = format_address(host, _bind(server, options.listen, format_address(host, port)))
-    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address))
+    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), Dashboard(overview))
     leaving.callback(pages.close)
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
@@ -95,17 +119,18 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     ticking = asyncio.create_task(_tick(ledger, endings))
     leaving.push_async_callback(_cancel, ticking)
 
-    _log.info("serving at %s, metrics at %s, state in %s", address, pages.address, options.state)
+    _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)
     if options.ready_file is not None:
         write_ready_file(options.ready_file, address=address, metrics=pages.address, name="coordinator")
         leaving.callback(options.ready_file.unlink, missing_ok=True)
+    notify("READY=1", f"STATUS=serving at {address}")
+    interval_s = watchdog_interval_s()
+    if interval_s is not None:
+        leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s)))
 
 
-def _bind(server: grpc.aio.Server, asked: str, address: str) -> int:
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
+def _bind(server: grpc.aio.Server, asked: str, address: str, credentials: Credentials | None) -> int:
+    port = add_port(server, address, credentials)
     if port == 0:
         raise UnavailableError(
             f"cannot listen on {asked}: it was taken this very moment; choose another address or port 0"
@@ -132,6 +157,13 @@ async def _tick(ledger: Ledger, endings: Endings) -> None:
             endings.tell(await ledger.commit(Ticked()))
         except StoreError as error:
             _log.error("%s", error)
+
+
+async def _feed_watchdog(interval_s: float) -> None:
+    """Tell the watchdog that the event loop goes round."""
+    while True:
+        await asyncio.sleep(interval_s)
+        notify("WATCHDOG=1")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

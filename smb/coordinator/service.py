@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from smb.access import caller
 from smb.coordinator.endings import Endings
 from smb.coordinator.events import (
     AnswerDrops,
@@ -42,12 +43,14 @@ from smb.coordinator.messages import (
     registration_of,
     server_message,
 )
+from smb.coordinator.overview import Overview
 from smb.coordinator.peers import MemoryServers
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
 from smb.coordinator.request import Creation
 from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.store import StoreError
-from smb.errors import AlreadyExistsError, Error, NotFoundError, UnavailableError
+from smb.coordinator.watch import Watch
+from smb.errors import AlreadyExistsError, Error, NotFoundError, PermissionDeniedError, UnavailableError
 from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorServicer
@@ -71,10 +74,21 @@ class CoordinatorService(CoordinatorServicer):
     `answers`.
     """
 
-    def __init__(self, ledger: Ledger, servers: MemoryServers, endings: Endings) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        servers: MemoryServers,
+        endings: Endings,
+        watch: Watch,
+        overview: Overview,
+        shared: pb.SharedSettings | None = None,
+    ) -> None:
         self._ledger = ledger
         self._servers = servers
         self._endings = endings
+        self._watch = watch
+        self._overview = overview
+        self._shared = shared or pb.SharedSettings()
         self._session_lease_ms = int(ledger.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
 
@@ -90,7 +104,7 @@ class CoordinatorService(CoordinatorServicer):
         session_id = new_id()
         await self._ledger.commit(SessionRenewed(session_id, request.client_name or "a client without a name"))
         failpoint("coordinator.session.opened")
-        return pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms)
+        return pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
 
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
         """See control.proto."""
@@ -131,6 +145,8 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.renew.asked")
         committed = await self._ledger.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
         failpoint("coordinator.renew.granted")
+        if request.HasField("load"):
+            self._watch.told(request.name, request.instance_id, request.load, self._ledger.now())
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
@@ -145,7 +161,21 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto. By name."""
         state, now = self._ledger.state, self._ledger.now()
         servers = sorted(state.servers.values(), key=lambda server: server.name)
-        return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers])
+        return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
+
+    async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
+        """See control.proto. Made in a thread: with very many buffers it takes a while."""
+        if caller().namespaces is not None:
+            raise PermissionDeniedError(
+                f"Overview: {caller()} is limited to namespaces, and it shows all of the cluster"
+            )
+        if request.server:
+            text = await asyncio.to_thread(self._overview.server, request.server)
+        elif request.buffer:
+            text = await asyncio.to_thread(self._overview.buffer, request.buffer)
+        else:
+            text = await asyncio.to_thread(self._overview.all)
+        return pb.OverviewReply(json=text.decode())
 
     # Buffers
 
@@ -171,8 +201,9 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
         """See control.proto. By name."""
-        state = self._ledger.state
-        return pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in state.listed()])
+        state, who = self._ledger.state, caller()
+        shown = (record for record in state.listed() if who.may_see(record.name))
+        return pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""

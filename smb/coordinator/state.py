@@ -89,6 +89,7 @@ class State:
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
     client_names: Mapping[int, str] = field(default_factory=dict)
     ended_sessions: EndedSessions = field(default_factory=EndedSessions)
+    stripe_bytes: int = 0  # of buffers that are created without one; 0: placement's default
 
     def alive(self, server: str, now: Instant) -> bool:
         """Whether the server's lease runs."""
@@ -114,7 +115,7 @@ class State:
         alive = {name for name in self.servers if self.alive(name, now)}
         free = {name: self.servers[name].capacity_bytes - self.allocation(name).nbytes for name in alive}
         weights = {name: self.servers[name].weight for name in alive}
-        return Pool(free, frozenset(self.servers.keys() - alive), weights)
+        return Pool(free, frozenset(self.servers.keys() - alive), weights, self.stripe_bytes)
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run of this server that holds the name, if its lease runs: it may be dead all the same."""
@@ -129,6 +130,7 @@ def load(
     servers: Iterable[ServerRecord],
     sessions: Iterable[SessionRecord] = (),
     session_lease_s: float = SESSION_LEASE_S,
+    stripe_bytes: int = 0,
 ) -> State:
     """Return the state that these records describe. Step it with Restarted before anything else."""
     known = sorted(sessions, key=lambda session: session.ended)
@@ -138,6 +140,7 @@ def load(
         session_leases=Leases(session_lease_s),
         client_names={session.id: session.client_name for session in known if not session.ended},
         ended_sessions=EndedSessions(0, max(ended.values(), default=0), ended),
+        stripe_bytes=stripe_bytes,
     )
     for record in buffers:
         state = _add(state, record)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import secrets
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from smb.config import TRAIN_HOST_VARIABLE
 from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
 from smb.failpoint import failpoint
+from smb.settings import text_of
 from smb.train import group as groups
 from smb.train import table as t
 from smb.train.bsp import BSP
@@ -237,7 +236,7 @@ class HostExchange(Exchange):
 
 def host_name() -> str:
     """Return the name of this process's host: $SMB_TRAIN_HOST or the machine's, as a part of a buffer's name."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", os.environ.get(TRAIN_HOST_VARIABLE) or socket.gethostname())
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text_of("client.train_host") or socket.gethostname())
 
 
 def _waited_for(rows: t.Rows, due: int) -> bool:

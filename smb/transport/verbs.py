@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 
-from smb.control import CHANNEL_OPTIONS
+from smb.credentials import Credentials, channel, server_name
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, NotFoundError, TransportError, UnavailableError
 from smb.layout import SegmentPlace
@@ -84,14 +84,13 @@ class Verbs:
         links: Links,
         session_id: int,
         settings: Settings,
-        connect: Callable[[str], Any] = lambda address: grpc.insecure_channel(address, options=CHANNEL_OPTIONS),
+        credentials: Credentials | None = None,
     ) -> None:
-        """`connect` makes a gRPC channel to a memory server's control address, with the client's credentials."""
         self._client = client
         self._links = links
         self._session_id = session_id
         self._settings = settings
-        self._connect_channel = connect
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
         self._device: Device | None = None
@@ -314,7 +313,7 @@ class Verbs:
             if server.channel_address != address:
                 if server.channel is not None:
                     server.channel.close()
-                server.channel = self._connect_channel(address)
+                server.channel = channel(address, server_name(server.name), self._credentials)
                 server.stub = MemoryServerStub(server.channel)  # type: ignore[no-untyped-call]
                 server.channel_address = address
             return server.stub

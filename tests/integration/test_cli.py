@@ -314,7 +314,7 @@ def test_a_cluster_listens_at_one_host() -> None:
 
 def test_a_cluster_at_all_addresses() -> None:
     """With 0.0.0.0 no address that is told is 0.0.0.0, and a server that is restarted listens at all of them again."""
-    with smb.LocalCluster(servers=1, capacity="16MiB", listen="0.0.0.0:0") as cluster:
+    with smb.LocalCluster(servers=1, capacity="16MiB", listen="0.0.0.0:0", insecure=True) as cluster:
         (server,) = cluster.servers
         before = server.address
         server.kill()
@@ -341,7 +341,7 @@ def test_up_for_other_hosts() -> None:
     """At 0.0.0.0 `smb up` says who may do what, and what it tells to export works on another host."""
     with netlab.Lab([netlab.Host("here"), netlab.Host("there")]) as lab:
         command = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
-        up = lab.popen("here", [*command, "--listen", "0.0.0.0:7070"], stdout=subprocess.PIPE, text=True)
+        up = lab.popen("here", [*command, "--listen", "0.0.0.0:7070", "--insecure"], stdout=subprocess.PIPE, text=True)
         assert up.stdout is not None
         greeting = ""
         while "Ctrl-C" not in greeting:

@@ -315,9 +315,9 @@ def test_wildcard_addresses_are_told_to_clients_as_reachable_ones(
     daemons: Daemons, daemon: Daemon, coordinator: CoordinatorStub
 ) -> None:
     """Listening everywhere: clients get --advertise, or without it our address towards the coordinator."""
-    plain = daemons.memory_server(daemon.address, "a", "--listen", "0.0.0.0:0")
+    plain = daemons.memory_server(daemon.address, "a", "--insecure", "--listen", "0.0.0.0:0")
     assert plain.address.startswith("127.0.0.1:")
-    told = daemons.memory_server(daemon.address, "b", "--listen", "0.0.0.0:0", "--advertise", "localhost")
+    told = daemons.memory_server(daemon.address, "b", "--insecure", "--listen", "0.0.0.0:0", "--advertise", "localhost")
     assert told.address.startswith("localhost:")
     create(coordinator, server_names=["a", "b"])
 

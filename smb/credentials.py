@@ -1,0 +1,205 @@
+"""What a process proves with who it is: the cluster's certificate authority, its own certificate and key. And the one
+way in which channels and ports of gRPC are made, with credentials and without.
+
+A directory holds them as `ca.pem`, `cert.pem` and `key.pem` (`smb certs` makes such directories). Names, not addresses,
+are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name), so
+that both may move to another host or port, and neither can stand for the other.
+
+A key is never shown: not by repr, nor in errors or logs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from smb.errors import InvalidArgumentError
+from smb.settings import variables_of
+
+CREDENTIALS_VARIABLE = "SMB_CREDENTIALS"
+CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE = "SMB_TLS_CA", "SMB_TLS_CERT", "SMB_TLS_KEY"
+INSECURE_VARIABLE = "SMB_INSECURE"
+VARIABLES = (CREDENTIALS_VARIABLE, CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, INSECURE_VARIABLE)
+CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
+
+COORDINATOR_NAME = "coordinator.smb"
+
+# No proxy between daemons; no connection shared with other channels of the process, which in a child of fork would be
+# its parent's and fail; and quick reconnection: a restarted coordinator is found within a second.
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also how long an attempt to connect may take: a long line, or a machine with much to do, needs seconds.
+    ("grpc.min_reconnect_backoff_ms", 5000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 256 << 20),
+)
+
+
+def server_name(name: str) -> str:
+    """Return what the certificate of the memory server of that name is for."""
+    return f"{name}.server.smb"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A certificate authority, a certificate and its key, as PEM; and where they were read."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+    ca_path: Path
+    certificate_path: Path
+    key_path: Path
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return what a client's side of the TLS data plane needs; names are checked against server_name."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return what a memory server's side of the TLS data plane needs; clients must show a certificate."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _context(self, side: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_verify_locations(self.ca_path)
+        context.load_cert_chain(self.certificate_path, self.key_path)
+        return context
+
+
+def load(ca: Path, certificate: Path, key: Path) -> Credentials:
+    """Read the three files. Raises InvalidArgumentError where one is missing, or others may read the key."""
+    parts: list[bytes] = []
+    for path in (ca, certificate, key):
+        try:
+            parts.append(path.read_bytes())
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"credentials: cannot read {path}: {error.strerror}; `smb certs` makes a set for a lab"
+            ) from None
+        if b"-----BEGIN" not in parts[-1]:
+            raise InvalidArgumentError(f"credentials: {path} is not in PEM form")
+    mode = key.stat().st_mode
+    if mode & 0o007:
+        raise InvalidArgumentError(f"credentials: anybody may read the key {key}; chmod 600 {key}")
+    credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key)
+    try:
+        credentials.client_context()
+    except (ssl.SSLError, OSError) as error:
+        reason = getattr(error, "reason", None) or error.strerror or "not what they should be"
+        raise InvalidArgumentError(
+            f"credentials: {ca}, {certificate} and {key} do not belong together ({reason})"
+        ) from None
+    return credentials
+
+
+def load_directory(directory: Path | str) -> Credentials:
+    """Read `ca.pem`, `cert.pem` and `key.pem` of a directory. Raises as `load` does."""
+    place = Path(directory)
+    return load(place / CA_FILE, place / CERTIFICATE_FILE, place / KEY_FILE)
+
+
+def find(directory: Path | str | None = None, variables: Mapping[str, str] | None = None) -> Credentials | None:
+    """Return the credentials that a process was given, None where nothing is said: those in `directory`; else in
+    $SMB_CREDENTIALS, a directory, of which $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY may replace a file each, or
+    stand alone. Where a variable is not set, the configuration file may say it.
+
+    Raises InvalidArgumentError for what is incomplete or cannot be read.
+    """
+    if directory is not None and str(directory):
+        return load_directory(directory)
+    told = variables_of("cluster") if variables is None else variables
+    base = told.get(CREDENTIALS_VARIABLE, "")
+    paths: list[Path] = []
+    missing: list[str] = []
+    for variable, file in ((CA_VARIABLE, CA_FILE), (CERTIFICATE_VARIABLE, CERTIFICATE_FILE), (KEY_VARIABLE, KEY_FILE)):
+        if told.get(variable):
+            paths.append(Path(told[variable]))
+        elif base:
+            paths.append(Path(base) / file)
+        else:
+            missing.append(variable)
+    if len(missing) == 3:
+        return None
+    if missing:
+        raise InvalidArgumentError(
+            f"credentials: {' and '.join(missing)} is not set; or set {CREDENTIALS_VARIABLE}=DIR"
+        )
+    return load(*paths)
+
+
+# ---- channels and ports: all that there are
+
+
+def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
+
+
+def _options(peer: str, credentials: Credentials | None) -> tuple[tuple[str, Any], ...]:
+    if credentials is None:
+        return CHANNEL_OPTIONS
+    return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer), ("grpc.default_authority", peer))
+
+
+def channel(address: str, peer: str, credentials: Credentials | None) -> grpc.Channel:
+    """Return a channel to an address, behind which is whom a certificate calls `peer`; in the clear without
+    credentials.
+    """
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, _channel_credentials(credentials), options=_options(peer, credentials))
+
+
+def aio_channel(address: str, peer: str, credentials: Credentials | None) -> grpc.aio.Channel:
+    """As `channel`, for asyncio."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, _channel_credentials(credentials), options=_options(peer, credentials))
+
+
+def add_port(server: grpc.Server | grpc.aio.Server, address: str, credentials: Credentials | None) -> int:
+    """Have the server listen; return the port, 0 where it can't. With credentials, only for who shows a certificate of
+    the same authority.
+    """
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(address))
+        pairs = [(credentials.key, credentials.certificate)]
+        return int(server.add_secure_port(address, grpc.ssl_server_credentials(pairs, credentials.ca, True)))
+    except RuntimeError:
+        return 0
+
+
+# ---- on by default
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host names this machine alone. A name that can't be resolved does not."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in found)
+    except (OSError, ValueError):
+        return False
+
+
+def check_exposure(what: str, host: str, credentials: Credentials | None, insecure: bool) -> None:
+    """Raise InvalidArgumentError where `what` would listen to other machines without knowing who they are."""
+    if credentials is not None or insecure or is_loopback(host):
+        return
+    raise InvalidArgumentError(
+        f"{what} at {host}, without credentials: whoever reaches it could read, change and delete. Give it some "
+        f"(--credentials DIR or {CREDENTIALS_VARIABLE}; `smb certs DIR` makes a set), listen on 127.0.0.1, or say "
+        f"--insecure where the network is trusted"
+    )

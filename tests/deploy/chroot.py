@@ -1,0 +1,199 @@
+"""The container file's steps without a container engine: each stage is a chroot, and the last one runs a cluster.
+
+    python -m tests.deploy.chroot        as root, with mmdebstrap; about five minutes, 1 GB below /var/tmp or TMPDIR
+
+It knows the instructions that the file uses, and refuses others. Debian's packages and Python's come from where this
+machine gets them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "deploy/container/Containerfile"
+MEMORY = Path("/dev/shm")
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """The file's instructions: lines joined, comments gone."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [
+        (word, rest.strip()) for word, _, rest in (line.strip().partition(" ") for line in joined.splitlines()) if word
+    ]
+
+
+class Stage:
+    """One FROM: a root directory, and what its processes are started with."""
+
+    def __init__(self, base: Path, root: Path) -> None:
+        shutil.copytree(base, root, symlinks=True, copy_function=_copy)
+        self.root = root
+        self.variables = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+        self.directory, self.user = "/", "0:0"
+        for mount in ("proc", "dev"):
+            (root / mount).mkdir(exist_ok=True)
+
+    def command(self, words: list[str]) -> list[str]:
+        """How to run it there, as the stage's user, with its own view of processes and devices."""
+        inside = "mount --rbind /dev {0}/dev && mount -t proc proc {0}/proc && exec chroot --userspec={1} {0} "
+        inside += "/usr/bin/env -i {2} /bin/sh -c {3}"
+        variables = " ".join(shlex.quote(f"{key}={value}") for key, value in self.variables.items())
+        shell = shlex.quote(f"cd {self.directory} && exec {shlex.join(words)}")
+        return ["unshare", "--mount", "sh", "-c", inside.format(self.root, self.user, variables, shell)]
+
+    def run(self, text: str) -> None:
+        """RUN."""
+        subprocess.run(self.command(["/bin/sh", "-c", text]), check=True, timeout=900)
+
+
+def _copy(source: str, target: str) -> None:
+    if not Path(source).is_symlink() and not (Path(source).is_file() or Path(source).is_dir()):
+        return  # a device
+    shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _base(work: Path) -> Path:
+    """What debian:bookworm-slim is, with this machine's sources of packages."""
+    base = work / "base"
+    # Sources as they are here: which mirror is this machine's business.
+    subprocess.run(
+        ["mmdebstrap", "--variant=minbase", "--mode=root", "--include=ca-certificates", "bookworm", str(base)],
+        check=True,
+    )
+    (base / "etc/apt/sources.list").unlink(missing_ok=True)
+    for path in ("etc/apt", "etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
+        if (Path("/") / path).exists():
+            command = ["cp", "-rL", "--remove-destination", f"/{path}", str((base / path).parent)]
+            subprocess.run(command, check=True)
+    return base
+
+
+def _context(work: Path) -> Path:
+    """The build context: what the ignore file lets through."""
+    lines = Path(f"{FILE}.dockerignore").read_text().splitlines()
+    allowed = [line[1:] for line in lines if line.startswith("!")]
+    refused = [line for line in lines if line and line[0] not in "#!" and line != "*"]
+    context = work / "context"
+    context.mkdir()
+
+    def ignored(directory: str, names: list[str]) -> list[str]:
+        at = Path(directory).relative_to(ROOT)
+        return [
+            name for name in names if any(fnmatch.fnmatch(str(at / name), line.replace("**/", "*")) for line in refused)
+        ]
+
+    for name in allowed:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, context / name, ignore=ignored)
+        else:
+            shutil.copy2(ROOT / name, context / name)
+    return context
+
+
+def build(work: Path) -> Stage:
+    """Do what the file says; return the last stage."""
+    base, context = _base(work), _context(work)
+    stages: list[Stage] = []
+    names: dict[str, Stage] = {}
+    pip = {key: value for key, value in os.environ.items() if key.startswith("PIP_") and key != "PIP_FIND_LINKS"}
+    for word, rest in instructions(FILE.read_text()):
+        print(word, rest[:100], flush=True)
+        if word == "FROM":
+            assert rest.split()[0] == "debian:bookworm-slim", rest
+            stages.append(Stage(base, work / f"stage-{len(stages)}"))
+            if " AS " in rest:
+                names[rest.rpartition(" ")[2]] = stages[-1]
+            continue
+        stage = stages[-1]
+        if word == "RUN":
+            kept = stage.variables
+            stage.variables = kept | pip
+            stage.run(rest)
+            stage.variables = kept
+        elif word == "COPY" and rest == ". .":
+            shutil.copytree(context, stage.root / stage.directory.lstrip("/"), dirs_exist_ok=True)
+        elif word == "COPY" and rest.startswith("--from="):
+            origin, source, target = rest.removeprefix("--from=").split()
+            where = stage.root / target.lstrip("/")
+            shutil.copytree(names[origin].root / source.lstrip("/"), where, symlinks=True, dirs_exist_ok=True)
+        elif word == "ENV":
+            stage.variables |= dict(pair.partition("=")[::2] for pair in shlex.split(rest))
+        elif word == "WORKDIR":
+            stage.directory = rest
+            (stage.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        elif word == "USER":
+            stage.user = rest
+        elif word not in ("STOPSIGNAL", "CMD"):
+            raise SystemExit(f"{FILE}: {word} is not known here")
+    return stages[-1]
+
+
+def try_out(stage: Stage, work: Path) -> None:
+    """A cluster of the image's programs, as its user, on loopback: a buffer is filled and summed; both end with 0."""
+    size = sum(path.lstat().st_size for path in stage.root.rglob("*") if path.is_file() and not path.is_symlink())
+    print(f"the image has {size / 2**20:.0f} MiB", flush=True)
+    for missing in ("usr/bin/gcc", "opt/smb/bin/pip"):
+        assert not (stage.root / missing).exists(), missing
+    coordinator = subprocess.Popen(
+        stage.command(
+            ["smb", "coordinator", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--ready-file", "ready"]
+        )
+    )
+    daemons = [coordinator]
+    try:
+        ready = stage.root / "var/lib/smb/ready"
+        end = time.monotonic() + 60
+        while not ready.exists():
+            assert time.monotonic() < end, "no coordinator"
+            assert coordinator.poll() is None, "the coordinator ended"
+            time.sleep(0.1)
+        address = json.loads(ready.read_text())["address"]
+        stage.variables["SMB_COORDINATOR"] = address
+        daemons.append(subprocess.Popen(stage.command(["smb-memserver", "--capacity", "16MiB", "--name", "image"])))
+        program = (
+            "import os, smb, time\n"
+            "assert os.getuid() == 10001\n"
+            "with smb.connect() as client:\n"
+            "    while not any(server.alive for server in client.servers()): time.sleep(0.1)\n"
+            "    buffer = client.create('w', 1000)\n"
+            "    buffer.fill(2)\n"
+            "    assert buffer.read().sum() == 2000\n"
+            "    client.delete('w')\n"
+        )
+        subprocess.run(stage.command(["/opt/smb/bin/python3", "-c", program]), check=True, timeout=60)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            assert daemon.wait(30) == 0
+    finally:
+        for daemon in daemons:
+            if daemon.poll() is None:
+                daemon.kill()
+                daemon.wait()
+    print("the image serves")
+
+
+def main() -> None:
+    """Build in a new directory, try it out, and remove it."""
+    if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
+        sys.exit("needs root and Debian's mmdebstrap")
+    work = Path(tempfile.mkdtemp(prefix="smb-container-", dir=os.environ.get("TMPDIR", "/var/tmp")))
+    work.chmod(0o755)
+    try:
+        try_out(build(work), work)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""smb.doctor: what is found on machines good and bad."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import smb
+from smb.cli.main import app
+from smb.doctor import Finding, State, look_at_cluster, look_at_machine
+from smb.settings import SETTINGS
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in SETTINGS.values():
+        monkeypatch.delenv(setting.variable, raising=False)
+
+
+def machine(root: Path, **texts: str) -> Path:
+    """The files of a machine below root; each text is given by a path with dots for dashes of the file system."""
+    good = {
+        "proc/meminfo": "HugePages_Free:        0\n",
+        "proc/sys/net/ipv4/tcp_rmem": "4096 131072 33554432",
+        "proc/sys/net/ipv4/tcp_wmem": "4096 16384 16777216",
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [within_size] advise never deny force",
+        "sys/class/net/eth0/mtu": "9000",
+        "sys/class/net/eth0/speed": "100000",
+        "sys/class/net/eth0/operstate": "up",
+        "sys/class/net/eth1/mtu": "1500",
+        "sys/class/net/eth1/operstate": "down",
+    }
+    for path, text in (good | {name.replace("__", "/"): text for name, text in texts.items()}).items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+def looked(root: Path, check: str, memory_dir: Path = SHM, capacity: str | None = None) -> list[Finding]:
+    return [finding for finding in look_at_machine(memory_dir, capacity, root) if finding.check == check]
+
+
+def test_a_good_machine_needs_no_change(tmp_path: Path) -> None:
+    """Everything as it should be: no problem, no advice of ours, and a network interface that is down is left out."""
+    found = [f for f in look_at_machine(SHM, "1MiB", machine(tmp_path)) if f.check not in ("open files", "memlock")]
+    assert [finding for finding in found if finding.state is not State.OK] == []
+    assert [finding.found for finding in found if finding.check == "MTU"] == ["eth0: MTU 9000, 100 Gb/s"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "check", "change"),
+    [
+        ({"proc__sys__net__ipv4__tcp_rmem": "4096 1000 2000"}, "socket buffers", 'tcp_rmem="4096 1000 16777216"'),
+        ({"sys__class__net__eth0__mtu": "1500"}, "MTU", "ip link set eth0 mtu 9000"),
+        ({"sys__kernel__mm__transparent_hugepage__shmem_enabled": "[never]"}, "huge pages", "echo within_size > "),
+    ],
+)  # fmt: skip
+def test_what_could_be_faster_is_advice(tmp_path: Path, texts: dict[str, str], check: str, change: str) -> None:
+    """Small buffers, small packets on a fast link, small pages: each is told with the command that changes it."""
+    advised = [finding for finding in looked(machine(tmp_path, **texts), check) if finding.state is State.ADVICE]
+    assert [change in finding.change for finding in advised] == [True]
+
+
+def test_a_memory_directory_that_will_not_do(tmp_path: Path) -> None:
+    """Missing, on disk, or smaller than the capacity: a problem; others in it: advice."""
+    root = machine(tmp_path / "machine")
+
+    def state(memory_dir: Path, capacity: str | None = None) -> State:
+        (finding,) = looked(root, "memory directory", memory_dir, capacity)
+        assert finding.state is State.OK or finding.change
+        return finding.state
+
+    assert state(tmp_path / "nowhere") is State.PROBLEM
+    assert state(Path("/proc")) is State.PROBLEM
+    assert state(SHM, "1MiB") is State.OK
+    assert state(SHM, "900TiB") is State.PROBLEM
+    assert state(SHM, f"{shutil.disk_usage(SHM).free + (1 << 20)}") in (
+        State.ADVICE,
+        State.PROBLEM,
+    )
+
+
+def test_a_machine_without_rdma_is_fine_unless_verbs_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device: nothing to change; a problem where SMB_TRANSPORT asks for verbs and that exists here."""
+    root = machine(tmp_path)
+    assert [finding.state for finding in looked(root, "RDMA")] == [State.OK]
+    monkeypatch.setattr("smb.doctor.machine.text_of", {"client.transport": "verbs"}.get)
+    assert State.PROBLEM in [finding.state for finding in looked(root, "RDMA")]
+
+
+def doctor(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and what was printed."""
+    answer = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+    return answer.exit_code, json.loads(answer.stdout) if answer.stdout else {}
+
+
+def test_a_cluster_is_measured_and_left_as_it_was() -> None:
+    """Each server over shm and tcp with round trip and speed, the clock, exit code 0, no buffer left; a server that is
+    gone is a problem with exit code 1, and the others are measured all the same.
+    """
+    with smb.LocalCluster(servers=2, capacity="64MiB") as cluster:
+        code, shown = doctor("-c", cluster.address)
+        by_check = {finding["check"]: finding for finding in shown["findings"]}
+        assert (code, shown["problems"]) == (0, 0), shown
+        for server in ("server-0", "server-1"):
+            for transport in ("shm", "tcp"):
+                figures = by_check[f"server {server} over {transport}"]["figures"]
+                assert 0 < figures["round_trip_s"] < 1
+                assert figures["write_bytes_per_s"] > 1e6
+                assert figures["read_bytes_per_s"] > 1e6
+        assert abs(by_check["clock"]["figures"]["offset_s"]) < 1
+        with smb.connect(cluster.address) as client:
+            assert client.list() == []
+        cluster.servers[1].kill()
+        code, shown = doctor("-c", cluster.address)
+        bad = [finding["check"] for finding in shown["findings"] if finding["state"] == "problem"]
+        assert (code, bad) == (1, ["server server-1"])
+        assert "server server-0 over tcp" in {finding["check"] for finding in shown["findings"]}
+
+
+def test_a_coordinator_that_does_not_answer_is_a_finding() -> None:
+    """Nobody there, or no address: one problem with what to do, no exception; wrong usage has exit code 2."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        closed = f"127.0.0.1:{taken.getsockname()[1]}"
+    for address in (closed, "nonsense"):
+        (finding,) = look_at_cluster(address, timeout=0.5)
+        assert finding.state is State.PROBLEM
+        assert finding.change
+    assert doctor("--capacity", "some")[0] == 2

@@ -1,0 +1,183 @@
+"""Every RPC of the .proto with every kind of certificate: what may be called by whom, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import smb
+from smb.access import RULES, Role, caller_of, permit
+from smb.control import ANSWERED
+from smb.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
+from smb.errors import PermissionDeniedError
+from smb.proto import control_pb2 as pb
+
+# Who may. Written down here once more, on purpose: a slip in the table of smb.access is seen.
+USERS, WRITERS, SERVERS, COORDINATOR = "client reader operator", "client operator", "server-0", "coordinator"
+MAY = {
+    "Coordinator": {
+        "OpenSession": USERS,
+        "RenewSession": USERS,
+        "CloseSession": USERS,
+        "RegisterServer": SERVERS,
+        "RenewServer": SERVERS,
+        "LeaveServer": SERVERS,
+        "CreateBuffer": WRITERS,
+        "OpenBuffer": USERS,
+        "ListBuffers": USERS,
+        "DeleteBuffer": WRITERS,
+        "ListServers": USERS,
+        "Overview": USERS,
+    },
+    "MemoryServer": {
+        "CreateSegment": COORDINATOR,
+        "DeleteSegment": COORDINATOR,
+        "EndSessions": COORDINATOR,
+    },
+}
+STRANGERS = ("in the clear", "without one", "other/operator", "expired")
+KINDS = (*STRANGERS, "client", "reader", "server-0", "server-1", "operator", "coordinator")
+RPCS = [(service, method) for service in pb.DESCRIPTOR.services_by_name.values() for method in service.methods]
+
+
+def test_every_rpc_has_a_rule() -> None:
+    """An RPC of the .proto without a rule is refused to all; this names it. Nor is there a rule without an RPC."""
+    paths = {f"/{service.full_name}/{method.name}" for service, method in RPCS}
+    assert paths == set(RULES)
+    assert {(service.name, method.name) for service, method in RPCS} == {
+        (service, method) for service, methods in MAY.items() for method in methods
+    }
+
+
+def test_what_has_no_rule_nobody_may_call() -> None:
+    """Deny by default: an unknown method, a certificate without a role, with two, or with one that there is not."""
+    for role in Role:
+        with pytest.raises(PermissionDeniedError, match="Invent has no rule"):
+            permit("/smb.v1.Coordinator/Invent", None, {"peer_uri": [f"smb:role/{role.value}".encode()]})
+    for uris in ([], ["smb:role/client", "smb:role/operator"], ["smb:role/root"], ["https://smb:role/operator"]):
+        assert caller_of(uris).role is None
+        with pytest.raises(PermissionDeniedError, match="without a role"):
+            permit("/smb.v1.Coordinator/ListServers", pb.ListServersRequest(), {"peer_uri": [u.encode() for u in uris]})
+
+
+@pytest.fixture(scope="module")
+def addresses(guarded: smb.LocalCluster, certificates: Path) -> dict[str, str]:
+    """Where the services are."""
+    with channel(guarded.address, COORDINATOR_NAME, load_directory(certificates / "client")) as opened:
+        stub = opened.unary_unary(
+            "/smb.v1.Coordinator/ListServers",
+            request_serializer=pb.ListServersRequest.SerializeToString,
+            response_deserializer=pb.ListServersReply.FromString,
+        )
+        servers = stub(pb.ListServersRequest(), timeout=5).servers
+    memory = next(server.control_address for server in servers if server.name == "server-0")
+    return {"Coordinator": guarded.address, "MemoryServer": memory}
+
+
+def opened_as(kind: str, service: str, address: str, certificates: Path) -> grpc.Channel:
+    """A channel to a service with that kind of certificate, or without."""
+    peer = COORDINATOR_NAME if service == "Coordinator" else server_name("server-0")
+    options = [("grpc.ssl_target_name_override", peer)]
+    if kind == "in the clear":
+        return channel(address, peer, None)
+    if kind == "without one":
+        secured = grpc.ssl_channel_credentials((certificates / "client" / CA_FILE).read_bytes())
+        return grpc.secure_channel(address, secured, options=options)
+    if kind == "other/operator":  # believes in our authority, but has a certificate of another
+        other = load_directory(certificates / kind)
+        ca = (certificates / "client" / CA_FILE).read_bytes()
+        secured = grpc.ssl_channel_credentials(ca, other.key, other.certificate)
+        return grpc.secure_channel(address, secured, options=options)
+    return channel(address, peer, load_directory(certificates / kind))
+
+
+def outcome(opened: grpc.Channel, service: Any, method: Any) -> grpc.StatusCode:
+    """Call with an empty request, in the name of server-0 where it takes one."""
+    request = getattr(pb, method.input_type.name)()
+    if "name" in method.input_type.fields_by_name:
+        request.name = "server-0"
+    call = opened.unary_unary(
+        f"/{service.full_name}/{method.name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=getattr(pb, method.output_type.name).FromString,
+    )
+    try:
+        call(request, timeout=10)
+    except grpc.RpcError as error:
+        ours = any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
+        return grpc.StatusCode.OK if ours and error.code() is grpc.StatusCode.UNAVAILABLE else error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("service", MAY)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rpc_with_every_kind_of_certificate(
+    kind: str, service: str, addresses: dict[str, str], certificates: Path
+) -> None:
+    """A stranger's connection does not come about; of who is known each call is let in or refused as the table says."""
+    with opened_as(kind, service, addresses[service], certificates) as opened:
+        for described, method in RPCS:
+            if described.name != service:
+                continue
+            code = outcome(opened, described, method)
+            if kind in STRANGERS:
+                assert code is grpc.StatusCode.UNAVAILABLE, method.name
+            elif kind in MAY[service][method.name].split():
+                assert code not in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE), method.name
+            else:
+                assert code is grpc.StatusCode.PERMISSION_DENIED, method.name
+
+
+def test_nobody_stands_for_the_coordinator(addresses: dict[str, str], certificates: Path) -> None:
+    """Who expects the coordinator takes no memory server for it, though the same authority signed for both."""
+    with channel(addresses["MemoryServer"], COORDINATOR_NAME, load_directory(certificates / "client")) as opened:
+        service, method = RPCS[0]
+        assert outcome(opened, service, method) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture
+def team(connect_as: Any) -> Iterator[smb.Client]:
+    """A client limited to the namespace "team"."""
+    return connect_as("of-team")
+
+
+def test_a_certificate_may_be_limited_to_namespaces(connect_as: Any, team: smb.Client) -> None:
+    """Inside its namespace a client does all that a client may; of what is outside it sees no name."""
+    everybody = connect_as("client")
+    everybody.create("other/weights", (4,))
+    everybody.create("plain", (4,))
+    everybody.create("teams/weights", (4,))
+    ours = team.create("team/weights", (4,))
+    ours.fill(2)
+    assert team.open("team/weights").read().tolist() == [2, 2, 2, 2]
+    assert [buffer.name for buffer in team.list()] == ["team/weights"]
+    for name in ("other/weights", "plain", "teams/weights", "team"):
+        for refused in (
+            lambda name=name: team.open(name),
+            lambda name=name: team.create(name, (4,), exist_ok=True),
+            lambda name=name: team.delete(name, missing_ok=True),
+            lambda name=name: team.create("team/copy", like=name),
+            lambda name=name: team.lock(name),
+            lambda name=name: team.barrier(name, 1),
+        ):
+            with pytest.raises(smb.PermissionDeniedError, match="limited to team/"):
+                refused()
+    with pytest.raises(smb.PermissionDeniedError, match="shows all of the cluster"):
+        team.coordinator.overview(5)
+    assert '"buffers":' in everybody.coordinator.overview(5)
+    with team.lock("team/lock", ttl=5):
+        pass
+    team.delete("team/weights")
+    assert len(everybody.list()) == 3
+
+
+def test_health_needs_no_certificate(guarded: smb.LocalCluster) -> None:
+    """Probes of orchestrators have none; what they see names no buffer."""
+    with urllib.request.urlopen(f"http://{guarded.coordinator.metrics}/healthz", timeout=5) as page:
+        assert json.load(page)["ok"]

@@ -1,0 +1,93 @@
+"""smb.cli.top_view: what `smb top` draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from smb.cli.top_view import printable, render, share, sparks
+
+
+def shown(**changes: Any) -> dict[str, Any]:
+    base = {
+        "now": 1000.0,
+        "coordinator": {"address": "h:7070", "started": 900.0},
+        "totals": {
+            "servers": 0, "alive": 0, "capacity": 0, "used": 0, "buffers": 0, "clients": 0,
+            "rates": {"operations": 0, "in": 0, "out": 0, "within": 0},
+        },
+        "problems": [],
+        "servers": [],
+        "buffers": [],
+        "clients": [],
+        "waits": [],
+        "history": {"operations": [0.0] * 150, "in": [0] * 150, "out": [0] * 150},
+        "left_out": {"buffers": 0, "clients": 0, "waits": 0},
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def clients(count: int, name: str = "host") -> list[dict[str, Any]]:
+    return [{"name": f"{name}:{i}", "since": 990.0, "silent_s": 1.0, "lease_s": 30.0, "holds": 0} for i in range(count)]
+
+
+def text_of(parts: list[Any], width: int = 120) -> str:
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "given"),
+    [([3, 3], 10, [3, 3]), ([100, 2, 0, 100], 10, [4, 2, 0, 4]), ([5], 0, [0]), ([5, 5], -3, [0, 0]), ([], 5, [])],
+)
+def test_lines_are_shared_out(wanted: list[int], room: int, given: list[int]) -> None:
+    """A short list is shown whole, long ones share what is left."""
+    assert share(wanted, room) == given
+
+
+@pytest.mark.parametrize("height", [10, 16, 24, 60])
+def test_never_higher_than_the_screen(height: int) -> None:
+    """With more rows than lines, what is left out is counted."""
+    many = shown(clients=clients(300), left_out={"buffers": 0, "clients": 700, "waits": 0})
+    text = text_of(render(many, "utf-8", height), width=80)
+    assert text.count("\n") <= max(height, 16)
+    if height > 16:
+        assert "more clients are not shown" in text
+    assert text_of(render(many, "utf-8")).count("host:") == 300
+
+
+def test_plots_by_their_highest_value() -> None:
+    """Also where the terminal has no blocks; nothing at all is a flat line."""
+    assert sparks([0, 1, 2, 4], "utf-8") == "▁▃▅█"
+    assert sparks([0, 4], "ascii") == "_#"
+    assert sparks([0, 0], "UTF-8") == "▁▁"
+    assert sparks([], "UTF-8") == ""
+
+
+def test_a_name_that_would_move_the_cursor_is_spelled_out() -> None:
+    """Clients name themselves, and a terminal obeys escapes."""
+    assert printable("a\x1b[2Jb") == "a\\x1b[2Jb"
+    problem = {"severity": "note", "title": "lost \x1b]0;x\x07", "detail": "", "action": "", "about": ["", ""]}
+    text = text_of(render(shown(clients=clients(1, "evil\x1b[2J\r\n[bold]"), problems=[problem]), "utf-8"))
+    assert "\x1b]0" not in text
+    assert "\x1b[2J" not in text
+    assert "\\x1b[2J" in text
+    assert "[bold]" in text
+
+
+def test_an_empty_cluster_is_told_what_to_do_first() -> None:
+    """Each section says how to get what is missing there."""
+    text = text_of(render(shown(), "utf-8"))
+    assert "smb-memserver --coordinator h:7070" in text
+    assert "smb create weights" in text
+    assert 'smb.connect("h:7070")' in text
+
+
+def test_says_that_the_coordinator_is_lost() -> None:
+    """What is on the screen stays, and is said to be old."""
+    assert "this is from before: no answer" in text_of(render(shown(), "utf-8", 40, "no answer"))

@@ -1,0 +1,303 @@
+"""smb.coordinator.watch and problems: what people are told of loads and events, without a network or a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from smb.coordinator.events import (
+    BufferDeleted,
+    BufferMade,
+    BufferWanted,
+    Event,
+    Instant,
+    ServerLeft,
+    ServerRegistered,
+    ServerRenewed,
+    SessionClosed,
+    SessionRenewed,
+    Ticked,
+)
+from smb.coordinator.ledger import Committed
+from smb.coordinator.overview import BUFFERS_MAX, View, buffer_detail, overview, server_detail
+from smb.coordinator.problems import Problem, problems
+from smb.coordinator.records import ServerRecord
+from smb.coordinator.request import Creation
+from smb.coordinator.state import State, step
+from smb.coordinator.watch import SPAN_S, STEP_S, Amounts, Bins, Watch
+from smb.errors import NotFoundError
+from smb.proto import control_pb2 as pb
+
+MIB = 1 << 20
+START_S = 1000.0
+
+
+@dataclass
+class Scene:
+    """A coordinator's state, its watch, and a clock that stands until it is told to go on."""
+
+    seconds: float = START_S
+    state: State = field(default_factory=State)
+    watch: Watch = field(init=False)
+    next_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.now)
+
+    @property
+    def now(self) -> Instant:
+        return Instant(self.seconds, 1.7e9 + self.seconds)
+
+    def do(self, event: Event) -> None:
+        before = self.state
+        self.state, effects = step(before, event, self.now)
+        self.watch.saw(event, before, Committed(self.state, effects), self.now)
+
+    def register(self, name: str = "a", instance_id: int = 1, held: frozenset[int] = frozenset()) -> None:
+        record = ServerRecord(name, instance_id, "10.0.0.1:1", "10.0.0.1:2", "/s", "10.0.0.1:3", 64 * MIB, 0, 0.0)
+        self.do(ServerRegistered(record, held))
+
+    def create(self, name: str = "w", elements: int = MIB) -> None:
+        self.do(BufferWanted(Creation(name, (elements,), "float32"), self._id))
+        self.do(BufferMade(name))
+
+    def renew(
+        self, name: str = "a", used_bytes: int = 0, load: pb.ServerLoad | None = None, after: float = 2.0
+    ) -> None:
+        self.seconds += after
+        instance_id = self.state.servers[name].instance_id
+        self.do(ServerRenewed(name, instance_id, used_bytes))
+        self.watch.told(name, instance_id, load or pb.ServerLoad(), self.now)
+
+    def view(self) -> View:
+        return View(self.state, self.watch.seen(self.now), self.now, b"salt")
+
+    def problems(self) -> list[Problem]:
+        return problems(self.state, self.watch.seen(self.now), self.now)
+
+    def _id(self) -> int:
+        self.next_id += 1
+        return self.next_id
+
+
+def load(count: int, nbytes: int, kind: str = "write", **more: object) -> pb.ServerLoad:
+    return pb.ServerLoad(operations=[pb.OperationLoad(transport="tcp", kind=kind, count=count, bytes=nbytes)], **more)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    made = Scene()
+    made.register("a")
+    return made
+
+
+def test_amounts_are_spread_over_the_steps_that_they_cover() -> None:
+    """What was told for 4 s lies in these seconds, in proportion, and a late report finds its place among others."""
+    bins = Bins()
+    bins.add(101.0, 105.0, Amounts(40, 400, 0))
+    bins.add(97.0, 99.0, Amounts(0, 0, 60))  # from a server that told later
+    history = bins.history(Instant(110.0, 5110.0))
+    assert history.end == 5106.0
+    rates = {history.end - STEP_S * back: i for i, back in enumerate(range(len(history.operations), 0, -1))}
+    at = {start - 5000: i for start, i in rates.items()}
+    assert [history.operations[at[s]] for s in (98, 100, 102, 104)] == [0, 5, 10, 5]
+    assert [history.out_bytes[at[s]] for s in (94, 96, 98, 100)] == [0, 15, 15, 0]
+    assert sum(history.in_bytes) * STEP_S == pytest.approx(400)
+
+
+def test_history_is_bounded() -> None:
+    """After hours of reports there are still the steps of the last minutes only, however long a server was silent."""
+    bins = Bins()
+    for second in range(0, 20_000, 2):
+        bins.add(second, second + 2, Amounts(2))
+    bins.add(0, 20_000, Amounts(20_000))
+    assert len(bins._bins) <= SPAN_S / STEP_S + 4
+    assert len(bins.history(Instant(20_000, 0)).operations) == SPAN_S / STEP_S
+
+
+def test_rates_are_those_between_two_renewals_of_one_run(scene: Scene) -> None:
+    """None after the first, then per second; a restarted server, whose counters begin anew, starts again with none."""
+    scene.renew(load=load(100, 1000))
+    assert overview(scene.view(), "")["servers"][0]["rates"] is None
+    scene.renew(load=load(120, 5000))
+    expected = {"operations": 10, "in": 2000, "out": 0, "within": 0}
+    assert overview(scene.view(), "")["servers"][0]["rates"] == expected
+    assert overview(scene.view(), "")["totals"]["rates"] == expected
+    scene.register("a", instance_id=2)
+    assert overview(scene.view(), "")["servers"][0]["rates"] is None
+    scene.renew(load=load(1, 10))
+    assert overview(scene.view(), "")["servers"][0]["rates"] is None
+    scene.renew(load=load(0, 0))  # counters that lie in memory of local clients may go back: never a negative rate
+    assert overview(scene.view(), "")["servers"][0]["rates"] == dict.fromkeys(expected, 0)
+
+
+def test_reads_writes_and_what_happens_in_place_are_told_apart(scene: Scene) -> None:
+    """Bytes count as in, out or within by their kind; what only waits is no operation on data."""
+    scene.renew()
+    kinds = {"accumulate": 10, "read": 20, "apply": 40, "lock": 80}
+    operations = [pb.OperationLoad(transport="shm", kind=kind, count=2, bytes=n) for kind, n in kinds.items()]
+    scene.renew(load=pb.ServerLoad(operations=operations))
+    assert overview(scene.view(), "")["servers"][0]["rates"] == {"operations": 3, "in": 5, "out": 10, "within": 20}
+
+
+def test_a_server_is_late_then_gone_then_back(scene: Scene) -> None:
+    """With what it holds and the command that brings it back; one that was stopped cleanly is said to be so."""
+    scene.create("w")
+    scene.renew()
+    assert scene.problems() == []
+    scene.seconds += 4
+    (late,) = scene.problems()
+    assert (late.severity, late.about) == ("warning", ("server", "a"))
+    assert overview(scene.view(), "")["servers"][0]["state"] == "late"
+    scene.seconds += 4
+    scene.do(Ticked())
+    (gone,) = scene.problems()
+    assert gone.severity == "critical"
+    assert 'buffer "w"' in gone.detail
+    assert "smb-memserver --name a" in gone.action
+    shown = overview(scene.view(), "")
+    assert (shown["servers"][0]["state"], shown["buffers"][0]["state"]) == ("gone", "gone")
+    assert "is gone" in shown["events"][0]["text"]
+    held = frozenset(segment.id for segment in scene.state.buffers["w"].segments)
+    scene.register("a", held=held)
+    assert scene.problems() == []
+    scene.do(ServerLeft("a", 1))
+    assert overview(scene.view(), "")["servers"][0]["state"] == "left"
+    assert "was stopped" in scene.problems()[0].title
+
+
+def test_a_server_that_lost_its_memory_is_told_until_its_buffers_are_deleted(scene: Scene) -> None:
+    """It is back and alive, and yet nothing of its buffers can be used."""
+    scene.create("w")
+    scene.register("a", instance_id=2)
+    (lost,) = scene.problems()
+    assert lost.severity == "critical"
+    assert 'buffer "w"' in lost.detail
+    assert buffer_detail(scene.view(), "w")["segment_list"][0]["state"] == "lost"
+    scene.do(BufferDeleted("w", False))
+    assert scene.problems() == []
+
+
+def test_full_servers_and_promises_that_their_hosts_cannot_keep(scene: Scene) -> None:
+    """Nearly full is a warning, full is critical; so is a capacity that the file system does not have a warning."""
+    scene.create("w", 15 * MIB)  # 60 MiB of 64
+    scene.renew(used_bytes=59 * MIB)
+    assert [problem.severity for problem in scene.problems()] == ["warning"]
+    scene.create("v", MIB * 3 // 4)
+    scene.renew(used_bytes=63 * MIB)
+    assert [(p.severity, p.title) for p in scene.problems()] == [("critical", "a is full")]
+    scene.renew(used_bytes=0, load=pb.ServerLoad(memory_free_bytes=MIB))
+    (promise,) = scene.problems()
+    assert "promises more memory" in promise.title
+    scene.renew(used_bytes=0, load=pb.ServerLoad(memory_free_bytes=64 * MIB))
+    assert scene.problems() == []
+
+
+def test_errors_count_for_a_minute(scene: Scene) -> None:
+    """One stranger at the port is told, a few usual refusals are not, many are; and after a minute it is over."""
+    scene.renew(load=pb.ServerLoad(errors={"protocol": 5, "not_found": 100}))
+    assert scene.problems() == []  # of before: nobody knows when
+    scene.renew(load=pb.ServerLoad(errors={"protocol": 6, "not_found": 110, "timeout": 500}))
+    assert [problem.title for problem in scene.problems()] == ["a: 1 requests sent what is no frame"]
+    scene.renew(load=pb.ServerLoad(errors={"protocol": 6, "not_found": 140, "timeout": 500}))
+    assert "a refused 40 requests: not found" in [problem.title for problem in scene.problems()]
+    for _ in range(32):
+        scene.renew(load=pb.ServerLoad(errors={"protocol": 6, "not_found": 140, "timeout": 500}))
+    assert scene.problems() == []
+
+
+def test_parked_requests_are_a_problem_once_they_last(scene: Scene) -> None:
+    """A moment is normal; seconds mean a stopped process."""
+    scene.renew(load=pb.ServerLoad(parked_requests=3))
+    assert scene.problems() == []
+    scene.renew(load=pb.ServerLoad(parked_requests=1))
+    scene.renew(load=pb.ServerLoad(parked_requests=2))
+    (parked,) = scene.problems()
+    assert "2 requests wait for a chunk's lock" in parked.title
+    scene.renew()
+    assert scene.problems() == []
+
+
+def test_clients_come_go_and_are_lost(scene: Scene) -> None:
+    """Since when each is there; one that closed is no news, one whose lease ran out is, for five minutes. The session's
+    id appears nowhere.
+    """
+    session_id = 0xFEDCBA9876543210
+    scene.do(SessionRenewed(session_id, "host:1"))
+    scene.do(SessionRenewed(6, "host:2"))
+    opened = scene.now.wall
+    scene.seconds += 10
+    scene.do(SessionRenewed(session_id, "host:1"))
+    shown = overview(scene.view(), "")
+    assert [(c["name"], c["since"], c["silent_s"]) for c in shown["clients"]] == [
+        ("host:1", opened, 0),
+        ("host:2", opened, 10),
+    ]
+    assert str(session_id) not in str(shown)
+    assert f"{session_id:x}" not in str(shown)
+    scene.do(SessionClosed(6))
+    scene.register("a")
+    assert scene.problems() == []
+    scene.seconds += 29
+    scene.do(Ticked())
+    scene.register("a")
+    assert scene.problems() == []
+    scene.seconds += 2
+    scene.do(Ticked())
+    (lost,) = [problem for problem in scene.problems() if "client" in problem.title]
+    assert "host:1" in lost.detail
+    scene.seconds += 301
+    scene.register("a")
+    assert scene.problems() == []
+
+
+def test_who_holds_a_lock_and_for_how_long(scene: Scene) -> None:
+    """A holding is followed by its token; when others wait for it for a minute it is a problem with a name."""
+    scene.do(SessionRenewed(7, "host:1"))
+    scene.create("w")
+    segment_id = scene.state.buffers["w"].segments[0].id
+
+    def held(token: int, waiting: int) -> pb.ServerLoad:
+        wait = pb.Wait(segment_id=segment_id, kind="lock", session_id=7, token=token, left_ms=9000, waiting=waiting)
+        return pb.ServerLoad(waits=[wait])
+
+    scene.renew(load=held(2, 0))
+    scene.seconds += 1
+    (wait,) = overview(scene.view(), "")["waits"]
+    assert (wait["what"], wait["kind"], wait["name"], wait["holder"]) == ("lock", "buffer", "w", "host:1")
+    assert (wait["left_s"], wait["for_s"], wait["waiting"]) == (8.0, 1.0, 0)
+    assert overview(scene.view(), "")["clients"][0]["holds"] == 1
+    scene.renew(load=held(4, 2))
+    assert overview(scene.view(), "")["waits"][0]["for_s"] == 0  # another holding
+    for _ in range(32):
+        scene.do(SessionRenewed(7, "host:1"))
+        scene.renew(load=held(4, 2))
+    (problem,) = scene.problems()
+    assert 'buffer "w": 2 wait for what host:1 has held for 64 s' in problem.title
+    assert server_detail(scene.view(), "a", scene.watch.history_of("a", scene.now))["waits"][0]["waiting"] == 2
+
+
+def test_lists_are_bounded_and_say_what_they_leave_out(scene: Scene) -> None:
+    """Of too many buffers the largest are shown, by name, and the rest is counted."""
+    for number in range(BUFFERS_MAX + 5):
+        scene.create(f"b{number:04}", elements=1 + number)
+    shown = overview(scene.view(), "")
+    assert len(shown["buffers"]) == BUFFERS_MAX
+    assert shown["left_out"]["buffers"] == 5
+    assert [buffer["name"] for buffer in shown["buffers"][:2]] == ["b0005", "b0006"]
+    with pytest.raises(NotFoundError):
+        buffer_detail(scene.view(), "none")
+    with pytest.raises(NotFoundError):
+        server_detail(scene.view(), "none", scene.watch.history_of("none", scene.now))
+
+
+def test_a_server_that_is_forgotten_leaves_nothing(scene: Scene) -> None:
+    """Its loads go with its record, so servers that come and go under new names take no memory for good."""
+    scene.renew(load=load(1, 1))
+    scene.renew(load=load(2, 2))
+    scene.do(ServerLeft("a", 1))
+    assert not scene.state.servers
+    assert not scene.watch._servers
+    assert not scene.watch._bins
+    assert not scene.watch._errors
