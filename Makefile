@@ -7,13 +7,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin chromium perf scaling install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin chromium perf scaling systemd docs container-test install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
 
 test: lint c-test fuzz-short
-	-@$(MAKE) --no-print-directory spin chromium
+	-@$(MAKE) --no-print-directory spin systemd chromium
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/test-installed
@@ -50,6 +50,20 @@ spin:
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
 		>/dev/null 2>&1 || echo "chromium is not here and could not be installed: the page is not tested"
+
+# What checks units. Without it these tests are reported as not run.
+systemd:
+	@command -v systemd-analyze >/dev/null || { apt-get update -q && apt-get install -y -q systemd; } >/dev/null 2>&1 || \
+		echo "systemd is not here and could not be installed: units are not checked"
+
+# The API reference from the docstrings, into build/reference; warnings are errors.
+docs: $(VENV)/test-installed
+	$(BIN)/python -W error -m pdoc --no-show-source --output-directory $(or $(REFERENCE),build/reference) smb smb.train smb.torch
+
+# The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
+container-test: $(VENV)/test-installed
+	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
+	$(BIN)/python -m tests.deploy.chroot
 
 # The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from smb.buffer import Buffer
     from smb.client import Client
 
-State: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor]"
+State: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
 
 # No pin lasts longer: a publication waits for readers at most that long, and something for the way.
 _PATIENCE_S = PIN_S_MAX + 5.0
