@@ -52,6 +52,11 @@ spin:
 	@command -v spin >/dev/null || { apt-get update -q && apt-get install -y -q spin; } >/dev/null 2>&1 || \
 		echo "spin is not here and could not be installed: the models are not run"
 
+# A browser for the tests of the coordinator's page. Without it they are reported as not run.
+chromium:
+	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
+		>/dev/null 2>&1 || echo "chromium is not here and could not be installed: the page is not tested"
+
 # What checks units. Without it these tests are reported as not run.
 systemd:
 	@command -v systemd-analyze >/dev/null || { apt-get update -q && apt-get install -y -q systemd; } >/dev/null 2>&1 || \
@@ -65,11 +70,6 @@ docs: $(VENV)/test-installed
 container-test: $(VENV)/test-installed
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
 	$(BIN)/python -m tests.deploy.chroot
-
-# A browser for the tests of the coordinator's page. Without it they are reported as not run.
-chromium:
-	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
-		>/dev/null 2>&1 || echo "chromium is not here and could not be installed: the page is not tested"
 
 # The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.

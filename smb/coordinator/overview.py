@@ -1,6 +1,6 @@
 """What people are shown of the cluster, as JSON: by the page at /, by `smb top`. docs/operating.md has its fields.
 
-Pure but for `Overview`, which keeps the last answer for a second, so that many who look cost as much as one. Lists are
+Pure but for `Overview`, which keeps the last answer for a while, so that many who look cost as much as one. Lists are
 bounded: what is left out is counted. Ids of sessions are not shown: who knows one could shut its client out.
 """
 
@@ -11,13 +11,15 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from smb.coordinator.events import Instant
-from smb.coordinator.problems import LATE_S, problems
+from smb.coordinator.problems import LATE_S, owners_of, problems
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.coordinator.watch import Amounts, History, Seen, ServerWatch, Watch
@@ -30,12 +32,13 @@ CLIENTS_MAX = 500
 WAITS_MAX = 200
 PARTS_MAX = 32  # servers of one buffer in the list of all
 FRESH_S = 1.0
+SHARE = 10  # in a huge cluster no more than a tenth of the coordinator's time goes into being watched
 
 Look = Callable[[], tuple[State, Instant]]
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """One moment of all that is known."""
 
@@ -43,6 +46,11 @@ class View:
     seen: Seen
     now: Instant
     salt: bytes = b""  # for keys that stand for sessions
+
+    @cached_property
+    def alive(self) -> frozenset[str]:
+        """Servers whose lease runs."""
+        return frozenset(name for name in self.state.servers if self.state.alive(name, self.now))
 
     def server_state(self, name: str) -> str:
         """Return alive, late, gone, left or unknown."""
@@ -65,7 +73,7 @@ def overview(view: View, address: str) -> Json:
     servers = [_server(view, server) for _, server in sorted(state.servers.items())]
     buffers = state.listed()
     waits = _waits(view)
-    shown_buffers = _first([_buffer(view, record) for record in buffers], BUFFERS_MAX, "size")
+    shown_buffers = _shown(view, buffers)
     clients = _clients(view, waits)
     return {
         "form": FORM,
@@ -74,7 +82,7 @@ def overview(view: View, address: str) -> Json:
         "totals": _totals(view, servers, buffers),
         "problems": [asdict(problem) for problem in problems(state, view.seen, view.now)],
         "servers": servers,
-        "buffers": shown_buffers,
+        "buffers": [_buffer(view, record) for record in shown_buffers],
         "clients": clients[:CLIENTS_MAX],
         "waits": waits[:WAITS_MAX],
         "events": [_event(*event) for event in reversed(view.seen.events)],
@@ -154,16 +162,19 @@ class Overview:
         self._address = address
         self._salt = secrets.token_bytes(16)
         self._lock = threading.Lock()
-        self._made_at = float("-inf")
+        self._due = float("-inf")
         self._text = b""
 
     def all(self) -> bytes:
         """Return the JSON of everything in brief, at most a second old."""
         with self._lock:
             state, now = self._look()
-            if now.monotonic - self._made_at >= FRESH_S:
+            if now.monotonic >= self._due:
+                begun = time.perf_counter()
                 view = View(state, self._watch.seen(now), now, self._salt)
-                self._text, self._made_at = _text(overview(view, self._address)), now.monotonic
+                self._text = _text(overview(view, self._address))
+                took_s = time.perf_counter() - begun
+                self._due = now.monotonic + max(FRESH_S, SHARE * took_s)
             return self._text
 
     def server(self, name: str) -> bytes:
@@ -233,6 +244,13 @@ def _rates(amounts: Amounts) -> Json:
     }
 
 
+def _shown(view: View, buffers: Sequence[BufferRecord]) -> list[BufferRecord]:
+    """Return the buffers by name; of too many those that are not well, and the largest."""
+    if len(buffers) > BUFFERS_MAX:
+        buffers = sorted(buffers, key=lambda record: (_health(view, record) == "ok", -record.nbytes))[:BUFFERS_MAX]
+    return sorted(buffers, key=lambda record: record.name)
+
+
 def _buffer(view: View, record: BufferRecord) -> Json:
     parts = _parts(record)
     return {
@@ -253,10 +271,9 @@ def _buffer(view: View, record: BufferRecord) -> Json:
 
 def _health(view: View, record: BufferRecord) -> str:
     """Return ok, gone (a server is) or lost (a server came back without its memory)."""
-    if any(segment.id in view.seen.lost_segments for segment in record.segments):
+    if view.seen.lost_segments and any(segment.id in view.seen.lost_segments for segment in record.segments):
         return "lost"
-    down = any(not view.state.alive(segment.server, view.now) for segment in record.segments)
-    return "gone" if down else "ok"
+    return "ok" if view.alive.issuperset(segment.server for segment in record.segments) else "gone"
 
 
 def _parts(record: BufferRecord) -> list[Json]:
@@ -304,7 +321,7 @@ def _clients(view: View, waits: list[Json]) -> list[Json]:
 
 def _waits(view: View) -> list[Json]:
     """Return what is held and waited for, what most wait for first."""
-    owners = {segment.id: record for record in view.state.buffers.values() for segment in record.segments}
+    owners = owners_of(view.state, view.seen)
     waits = []
     for server, watch in view.seen.servers.items():
         record = view.state.servers.get(server)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from smb.config import format_bytes
 from smb.coordinator.events import Instant
-from smb.coordinator.records import ServerRecord
+from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import State
 from smb.coordinator.watch import Seen
 
@@ -52,11 +52,13 @@ class Problem:
 def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
     """Return what is wrong, the worst first."""
     found: list[Problem] = []
+    gone = {name for name in state.servers if not state.alive(name, now)}
+    held = _buffers_on(state, gone)
     for server in sorted(state.servers.values(), key=lambda server: server.name):
-        if state.alive(server.name, now):
-            found += _of_live_server(seen, server, now)
+        if server.name in gone:
+            found.append(_of_gone_server(seen, server, held[server.name]))
         else:
-            found += _of_gone_server(state, seen, server)
+            found += _of_live_server(seen, server, now)
     found += _of_memory(state, seen)
     found += _of_waits(state, seen, now)
     found += _of_clients(seen)
@@ -64,13 +66,11 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
     return sorted(found, key=lambda problem: _ORDER.index(problem.severity))
 
 
-def _of_gone_server(state: State, seen: Seen, server: ServerRecord) -> Iterator[Problem]:
-    names = _buffers_on(state, server.name)
+def _of_gone_server(seen: Seen, server: ServerRecord, names: list[str]) -> Problem:
     left = seen.left.get(server.name)
     what = f"{server.name} was stopped" if left else f"{server.name} is gone"
     if not names:
-        yield Problem(NOTE, what, "It held nothing.", "", ("server", server.name), left or server.last_seen_at)
-        return
+        return Problem(NOTE, what, "It held nothing.", "", ("server", server.name), left or server.last_seen_at)
     detail = (
         f"It last answered at {server.data_address} and holds a part of {_listed(names)}. Work on these over TCP waits "
         f"for it and fails at the client's timeout; what was acknowledged is still in its host's memory."
@@ -79,7 +79,7 @@ def _of_gone_server(state: State, seen: Seen, server: ServerRecord) -> Iterator[
         f"On its host: smb-memserver --name {server.name} with the same --memory-dir as before. If the host itself was "
         f"lost, delete these buffers and create them again."
     )
-    yield Problem(CRITICAL, what, detail, action, ("server", server.name), left or server.last_seen_at)
+    return Problem(CRITICAL, what, detail, action, ("server", server.name), left or server.last_seen_at)
 
 
 def _of_live_server(seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:
@@ -129,6 +129,8 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
 
 def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
     lost: defaultdict[str, list[str]] = defaultdict(list)
+    if not seen.lost_segments:
+        return
     for record in state.buffers.values():
         for server in {segment.server for segment in record.segments if segment.id in seen.lost_segments}:
             lost[server].append(record.title)
@@ -139,7 +141,7 @@ def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
 
 
 def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
-    owners = {segment.id: record for record in state.buffers.values() for segment in record.segments[:1]}
+    owners = owners_of(state, seen)
     for watch in seen.servers.values():
         for wait in watch.load.waits:
             record = owners.get(wait.segment_id)
@@ -172,12 +174,24 @@ def _of_creations(state: State, now: Instant) -> Iterator[Problem]:
             yield Problem(WARNING, title, detail, "See these servers' logs.", since=record.created_at)
 
 
-def _buffers_on(state: State, server: str) -> list[str]:
-    return sorted(
-        record.title
-        for record in state.buffers.values()
-        if record.ready and any(segment.server == server for segment in record.segments)
-    )
+def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:
+    """Return what the segments belong to at which something is held or waited for."""
+    wanted = {wait.segment_id for watch in seen.servers.values() for wait in watch.load.waits}
+    if not wanted:
+        return {}
+    return {
+        segment.id: record for record in state.buffers.values() for segment in record.segments if segment.id in wanted
+    }
+
+
+def _buffers_on(state: State, servers: set[str]) -> dict[str, list[str]]:
+    """Return what lies on each of the servers, by title."""
+    found: dict[str, list[str]] = {server: [] for server in servers}
+    for record in state.buffers.values() if servers else ():
+        if record.ready:
+            for server in {segment.server for segment in record.segments} & servers:
+                found[server].append(record.title)
+    return {server: sorted(titles) for server, titles in found.items()}
 
 
 def _listed(names: list[str]) -> str:
