@@ -19,6 +19,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "access.h"
 #include "layout.h"
 #include "segment.h"
 #include "wire.h"
@@ -117,6 +118,9 @@ struct smb_link {
     _Atomic int fresh_fd;          /* a new connection, handed over; -1: none */
     _Atomic int state;             /* enum link_state; written by the driver, read by anyone */
     int closed_why;                /* status of calls on a closed link */
+    struct access_connection proof; /* mutex: of its newest connection */
+    struct smb_token *tokens;      /* mutex: shown on each new connection */
+    uint32_t token_count, token_room;
     bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
     int fd;
     uint16_t lane;

@@ -43,6 +43,7 @@ KINDS: dict[int, str] = {
     lib.SMB_PIN: "pin",
     lib.SMB_UNPIN: "unpin",
     lib.SMB_APPLY: "apply",
+    lib.SMB_AUTHORIZE: "authorize",
 }
 TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",
