@@ -49,6 +49,14 @@ static uint64_t coordinator_ms(const struct access_keys *keys, uint64_t now_ns)
     return keys->known_ms + (now_ns - keys->known_at_ns) / 1000000U;
 }
 
+bool access_ready(struct access_keys *keys)
+{
+    pthread_mutex_lock(&keys->lock);
+    bool ready = keys->known_at_ns != 0;
+    pthread_mutex_unlock(&keys->lock);
+    return ready;
+}
+
 int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
                  const uint8_t *payload, struct grant *grant)
 {

@@ -58,6 +58,9 @@ struct grants {
 int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
                  const uint8_t *payload, struct grant *grant);
 
+/* Whether any key is known. */
+bool access_ready(struct access_keys *keys);
+
 /* In the place of an older one of the same segment. SMB_OUT_OF_MEMORY. */
 int grants_put(struct grants *grants, const struct grant *grant);
 /* The segment's, also one that has expired, or NULL. */

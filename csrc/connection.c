@@ -296,6 +296,8 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
     if (frame->opcode != SMB_HELLO || connection->greeted)
         return refuse(connection, SMB_PROTOCOL);
     struct smb_server *server = connection->loop->server;
+    if (server->guarded && !access_ready(&server->keys)) /* it has not heard of the coordinator yet; the peer tries again */
+        return refuse(connection, SMB_DENIED);
     if (server->guarded && getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
         return refuse(connection, SMB_SYSTEM);
     connection->greeted = true;

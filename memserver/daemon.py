@@ -32,6 +32,7 @@ from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.credentials import Credentials, check_exposure
 from smb.daemon import Pages, end_with_owner, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.proto import control_pb2 as pb
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -97,6 +98,8 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
     segments = Segments(engine, place, options.capacity_bytes)
     recover(engine, place, segments, options.capacity_bytes)
 
+    if options.credentials is not None:
+        engine.guard()
     numeric = _numeric(host)
     data_port = engine.listen_tcp(numeric, port)
     engine.listen_unix(place.socket_path)
@@ -135,7 +138,12 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
 
     if options.ready_file is not None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
-    health.registration = Registration(options.coordinator, identity, segments, decided, options.credentials)
+
+    def take_keys(access: pb.AccessKeys) -> None:
+        for each in access.keys:
+            engine.set_key(each.generation, each.key, access.now_ms)
+
+    health.registration = Registration(options.coordinator, identity, segments, decided, options.credentials, take_keys)
     leaving.callback(health.registration.close)
 
 

@@ -124,6 +124,16 @@ class Engine:
         """
         _check(lib.smb_server_adopt(self._server, fd, transport), "serve one more connection")
 
+    def guard(self) -> None:
+        """Ask every connection for tokens. Before anything listens."""
+        lib.smb_server_guard(self._server)
+
+    def set_key(self, generation: int, key: bytes, now_ms: int) -> None:
+        """Share the key of a generation of tokens with the coordinator, whose clock says now_ms. Raises Error."""
+        if len(key) != lib.SMB_KEY_BYTES:
+            raise InvalidArgumentError(f"a key of {len(key)} bytes; there are {lib.SMB_KEY_BYTES}")
+        _check(lib.smb_server_set_key(self._server, generation, key, now_ms), "take a key")
+
     def create_segment(self, path: Path, form: SegmentForm) -> None:
         """Make the file and serve it. Blocks while its pages are zeroed.
 

@@ -10,6 +10,7 @@ import operator
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,7 +146,7 @@ class Client:
         self._session_id = session_id
         self.engine = EngineClient(session_id, checksums=checksum)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
-        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)))
+        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)), self.coordinator.tokens)
         self._transports = make_transports(transport, self.engine, self._links)
         self.renewals = Renewals()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
@@ -507,10 +508,18 @@ def _renew(
     lease: float,
 ) -> None:
     """Renew the session until the client is closed or forgotten. A coordinator that is away disturbs nothing else."""
-    while not stop.wait(lease / _RENEWALS_PER_LEASE):
+    renewed_at = time.monotonic()
+    while True:
+        due_s = max(0.0, renewed_at + lease / _RENEWALS_PER_LEASE - time.monotonic())
+        if stop.wait(min(due_s, coordinator.tokens.next_s())):
+            return
         if client() is None:
             coordinator.close()
             return
+        coordinator.tokens.renew()
+        if time.monotonic() < renewed_at + lease / _RENEWALS_PER_LEASE:
+            continue
+        renewed_at = time.monotonic()
         try:
             lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
         except SessionEndedError as error:

@@ -12,6 +12,7 @@ from smb import credentials as found
 from smb.cli.options import CredentialsDirectory, Insecure
 from smb.coordinator.process import Options, run
 from smb.coordinator.state import SESSION_LEASE_S
+from smb.coordinator.tokens import LIFETIME_S
 from smb.daemon import start_log
 from smb.errors import Error
 
@@ -47,6 +48,14 @@ def coordinator(
             help="How long a client may stay silent before its session is over and what it holds is given up.",
         ),
     ] = SESSION_LEASE_S,
+    token_lifetime: Annotated[
+        float,
+        typer.Option(
+            envvar="SMB_TOKEN_LIFETIME",
+            metavar="SECONDS",
+            help="With credentials: how long the right to a buffer is good, unless its client renews it.",
+        ),
+    ] = LIFETIME_S,
     credentials: CredentialsDirectory = None,
     insecure: Insecure = False,
     log_level: Annotated[
@@ -69,6 +78,7 @@ def coordinator(
                 session_lease_s=session_lease,
                 credentials=found.find(credentials),
                 insecure=insecure,
+                token_lifetime_s=token_lifetime,
             )
         )
     except Error as error:

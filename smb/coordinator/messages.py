@@ -43,6 +43,15 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
     return check_creation(creation, replicas=request.replicas)
 
 
+def without_session(request: pb.CreateBufferRequest) -> pb.CreateBufferRequest:
+    """Return the request without who asks: what is created does not depend on it."""
+    asked = pb.CreateBufferRequest()
+    asked.CopyFrom(request)
+    asked.ClearField("session_id")
+    asked.ClearField("session_secret")
+    return asked
+
+
 def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
     """Return the event; the state checks it."""
     server = ServerRecord(

@@ -26,6 +26,7 @@ from smb.coordinator.peers import MemoryServers
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
+from smb.coordinator.tokens import LIFETIME_S, Tokens
 from smb.credentials import Credentials, add_port, check_exposure
 from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
 from smb.errors import InvalidArgumentError, UnavailableError
@@ -49,6 +50,7 @@ class Options:
     session_lease_s: float = SESSION_LEASE_S
     credentials: Credentials | None = None
     insecure: bool = False
+    token_lifetime_s: float = LIFETIME_S
 
 
 def run(options: Options) -> None:
@@ -78,12 +80,13 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
+    tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
     ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s)
     servers = MemoryServers(options.credentials)
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
     leaving.push_async_callback(endings.close)
-    service = CoordinatorService(ledger, servers, endings)
+    service = CoordinatorService(ledger, servers, endings, tokens)
     leaving.push_async_callback(service.finish)
 
     registry = CollectorRegistry()

@@ -19,6 +19,7 @@ from smb.config import parse_address
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, TransportError, UnavailableError
 from smb.layout import SegmentPlace
+from smb.tokens import Tokens
 from smb.transport.base import Deadline
 
 _PAUSE_FIRST_S = 0.01
@@ -51,8 +52,9 @@ class _Entry:
 class Links:
     """All resumable links of a client, one for each server and lane."""
 
-    def __init__(self, client: EngineClient, locate: Callable[[str], Whereabouts | None]) -> None:
+    def __init__(self, client: EngineClient, locate: Callable[[str], Whereabouts | None], tokens: Tokens) -> None:
         """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it."""
+        self.tokens = tokens
         self._client = client
         self._locate = locate
         self._lock = threading.Lock()
@@ -62,7 +64,8 @@ class Links:
     def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
         """Return the link of this lane to the segment's server, connecting it if there is none.
 
-        Raises EngineError where nobody answers, UnavailableError where it is another server, or another run of it.
+        It may be used for that segment. Raises EngineError where nobody answers or we are refused, UnavailableError
+        where it is another server, or another run of it.
         """
         where = Whereabouts(place.address, place.unix_path, place.instance_id)
         with self._lock:
@@ -75,7 +78,9 @@ class Links:
         with entry.lock:  # one connects, the others wait for its link
             if entry.link is None or not entry.link.alive():
                 entry.link, entry.where = self._connect(entry, where, deadline), where
-            return entry.link
+            link = entry.link
+        self.tokens.show(link, place.id, deadline.left_ms())
+        return link
 
     def close(self) -> None:
         """Close all of them."""

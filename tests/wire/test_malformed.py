@@ -37,7 +37,7 @@ def protocol_errors(server: EngineServer) -> int:
 MALFORMED = {
     "wrong magic": replace(READ, magic=0x4D54),
     "opcode 0": replace(READ, opcode=0),
-    "opcode too large": replace(READ, opcode=22),
+    "opcode too large": replace(READ, opcode=23),
     "opcode 255": replace(READ, opcode=255),
     "a reply": replace(READ, flags=Flag.REPLY),
     "unknown flag": replace(READ, flags=16),
