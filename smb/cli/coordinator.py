@@ -11,6 +11,7 @@ import typer
 from smb import credentials as found
 from smb.cli.options import CredentialsDirectory, Insecure
 from smb.coordinator.process import Options, run
+from smb.coordinator.quotas import parse_quotas
 from smb.coordinator.state import SESSION_LEASE_S
 from smb.coordinator.tokens import LIFETIME_S
 from smb.daemon import start_log
@@ -48,6 +49,16 @@ def coordinator(
             help="How long a client may stay silent before its session is over and what it holds is given up.",
         ),
     ] = SESSION_LEASE_S,
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quota",
+            envvar="SMB_QUOTA",
+            metavar="NAMESPACE=BYTES[,BUFFERS]",
+            help="How much buffers whose names begin with NAMESPACE/ may take together, and how many there may be; *: "
+            "each namespace that is not named. Repeat it; in the variable they are separated by spaces.",
+        ),
+    ] = None,
     token_lifetime: Annotated[
         float,
         typer.Option(
@@ -79,6 +90,7 @@ def coordinator(
                 credentials=found.find(credentials),
                 insecure=insecure,
                 token_lifetime_s=token_lifetime,
+                quotas=parse_quotas(quota or ()),
             )
         )
     except Error as error:

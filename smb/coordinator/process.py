@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from smb.coordinator.events import Instant, Ticked
 from smb.coordinator.ledger import Ledger
 from smb.coordinator.metrics import CallMetrics, StateMetrics
 from smb.coordinator.peers import MemoryServers
+from smb.coordinator.quotas import Quota
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
@@ -51,6 +52,7 @@ class Options:
     credentials: Credentials | None = None
     insecure: bool = False
     token_lifetime_s: float = LIFETIME_S
+    quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
 
 
 def run(options: Options) -> None:
@@ -81,7 +83,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
     tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
-    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s)
+    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s, quotas=options.quotas)
     servers = MemoryServers(options.credentials)
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
