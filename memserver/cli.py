@@ -77,6 +77,14 @@ def memserver(
         ),
     ] = None,
     credentials: CredentialsDirectory = None,
+    data_tls: Annotated[
+        bool,
+        typer.Option(
+            "--data-tls",
+            envvar="SMB_MEMSERVER_DATA_TLS",
+            help="Encrypt data on TCP too. Takes --credentials.",
+        ),
+    ] = False,
     insecure: Insecure = False,
     log_level: Annotated[
         str, typer.Option(envvar="SMB_MEMSERVER_LOG_LEVEL", help="debug, info, warning or error.")
@@ -103,6 +111,7 @@ def memserver(
                 ready_file=ready_file,
                 credentials=found.find(credentials),
                 insecure=insecure,
+                data_tls=data_tls,
             )
         )
     except Error as error:

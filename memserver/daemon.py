@@ -28,6 +28,7 @@ from memserver.place import Place
 from memserver.recovery import recover
 from memserver.registration import Identity, Registration
 from memserver.segments import Segments
+from memserver.tls import TlsListener
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.credentials import Credentials, check_exposure
 from smb.daemon import Pages, end_with_owner, write_ready_file
@@ -57,6 +58,7 @@ class Options:
     ready_file: Path | None = None
     credentials: Credentials | None = None
     insecure: bool = False
+    data_tls: bool = False
 
 
 def default_name() -> str:
@@ -101,7 +103,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
     if options.credentials is not None:
         engine.guard()
     numeric = _numeric(host)
-    data_port = engine.listen_tcp(numeric, port)
+    data_port = _listen(engine, numeric, port, options, leaving)
     engine.listen_unix(place.socket_path)
     control = ControlServer(numeric, segments, options.credentials)
     leaving.callback(control.close)
@@ -123,6 +125,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
         metrics_address=pages.address,
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
+        data_tls=options.data_tls,
     )
     _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
 
@@ -176,6 +179,15 @@ class _Health:
         }
 
 
+def _listen(engine: Engine, address: str, port: int, options: Options, leaving: ExitStack) -> int:
+    """Have the data plane listen on TCP; return the port."""
+    if not options.data_tls or options.credentials is None:
+        return engine.listen_tcp(address, port)
+    listener = TlsListener(address, port, options.credentials, engine.adopt)
+    leaving.callback(listener.close)
+    return listener.port
+
+
 def _check(options: Options) -> None:
     if not _NAME.fullmatch(options.name):
         raise InvalidArgumentError(f'--name "{options.name}": use 1 to 64 characters of A-Z a-z 0-9 . _ -')
@@ -184,6 +196,8 @@ def _check(options: Options) -> None:
     if not 1 <= options.loops <= LOOPS_MAX:
         raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
     check_weight("--weight", options.weight)
+    if options.data_tls and options.credentials is None:
+        raise InvalidArgumentError("--data-tls needs credentials: give them with --credentials DIR")
     if not options.memory_dir.is_dir():
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if parse_address(options.coordinator)[1] == 0:

@@ -45,6 +45,7 @@ class Identity:
     metrics_address: str
     capacity_bytes: int
     weight: float = 1.0
+    data_tls: bool = False
 
 
 class Registration:
@@ -124,6 +125,7 @@ class Registration:
             segment_ids=self._segments.ids(),
             sessions_seen=self._sessions_seen,
             weight=me.weight,
+            data_tls=me.data_tls,
         )
         failpoint("memserver.register.asking")
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)

@@ -38,6 +38,7 @@ from smb.lock import Lock, Renewals
 from smb.metadata import JSON, encode
 from smb.proto import control_pb2 as pb
 from smb.tensors import METADATA_KEY, TensorTable
+from smb.transport import tls
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
 from smb.transport.links import Links, Whereabouts
@@ -146,7 +147,8 @@ class Client:
         self._session_id = session_id
         self.engine = EngineClient(session_id, checksums=checksum)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
-        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)), self.coordinator.tokens)
+        secure = functools.partial(tls.connect, credentials)
+        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)), self.coordinator.tokens, secure)
         self._transports = make_transports(transport, self.engine, self._links)
         self.renewals = Renewals()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
@@ -436,7 +438,7 @@ def _locate(client: weakref.ref[Client], server: str) -> Whereabouts | None:
         return None
     for found in servers:
         if found.name == server:
-            return Whereabouts(found.data_address, found.unix_path, found.instance_id)
+            return Whereabouts(found.data_address, found.unix_path, found.instance_id, found.data_tls)
     return None
 
 

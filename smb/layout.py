@@ -19,6 +19,7 @@ class SegmentPlace:
     address: str
     unix_path: str
     instance_id: int
+    tls: bool = False  # what is at the address speaks TLS
 
 
 @dataclass(frozen=True, slots=True)

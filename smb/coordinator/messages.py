@@ -65,6 +65,7 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
         used_bytes=request.used_bytes,
         last_seen_at=0.0,
         weight=request.weight or 1.0,
+        data_tls=request.data_tls,
     )
     return ServerRegistered(server, frozenset(request.segment_ids))
 
@@ -108,6 +109,7 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         last_seen_at=server.last_seen_at,
         metrics_address=server.metrics_address,
         weight=server.weight,
+        data_tls=server.data_tls,
     )
 
 
@@ -137,5 +139,6 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
             message.data_address = server.data_address
             message.unix_path = server.unix_path
             message.instance_id = server.instance_id
+            message.data_tls = server.data_tls
         messages.append(message)
     return messages

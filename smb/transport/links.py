@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from smb.config import parse_address
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
@@ -29,6 +30,8 @@ _WATCH_MS = 60_000
 _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
 
 _log = logging.getLogger("smb")
+# (server's name, its address, seconds) -> a descriptor that leads there, over TLS; UnavailableError.
+Secure: TypeAlias = Callable[[str, str, float], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Whereabouts:
     address: str
     unix_path: str
     instance_id: int
+    tls: bool = False
 
 
 @dataclass(slots=True)
@@ -52,9 +56,12 @@ class _Entry:
 class Links:
     """All resumable links of a client, one for each server and lane."""
 
-    def __init__(self, client: EngineClient, locate: Callable[[str], Whereabouts | None], tokens: Tokens) -> None:
+    def __init__(
+        self, client: EngineClient, locate: Callable[[str], Whereabouts | None], tokens: Tokens, secure: Secure
+    ) -> None:
         """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it."""
         self.tokens = tokens
+        self._secure = secure
         self._client = client
         self._locate = locate
         self._lock = threading.Lock()
@@ -67,7 +74,7 @@ class Links:
         It may be used for that segment. Raises EngineError where nobody answers or we are refused, UnavailableError
         where it is another server, or another run of it.
         """
-        where = Whereabouts(place.address, place.unix_path, place.instance_id)
+        where = Whereabouts(place.address, place.unix_path, place.instance_id, place.tls)
         with self._lock:
             entry = self._entries.setdefault((place.server, lane), _Entry(place.server, lane, where))
             if not self._watching:
@@ -90,6 +97,9 @@ class Links:
     def _connect(self, entry: _Entry, where: Whereabouts, deadline: Deadline) -> Link:
         if entry.lane in _UNIX:
             link, instance_id = self._client.connect_unix(where.unix_path, entry.lane, deadline.left_ms())
+        elif where.tls:
+            secured = self._secure(entry.server, where.address, deadline.left())
+            link, instance_id = self._client.connect_fd(secured, entry.lane, deadline.left_ms())
         else:
             host, port = _numeric(entry.server, where.address)
             link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
@@ -134,6 +144,9 @@ class Links:
     def _attempt(self, entry: _Entry, link: Link, accept_instance: int) -> int:
         if entry.lane in _UNIX:
             return link.resume_unix(entry.where.unix_path, accept_instance, _ATTEMPT_MS)
+        if entry.where.tls:
+            secured = self._secure(entry.server, entry.where.address, _ATTEMPT_MS / 1000)
+            return link.resume_fd(secured, accept_instance, _ATTEMPT_MS)
         host, port = _numeric(entry.server, entry.where.address)
         return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
 
