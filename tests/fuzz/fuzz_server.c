@@ -103,19 +103,28 @@ static void store_token(const struct peer *peer, uint64_t segment, uint32_t righ
     access_store(&token, &connection, payload);
 }
 
-/* The witness may be read alone. */
-static void show_token(struct peer *peer, uint64_t segment)
+/* All at once. The witness may be read alone. */
+static void show_tokens(struct peer *peer)
 {
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES + SMB_CHECKSUM_BYTES];
-    struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = flags_of(peer), .session = peer->session, .lane = 3, .segment = segment, .epoch = EPOCH};
+    static const uint64_t granted[] = {SCRATCH, FLOATS, STEPS, STEPS + 1, STEPS + 2, WITNESS};
+    enum { COUNT = sizeof granted / sizeof *granted };
+    uint8_t bytes[COUNT * (SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES + SMB_CHECKSUM_BYTES)];
+    uint8_t *at = bytes;
+    struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = flags_of(peer), .session = peer->session, .lane = 3, .epoch = EPOCH};
     frame.payload = SMB_AUTHORIZE_BYTES + smb_frame_checksum_bytes(&frame);
-    smb_frame_encode(&frame, bytes);
-    store_token(peer, segment, SMB_RIGHT_READ | (segment == WITNESS ? 0 : SMB_RIGHT_WRITE), bytes + SMB_FRAME_BYTES);
-    uint32_t count = SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES;
-    smb_store_checksum(bytes + count, smb_crc32c(0, bytes, count));
-    ssize_t whole = SMB_FRAME_BYTES + (ssize_t)frame.payload, answer = SMB_FRAME_BYTES + (ssize_t)smb_frame_checksum_bytes(&frame);
+    for (int i = 0; i < COUNT; i++) {
+        frame.segment = granted[i];
+        smb_frame_encode(&frame, at);
+        store_token(peer, granted[i], SMB_RIGHT_READ | (granted[i] == WITNESS ? 0 : SMB_RIGHT_WRITE), at + SMB_FRAME_BYTES);
+        if (frame.flags & SMB_FLAG_CHECKSUM)
+            smb_store_checksum(at + SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES, smb_crc32c(0, at, SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES));
+        at += SMB_FRAME_BYTES + frame.payload;
+    }
+    ssize_t whole = at - bytes, answer = SMB_FRAME_BYTES + (ssize_t)smb_frame_checksum_bytes(&frame);
     MUST(write(peer->fd, bytes, (size_t)whole) == whole);
-    MUST(recv(peer->fd, bytes, (size_t)answer, MSG_WAITALL) == answer && smb_frame_parse(bytes, &frame) == SMB_OK && frame.status == SMB_OK);
+    MUST(recv(peer->fd, bytes, (size_t)(COUNT * answer), MSG_WAITALL) == COUNT * answer);
+    for (int i = 0; i < COUNT; i++)
+        MUST(smb_frame_parse(bytes + i * answer, &frame) == SMB_OK && frame.status == SMB_OK);
 }
 
 /* A connection of the same session is of the same lane: it fences the one before. */
@@ -136,9 +145,7 @@ static void peer_connect(struct peer *peer)
     peer->nonce = hello.offset;
     if (peer->session % 16 == 7)
         return; /* this one has nothing to show */
-    static const uint64_t granted[] = {SCRATCH, FLOATS, STEPS, STEPS + 1, STEPS + 2, WITNESS};
-    for (size_t i = 0; i < sizeof granted / sizeof *granted; i++)
-        show_token(peer, granted[i]);
+    show_tokens(peer);
 }
 
 /* Until it has closed the connection, or (not `to_the_end`) has nothing more to say now. */
