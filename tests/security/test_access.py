@@ -13,7 +13,7 @@ import pytest
 
 import smb
 from smb.control import Coordinator
-from smb.credentials import load_directory
+from smb.credentials import is_loopback, load_directory
 from smb.proto import control_pb2 as pb
 from tests.support.daemons import wait_for
 
@@ -204,19 +204,29 @@ def test_no_secret_is_told(certificates: Path, tmp_path: Path) -> None:
             assert form not in seen
 
 
-@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
-def test_public_without_credentials_does_not_start(listen: str) -> None:
+def test_public_without_credentials_does_not_start() -> None:
     """A daemon that other machines could reach says why it does not start, and what to do; with --insecure it does."""
-    with pytest.raises(smb.Error, match=r"coordinator at .*, without credentials.*--insecure"):
-        smb.LocalCluster(servers=1, capacity="16MiB", listen=listen).start()
+    for listen in ("0.0.0.0:0", "[::]:0"):
+        with pytest.raises(smb.Error, match=r"coordinator at .*, without credentials.*--insecure"):
+            smb.LocalCluster(servers=1, capacity="16MiB", listen=listen).start()
     with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
         cluster.servers[0].kill()
         options = cluster.servers[0]._options
-        options["listen"] = listen
+        options["listen"] = "0.0.0.0:0"
         with pytest.raises(smb.Error, match=r"memory server at .*, without credentials.*--insecure"):
             cluster.servers[0].start()
         options["insecure"] = ""
         cluster.servers[0].start()
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [("127.0.0.1", True), ("127.8.9.10", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
+     ("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("no.such.host.invalid", False)],
+)  # fmt: skip
+def test_what_is_loopback(host: str, alone: bool) -> None:
+    """What can't be told to be this machine alone counts as public."""
+    assert is_loopback(host) is alone
 
 
 @pytest.mark.parametrize(
