@@ -24,6 +24,7 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
+#include "access.h"
 #include "layout.h"
 #include "segment.h"
 #include "wire.h"
@@ -125,6 +126,9 @@ struct smb_link {
     _Atomic bool fresh_by_reference; /* of what kind; stored before fresh_fd */
     _Atomic int state;             /* enum link_state; written by the driver, read by anyone */
     int closed_why;                /* status of calls on a closed link */
+    struct access_connection proof; /* mutex: of its newest connection */
+    struct smb_token *tokens;      /* mutex: shown on each new connection */
+    uint32_t token_count, token_room;
     bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
     int fd;
     bool by_reference;             /* records are sent over fd, see wire.h */

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -54,6 +55,7 @@ void connection_destroy(struct connection *connection)
 {
     leave_lane(connection);
     waits_forget(connection);
+    grants_clear(&connection->grants);
     pthread_mutex_destroy(&connection->turn);
     gate_done(&connection->request);
     if (connection->pass_segment)
@@ -303,6 +305,14 @@ static struct loop *emptiest_loop(struct connection *connection)
     return best;
 }
 
+static void speak_for_lane(struct connection *connection)
+{
+    connection->proven = true;
+    connection->loop->not_greeted--;
+    take_lane(connection);
+    connection->destination = emptiest_loop(connection);
+}
+
 /* The peer learns why before it is closed. */
 static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame, int status)
 {
@@ -318,22 +328,49 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
 {
     if (frame->opcode != SMB_HELLO || connection->greeted)
         return refuse(connection, SMB_PROTOCOL);
+    struct smb_server *server = connection->loop->server;
+    if (server->guarded && !access_ready(&server->keys)) /* it has not heard of the coordinator yet; the peer tries again */
+        return refuse(connection, SMB_DENIED);
+    if (server->guarded && getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
+        return refuse(connection, SMB_SYSTEM);
     connection->greeted = true;
     connection->checksums = frame->flags & SMB_FLAG_CHECKSUM;
-    connection->loop->not_greeted--;
     connection->session = frame->session;
     connection->lane = frame->lane;
-    struct smb_server *server = connection->loop->server;
-    take_lane(connection);
+    connection->request.grants = &connection->grants;
+    /* Where tokens are asked for, a session's name alone must shut nobody out. */
+    if (!server->guarded)
+        speak_for_lane(connection);
     /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences this connection. */
     if (session_has_ended(server, frame->session))
         return refuse_hello(connection, frame, SMB_SESSION_ENDED);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
-    connection->destination = emptiest_loop(connection);
+    reply.offset = connection->nonce;
     reply.segment = server->instance;
     reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
     put_reply(connection, &reply);
     server_count(&server->operations[connection->transport][SMB_HELLO], 1);
+    return STEP_ON;
+}
+
+/* A token. The first that is good also shows that the peer is whom its HELLO said. */
+static enum step authorize(struct connection *connection, const struct smb_frame *frame, const uint8_t *payload)
+{
+    struct smb_server *server = connection->loop->server;
+    struct access_connection self = {.nonce = connection->nonce, .instance = server->instance, .session = connection->session,
+                                     .lane = connection->lane};
+    struct grant grant;
+    int status = server->guarded ? access_check(&server->keys, &self, frame, payload, &grant) : SMB_OK;
+    if (status == SMB_OK && !connection->proven) {
+        speak_for_lane(connection);
+        if (session_has_ended(server, frame->session))
+            return refuse_hello(connection, frame, SMB_SESSION_ENDED);
+    }
+    if (status == SMB_OK && server->guarded)
+        status = grants_put(&connection->grants, &grant);
+    server_count(status == SMB_OK ? &server->operations[connection->transport][SMB_AUTHORIZE] : &server->errors[status], 1);
+    struct smb_frame reply = smb_frame_reply(frame, status);
+    put_reply(connection, &reply);
     return STEP_ON;
 }
 
@@ -443,6 +480,16 @@ static enum step next_request(struct connection *connection)
         if (frame.opcode == SMB_HELLO && checksum && !smb_checksum_is(header + SMB_FRAME_BYTES, connection->crc))
             return refuse(connection, SMB_CHECKSUM);
         return greet(connection, &frame);
+    }
+    if (frame.opcode == SMB_AUTHORIZE) {
+        uint32_t bytes = frame.payload - smb_frame_checksum_bytes(&frame);
+        const uint8_t *payload = header + SMB_FRAME_BYTES;
+        if (here < SMB_FRAME_BYTES + frame.payload)
+            return receive_more(connection);
+        connection->in_start += SMB_FRAME_BYTES + frame.payload;
+        if (checksum && !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
+            return refuse(connection, SMB_CHECKSUM);
+        return authorize(connection, &frame, payload);
     }
     connection->in_start += header_bytes;
 
@@ -567,7 +614,7 @@ static enum step park(struct connection *connection)
 static enum step answer_failure(struct connection *connection, int status)
 {
     if (smb_opcode_changes(connection->request.frame.opcode))
-        gate_refused(connection->loop->server, &connection->request.frame);
+        gate_refused(connection->loop->server, &connection->request);
     server_count(&connection->loop->server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     put_reply(connection, &reply);
@@ -605,6 +652,7 @@ static void batch_admit(struct connection *connection, struct batch *batch)
         struct gate_request *request = &batch->requests[batch->admitted];
         struct smb_frame frame;
         request->record_hint = 0;
+        request->grants = &connection->grants;
         if (!is_plain_read(connection, connection->in + at, &frame) ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;

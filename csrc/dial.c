@@ -44,15 +44,19 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uin
     return status != SMB_OK ? status : failure != 0 ? SMB_DISCONNECTED : SMB_OK;
 }
 
-/* One request and its answer, before the link carries calls. *passed_fd gets a descriptor that came along, or -1. */
-static int exchange(int fd, const struct smb_frame *request, uint64_t deadline_ns, struct smb_frame *reply,
+/* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. *passed_fd gets a descriptor that
+ * came along, or -1. */
+static int exchange(int fd, const struct smb_frame *request, const uint8_t *body, uint64_t deadline_ns, struct smb_frame *reply,
                     int *passed_fd)
 {
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES + SMB_CHECKSUM_BYTES];
     struct smb_frame asked = *request;
-    asked.payload = smb_frame_checksum_bytes(request);
+    uint32_t checked = SMB_FRAME_BYTES + (body ? SMB_AUTHORIZE_BYTES : 0);
+    asked.payload = checked - SMB_FRAME_BYTES + smb_frame_checksum_bytes(request);
     smb_frame_encode(&asked, bytes);
-    smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
+    if (body)
+        memcpy(bytes + SMB_FRAME_BYTES, body, SMB_AUTHORIZE_BYTES);
+    smb_store_checksum(bytes + checked, smb_crc32c(0, bytes, checked));
     size_t whole = SMB_FRAME_BYTES + asked.payload;
     for (size_t done = 0; done < whole;) {
         ssize_t n = send(fd, bytes + done, whole - done, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -125,20 +129,49 @@ static int open_unix(const char *path, uint64_t deadline_ns, int *fd)
     return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, deadline_ns);
 }
 
-static int shake_hands(int fd, const struct smb_client *client, uint16_t lane, uint64_t deadline_ns, uint64_t *instance,
-                       uint64_t *identity)
+static int shake_hands(int fd, const struct smb_client *client, uint16_t lane, uint64_t deadline_ns,
+                       struct access_connection *proof, uint64_t *identity)
 {
     struct smb_frame hello = {.opcode = SMB_HELLO, .flags = client_frame_flags(client), .lane = lane, .session = client->session};
     struct smb_frame reply;
     int passed = -1;
-    int status = exchange(fd, &hello, deadline_ns, &reply, &passed);
+    int status = exchange(fd, &hello, NULL, deadline_ns, &reply, &passed);
     if (passed >= 0)
         close(passed);
     if (status != SMB_OK)
         return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
-    *instance = reply.segment;
+    *proof = (struct access_connection){.nonce = reply.offset, .instance = reply.segment, .session = client->session, .lane = lane};
     *identity = reply.argument;
     return SMB_OK;
+}
+
+/* What the link was given so far, on a connection that is not the link's yet. One that the server does not take is no reason to
+ * do without the others. */
+static int show_tokens(struct smb_link *link, int fd, const struct access_connection *proof, uint64_t deadline_ns)
+{
+    int status = SMB_OK;
+    for (uint32_t i = 0; status == SMB_OK; i++) {
+        struct smb_token token;
+        pthread_mutex_lock(&link->client->mutex);
+        bool more = i < link->token_count;
+        if (more)
+            token = link->tokens[i];
+        pthread_mutex_unlock(&link->client->mutex);
+        if (!more)
+            break;
+        uint8_t body[SMB_AUTHORIZE_BYTES];
+        struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = client_frame_flags(link->client), .lane = link->lane,
+                                  .session = link->client->session, .segment = token.segment, .epoch = token.epoch};
+        struct smb_frame reply;
+        int passed = -1;
+        access_store(&token, proof, body);
+        status = exchange(fd, &frame, body, deadline_ns, &reply, &passed);
+        if (passed >= 0)
+            close(passed);
+        if (status == SMB_DENIED)
+            status = SMB_OK;
+    }
+    return status;
 }
 
 /* Closes fd unless SMB_OK. */
@@ -146,9 +179,11 @@ static int greet(struct smb_client *client, int fd, int status, uint16_t lane, u
                  uint64_t *instance)
 {
     uint64_t identity = 0;
+    struct access_connection proof = {0};
     struct smb_link *made = NULL;
     if (status == SMB_OK)
-        status = shake_hands(fd, client, lane, deadline_ns, instance, &identity);
+        status = shake_hands(fd, client, lane, deadline_ns, &proof, &identity);
+    *instance = proof.instance;
     if (status == SMB_OK && !(made = calloc(1, sizeof *made)))
         status = SMB_OUT_OF_MEMORY;
     if (status != SMB_OK) {
@@ -161,6 +196,7 @@ static int greet(struct smb_client *client, int fd, int status, uint16_t lane, u
     made->client = client_retain(client);
     made->id = atomic_fetch_add(&client->links_made, 1) + 1;
     made->identity = identity;
+    made->proof = proof;
     made->references = 1;
     made->fd = fd;
     made->fresh_fd = -1;
@@ -226,10 +262,19 @@ static int hand_over_connection(struct smb_link *link, int fd, bool by_reference
                                 uint64_t deadline_ns, uint64_t *instance)
 {
     uint64_t identity = 0;
+    struct access_connection proof = {0};
     if (status == SMB_OK)
-        status = shake_hands(fd, link->client, link->lane, deadline_ns, instance, &identity);
+        status = shake_hands(fd, link->client, link->lane, deadline_ns, &proof, &identity);
+    *instance = proof.instance;
     if (status == SMB_OK && identity != link->identity && *instance != accept_instance)
         status = SMB_NOT_FOUND;
+    if (status == SMB_OK) {
+        /* From here on whoever shows a token shows it there: none is left out. */
+        pthread_mutex_lock(&link->client->mutex);
+        link->proof = proof;
+        pthread_mutex_unlock(&link->client->mutex);
+        status = show_tokens(link, fd, &proof, deadline_ns);
+    }
     if (status != SMB_OK) {
         int saved = errno;
         if (fd >= 0)
@@ -294,7 +339,7 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
                                 .sequence = link->made++, .segment = segment_id, .epoch = epoch};
     struct smb_frame reply;
     int fd = -1;
-    int status = exchange(link->fd, &request, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
+    int status = exchange(link->fd, &request, NULL, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
     if (status == SMB_OK && fd < 0)
         status = SMB_PROTOCOL;
     if (status == SMB_OK)
@@ -303,5 +348,67 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
         close(fd);
     if (status == SMB_LINK_LOST || status == SMB_PROTOCOL || status == SMB_TIMEOUT)
         atomic_store(&link->state, LINK_CLOSED);
+    return status;
+}
+
+/* Among those that are shown on each connection; a newer one takes its place. */
+static int keep_token(struct smb_link *link, const struct smb_token *token)
+{
+    uint32_t at = 0;
+    while (at < link->token_count && link->tokens[at].segment != token->segment)
+        at++;
+    if (at == link->token_room) {
+        uint32_t room = link->token_room ? 2 * link->token_room : 8;
+        struct smb_token *larger = realloc(link->tokens, room * sizeof *larger);
+        if (!larger)
+            return SMB_OUT_OF_MEMORY;
+        link->tokens = larger;
+        link->token_room = room;
+    }
+    link->tokens[at] = *token;
+    link->token_count += at == link->token_count;
+    return SMB_OK;
+}
+
+/* As any other request, on the connection of now. If that is another one when it arrives, it was shown there already, or is
+ * proved once more. */
+static int show_now(struct smb_link *link, const struct smb_token *token, const struct access_connection *proof,
+                    uint64_t deadline_ns)
+{
+    uint8_t body[SMB_AUTHORIZE_BYTES];
+    access_store(token, proof, body);
+    struct smb_ask ask = {.opcode = SMB_AUTHORIZE, .segment = token->segment, .epoch = token->epoch};
+    for (int i = 0; i < SMB_AUTHORIZE_WORDS; i++)
+        ask.words[i] = smb_load64(body + 8 * i);
+    struct smb_asking *asking;
+    struct smb_told told = {.status = SMB_TIMEOUT};
+    int status = smb_ask_start(link, &ask, &asking);
+    if (status != SMB_OK)
+        return status;
+    uint64_t now_ns = smb_now_ns();
+    status = smb_ask_wait(asking, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, &told);
+    smb_ask_end(asking);
+    return status == SMB_BUSY ? SMB_TIMEOUT : told.status;
+}
+
+int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms)
+{
+    uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    pthread_mutex_lock(&link->client->mutex);
+    int status = keep_token(link, token);
+    struct access_connection proof = link->proof;
+    pthread_mutex_unlock(&link->client->mutex);
+    while (status == SMB_OK) {
+        status = show_now(link, token, &proof, deadline_ns);
+        if (status != SMB_DENIED)
+            return status;
+        pthread_mutex_lock(&link->client->mutex);
+        struct access_connection newest = link->proof;
+        pthread_mutex_unlock(&link->client->mutex);
+        if (newest.nonce == proof.nonce && newest.instance == proof.instance)
+            return SMB_DENIED;
+        proof = newest;
+        status = SMB_OK;
+    }
     return status;
 }

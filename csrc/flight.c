@@ -91,7 +91,7 @@ static void make_ask(struct smb_link *link, struct stream *stream, struct flight
     const struct smb_ask *ask = stream->ask;
     struct smb_frame frame = {.opcode = (uint8_t)ask->opcode, .argument = ask->argument};
     flight->opcode = frame.opcode;
-    for (int i = 0; i < SMB_SYNC_WORDS; i++)
+    for (int i = 0; i < (ask->opcode == SMB_AUTHORIZE ? (int)SMB_AUTHORIZE_WORDS : (int)SMB_SYNC_WORDS); i++)
         flight_put_small(flight, ask->words[i]);
     flight_encode(link, flight, &frame);
     stream->have_piece = false;

@@ -10,7 +10,7 @@ enum {
     ARGUMENT_AT = 56, END_AT = 64
 };
 _Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
-_Static_assert((int)SMB_APPLY + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
+_Static_assert((int)SMB_AUTHORIZE + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
 
 static void store16(uint8_t *bytes, uint16_t value)
 {
@@ -103,6 +103,8 @@ static bool request_is_sound(const struct smb_frame *frame)
         return frame->length == 0 && payload == 0;
     if (smb_opcode_waits(frame->opcode))
         return frame->length == 0 && payload == SMB_SYNC_BYTES;
+    if (frame->opcode == SMB_AUTHORIZE)
+        return frame->length == 0 && payload == SMB_AUTHORIZE_BYTES;
 
     /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a chunk can be. */
     uint32_t element = smb_dtype_bytes(frame->dtype);

@@ -9,14 +9,51 @@ static bool has_range(int opcode)
     return opcode == SMB_READ || smb_opcode_changes(opcode);
 }
 
+/* What a reader may ask. Whatever else there is, or will be, is for those who may write. */
+static uint32_t right_for(int opcode)
+{
+    switch (opcode) {
+    case SMB_READ:
+    case SMB_WATERMARK:
+    case SMB_AWAIT_VERSION:
+    case SMB_PIN:
+    case SMB_UNPIN: return SMB_RIGHT_READ;
+    default: return SMB_RIGHT_WRITE;
+    }
+}
+
+/* A reference to a segment that the request's connection has this right to. Whether it is here is told to nobody else. */
+static int find(struct smb_server *server, const struct gate_request *request, uint64_t id, uint32_t right,
+                struct smb_segment **segment)
+{
+    if (server->guarded) {
+        const struct grant *grant = request->grants ? grants_find(request->grants, id) : NULL;
+        if (!grant || (grant->rights & right) == 0 || grant->expires_ns <= smb_now_ns())
+            return SMB_DENIED;
+    }
+    struct smb_segment *found = server_find(server, id);
+    if (!found)
+        return SMB_NOT_FOUND;
+    *segment = found;
+    return SMB_OK;
+}
+
+/* A token is for the epoch that it was made in. */
+static bool is_of_epoch(struct smb_server *server, const struct gate_request *request, const struct smb_segment *segment)
+{
+    const struct grant *grant = server->guarded ? grants_find(request->grants, request->frame.segment) : NULL;
+    uint32_t epoch = smb_segment_epoch(segment);
+    return request->frame.epoch == epoch && (!server->guarded || (grant && grant->epoch == epoch));
+}
+
 int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request)
 {
-    *request = (struct gate_request){.frame = *frame, .record_hint = request->record_hint};
-    struct smb_segment *segment = server_find(server, frame->segment);
-    if (!segment)
-        return SMB_NOT_FOUND;
-    int status = SMB_OK;
-    if (frame->epoch != smb_segment_epoch(segment))
+    *request = (struct gate_request){.frame = *frame, .record_hint = request->record_hint, .grants = request->grants};
+    struct smb_segment *segment;
+    int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
+    if (status != SMB_OK)
+        return status;
+    if (!is_of_epoch(server, request, segment))
         status = SMB_STALE_EPOCH;
     else if (has_range(frame->opcode) &&
              (frame->dtype != smb_segment_dtype(segment) || !smb_segment_holds(segment, frame->offset, frame->length)))
@@ -68,8 +105,12 @@ int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *
                              refused);
 }
 
-void gate_refused(struct smb_server *server, const struct smb_frame *frame)
+void gate_refused(struct smb_server *server, const struct gate_request *refused)
 {
+    const struct smb_frame *frame = &refused->frame;
+    const struct grant *grant = server->guarded && refused->grants ? grants_find(refused->grants, frame->segment) : NULL;
+    if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0)) /* one that has expired was one */
+        return;
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
         return; /* nor will any later one be applied */
@@ -144,8 +185,9 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
 static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id, uint64_t offset, uint8_t *scratch)
 {
     struct smb_segment **source = &request->others[0];
-    if (!*source && !(*source = server_find(server, id)))
-        return SMB_NOT_FOUND;
+    int status = *source ? SMB_OK : find(server, request, id, SMB_RIGHT_READ, source);
+    if (status != SMB_OK)
+        return status;
     if (smb_segment_dtype(*source) != request->frame.dtype)
         return SMB_INVALID;
     struct smb_change read = {.opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
@@ -167,8 +209,9 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
         struct smb_segment **state = &request->others[1 + i];
         if ((id != 0) != (i < smb_rule_states(frame->op)) || (id != 0 && id == gradient))
             return SMB_INVALID;
-        if (id != 0 && !*state && !(*state = server_find(server, id)))
-            return SMB_NOT_FOUND;
+        int status = id == 0 || *state ? SMB_OK : find(server, request, id, SMB_RIGHT_WRITE, state);
+        if (status != SMB_OK)
+            return status;
         change->states[i] = *state;
     }
     return read_source(server, request, gradient, frame->offset, scratch);

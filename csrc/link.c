@@ -46,6 +46,7 @@ void link_release(struct smb_link *link)
     flights_free(link->sent);
     flights_free(link->spare);
     free(link->watermarks);
+    free(link->tokens);
     free(link);
     client_release(client);
 }

@@ -63,7 +63,7 @@ static void drop_connection(struct loop *loop, struct connection *connection)
         list_remove(connection->wait == WAIT_PARKED ? &loop->parked : &loop->again, connection);
     }
     count_parked(connection, false);
-    if (!connection->greeted)
+    if (!connection->proven)
         loop->not_greeted--;
     unlink_connection(loop, connection);
     connection_destroy(connection); /* closing the descriptor takes it out of epoll */
@@ -312,7 +312,7 @@ static void close_the_silent(struct loop *loop, uint64_t now_ns)
     struct connection *connection = loop->connections;
     while (connection) {
         struct connection *next = connection->next;
-        if (!connection->greeted && now_ns - connection->opened_ns > (uint64_t)HELLO_DEADLINE_MS * 1000000U) {
+        if (!connection->proven && now_ns - connection->opened_ns > (uint64_t)HELLO_DEADLINE_MS * 1000000U) {
             server_count(&loop->server->errors[SMB_TIMEOUT], 1);
             drop_connection(loop, connection);
         }
@@ -426,6 +426,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
     made->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     pthread_rwlock_init(&made->registry_lock, NULL);
     pthread_mutex_init(&made->lanes_lock, NULL);
+    pthread_mutex_init(&made->keys.lock, NULL);
     pthread_mutex_init(&made->ended_lock, NULL);
     pthread_mutex_init(&made->due_lock, NULL);
     pthread_cond_init(&made->due_changed, NULL);

@@ -16,6 +16,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "access.h"
 #include "journal.h"
 #include "segment.h"
 #include "wire.h"
@@ -59,6 +60,8 @@ enum { ENDED_MAX = 65536 };       /* sessions remembered as ended, a power of tw
 struct smb_server {
     uint64_t instance;
     uint64_t capacity_bytes;
+    bool guarded;                 /* from before it listens: tokens are asked for */
+    struct access_keys keys;
     struct journal *journal;      /* NULL: changes are made without one */
     pthread_mutex_t ended_lock;
     uint64_t *ended;              /* a ring */
@@ -139,9 +142,10 @@ struct gate_request {
     struct smb_segment *others[SMB_APPLY_SEGMENTS]; /* references too. ACCUMULATE_FROM: the source; APPLY: gradient, then state */
     struct record *record;        /* of the change's lane, while it is carried out */
     uint32_t record_hint;
+    const struct grants *grants;  /* what its connection has shown; not looked at unless the server is guarded */
     bool retried;                 /* was parked before */
 };
-/* Segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
+/* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
  * is wanted; once more when it is all here. */
 int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request);
 /* With the payload in hand: do the change, unless it was done before. `payload` is the frame's, without the token, which lies before it;
@@ -156,8 +160,9 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 void gate_close(struct gate_request *request, bool to_change, bool done);
 /* How far the frame's lane has come on its segment, and up to where some changes were refused. */
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
-/* A change is answered with a failure: a later one of the lane must not make it look applied. */
-void gate_refused(struct smb_server *server, const struct smb_frame *frame);
+/* A change is answered with a failure: a later one of the lane must not make it look applied. Who has no right to change
+ * the segment leaves no trace there. */
+void gate_refused(struct smb_server *server, const struct gate_request *refused);
 void gate_done(struct gate_request *request);
 
 /* ---- waits (waits.c): what waits by nature. */
@@ -217,9 +222,12 @@ struct connection {
     bool retried;                       /* the request in hand was parked before */
     bool from_kept;                     /* its payload, of ACCUMULATE_FROM or APPLY, is in `from` */
     bool greeted;
+    bool proven;                        /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */
     bool checksums;                     /* its HELLO had one: so has every frame */
     uint64_t session;
     uint16_t lane;
+    uint64_t nonce;                     /* what it was given to prove tokens with */
+    struct grants grants;
     _Atomic bool fenced;                /* a newer connection speaks for this lane: nothing of this one may be done any more */
     pthread_mutex_t turn;               /* held while a request is carried out; taken by whoever fences, to wait for its end */
     struct connection *lane_next;       /* of the server's greeted connections */

@@ -120,9 +120,10 @@ enum smb_opcode {
     SMB_PUBLISH = 18,
     SMB_PIN = 19,
     SMB_UNPIN = 20,
-    SMB_APPLY = 21           /* an optimizer's step: changes the weights and its state, from another segment as the gradient */
+    SMB_APPLY = 21,          /* an optimizer's step: changes the weights and its state, from another segment as the gradient */
+    SMB_AUTHORIZE = 22       /* shows a token of the coordinator's: the connection may use that segment from here on */
 };
-enum { SMB_OPCODE_COUNT = 22, SMB_STATUS_COUNT = 33 };
+enum { SMB_OPCODE_COUNT = 23, SMB_STATUS_COUNT = 33 };
 
 /* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames over the local socket; VERBS:
  * what passes the daemon's gate, and not what the network card reads and writes by itself. */
@@ -140,11 +141,23 @@ enum {
     SMB_SEGMENTS_PER_BUFFER_MAX = 1024
 };
 
+/* What a token lets its session do with a segment. */
+enum smb_right { SMB_RIGHT_READ = 1, SMB_RIGHT_WRITE = 2 };
+enum { SMB_KEY_BYTES = 32 };
+/* Made by the coordinator for one session and one segment (access.h). `secret` never travels on the data plane. */
+struct smb_token {
+    uint64_t segment; uint32_t epoch; uint32_t rights; uint32_t generation;
+    uint64_t expires_ms;       /* since 1970, by the coordinator's clock */
+    uint8_t secret[32];
+};
+
 const char *smb_status_name(int status);
 const char *smb_version(void);
 
 /* ---- kernels ------------------------------------------------------------------------------------------------------ */
 
+/* HMAC-SHA-256 (RFC 2104). */
+void smb_hmac_sha256(const void *key, uint64_t key_bytes, const void *text, uint64_t bytes, uint8_t mac[32]);
 /* Bytes per element, 0 for a number that is no dtype. */
 uint32_t smb_dtype_bytes(int dtype);
 /* 1 where op is defined for dtype with this scale (integers: scale integral and in the dtype's range), else 0. */
@@ -230,8 +243,8 @@ void smb_segment_counters(const struct smb_segment *segment, uint64_t *operation
 
 struct smb_server;
 struct smb_server_counters {
-    uint64_t operations[4][22];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
-    uint64_t bytes[4][22];
+    uint64_t operations[4][23];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
+    uint64_t bytes[4][23];
     uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[4];
     uint64_t connections_now[4];
@@ -266,6 +279,11 @@ int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slo
 /* A reference to a segment that is served, for smb_segment_release: as long as it is held the segment's memory is not given back,
  * though it be deleted. SMB_NOT_FOUND. */
 int smb_server_hold_segment(struct smb_server *server, uint64_t id, struct smb_segment **segment);
+/* Before it listens: from here on a connection may use no segment that it has shown no token for. */
+void smb_server_guard(struct smb_server *server);
+/* The key of a generation of tokens, shared with the coordinator, and what the coordinator's clock says now, in milliseconds since
+ * 1970. The oldest of three is forgotten for a fourth. */
+int smb_server_set_key(struct smb_server *server, uint32_t generation, const uint8_t key[32], uint64_t now_ms);
 /* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is left then. */
 int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch, int dtype,
                               uint64_t data_bytes, uint32_t chunk_bytes);
@@ -323,6 +341,9 @@ int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint
 /* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses the link for calls. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
+/* Shows a token on the link's connection, blocking up to timeout_ms, and on every later one; in the place of an older one of the
+ * same segment. SMB_DENIED: the server does not take it. Not at the same time as smb_link_attach. */
+int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms);
 /* 1 unless it was closed, by either side of the library. One whose connection broke is alive: it is waiting for another. */
 int smb_link_alive(struct smb_link *link);
 /* 1 while it has a connection, as far as is known. */
@@ -362,7 +383,7 @@ void smb_client_destroy(struct smb_client *client);
 
 /* One request of those that wait, see sync.h for what the words mean. */
 struct smb_ask {
-    int opcode; uint64_t segment; uint32_t epoch; uint64_t argument; uint64_t words[4];
+    int opcode; uint64_t segment; uint32_t epoch; uint64_t argument; uint64_t words[6];
 };
 struct smb_told { int status; int sent; uint64_t a; uint64_t b; };
 struct smb_asking;

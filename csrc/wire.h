@@ -42,10 +42,12 @@ enum smb_frame_flag {
 };
 
 /* Payloads: of ACCUMULATE_FROM, where to read; of APPLY, the segments of the gradient and of the state (0: none), then the words
- * of struct smb_hyper, as float64; of what waits, four words (sync.h); before the payload of a fenced change, the
+ * of struct smb_hyper, as float64; of what waits, four words (sync.h); of
+ * AUTHORIZE, rights and generation (32 bits each), expiry, proof (access.h); before the payload of a fenced change, the
  * token. The token's lowest bit says which of the segment's locks it is of (enum sync_lock). */
 enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8, SMB_CHECKSUM_BYTES = 4,
-       SMB_APPLY_SEGMENTS = 1 + SMB_RULE_STATES_MAX, SMB_HYPER_WORDS = 9, SMB_APPLY_BYTES = 8 * (SMB_APPLY_SEGMENTS + SMB_HYPER_WORDS) };
+       SMB_APPLY_SEGMENTS = 1 + SMB_RULE_STATES_MAX, SMB_HYPER_WORDS = 9, SMB_APPLY_BYTES = 8 * (SMB_APPLY_SEGMENTS + SMB_HYPER_WORDS),
+       SMB_AUTHORIZE_WORDS = 6, SMB_AUTHORIZE_BYTES = 8 * SMB_AUTHORIZE_WORDS };
 _Static_assert(sizeof(struct smb_hyper) == 8 * SMB_HYPER_WORDS, "it travels word for word");
 
 /* Changes a segment's bytes: has a sequence number that counts, and may be fenced. */

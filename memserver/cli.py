@@ -39,6 +39,7 @@ def memserver(
     verbs: Annotated[str, option("memserver.verbs")] = SETTINGS["memserver.verbs"].default,
     ready_file: Annotated[Path | None, option("memserver.ready_file")] = None,
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
+    data_tls: Annotated[bool, option("memserver.data_tls")] = SETTINGS["memserver.data_tls"].default,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
     log_level: Annotated[str, option("memserver.log_level")] = SETTINGS["memserver.log_level"].default,
 ) -> None:
@@ -64,6 +65,7 @@ def memserver(
                 verbs=Settings.of(variables_of("verbs")) if verbs == "auto" else None,
                 credentials=found.find(credentials),
                 insecure=insecure,
+                data_tls=data_tls,
             )
         )
     except Error as error:

@@ -30,10 +30,12 @@ from memserver.rdma import Rdma
 from memserver.recovery import recover
 from memserver.registration import Identity, Registration
 from memserver.segments import Segments
+from memserver.tls import TlsListener
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.credentials import Credentials, check_exposure
 from smb.daemon import Pages, end_with_owner, notify, watchdog_interval_s, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.proto import control_pb2 as pb
 from smb.transport.queues import Settings
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -60,6 +62,7 @@ class Options:
     verbs: Settings | None = None  # None: no RDMA
     credentials: Credentials | None = None
     insecure: bool = False
+    data_tls: bool = False
 
 
 def default_name() -> str:
@@ -102,8 +105,10 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     segments = Segments(engine, place, options.capacity_bytes)
     recover(engine, place, segments, options.capacity_bytes)
 
+    if options.credentials is not None:
+        engine.guard()
     numeric = _numeric(host)
-    data_port = engine.listen_tcp(numeric, port)
+    data_port = _listen(engine, numeric, port, options, leaving)
     engine.listen_unix(place.socket_path)
     rdma = Rdma(engine, instance_id, options.verbs)
     leaving.callback(rdma.close)
@@ -128,6 +133,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         metrics_address=pages.address,
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
+        data_tls=options.data_tls,
     )
     _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
 
@@ -143,8 +149,13 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
 
     if options.ready_file is not None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
+
+    def take_keys(access: pb.AccessKeys) -> None:
+        for each in access.keys:
+            engine.set_key(each.generation, each.key, access.now_ms)
+
     health.registration = Registration(
-        options.coordinator, identity, segments, lambda: load_of(engine, place), decided, options.credentials
+        options.coordinator, identity, segments, lambda: load_of(engine, place), decided, options.credentials, take_keys
     )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
@@ -192,6 +203,15 @@ class _Health:
         }
 
 
+def _listen(engine: Engine, address: str, port: int, options: Options, leaving: ExitStack) -> int:
+    """Have the data plane listen on TCP; return the port."""
+    if not options.data_tls or options.credentials is None:
+        return engine.listen_tcp(address, port)
+    listener = TlsListener(address, port, options.credentials, engine.adopt)
+    leaving.callback(listener.close)
+    return listener.port
+
+
 def _check(options: Options) -> None:
     if not _NAME.fullmatch(options.name):
         raise InvalidArgumentError(f'--name "{options.name}": use 1 to 64 characters of A-Z a-z 0-9 . _ -')
@@ -200,6 +220,8 @@ def _check(options: Options) -> None:
     if not 1 <= options.loops <= LOOPS_MAX:
         raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
     check_weight("--weight", options.weight)
+    if options.data_tls and options.credentials is None:
+        raise InvalidArgumentError("--data-tls needs credentials: give them with --credentials DIR")
     if not options.memory_dir.is_dir():
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if parse_address(options.coordinator)[1] == 0:

@@ -44,6 +44,7 @@ KINDS: dict[int, str] = {
     lib.SMB_PIN: "pin",
     lib.SMB_UNPIN: "unpin",
     lib.SMB_APPLY: "apply",
+    lib.SMB_AUTHORIZE: "authorize",
 }
 TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",
@@ -192,6 +193,16 @@ class Engine:
         found = ffi.new("struct smb_segment **")
         _check(lib.smb_server_hold_segment(self._server, segment_id, found), f"find segment {segment_id:016x}")
         return HeldSegment(found[0])
+
+    def guard(self) -> None:
+        """Ask every connection for tokens. Before anything listens."""
+        lib.smb_server_guard(self._server)
+
+    def set_key(self, generation: int, key: bytes, now_ms: int) -> None:
+        """Share the key of a generation of tokens with the coordinator, whose clock says now_ms. Raises Error."""
+        if len(key) != lib.SMB_KEY_BYTES:
+            raise InvalidArgumentError(f"a key of {len(key)} bytes; there are {lib.SMB_KEY_BYTES}")
+        _check(lib.smb_server_set_key(self._server, generation, key, now_ms), "take a key")
 
     def create_segment(self, path: Path, form: SegmentForm) -> None:
         """Make the file and serve it. Blocks while its pages are zeroed.

@@ -45,6 +45,7 @@ class Identity:
     metrics_address: str
     capacity_bytes: int
     weight: float = 1.0
+    data_tls: bool = False
 
 
 class Registration:
@@ -58,15 +59,18 @@ class Registration:
         load: Callable[[], pb.ServerLoad],
         on_outcome: Callable[[Error | None], None],
         credentials: Credentials | None = None,
+        on_keys: Callable[[pb.AccessKeys], None] | None = None,
     ) -> None:
         """Begin. `load` is asked at each renewal. `on_outcome` is called once, from the thread here: with None once
-        registered, or with why that can never be.
+        registered, or with why that can never be; `on_keys`, with credentials, each time that the coordinator has
+        answered.
         """
         self._coordinator = coordinator
         self._identity = identity
         self._segments = segments
         self._load = load
         self._on_outcome = on_outcome
+        self._on_keys = on_keys
         self._sessions_seen = pb.SessionsSeen()
         self._decided = False
         self._connected = False
@@ -124,10 +128,12 @@ class Registration:
             segment_ids=self._segments.ids(),
             sessions_seen=self._sessions_seen,
             weight=me.weight,
+            data_tls=me.data_tls,
         )
         failpoint("memserver.register.asking")
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
         failpoint("memserver.register.answered")
+        self._take_keys(reply)
         for segment_id in reply.drop_segment_ids:
             try:
                 self._segments.drop(segment_id)
@@ -151,8 +157,13 @@ class Registration:
         failpoint("memserver.renew.asking")
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
+        self._take_keys(reply)
         self._end(reply.ended_sessions)
         return int(reply.lease_ms)
+
+    def _take_keys(self, reply: pb.RegisterServerReply | pb.RenewServerReply) -> None:
+        if self._on_keys is not None and reply.HasField("access"):
+            self._on_keys(reply.access)
 
     def _end(self, ended: pb.EndedSessions) -> None:
         self._segments.end_sessions(ended.session_ids)

@@ -95,7 +95,9 @@ class BufferInfo:
         """Return it from the coordinator's message."""
         dtype = DTYPES[buffer.dtype]
         places = tuple(
-            SegmentPlace(s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id, s.control_address)
+            SegmentPlace(
+                s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id, s.control_address, s.data_tls
+            )
             for s in buffer.layout.segments
         )
         layout = Layout(

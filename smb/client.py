@@ -10,6 +10,7 @@ import operator
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from smb.metadata import JSON, encode
 from smb.proto import control_pb2 as pb
 from smb.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
 from smb.tensors import METADATA_KEY, TensorTable
+from smb.transport import tls
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
 from smb.transport.links import Links, Whereabouts
@@ -143,7 +145,8 @@ class Client:
         self._session_id = session_id
         self.engine = EngineClient(session_id, checksums=shared.checksum if checksum is None else checksum)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
-        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)))
+        secure = functools.partial(tls.connect, credentials)
+        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)), self.coordinator.tokens, secure)
         self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings(), credentials)
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
@@ -451,7 +454,9 @@ def _locate(client: weakref.ref[Client], server: str) -> Whereabouts | None:
         return None
     for found in servers:
         if found.name == server:
-            return Whereabouts(found.data_address, found.unix_path, found.instance_id, found.control_address)
+            return Whereabouts(
+                found.data_address, found.unix_path, found.instance_id, found.control_address, found.data_tls
+            )
     return None
 
 
@@ -523,10 +528,18 @@ def _renew(
     lease: float,
 ) -> None:
     """Renew the session until the client is closed or forgotten. A coordinator that is away disturbs nothing else."""
-    while not stop.wait(lease / _RENEWALS_PER_LEASE):
+    renewed_at = time.monotonic()
+    while True:
+        due_s = max(0.0, renewed_at + lease / _RENEWALS_PER_LEASE - time.monotonic())
+        if stop.wait(min(due_s, coordinator.tokens.next_s())):
+            return
         if client() is None:
             coordinator.close()
             return
+        coordinator.tokens.renew()
+        if time.monotonic() < renewed_at + lease / _RENEWALS_PER_LEASE:
+            continue
+        renewed_at = time.monotonic()
         try:
             lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
         except SessionEndedError as error:

@@ -13,6 +13,7 @@ from smb.config import parse_address
 from smb.credentials import COORDINATOR_NAME, Credentials, channel
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
+from smb.tokens import Tokens
 
 
 class SessionEndedError(errors.UnavailableError):
@@ -35,6 +36,8 @@ ANSWERED = "smb-answered"
 
 _COMES_BACK_S = 2.0
 _PROBE_S = 1.0
+_RENEW_S = 3.0
+_LOOKS_PER_LIFE = 4  # at what is due, whoever opened a buffer meanwhile
 _NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
 _UNSECURED = " Or it wants credentials: set SMB_CREDENTIALS=DIR"
 _SECURED = " Or it does not know our certificate, or has no credentials itself"
@@ -61,6 +64,8 @@ class Coordinator:
         self._secured = credentials is not None
         self._channel = channel(address, COORDINATOR_NAME, credentials)
         self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._session_id, self._session_secret = 0, b""
+        self.tokens = Tokens(self._open_again)
 
     def close(self) -> None:
         """Close the channel; calls in progress fail."""
@@ -71,28 +76,32 @@ class Coordinator:
         reply: pb.OpenSessionReply = self._call(
             self._stub.OpenSession, pb.OpenSessionRequest(client_name=client_name), timeout
         )
+        self._session_id, self._session_secret = reply.session_id, reply.session_secret
+        if reply.token_lifetime_ms:
+            self.tokens.look_every_s = reply.token_lifetime_ms / 1000 / _LOOKS_PER_LIFE
         return reply.session_id, reply.lease_ms / 1000, reply.shared
 
     def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
         """Return the lease in seconds. Raises SessionEndedError where there is nothing left to renew."""
-        request = pb.RenewSessionRequest(session_id=session_id, client_name=client_name)
+        request = pb.RenewSessionRequest(
+            session_id=session_id, client_name=client_name, session_secret=self._session_secret
+        )
         reply: pb.RenewSessionReply = self._call(self._stub.RenewSession, request, timeout)
         return reply.lease_ms / 1000
 
     def close_session(self, session_id: int, timeout: float) -> None:
         """End it at once instead of letting its lease run out."""
-        self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), timeout)
+        request = pb.CloseSessionRequest(session_id=session_id, session_secret=self._session_secret)
+        self._call(self._stub.CloseSession, request, timeout)
 
     def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:
         """See control.proto."""
-        buffer: pb.Buffer = self._call(self._stub.CreateBuffer, request, timeout)
-        return buffer
+        return self._opened(self._stub.CreateBuffer, request, timeout)
 
     def open_buffer(self, name: str, wait: float, timeout: float) -> pb.Buffer:
         """Wait up to `wait` seconds for the name to appear."""
         request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000))
-        buffer: pb.Buffer = self._call(self._stub.OpenBuffer, request, wait + timeout)
-        return buffer
+        return self._opened(self._stub.OpenBuffer, request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
         """Return where the lock or barrier of that name lies; whoever asks first gives it its place, for good."""
@@ -122,6 +131,18 @@ class Coordinator:
         """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
         return float(reply.now)
+
+    def _open_again(self, kind: pb.Kind, name: str) -> pb.Buffer:
+        return self._opened(self._stub.OpenBuffer, pb.OpenBufferRequest(name=name, kind=kind), _RENEW_S)
+
+    def _opened(
+        self, method: Callable[..., Any], request: pb.CreateBufferRequest | pb.OpenBufferRequest, timeout: float
+    ) -> pb.Buffer:
+        if self._session_secret:  # the cluster has credentials: tokens come with the answer
+            request.session_id, request.session_secret = self._session_id, self._session_secret
+        buffer: pb.Buffer = self._call(method, request, timeout)
+        self.tokens.learn(buffer)
+        return buffer
 
     def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
         try:

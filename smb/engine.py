@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar, cast
 
@@ -189,6 +189,18 @@ class Segment:
         return int(version[0]), int(writing[0])
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a session may do with a segment until when; see csrc/access.h."""
+
+    segment_id: int
+    epoch: int
+    rights: int
+    generation: int
+    expires_at_ms: int
+    secret: bytes = field(repr=False)
+
+
 class EngineClient:
     """The links and calls of one session."""
 
@@ -319,6 +331,16 @@ class Link:
     def let_go(self) -> None:
         """Stop trying to connect it."""
         lib.smb_link_let_go(self.pointer)
+
+    def authorize(self, token: Token, timeout_ms: int) -> None:
+        """Show a token, on the connection of now and on every later one. Blocks up to timeout_ms. EngineError DENIED
+        where the server does not take it.
+        """
+        shown = ffi.new("struct smb_token *")
+        shown.segment, shown.epoch, shown.rights = token.segment_id, token.epoch, token.rights
+        shown.generation, shown.expires_ms = token.generation, token.expires_at_ms
+        ffi.memmove(shown.secret, token.secret, len(token.secret))
+        _check(lib.smb_link_authorize(self.pointer, shown, timeout_ms))
 
     def attach(self, segment_id: int, epoch: int, timeout_ms: int) -> Segment:
         """Map a segment of the server behind this Unix link. One caller at a time. EngineError."""

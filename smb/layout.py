@@ -20,6 +20,7 @@ class SegmentPlace:
     unix_path: str
     instance_id: int
     control_address: str = ""
+    tls: bool = False  # what is at the address speaks TLS
 
 
 @dataclass(frozen=True, slots=True)

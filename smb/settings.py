@@ -119,6 +119,12 @@ def _stripe(text: str) -> None:
         raise InvalidArgumentError(f'"{text}" is no multiple of {STRIPE_BYTES_MULTIPLE} bytes')
 
 
+def _quotas(text: str) -> None:
+    from smb.coordinator.quotas import parse_quotas
+
+    parse_quotas(text.split())
+
+
 def _transport(text: str) -> None:
     from smb.transport.choose import check_choice
 
@@ -170,6 +176,16 @@ _TABLE = (
         "coordinator", "checksum", bool, False,
         "Have all clients send and ask for a CRC-32C with every frame, unless a client's own setting says.", _switch,
     ),
+    Setting(
+        "coordinator", "quota", str, None,
+        "How much buffers whose names begin with NAMESPACE/ may take together, and how many there may be; *: each "
+        "namespace that is not named. The flag is repeated; elsewhere they are separated by spaces.",
+        _quotas, "NAMESPACE=BYTES[,BUFFERS]",
+    ),
+    Setting(
+        "coordinator", "token_lifetime", float, 3600.0,
+        "With credentials: how long the right to a buffer is good, unless its client renews it.", _number, "SECONDS",
+    ),
     Setting("coordinator", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS)),
     Setting("memserver", "listen", str, "127.0.0.1:0", "Where clients connect; port 0: a free one.", parse_address),
     Setting("memserver", "capacity", str, "1GiB", "Memory to offer, e.g. 512MiB or 64GiB.", parse_bytes, "SIZE"),
@@ -194,6 +210,7 @@ _TABLE = (
         "Host name or address by which clients reach this server. Default: --listen's host, or this host's address "
         "towards the coordinator where that is 0.0.0.0.",
     ),
+    Setting("memserver", "data_tls", bool, False, "Encrypt data on TCP too. Takes --credentials.", _switch),
     Setting(
         "memserver", "verbs", str, "auto",
         "RDMA: auto offers it where this host has an active device, off never.",

@@ -17,6 +17,7 @@ from smb.errors import (
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
+    PermissionDeniedError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
@@ -131,6 +132,8 @@ class Home:
                 return NotFoundError(f"{asked}: {self._where()} does not have it (any more): it was deleted")
             case Status.INVALID:
                 return InvalidArgumentError(f"{asked}: {self._where()} refused it as invalid")
+            case Status.DENIED:
+                return PermissionDeniedError(f"{asked}: {self._where()} does not let this session do it")
             case Status.SESSION_ENDED:
                 return UnavailableError(f"{asked}: {SESSION_ENDED}")
             case Status.DISCONNECTED | Status.LINK_LOST:

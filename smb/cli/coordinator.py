@@ -12,11 +12,13 @@ from smb import credentials as found
 from smb.cli.options import option
 from smb.config import parse_bytes
 from smb.coordinator.process import Options, run
+from smb.coordinator.quotas import parse_quotas
 from smb.daemon import start_log
 from smb.errors import Error
 from smb.settings import SETTINGS
 
 _LEASE_S = SETTINGS["coordinator.session_lease"].default
+_TOKEN_LIFETIME_S = SETTINGS["coordinator.token_lifetime"].default
 
 
 def coordinator(
@@ -27,6 +29,8 @@ def coordinator(
     session_lease: Annotated[float, option("coordinator.session_lease")] = _LEASE_S,
     stripe: Annotated[str | None, option("coordinator.stripe")] = None,
     checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
+    quota: Annotated[list[str] | None, option("coordinator.quota")] = None,
+    token_lifetime: Annotated[float, option("coordinator.token_lifetime")] = _TOKEN_LIFETIME_S,
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
     log_level: Annotated[str, option("coordinator.log_level")] = SETTINGS["coordinator.log_level"].default,
@@ -48,6 +52,8 @@ def coordinator(
             checksum=checksum,
             credentials=found.find(credentials),
             insecure=insecure,
+            token_lifetime_s=token_lifetime,
+            quotas=parse_quotas(quota or ()),
         )
         run(options)
     except Error as error:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smb.coordinator.events import (
@@ -27,6 +27,7 @@ from smb.coordinator.events import (
     SaveSession,
     WakeOpeners,
 )
+from smb.coordinator.quotas import Quota
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
 from smb.coordinator.state import SESSION_LEASE_S, State, load, step
 from smb.coordinator.store import Store, StoreError
@@ -69,13 +70,14 @@ class Ledger:
         *,
         session_lease_s: float = SESSION_LEASE_S,
         stripe_bytes: int = 0,
+        quotas: Mapping[str, Quota] | None = None,
         clock: Callable[[], Instant] = read_clocks,
     ) -> Ledger:
         """Read the store and take back what was half done. `incarnation` is random, for this run of the coordinator.
 
         Raises StoreError for records that cannot be read.
         """
-        ledger = Ledger(store, _read(await store.load(), session_lease_s, stripe_bytes), clock)
+        ledger = Ledger(store, _read(await store.load(), session_lease_s, stripe_bytes, quotas or {}), clock)
         await ledger.commit(Restarted(incarnation))
         return ledger
 
@@ -158,11 +160,11 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
     return changes
 
 
-def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int) -> State:
+def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quotas: Mapping[str, Quota]) -> State:
     try:
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
-    return load(buffers, servers, sessions, session_lease_s, stripe_bytes)
+    return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas)

@@ -43,6 +43,15 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
     return check_creation(creation, replicas=request.replicas)
 
 
+def without_session(request: pb.CreateBufferRequest) -> pb.CreateBufferRequest:
+    """Return the request without who asks: what is created does not depend on it."""
+    asked = pb.CreateBufferRequest()
+    asked.CopyFrom(request)
+    asked.ClearField("session_id")
+    asked.ClearField("session_secret")
+    return asked
+
+
 def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
     """Return the event; the state checks it."""
     server = ServerRecord(
@@ -56,6 +65,7 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
         used_bytes=request.used_bytes,
         last_seen_at=0.0,
         weight=request.weight or 1.0,
+        data_tls=request.data_tls,
     )
     return ServerRegistered(server, frozenset(request.segment_ids))
 
@@ -99,6 +109,7 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         last_seen_at=server.last_seen_at,
         metrics_address=server.metrics_address,
         weight=server.weight,
+        data_tls=server.data_tls,
     )
 
 
@@ -129,5 +140,6 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
             message.unix_path = server.unix_path
             message.instance_id = server.instance_id
             message.control_address = server.control_address
+            message.data_tls = server.data_tls
         messages.append(message)
     return messages

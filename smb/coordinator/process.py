@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from smb.coordinator.metrics import CallMetrics, StateMetrics
 from smb.coordinator.overview import Overview
 from smb.coordinator.page import Dashboard
 from smb.coordinator.peers import MemoryServers
+from smb.coordinator.quotas import Quota
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
+from smb.coordinator.tokens import LIFETIME_S, Tokens
 from smb.coordinator.watch import Watch
 from smb.credentials import Credentials, add_port, check_exposure
 from smb.daemon import (
@@ -63,6 +65,8 @@ class Options:
     checksum: bool = False
     credentials: Credentials | None = None
     insecure: bool = False
+    token_lifetime_s: float = LIFETIME_S
+    quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
 
 
 def run(options: Options) -> None:
@@ -93,7 +97,10 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
-    ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s, stripe_bytes=options.stripe_bytes)
+    tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
+    ledger = await Ledger.open(
+        store, new_id(), session_lease_s=lease_s, stripe_bytes=options.stripe_bytes, quotas=options.quotas
+    )
     servers = MemoryServers(options.credentials)
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
@@ -108,7 +115,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     ledger.on_commit = watch.saw
     overview = Overview(lambda: (ledger.state, ledger.now()), watch, address)
     shared = pb.SharedSettings(checksum=options.checksum)
-    service = CoordinatorService(ledger, servers, endings, watch, overview, shared)
+    service = CoordinatorService(ledger, servers, endings, watch, overview, shared, tokens)
     leaving.push_async_callback(service.finish)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), Dashboard(overview))

@@ -104,6 +104,7 @@ class ServerRecord:
     used_bytes: int
     last_seen_at: float  # seconds since 1970
     weight: float = 1.0  # how much of the traffic it should take, beside others'; records of before have none
+    data_tls: bool = False  # its data address speaks TLS
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""

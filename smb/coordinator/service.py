@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from smb.access import caller
+from smb.access import Role, caller
 from smb.coordinator.endings import Endings
 from smb.coordinator.events import (
     AnswerDrops,
@@ -42,6 +42,7 @@ from smb.coordinator.messages import (
     kind_of,
     registration_of,
     server_message,
+    without_session,
 )
 from smb.coordinator.overview import Overview
 from smb.coordinator.peers import MemoryServers
@@ -49,6 +50,7 @@ from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRec
 from smb.coordinator.request import Creation
 from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.store import StoreError
+from smb.coordinator.tokens import Tokens
 from smb.coordinator.watch import Watch
 from smb.errors import AlreadyExistsError, Error, NotFoundError, PermissionDeniedError, UnavailableError
 from smb.failpoint import failpoint
@@ -61,6 +63,7 @@ _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
 _OTHERS_CREATION_S = 30.0
 _FINISH_S = 5.0
 
+_Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -82,7 +85,10 @@ class CoordinatorService(CoordinatorServicer):
         watch: Watch,
         overview: Overview,
         shared: pb.SharedSettings | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
+        """`tokens`: with credentials."""
+        self._tokens = tokens
         self._ledger = ledger
         self._servers = servers
         self._endings = endings
@@ -104,10 +110,15 @@ class CoordinatorService(CoordinatorServicer):
         session_id = new_id()
         await self._ledger.commit(SessionRenewed(session_id, request.client_name or "a client without a name"))
         failpoint("coordinator.session.opened")
-        return pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
+        reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
+        if self._tokens is not None:
+            reply.session_secret = self._tokens.session_secret(session_id)
+            reply.token_lifetime_ms = self._tokens.lifetime_ms
+        return reply
 
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
         """See control.proto."""
+        self._check_session(request)
         name = request.client_name or "a client without a name"
         failpoint("coordinator.session.renewal_asked")
         await self._ledger.commit(SessionRenewed(request.session_id, name))
@@ -116,6 +127,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
         """See control.proto."""
+        self._check_session(request)
         self._endings.tell(await self._ledger.commit(SessionClosed(request.session_id)))
         return pb.CloseSessionReply()
 
@@ -138,6 +150,7 @@ class CoordinatorService(CoordinatorServicer):
             lease_ms=_SERVER_LEASE_MS,
             drop_segment_ids=drops,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
+            access=self._tokens.keys(request.name) if self._tokens else None,
         )
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
@@ -150,6 +163,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
+            access=self._tokens.keys(request.name) if self._tokens else None,
         )
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
@@ -181,15 +195,17 @@ class CoordinatorService(CoordinatorServicer):
 
     async def CreateBuffer(self, request: pb.CreateBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""
+        self._check_given_session(request)
         failpoint("coordinator.create.asked")
-        creation = asyncio.create_task(self._create(creation_of(request)))
+        creation = asyncio.create_task(self._create(creation_of(without_session(request))))
         self._creations.add(creation)
         creation.add_done_callback(self._forget_creation)
         record = await asyncio.shield(creation)
-        return buffer_message(self._ledger.state, record)
+        return self._opened(request, record)
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""
+        self._check_given_session(request)
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
         record = await self._await_ready(kind, request.name, timeout_s)
@@ -197,7 +213,7 @@ class CoordinatorService(CoordinatorServicer):
             waited = f" appeared within {timeout_s:g} s" if timeout_s else ""
             advice = "create it, or see what there is with: smb ls" if kind is Kind.BUFFER else "nobody has used it yet"
             raise NotFoundError(f'no {kind.value} "{request.name}"{waited}; {advice}')
-        return buffer_message(self._ledger.state, record)
+        return self._opened(request, record)
 
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
         """See control.proto. By name."""
@@ -213,6 +229,21 @@ class CoordinatorService(CoordinatorServicer):
         await self._drop(committed)
         failpoint("coordinator.delete.dropped")
         return pb.DeleteBufferReply()
+
+    def _check_session(self, request: pb.RenewSessionRequest | pb.CloseSessionRequest | _Opening) -> None:
+        if self._tokens is not None:
+            self._tokens.check_session(request.session_id, request.session_secret)
+
+    def _check_given_session(self, request: _Opening) -> None:
+        if request.session_id:
+            self._check_session(request)
+
+    def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
+        """The answer, with tokens where a session asks."""
+        message = buffer_message(self._ledger.state, record)
+        if self._tokens is not None and request.session_id:
+            self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
+        return message
 
     async def _await_ready(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
         deadline = time.monotonic() + timeout_s

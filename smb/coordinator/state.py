@@ -46,6 +46,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.leases import Leases
 from smb.coordinator.placement import Placement, Pool, place, place_like
+from smb.coordinator.quotas import Quota, check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
 from smb.coordinator.request import Creation, check_address, check_server_name, check_wire
 from smb.coordinator.sessions import EndedSessions
@@ -90,6 +91,7 @@ class State:
     client_names: Mapping[int, str] = field(default_factory=dict)
     ended_sessions: EndedSessions = field(default_factory=EndedSessions)
     stripe_bytes: int = 0  # of buffers that are created without one; 0: placement's default
+    quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace; a setting of this run
 
     def alive(self, server: str, now: Instant) -> bool:
         """Whether the server's lease runs."""
@@ -131,6 +133,7 @@ def load(
     sessions: Iterable[SessionRecord] = (),
     session_lease_s: float = SESSION_LEASE_S,
     stripe_bytes: int = 0,
+    quotas: Mapping[str, Quota] | None = None,
 ) -> State:
     """Return the state that these records describe. Step it with Restarted before anything else."""
     known = sorted(sessions, key=lambda session: session.ended)
@@ -138,6 +141,7 @@ def load(
     state = State(
         servers={server.name: server for server in servers},
         session_leases=Leases(session_lease_s),
+        quotas=quotas or {},
         client_names={session.id: session.client_name for session in known if not session.ended},
         ended_sessions=EndedSessions(0, max(ended.values(), default=0), ended),
         stripe_bytes=stripe_bytes,
@@ -287,6 +291,11 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, event.new_id, now)
+    if state.quotas:
+        try:
+            check_quota(state.quotas, state.buffers.values(), record)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{creation.asked}: {error}") from None
     return _add(state, record), (SaveBuffer(record), MakeSegments(record))
 
 

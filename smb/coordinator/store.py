@@ -58,6 +58,9 @@ class SqliteStore:
         self._path = directory / FILE_NAME
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # Secrets are in it, the root of all tokens among them.
+            self._path.touch(mode=0o600, exist_ok=True)
+            self._path.chmod(0o600)
             # timeout 0: another coordinator will not go away while we wait.
             self._connection = sqlite3.connect(self._path, timeout=0.0, isolation_level=None)
         except (OSError, sqlite3.Error) as error:

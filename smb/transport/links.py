@@ -14,12 +14,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from smb.config import parse_address
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, TransportError, UnavailableError
 from smb.layout import SegmentPlace
+from smb.tokens import Tokens
 from smb.transport.base import Deadline
 
 _PAUSE_FIRST_S = 0.01
@@ -29,6 +30,8 @@ _WATCH_MS = 60_000
 _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
 
 _log = logging.getLogger("smb")
+# (server's name, its address, seconds) -> a descriptor that leads there, over TLS; UnavailableError.
+Secure: TypeAlias = Callable[[str, str, float], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Whereabouts:
     unix_path: str
     instance_id: int
     control_address: str = ""
+    tls: bool = False
 
 
 class Dialer(Protocol):
@@ -66,8 +70,12 @@ class _Entry:
 class Links:
     """All resumable links of a client, one for each server and lane."""
 
-    def __init__(self, client: EngineClient, locate: Callable[[str], Whereabouts | None]) -> None:
+    def __init__(
+        self, client: EngineClient, locate: Callable[[str], Whereabouts | None], tokens: Tokens, secure: Secure
+    ) -> None:
         """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it."""
+        self.tokens = tokens
+        self._secure = secure
         self._client = client
         self._locate = locate
         self._lock = threading.Lock()
@@ -82,9 +90,10 @@ class Links:
     def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
         """Return the link of this lane to the segment's server, connecting it if there is none.
 
-        Raises EngineError where nobody answers, UnavailableError where it is another server, or another run of it.
+        It may be used for that segment. Raises EngineError where nobody answers or we are refused, UnavailableError
+        where it is another server, or another run of it.
         """
-        where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address)
+        where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
         with self._lock:
             entry = self._entries.setdefault((place.server, lane), _Entry(place.server, lane, where))
             if not self._watching:
@@ -98,7 +107,9 @@ class Links:
                 if lane is Lane.TCP_DATA and link.is_here():
                     self._pair(link, place, deadline)
                 entry.link, entry.where = link, where
-            return entry.link
+            link = entry.link
+        self.tokens.show(link, place.id, deadline.left_ms())
+        return link
 
     def _pair(self, link: Link, place: SegmentPlace, deadline: Deadline) -> None:
         """Give the link a second one beside it. Over loopback a connection is one core's work; over a network it fills
@@ -117,6 +128,9 @@ class Links:
             link, instance_id = self._client.connect_unix(where.unix_path, entry.lane, deadline.left_ms())
         elif entry.lane in self._dialers:
             link, instance_id = self._dialers[entry.lane].dial(entry.server, where, entry.lane, deadline.left_ms())
+        elif where.tls:
+            secured = self._secure(entry.server, where.address, deadline.left())
+            link, instance_id = self._client.connect_fd(secured, entry.lane, deadline.left_ms())
         else:
             host, port = _numeric(entry.server, where.address)
             link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
@@ -166,6 +180,9 @@ class Links:
             instance_id = dialer.redial(link, entry.server, entry.where, accept_instance, _ATTEMPT_MS)
             if instance_id is not None:
                 return instance_id
+        if entry.where.tls:
+            secured = self._secure(entry.server, entry.where.address, _ATTEMPT_MS / 1000)
+            return link.resume_fd(secured, accept_instance, _ATTEMPT_MS)
         host, port = _numeric(entry.server, entry.where.address)
         return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
 

@@ -39,8 +39,11 @@ class SharedMemory:
         with self._lock:
             segment = self._mapped.get(place.id)
             if segment is None:
+                if self._resumable.tokens.read_only(place.id):
+                    raise NoWayError("who may only read is not given the memory itself")
                 link = self._link(place, deadline)
                 try:
+                    self._resumable.tokens.show(link, place.id, deadline.left_ms())
                     segment = link.attach(place.id, epoch, deadline.left_ms())
                 except EngineError as error:
                     if error.status in (Status.NOT_FOUND, Status.STALE_EPOCH):

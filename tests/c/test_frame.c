@@ -27,6 +27,8 @@ static struct smb_frame request(int opcode)
     }
     if (opcode == SMB_APPLY)
         frame.dtype = SMB_FLOAT32, frame.op = SMB_RULE_ADAM, frame.payload = SMB_APPLY_BYTES;
+    if (opcode == SMB_AUTHORIZE)
+        frame.dtype = 0, frame.length = 0, frame.offset = 0, frame.payload = SMB_AUTHORIZE_BYTES;
     if (smb_opcode_waits(opcode))
         frame.dtype = 0, frame.length = 0, frame.offset = 0, frame.payload = SMB_SYNC_BYTES;
     return frame;
@@ -116,8 +118,8 @@ static void check_promises(const struct smb_frame *frame)
     }
     CHECK_EQ(frame->status, 0);
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK ||
-        smb_opcode_waits(frame->opcode)) {
-        CHECK_EQ(payload, smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES : 0);
+        frame->opcode == SMB_AUTHORIZE || smb_opcode_waits(frame->opcode)) {
+        CHECK_EQ(payload, frame->opcode == SMB_AUTHORIZE ? SMB_AUTHORIZE_BYTES : smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES : 0);
         return;
     }
     CHECK(frame->sequence > 0 || frame->opcode == SMB_READ);

@@ -43,7 +43,7 @@ static struct smb_frame nearly(struct input *input)
     if (frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP)
         frame.length = 8;
     frame.offset = what >> 6 == 3 ? UINT64_MAX - 7 - take(input, 1) * 8 : 64;
-    frame.payload = steps && how & 64 ? 96 : how & 128 ? frame.length : payloads[how / 32 % 5];
+    frame.payload = steps && how & 64 ? 96 : frame.opcode == SMB_AUTHORIZE && how & 64 ? 48 : how & 128 ? frame.length : payloads[how / 32 % 5];
     if (wire % 2 && wire & 128)
         frame.payload = (frame.opcode == SMB_READ ? 0 : elements_of(&frame)) + (frame.flags & SMB_FLAG_CHECKSUM ? 4 : 0);
     if (frame.flags & SMB_FLAG_FENCED && take(input, 1) % 4)
@@ -64,6 +64,7 @@ static uint32_t payload_of(const struct smb_frame *frame)
     case SMB_APPLY: return token + 96;
     case SMB_FILL:
     case SMB_FETCH_ADD: return token;
+    case SMB_AUTHORIZE: return checksum + 48;
     default: return checksum + (frame->opcode >= SMB_LOCK ? 32 : 0);
     }
 }

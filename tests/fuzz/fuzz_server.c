@@ -1,11 +1,12 @@
 /* A real server, spoken to over its socket by several connections: frames that are right, nearly right, and bytes that are
- * none; sessions that repeat themselves, take over their own lane, and end. Whatever comes, it goes on serving, and the segment
+ * none; tokens, good and bad; sessions that repeat themselves, take over their own lane, and end. Whatever comes, it goes on serving, and the segment
  * that no frame changes keeps its bytes. */
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "access.h"
 #include "fuzz.h"
 #include "segment.h"
 #include "wire.h"
@@ -16,7 +17,10 @@ struct peer {
     int fd; /* -1: none now */
     uint64_t session;
     uint64_t sequence;
+    uint64_t nonce;
 };
+
+static const uint8_t key[SMB_KEY_BYTES] = {1, 2, 3};
 
 static struct smb_server *server;
 static struct smb_segment *witness;
@@ -52,6 +56,8 @@ static void start(void)
         MUST(smb_server_create_segment(server, fuzz_path(name), STEPS + i, EPOCH, SMB_FLOAT32, BYTES, CHUNK) == SMB_OK);
     }
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
+    smb_server_guard(server);
+    MUST(smb_server_set_key(server, 1, key, 1000) == SMB_OK);
     MUST(smb_server_listen_unix(server, socket_path) == SMB_OK);
     MUST(smb_segment_open(fuzz_path("witness"), &witness) == SMB_OK);
     uint8_t *bytes = smb_segment_data(witness);
@@ -82,6 +88,45 @@ static uint16_t flags_of(const struct peer *peer)
     return peer->session % 4 == 0 ? SMB_FLAG_CHECKSUM : 0;
 }
 
+/* Of a token with these rights, as the coordinator makes it and a client proves it. */
+static void store_token(const struct peer *peer, uint64_t segment, uint32_t rights, uint8_t *payload)
+{
+    struct smb_token token = {.segment = segment, .epoch = EPOCH, .rights = rights, .generation = 1, .expires_ms = UINT64_MAX / 4 / 1000000};
+    struct access_connection connection = {.nonce = peer->nonce, .instance = 1, .session = peer->session, .lane = 3};
+    uint8_t text[56] = "smb token 1";
+    smb_store64(text + 16, peer->session);
+    smb_store64(text + 24, segment);
+    smb_store64(text + 32, EPOCH | (uint64_t)rights << 32);
+    smb_store64(text + 40, 1);
+    smb_store64(text + 48, token.expires_ms);
+    smb_hmac_sha256(key, sizeof key, text, sizeof text, token.secret);
+    access_store(&token, &connection, payload);
+}
+
+/* All at once. The witness may be read alone. */
+static void show_tokens(struct peer *peer)
+{
+    static const uint64_t granted[] = {SCRATCH, FLOATS, STEPS, STEPS + 1, STEPS + 2, WITNESS};
+    enum { COUNT = sizeof granted / sizeof *granted };
+    uint8_t bytes[COUNT * (SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES + SMB_CHECKSUM_BYTES)];
+    uint8_t *at = bytes;
+    struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = flags_of(peer), .session = peer->session, .lane = 3, .epoch = EPOCH};
+    frame.payload = SMB_AUTHORIZE_BYTES + smb_frame_checksum_bytes(&frame);
+    for (int i = 0; i < COUNT; i++) {
+        frame.segment = granted[i];
+        smb_frame_encode(&frame, at);
+        store_token(peer, granted[i], SMB_RIGHT_READ | (granted[i] == WITNESS ? 0 : SMB_RIGHT_WRITE), at + SMB_FRAME_BYTES);
+        if (frame.flags & SMB_FLAG_CHECKSUM)
+            smb_store_checksum(at + SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES, smb_crc32c(0, at, SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES));
+        at += SMB_FRAME_BYTES + frame.payload;
+    }
+    ssize_t whole = at - bytes, answer = SMB_FRAME_BYTES + (ssize_t)smb_frame_checksum_bytes(&frame);
+    MUST(write(peer->fd, bytes, (size_t)whole) == whole);
+    MUST(recv(peer->fd, bytes, (size_t)(COUNT * answer), MSG_WAITALL) == COUNT * answer);
+    for (int i = 0; i < COUNT; i++)
+        MUST(smb_frame_parse(bytes + i * answer, &frame) == SMB_OK && frame.status == SMB_OK);
+}
+
 /* A connection of the same session is of the same lane: it fences the one before. */
 static void peer_connect(struct peer *peer)
 {
@@ -96,7 +141,11 @@ static void peer_connect(struct peer *peer)
     smb_frame_encode(&hello, bytes);
     smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
     MUST(write(peer->fd, bytes, (size_t)count) == count);
-    MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count);
+    MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count && smb_frame_parse(bytes, &hello) == SMB_OK);
+    peer->nonce = hello.offset;
+    if (peer->session % 16 == 7)
+        return; /* this one has nothing to show */
+    show_tokens(peer);
 }
 
 /* Until it has closed the connection, or (not `to_the_end`) has nothing more to say now. */
@@ -133,6 +182,7 @@ static uint32_t payload_of(const struct smb_frame *frame)
     case SMB_ACCUMULATE_FROM: return token + SMB_FROM_BYTES;
     case SMB_COMPARE_SWAP: return token + 8;
     case SMB_APPLY: return token + SMB_APPLY_BYTES;
+    case SMB_AUTHORIZE: return smb_frame_checksum_bytes(frame) + SMB_AUTHORIZE_BYTES;
     default: return smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES + smb_frame_checksum_bytes(frame) : token;
     }
 }
@@ -144,7 +194,7 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
     struct smb_frame frame = {.opcode = (uint8_t)(SMB_READ + take(input, 1) % (SMB_OPCODE_COUNT - SMB_READ)), .lane = 3,
                               .epoch = EPOCH, .session = peer->session, .sequence = ++peer->sequence, .segment = SCRATCH,
                               .flags = flags_of(peer)};
-    if (frame.opcode == SMB_WATERMARK) {
+    if (frame.opcode == SMB_WATERMARK || frame.opcode == SMB_AUTHORIZE) {
         frame.payload = payload_of(&frame);
         return frame;
     }
@@ -255,7 +305,7 @@ static void fit_step(struct input *input, const struct smb_frame *frame, uint8_t
 }
 
 /* Tokens, times, rounds, versions; another segment's name and a place in it. */
-static void fill_payload(struct input *input, const struct smb_frame *frame, uint8_t *payload)
+static void fill_payload(struct input *input, const struct peer *peer, const struct smb_frame *frame, uint8_t *payload)
 {
     static const uint64_t words[] = {0, 1, 2, 3, 4, 5, 1000, SCRATCH, WITNESS, CHUNK, BYTES - 8, UINT64_MAX, UINT64_MAX / 2};
     uint64_t fitting = take(input, 1) % 4;
@@ -273,7 +323,9 @@ static void fill_payload(struct input *input, const struct smb_frame *frame, uin
     }
     if (fitting && frame->opcode == SMB_APPLY && smb_frame_body(frame) == SMB_APPLY_BYTES)
         fit_step(input, frame, payload);
-    if (fitting && (has_words || (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES)))
+    if (fitting && frame->opcode == SMB_AUTHORIZE && smb_frame_body(frame) == SMB_AUTHORIZE_BYTES)
+        store_token(peer, frame->segment, (uint32_t)fitting, payload);
+    else if (fitting && (has_words || (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES)))
         fit_words(frame, payload);
 }
 
@@ -284,7 +336,7 @@ static size_t make_frame(struct input *input, struct peer *peer, uint8_t *bytes)
     if (how % 4 == 0)
         spoil(input, &frame);
     smb_frame_encode(&frame, bytes);
-    fill_payload(input, &frame, bytes + SMB_FRAME_BYTES);
+    fill_payload(input, peer, &frame, bytes + SMB_FRAME_BYTES);
     size_t count = SMB_FRAME_BYTES + frame.payload;
     if (frame.flags & SMB_FLAG_CHECKSUM && frame.payload >= SMB_CHECKSUM_BYTES)
         smb_store_checksum(bytes + count - SMB_CHECKSUM_BYTES, smb_crc32c(0, bytes, count - SMB_CHECKSUM_BYTES));

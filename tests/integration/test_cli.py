@@ -270,7 +270,7 @@ def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[s
 def test_help_names_every_command() -> None:
     """`smb --help` lists the commands of the design that exist."""
     out = run_smb("--help").stdout
-    for command in ("up", "coordinator", "status", "ls", "stat", "create", "rm", "bench", "demo"):
+    for command in ("up", "coordinator", "status", "ls", "stat", "create", "rm", "bench", "demo", "certs"):
         assert re.search(rf"^\s+{command}\s", out, re.M), command
 
 

@@ -40,6 +40,7 @@ class Opcode(IntEnum):
     PIN = 19
     UNPIN = 20
     APPLY = 21
+    AUTHORIZE = 22
 
 
 class Dtype(IntEnum):

@@ -9,6 +9,8 @@ from typing import cast
 from smb.client import Client, _renew
 from smb.control import Coordinator
 from smb.errors import UnavailableError
+from smb.proto import control_pb2 as pb
+from smb.tokens import Tokens
 
 LEASE_S = 0.003
 
@@ -23,6 +25,7 @@ class FakeCoordinator:
     def __init__(self, failures: int, last: threading.Event | None = None) -> None:
         self.renewals = 0
         self.closed = False
+        self.tokens = Tokens(lambda kind, name: pb.Buffer())
         self._failures = failures
         self._last = last
 

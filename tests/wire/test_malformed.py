@@ -37,7 +37,7 @@ def protocol_errors(server: EngineServer) -> int:
 MALFORMED = {
     "wrong magic": replace(READ, magic=0x4D54),
     "opcode 0": replace(READ, opcode=0),
-    "opcode too large": replace(READ, opcode=22),
+    "opcode too large": replace(READ, opcode=23),
     "opcode 255": replace(READ, opcode=255),
     "a reply": replace(READ, flags=Flag.REPLY),
     "unknown flag": replace(READ, flags=16),
@@ -53,6 +53,9 @@ MALFORMED = {
     "length over the limit": replace(READ, length=CHUNK_BYTES_MAX + 8),
     "absurd length": replace(READ, length=0xFFFFFFF8),
     "read with payload": replace(READ, payload=8),
+    "authorize without a token": Frame(Opcode.AUTHORIZE, segment=1, epoch=1),
+    "authorize with half a token": Frame(Opcode.AUTHORIZE, segment=1, epoch=1, payload=24),
+    "authorize of a range": Frame(Opcode.AUTHORIZE, dtype=6, segment=1, epoch=1, length=8, payload=48),
     "write without payload": replace(WRITE, payload=0),
     "write with less payload than length": replace(WRITE, length=16, payload=8),
     "write with absurd payload": replace(WRITE, payload=0xFFFFFFFF),

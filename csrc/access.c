@@ -1,0 +1,171 @@
+#include "access.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "clock.h"
+#include "server.h"
+#include "sha256.h"
+
+enum { LABEL_BYTES = 16, SECRET_TEXT_BYTES = LABEL_BYTES + 40, PROOF_TEXT_BYTES = LABEL_BYTES + 32 };
+static const char secret_label[LABEL_BYTES] = "smb token 1", proof_label[LABEL_BYTES] = "smb proof 1";
+
+/* The words that the secret is made of; smb/coordinator/tokens.py makes the same. */
+static void make_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session, const struct smb_token *token,
+                        uint8_t secret[SMB_KEY_BYTES])
+{
+    uint8_t text[SECRET_TEXT_BYTES];
+    memcpy(text, secret_label, LABEL_BYTES);
+    smb_store64(text + LABEL_BYTES, session);
+    smb_store64(text + LABEL_BYTES + 8, token->segment);
+    smb_store64(text + LABEL_BYTES + 16, token->epoch | (uint64_t)token->rights << 32);
+    smb_store64(text + LABEL_BYTES + 24, token->generation);
+    smb_store64(text + LABEL_BYTES + 32, token->expires_ms);
+    smb_hmac_sha256(key, SMB_KEY_BYTES, text, sizeof text, secret);
+}
+
+static void make_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection,
+                       uint8_t proof[SMB_KEY_BYTES])
+{
+    uint8_t text[PROOF_TEXT_BYTES];
+    memcpy(text, proof_label, LABEL_BYTES);
+    smb_store64(text + LABEL_BYTES, connection->nonce);
+    smb_store64(text + LABEL_BYTES + 8, connection->instance);
+    smb_store64(text + LABEL_BYTES + 16, connection->session);
+    smb_store64(text + LABEL_BYTES + 24, connection->lane);
+    smb_hmac_sha256(secret, SMB_KEY_BYTES, text, sizeof text, proof);
+}
+
+void access_store(const struct smb_token *token, const struct access_connection *connection, uint8_t payload[SMB_AUTHORIZE_BYTES])
+{
+    smb_store64(payload, token->rights | (uint64_t)token->generation << 32);
+    smb_store64(payload + 8, token->expires_ms);
+    make_proof(token->secret, connection, payload + 16);
+}
+
+/* The coordinator's clock, as far as it was told; hosts' own clocks need not agree. */
+static uint64_t coordinator_ms(const struct access_keys *keys, uint64_t now_ns)
+{
+    return keys->known_ms + (now_ns - keys->known_at_ns) / 1000000U;
+}
+
+bool access_ready(struct access_keys *keys)
+{
+    pthread_mutex_lock(&keys->lock);
+    bool ready = keys->known_at_ns != 0;
+    pthread_mutex_unlock(&keys->lock);
+    return ready;
+}
+
+int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
+                 const uint8_t *payload, struct grant *grant)
+{
+    uint64_t first = smb_load64(payload), now_ns = smb_now_ns(), now_ms;
+    struct smb_token token = {.segment = frame->segment, .epoch = frame->epoch, .rights = (uint32_t)first,
+                              .generation = (uint32_t)(first >> 32), .expires_ms = smb_load64(payload + 8)};
+    uint8_t key[SMB_KEY_BYTES] = {0}, proof[SMB_KEY_BYTES];
+    bool known = false;
+    pthread_mutex_lock(&keys->lock);
+    for (int i = 0; i < ACCESS_KEYS; i++) {
+        if (keys->keys[i].there && keys->keys[i].generation == token.generation) {
+            memcpy(key, keys->keys[i].bytes, sizeof key);
+            known = true;
+        }
+    }
+    now_ms = coordinator_ms(keys, now_ns);
+    pthread_mutex_unlock(&keys->lock);
+    make_secret(key, connection->session, &token, token.secret);
+    make_proof(token.secret, connection, proof);
+    bool right = sha256_same(proof, payload + 16);
+    if (!known || !right || now_ms >= token.expires_ms || token.segment == 0 || frame->session != connection->session)
+        return SMB_DENIED;
+    *grant = (struct grant){.segment = token.segment, .epoch = token.epoch, .rights = token.rights,
+                            .expires_ns = now_ns + (token.expires_ms - now_ms) * 1000000U};
+    return SMB_OK;
+}
+
+/* ---- what a connection has shown ---------------------------------------------------------------------------------- */
+
+/* Ids are random: their low bits will do. The place of the segment's grant, or the free one where it would be. */
+static struct grant *place_of(const struct grants *grants, uint64_t segment)
+{
+    uint32_t at = (uint32_t)segment & (grants->room - 1);
+    while (grants->entries[at].segment != 0 && grants->entries[at].segment != segment)
+        at = (at + 1) & (grants->room - 1);
+    return &grants->entries[at];
+}
+
+const struct grant *grants_find(const struct grants *grants, uint64_t segment)
+{
+    if (grants->room == 0 || segment == 0)
+        return NULL;
+    const struct grant *found = place_of(grants, segment);
+    return found->segment ? found : NULL;
+}
+
+/* What has expired is left behind. */
+static int grow(struct grants *grants)
+{
+    uint64_t now_ns = smb_now_ns();
+    struct grants larger = {.room = grants->room ? 2 * grants->room : 8};
+    if (larger.room > GRANTS_MAX || !(larger.entries = calloc(larger.room, sizeof *larger.entries)))
+        return SMB_OUT_OF_MEMORY;
+    for (uint32_t i = 0; i < grants->room; i++) {
+        if (grants->entries[i].segment != 0 && grants->entries[i].expires_ns > now_ns) {
+            *place_of(&larger, grants->entries[i].segment) = grants->entries[i];
+            larger.count++;
+        }
+    }
+    free(grants->entries);
+    *grants = larger;
+    return SMB_OK;
+}
+
+int grants_put(struct grants *grants, const struct grant *grant)
+{
+    if (2 * grants->count >= grants->room) {
+        int status = grow(grants);
+        if (status != SMB_OK)
+            return status;
+    }
+    struct grant *place = place_of(grants, grant->segment);
+    grants->count += place->segment == 0;
+    *place = *grant;
+    return SMB_OK;
+}
+
+void grants_clear(struct grants *grants)
+{
+    free(grants->entries);
+    *grants = (struct grants){0};
+}
+
+/* ---- the server's side -------------------------------------------------------------------------------------------- */
+
+void smb_server_guard(struct smb_server *server)
+{
+    server->guarded = true;
+}
+
+int smb_server_set_key(struct smb_server *server, uint32_t generation, const uint8_t key[SMB_KEY_BYTES], uint64_t now_ms)
+{
+    struct access_keys *keys = &server->keys;
+    pthread_mutex_lock(&keys->lock);
+    struct access_key *place = NULL;
+    for (int i = 0; i < ACCESS_KEYS; i++) { /* its own, else a free one, else the oldest */
+        struct access_key *each = &keys->keys[i];
+        if (each->there && each->generation == generation) {
+            place = each;
+            break;
+        }
+        if (!place || (place->there && (!each->there || (int32_t)(each->generation - place->generation) < 0)))
+            place = each;
+    }
+    place->there = true;
+    place->generation = generation;
+    memcpy(place->bytes, key, SMB_KEY_BYTES);
+    keys->known_ms = now_ms;
+    keys->known_at_ns = smb_now_ns();
+    pthread_mutex_unlock(&keys->lock);
+    return SMB_OK;
+}

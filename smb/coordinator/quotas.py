@@ -1,0 +1,68 @@
+"""How much of the cluster each namespace may take: bytes of memory, and how many buffers. Pure.
+
+A namespace is the first part of a name of several parts; names of one part are in the nameless one. Locks and barriers
+count as buffers do: they are memory of a server too. Bytes are of whole segment files, as against a server's capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from smb.access import namespace_of
+from smb.config import format_bytes, parse_bytes
+from smb.coordinator.records import BufferRecord
+from smb.errors import InvalidArgumentError, OutOfMemoryError
+
+EACH_OTHER = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """At most so much; None: no limit."""
+
+    nbytes: int | None = None
+    buffers: int | None = None
+
+
+def parse_quotas(texts: Iterable[str]) -> dict[str, Quota]:
+    """Return the quotas that "team=10GiB,100", "team=10GiB" or "*=1GiB,20" say: bytes, and a number of buffers; "*" is
+    each namespace that is not named. Raises InvalidArgumentError.
+    """
+    quotas: dict[str, Quota] = {}
+    for text in texts:
+        namespace, equals, limits = text.partition("=")
+        nbytes, comma, count = limits.partition(",")
+        if not equals or not namespace or "/" in namespace or (comma and not count.strip().isdecimal()):
+            raise InvalidArgumentError(
+                f"--quota {text}: write NAMESPACE=BYTES or NAMESPACE=BYTES,BUFFERS, as team=10GiB,100"
+            )
+        if namespace in quotas:
+            raise InvalidArgumentError(f"--quota {text}: {namespace} has one already")
+        quotas[namespace] = Quota(parse_bytes(nbytes), int(count) if comma else None)
+    return quotas
+
+
+def check_quota(quotas: Mapping[str, Quota], there: Iterable[BufferRecord], wanted: BufferRecord) -> None:
+    """Raise OutOfMemoryError, with what is used and allowed, where `wanted` beside what is `there` is too much."""
+    namespace = namespace_of(wanted.name)
+    quota = quotas.get(namespace) or quotas.get(EACH_OTHER)
+    if quota is None:
+        return
+    ours = [record for record in there if namespace_of(record.name) == namespace]
+    title = f'namespace "{namespace}"' if namespace else "names without a namespace"
+    advice = "delete some, or ask the operator for more (smb coordinator --quota)"
+    if quota.buffers is not None and len(ours) >= quota.buffers:
+        raise OutOfMemoryError(
+            f"{title}: {len(ours)} buffers, locks and barriers are there, {quota.buffers} are allowed; {advice}"
+        )
+    used, more = sum(map(_file_bytes, ours)), _file_bytes(wanted)
+    if quota.nbytes is not None and used + more > quota.nbytes:
+        raise OutOfMemoryError(
+            f"{title}: {format_bytes(used)} of {format_bytes(quota.nbytes)} allowed are used, and this takes "
+            f"{format_bytes(more)}; {advice}"
+        )
+
+
+def _file_bytes(record: BufferRecord) -> int:
+    return sum(segment.file_bytes for segment in record.segments)

@@ -1,0 +1,222 @@
+/* Tokens between a client's links and a guarded server: shown while calls run, renewed, shown again on each new connection. */
+#include <pthread.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "access.h"
+#include "rig.h"
+#include "sha256.h"
+#include "wire.h"
+
+enum { ELEMENTS = 3 * 1024, SESSION = 77, CALLS = 300 };
+static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};
+static const uint8_t key[SMB_KEY_BYTES] = "shared with the coordinator";
+
+static struct smb_token token_of(uint64_t segment, uint32_t rights, uint64_t expires_ms)
+{
+    struct smb_token token = {.segment = segment, .epoch = RIG_EPOCH, .rights = rights, .generation = 4, .expires_ms = expires_ms};
+    uint8_t text[56] = "smb token 1";
+    smb_store64(text + 16, SESSION);
+    smb_store64(text + 24, segment);
+    smb_store64(text + 32, RIG_EPOCH | (uint64_t)rights << 32);
+    smb_store64(text + 40, token.generation);
+    smb_store64(text + 48, expires_ms);
+    smb_hmac_sha256(key, sizeof key, text, sizeof text, token.secret);
+    return token;
+}
+
+struct rigged {
+    struct rig rig;
+    struct smb_client *client;
+    struct smb_link *link;
+    struct smb_buffer *buffer;
+};
+
+static void adopt(struct rigged *rigged, int *end)
+{
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    CHECK_EQ(smb_server_adopt(rigged->rig.servers[0], ends[0], SMB_TRANSPORT_TCP), SMB_OK);
+    *end = ends[1];
+}
+
+static void set_up(struct rigged *rigged)
+{
+    uint64_t instance;
+    int end;
+    rig_start(&rigged->rig, LAYOUT, SMB_INT64);
+    smb_server_guard(rigged->rig.servers[0]); /* no connection was made yet */
+    CHECK_EQ(smb_server_set_key(rigged->rig.servers[0], 4, key, 1000000), SMB_OK);
+    CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
+    adopt(rigged, &end);
+    CHECK_EQ(smb_client_connect_fd(rigged->client, end, 0, RIG_TIMEOUT_MS, &rigged->link, &instance), SMB_OK);
+    CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link), SMB_OK);
+}
+
+static void take_down(struct rigged *rigged)
+{
+    smb_buffer_destroy(rigged->buffer);
+    smb_link_close(rigged->link);
+    smb_client_close(rigged->client);
+    smb_client_destroy(rigged->client);
+    rig_stop(&rigged->rig);
+}
+
+static int64_t words[ELEMENTS];
+
+static struct smb_request add(void)
+{
+    for (int i = 0; i < ELEMENTS; i++)
+        words[i] = 1;
+    return (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof words, .source = words};
+}
+
+/* Without one nothing is done; one to read reads; one to write writes; one of another key, or that has expired, is none. */
+static void rights_on_a_link(void)
+{
+    struct rigged rigged;
+    static int64_t found[ELEMENTS];
+    struct smb_request read = {.opcode = SMB_READ, .bytes = sizeof found, .sink = found};
+    set_up(&rigged);
+    uint64_t segment = rig_segment_id(0, 0);
+    CHECK_EQ(reach_try(rigged.buffer, read), SMB_DENIED);
+    struct smb_token reader = token_of(segment, SMB_RIGHT_READ, 2000000), writer = token_of(segment, 3, 2000000);
+    struct smb_token late = token_of(segment, 3, 1000000), forged = writer;
+    forged.secret[31] ^= 1;
+    CHECK_EQ(smb_link_authorize(rigged.link, &late, RIG_TIMEOUT_MS), SMB_DENIED);
+    CHECK_EQ(smb_link_authorize(rigged.link, &forged, RIG_TIMEOUT_MS), SMB_DENIED);
+    CHECK_EQ(reach_try(rigged.buffer, read), SMB_DENIED);
+    CHECK_EQ(smb_link_authorize(rigged.link, &reader, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, read), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
+    CHECK_EQ(smb_link_authorize(rigged.link, &writer, RIG_TIMEOUT_MS), SMB_OK);
+    must(rigged.buffer, add());
+    must(rigged.buffer, read);
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], 1);
+    take_down(&rigged);
+}
+
+/* Gives the link another connection whenever it has none. */
+static void *tend(void *argument)
+{
+    struct rigged *rigged = argument;
+    uint64_t id, instance;
+    while (smb_client_wait_down(rigged->client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
+        int end;
+        adopt(rigged, &end);
+        CHECK_EQ(smb_link_resume_fd(rigged->link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    }
+    return NULL;
+}
+
+/* Renews the token over and over, and breaks the connection now and then. */
+static void *renew(void *argument)
+{
+    struct rigged *rigged = argument;
+    for (int i = 0; i < CALLS; i++) {
+        struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000 + (uint64_t)i);
+        int status = smb_link_authorize(rigged->link, &token, RIG_TIMEOUT_MS);
+        CHECK(status == SMB_OK);
+    }
+    return NULL;
+}
+
+static void *call(void *argument)
+{
+    struct rigged *rigged = argument;
+    static int64_t ones[ELEMENTS];
+    for (int i = 0; i < ELEMENTS; i++)
+        ones[i] = 1;
+    for (int i = 0; i < CALLS; i++)
+        must(rigged->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof ones,
+                                                  .source = ones, .timeout_ms = RIG_TIMEOUT_MS});
+    return NULL;
+}
+
+/* Each new connection is shown what the link has, before the calls that wait go on there: none of them is refused, and each
+ * counts once. */
+static void tokens_follow_the_link(void)
+{
+    static struct rigged rigged;
+    pthread_t tender, renewer, caller;
+    set_up(&rigged);
+    struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
+    CHECK_EQ(smb_link_authorize(rigged.link, &token, RIG_TIMEOUT_MS), SMB_OK);
+    pthread_create(&tender, NULL, tend, &rigged);
+    pthread_create(&renewer, NULL, renew, &rigged);
+    pthread_create(&caller, NULL, call, &rigged);
+    /* The lane's newest connection ends the one before: one that proves itself does, so each of these breaks the link's. */
+    for (int i = 0; i < 10; i++) {
+        struct smb_client *other;
+        struct smb_link *link;
+        uint64_t instance;
+        int end;
+        usleep(3000);
+        adopt(&rigged, &end);
+        CHECK_EQ(smb_client_create(SESSION, &other), SMB_OK);
+        CHECK_EQ(smb_client_connect_fd(other, end, 0, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+        CHECK_EQ(smb_link_authorize(link, &token, RIG_TIMEOUT_MS), SMB_OK);
+        smb_link_close(link);
+        smb_client_close(other);
+        smb_client_destroy(other);
+    }
+    pthread_join(caller, NULL);
+    pthread_join(renewer, NULL);
+    static int64_t found[ELEMENTS];
+    must(rigged.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], CALLS);
+    smb_client_close(rigged.client);
+    pthread_join(tender, NULL);
+    take_down(&rigged);
+}
+
+/* Hundreds of grants on one connection; each is found, those that expired make room. */
+static void grants_of_many_segments(void)
+{
+    struct grants grants = {0};
+    CHECK(!grants_find(&grants, 1));
+    for (uint64_t i = 1; i <= 1000; i++)
+        CHECK_EQ(grants_put(&grants, &(struct grant){.segment = i * 8, .expires_ns = i % 2 ? UINT64_MAX : 1, .rights = 1}), SMB_OK);
+    CHECK(grants.count < 1000);
+    for (uint64_t i = 1; i <= 1000; i += 2)
+        CHECK(grants_find(&grants, i * 8) && grants_find(&grants, i * 8)->rights == 1);
+    CHECK(!grants_find(&grants, 5) && !grants_find(&grants, 0));
+    CHECK_EQ(grants_put(&grants, &(struct grant){.segment = 8, .expires_ns = UINT64_MAX, .rights = 3}), SMB_OK);
+    CHECK_EQ(grants_find(&grants, 8)->rights, 3);
+    grants_clear(&grants);
+}
+
+/* FIPS 180-4's examples; HMAC is compared with others' in tests/security. */
+static void sha256_of_known_texts(void)
+{
+    static const struct {
+        const char *text;
+        uint8_t begins[4];
+    } known[] = {{"", {0xe3, 0xb0, 0xc4, 0x42}}, {"abc", {0xba, 0x78, 0x16, 0xbf}},
+                 {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", {0x24, 0x8d, 0x6a, 0x61}}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        struct sha256 hash;
+        uint8_t digest[SHA256_BYTES], other[SHA256_BYTES];
+        sha256_begin(&hash);
+        sha256_add(&hash, known[i].text, strlen(known[i].text));
+        sha256_end(&hash, digest);
+        CHECK(memcmp(digest, known[i].begins, 4) == 0);
+        memcpy(other, digest, sizeof other);
+        CHECK(sha256_same(digest, other));
+        for (int at = 0; at < SHA256_BYTES; at++) {
+            other[at] ^= 0x10;
+            CHECK(!sha256_same(digest, other));
+            other[at] ^= 0x10;
+        }
+    }
+}
+
+int main(void)
+{
+    static const struct test tests[] = {TEST(rights_on_a_link), TEST(tokens_follow_the_link), TEST(grants_of_many_segments),
+                                        TEST(sha256_of_known_texts)};
+    return RUN_TESTS(tests);
+}
