@@ -17,7 +17,7 @@ MODULE = "smb._engine"
 # The order is the order of the layers; see smb.h.
 SOURCES = (
     *("failpoint", "kernels", "frame", "layout", "records", "segment", "journal", "sync"),
-    *("gate", "waits", "connection", "registry", "server"),
+    *("gate", "waits", "connection", "counts", "registry", "server"),
     *("link", "client", "transfer"),
 )
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons

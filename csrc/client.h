@@ -21,6 +21,7 @@
 
 #include "layout.h"
 #include "segment.h"
+#include "stats.h"
 #include "wire.h"
 
 enum {
@@ -120,6 +121,7 @@ struct smb_link {
     bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
     int fd;
     uint16_t lane;
+    bool local;                    /* to a server of this host, over its Unix socket */
     uint32_t window;
     bool active;                   /* in the driver's list */
     struct smb_link *next;         /* of it */
@@ -145,6 +147,7 @@ struct smb_link {
 };
 
 struct smb_client {
+    struct client_stats stats;
     _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
     uint64_t session;
     bool checksums;                /* from before its first link */

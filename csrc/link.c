@@ -208,7 +208,10 @@ int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_
     uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     int fd = -1;
     int status = open_unix(path, deadline_ns, &fd);
-    return greet(client, fd, status, lane, deadline_ns, link, instance);
+    status = greet(client, fd, status, lane, deadline_ns, link, instance);
+    if (status == SMB_OK)
+        (*link)->local = true;
+    return status;
 }
 
 /* Takes fd over, whatever `status` it was opened with. */
@@ -1056,12 +1059,13 @@ static int send_watermarks(struct smb_link *link, bool *moved)
     return SMB_OK;
 }
 
-static void mark_repeated(struct flight *flight)
+static void mark_repeated(const struct smb_link *link, struct flight *flight)
 {
     struct smb_frame frame;
     /* Our own header: it parses. */
     if (!flight->was_sent || smb_frame_parse(flight->header, &frame) != SMB_OK)
         return;
+    atomic_fetch_add_explicit(&link->client->stats.repeated, 1, memory_order_relaxed);
     frame.flags |= SMB_FLAG_RETRY;
     smb_frame_encode(&frame, flight->header);
     if (flight->opcode == SMB_LOCK) /* it keeps its place in the queue */
@@ -1098,7 +1102,7 @@ static void resume(struct smb_link *link)
                 landed(link, flight);
             }
         } else {
-            mark_repeated(*at);
+            mark_repeated(link, *at);
             at = &(*at)->next;
         }
     }
