@@ -285,6 +285,20 @@ void smb_server_latencies(struct smb_server *server, struct smb_latencies *laten
  * not ended. Writes at most `most`, in no order; returns how many. */
 uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares, uint64_t most);
 uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares, uint64_t most);
+/* What is held or waited for at one segment, now. */
+enum smb_wait_kind { SMB_WAIT_LOCK = 0, SMB_WAIT_PUBLISHER = 1, SMB_WAIT_BARRIER = 2, SMB_WAIT_VERSION = 3 };
+struct smb_wait {
+    uint64_t segment;
+    uint64_t session;   /* of the holder of LOCK and PUBLISHER; 0: nobody holds it */
+    uint64_t token;     /* of this holding */
+    uint64_t left_ms;   /* until it runs out, unless it is renewed */
+    uint32_t kind;      /* enum smb_wait_kind */
+    uint32_t waiting;   /* requests */
+    uint32_t arrived;   /* at the barrier's round under way */
+    uint32_t parties;
+};
+/* Writes those of all segments, at most `most`, in no order; returns how many there are, written or not. */
+uint64_t smb_server_waits(struct smb_server *server, struct smb_wait *waits, uint64_t most);
 /* Stops the loops, closes every connection, unmaps (files stay, for the next run). */
 void smb_server_destroy(struct smb_server *server);
 

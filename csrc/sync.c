@@ -847,15 +847,29 @@ uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
     return next_ns;
 }
 
-void sync_status(struct sync *sync, struct sync_status *status)
+static uint64_t length(const struct queue *queue)
+{
+    uint64_t waiters = 0;
+    for (const struct waiter *waiter = queue->first; waiter; waiter = waiter->next)
+        waiters++;
+    return waiters;
+}
+
+void sync_status(struct sync *sync, uint64_t now_ns, struct sync_status *status)
 {
     pthread_mutex_lock(&sync->mutex);
     *status = (struct sync_status){.version = get(&sync->words->version), .broken_rounds = sync->broken_rounds,
-                                   .lock_expires_ns = get(&sync->words->locks[SYNC_USER].expires_ns),
-                                   .lock_session = get(&sync->words->locks[SYNC_USER].session)};
-    const struct queue *queues[] = {&sync->locks[SYNC_USER], &sync->locks[SYNC_PUBLISHER], &sync->barrier, &sync->versions};
-    for (int i = 0; i < 4; i++)
-        for (const struct waiter *waiter = queues[i]->first; waiter; waiter = waiter->next)
-            status->waiting++;
+                                   .barrier_waiting = length(&sync->barrier), .arrived = arrived_of(sync),
+                                   .versions_waiting = length(&sync->versions)};
+    status->parties = status->arrived ? get(&sync->words->parties) : 0;
+    for (int which = 0; which < SYNC_LOCKS; which++) {
+        const struct sync_lock_words *lock = &sync->words->locks[which];
+        status->locks[which].waiting = length(&sync->locks[which]);
+        if (!held(lock, now_ns))
+            continue;
+        status->locks[which].session = get(&lock->session);
+        status->locks[which].token = get(&lock->token);
+        status->locks[which].left_ms = (get(&lock->expires_ns) - now_ns) / MS;
+    }
     pthread_mutex_unlock(&sync->mutex);
 }

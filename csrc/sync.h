@@ -139,7 +139,12 @@ int sync_fence_enter(struct sync *sync, uint64_t token, uint64_t now_ns);
 void sync_fence_leave(struct sync *sync);
 
 /* For metrics and people. */
-struct sync_status { uint64_t waiting; uint64_t lock_expires_ns; uint64_t lock_session; uint64_t version; uint64_t broken_rounds; };
-void sync_status(struct sync *sync, struct sync_status *status);
+struct sync_status {
+    uint64_t version, broken_rounds;
+    struct { uint64_t waiting, session, token, left_ms; } locks[SYNC_LOCKS]; /* session 0: nobody holds it */
+    uint64_t barrier_waiting, arrived, parties; /* of the round under way */
+    uint64_t versions_waiting;
+};
+void sync_status(struct sync *sync, uint64_t now_ns, struct sync_status *status);
 
 #endif

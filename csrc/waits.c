@@ -263,3 +263,40 @@ void smb_server_end_session(struct smb_server *server, uint64_t session)
     server_each_segment(server, end_on_segment, &session);
     forget_past(server, session);
 }
+
+/* ---- for people --------------------------------------------------------------------------------------------------- */
+
+struct look {
+    struct smb_wait *waits;
+    uint64_t most, found;
+};
+
+static void see(struct look *look, struct smb_wait wait)
+{
+    if (wait.session == 0 && wait.waiting == 0)
+        return;
+    if (look->found < look->most)
+        look->waits[look->found] = wait;
+    look->found++;
+}
+
+static void look_at_segment(void *argument, struct smb_segment *segment)
+{
+    struct sync_status now;
+    uint64_t id = smb_segment_id(segment);
+    sync_status(served_of(segment)->sync, smb_boot_ns(), &now);
+    for (uint32_t which = 0; which < SYNC_LOCKS; which++)
+        see(argument, (struct smb_wait){.segment = id, .kind = which == SYNC_USER ? SMB_WAIT_LOCK : SMB_WAIT_PUBLISHER,
+                                        .session = now.locks[which].session, .token = now.locks[which].token,
+                                        .left_ms = now.locks[which].left_ms, .waiting = (uint32_t)now.locks[which].waiting});
+    see(argument, (struct smb_wait){.segment = id, .kind = SMB_WAIT_BARRIER, .waiting = (uint32_t)now.barrier_waiting,
+                                    .arrived = (uint32_t)now.arrived, .parties = (uint32_t)now.parties});
+    see(argument, (struct smb_wait){.segment = id, .kind = SMB_WAIT_VERSION, .waiting = (uint32_t)now.versions_waiting});
+}
+
+uint64_t smb_server_waits(struct smb_server *server, struct smb_wait *waits, uint64_t most)
+{
+    struct look look = {.waits = waits, .most = most};
+    server_each_segment(server, look_at_segment, &look);
+    return look.found;
+}

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
+from memserver.load import load_of
 from memserver.metrics import EngineMetrics
 from memserver.place import Place
 from memserver.recovery import recover
@@ -131,7 +132,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
 
     if options.ready_file is not None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
-    health.registration = Registration(options.coordinator, identity, segments, decided)
+    health.registration = Registration(options.coordinator, identity, segments, lambda: load_of(engine, place), decided)
     leaving.callback(health.registration.close)
 
 

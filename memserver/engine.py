@@ -49,6 +49,12 @@ TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_TCP: "tcp",
     lib.SMB_TRANSPORT_UNIX: "unix",
 }
+WAITS: dict[int, str] = {
+    lib.SMB_WAIT_LOCK: "lock",
+    lib.SMB_WAIT_PUBLISHER: "publication",
+    lib.SMB_WAIT_BARRIER: "barrier",
+    lib.SMB_WAIT_VERSION: "version",
+}
 _ERRORS: dict[int, type[Error]] = {
     lib.SMB_NOT_FOUND: NotFoundError,
     lib.SMB_INVALID: InvalidArgumentError,
@@ -84,6 +90,22 @@ class Counters:
     recovered_locks: int
     segments: int
     segment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What is held or waited for at one segment. `session` holds it (0: nobody), in a holding that `token` tells from
+    others, for `left_ms` unless it renews; `waiting` requests wait; at a barrier `arrived` of `parties` are there.
+    """
+
+    segment_id: int
+    kind: str
+    session: int
+    token: int
+    left_ms: int
+    waiting: int
+    arrived: int
+    parties: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +197,25 @@ class Engine:
             segments=int(raw.segments),
             segment_bytes=int(raw.segment_bytes),
         )
+
+    def waits(self, most: int) -> tuple[list[Wait], int]:
+        """Return at most so many of the locks that are held and of what is waited for, and how many there are."""
+        raw = ffi.new("struct smb_wait[]", most)
+        found = int(lib.smb_server_waits(self._server, raw, most))
+        waits = [
+            Wait(
+                segment_id=int(wait.segment),
+                kind=WAITS[wait.kind],
+                session=int(wait.session),
+                token=int(wait.token),
+                left_ms=int(wait.left_ms),
+                waiting=int(wait.waiting),
+                arrived=int(wait.arrived),
+                parties=int(wait.parties),
+            )
+            for wait in raw[0 : min(found, most)]
+        ]
+        return waits, found
 
     def close(self) -> None:
         """Stop the loops, close every connection, unmap; files stay for the next run. The object is of no use then."""

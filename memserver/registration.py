@@ -50,14 +50,20 @@ class Registration:
     """Keeps this server registered at the coordinator. `close` it."""
 
     def __init__(
-        self, coordinator: str, identity: Identity, segments: Segments, on_outcome: Callable[[Error | None], None]
+        self,
+        coordinator: str,
+        identity: Identity,
+        segments: Segments,
+        load: Callable[[], pb.ServerLoad],
+        on_outcome: Callable[[Error | None], None],
     ) -> None:
-        """Begin. `on_outcome` is called once, from the thread here: with None once registered, or with why that can
-        never be.
+        """Begin. `load` is asked at each renewal. `on_outcome` is called once, from the thread here: with None once
+        registered, or with why that can never be.
         """
         self._coordinator = coordinator
         self._identity = identity
         self._segments = segments
+        self._load = load
         self._on_outcome = on_outcome
         self._sessions_seen = pb.SessionsSeen()
         self._decided = False
@@ -138,6 +144,7 @@ class Registration:
             instance_id=self._identity.instance_id,
             used_bytes=self._segments.used_bytes(),
             sessions_seen=self._sessions_seen,
+            load=self._load(),
         )
         failpoint("memserver.renew.asking")
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)

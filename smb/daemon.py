@@ -16,6 +16,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -124,12 +125,46 @@ def _cannot_listen(address: str, error: OSError) -> Error:
     return UnavailableError(f"cannot listen on {address}: {error.strerror or error}; choose another address or port 0")
 
 
-class Pages:
-    """GET /metrics (Prometheus) and GET /healthz (JSON; 503 where `health` says so), on threads of their own."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one page is answered with. `tag` is its ETag: who has the same gets 304 and no body."""
 
-    def __init__(self, address: str, registry: CollectorRegistry, health: Callable[[], Mapping[str, Any]]) -> None:
+    status: str
+    kind: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    tag: str = ""
+
+
+# A page beside those that all daemons have: the answer to GET path?query, None where there is no such page.
+Route = Callable[[str, str], Answer | None]
+# Who may see the pages: None lets a request in. The one place where all of them are refused.
+Admission = Callable[["WSGIEnvironment"], Answer | None]
+
+
+def _no_page(_path: str, _query: str) -> Answer | None:
+    return None
+
+
+def _everybody(_request: WSGIEnvironment) -> Answer | None:
+    return None
+
+
+class Pages:
+    """GET /metrics (Prometheus), GET /healthz (JSON; 503 where `health` says so) and what `route` has, on threads of
+    their own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        health: Callable[[], Mapping[str, Any]],
+        route: Route = _no_page,
+        admit: Admission = _everybody,
+    ) -> None:
         """Listen and serve at once; port 0 picks a free one. `health` returns what /healthz shows; its "ok" decides 200
-        or 503.
+        or 503. `admit` is asked before anything else.
 
         Raises UnavailableError where the address cannot be had.
         """
@@ -139,7 +174,7 @@ class Pages:
             self._server = _PageServer(family, host, port)
         except OSError as error:
             raise _cannot_listen(address, error) from None
-        self._server.set_app(_application(make_wsgi_app(registry), health))
+        self._server.set_app(_application(make_wsgi_app(registry), health, route, admit))
         self._thread = threading.Thread(target=self._server.serve_forever, name="pages", daemon=True)
         self._thread.start()
         self.address = format_address(host, self._server.server_port)
@@ -178,21 +213,35 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
         _log.debug("page request of %s failed", client_address, exc_info=True)
 
 
-def _application(metrics: WSGIApplication, health: Callable[[], Mapping[str, Any]]) -> WSGIApplication:
-    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "/")
-        if path == "/metrics":
-            return metrics(environ, start_response)
+def _application(
+    metrics: WSGIApplication, health: Callable[[], Mapping[str, Any]], route: Route, admit: Admission
+) -> WSGIApplication:
+    def page(path: str, query: str) -> Answer:
         if path == "/healthz":
             shown = health()
             status = "200 OK" if shown["ok"] else "503 Service Unavailable"
-            return _answer(start_response, status, "application/json", json.dumps(shown) + "\n")
-        return _answer(start_response, "404 Not Found", "text/plain", "There is /metrics and /healthz.\n")
+            return Answer(status, "application/json", json.dumps(shown).encode() + b"\n")
+        return route(path, query) or Answer("404 Not Found", "text/plain", b"There is /metrics and /healthz.\n")
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        refusal = admit(environ)
+        if refusal is not None:
+            return _send(start_response, environ, refusal)
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            refusal = Answer("405 Method Not Allowed", "text/plain", b"Read only.\n", (("Allow", "GET, HEAD"),))
+            return _send(start_response, environ, refusal)
+        path = environ.get("PATH_INFO", "/")
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        return _send(start_response, environ, page(path, environ.get("QUERY_STRING", "")))
 
     return application
 
 
-def _answer(start_response: StartResponse, status: str, kind: str, text: str) -> Iterable[bytes]:
-    body = text.encode()
-    start_response(status, [("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body)))])
-    return [body]
+def _send(start_response: StartResponse, environ: WSGIEnvironment, answer: Answer) -> Iterable[bytes]:
+    if answer.tag and answer.tag in environ.get("HTTP_IF_NONE_MATCH", ""):
+        start_response("304 Not Modified", list(answer.headers))
+        return []
+    described = [("Content-Type", f"{answer.kind}; charset=utf-8"), ("Content-Length", str(len(answer.body)))]
+    start_response(answer.status, [*described, *answer.headers])
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [answer.body]

@@ -59,6 +59,8 @@ class Ledger:
         self._openers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._stopping = False
         self.state = state
+        # Told of every event after it was stored, with the state before it. In the loop's thread; must not raise.
+        self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
 
     @staticmethod
     async def open(
@@ -83,17 +85,21 @@ class Ledger:
     async def commit(self, event: Event) -> Committed:
         """Decide, store, then show. Raises smb.errors.Error where the event is refused or could not be stored."""
         async with self._turn:
-            state, effects = step(self.state, event, self.now())
+            before, now = self.state, self.now()
+            state, effects = step(before, event, now)
             changes = _changes(effects)
             if changes:
                 await self._store.change(changes)
             self.state = state
+        committed = Committed(state, effects)
+        if self.on_commit is not None:
+            self.on_commit(event, before, committed, now)
         for effect in effects:
             if isinstance(effect, Report):
                 _log.log(effect.level, effect.text)
             elif isinstance(effect, WakeOpeners):
                 self._wake(effect.key)
-        return Committed(state, effects)
+        return committed
 
     async def wait(self, key: str, timeout_s: float) -> bool:
         """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.

@@ -21,10 +21,13 @@ from smb.coordinator.endings import Endings
 from smb.coordinator.events import Instant, Ticked
 from smb.coordinator.ledger import Ledger
 from smb.coordinator.metrics import CallMetrics, StateMetrics
+from smb.coordinator.overview import Overview
+from smb.coordinator.page import Dashboard
 from smb.coordinator.peers import MemoryServers
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
+from smb.coordinator.watch import Watch
 from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
 from smb.errors import InvalidArgumentError, UnavailableError
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
@@ -78,16 +81,18 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
     leaving.push_async_callback(endings.close)
-    service = CoordinatorService(ledger, servers, endings)
-    leaving.push_async_callback(service.finish)
-
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
     registry.register(StateMetrics(lambda: (ledger.state, ledger.now())))
     server = grpc.aio.server(interceptors=[Answers(call_metrics)], options=GRPC_SERVER_OPTIONS)
-    add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     address = format_address(host, _bind(server, options.listen, format_address(host, port)))
-    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address))
+    watch = Watch(ledger.now())
+    ledger.on_commit = watch.saw
+    overview = Overview(lambda: (ledger.state, ledger.now()), watch, address)
+    service = CoordinatorService(ledger, servers, endings, watch, overview)
+    leaving.push_async_callback(service.finish)
+    add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), Dashboard(overview))
     leaving.callback(pages.close)
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
@@ -95,7 +100,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     ticking = asyncio.create_task(_tick(ledger, endings))
     leaving.push_async_callback(_cancel, ticking)
 
-    _log.info("serving at %s, metrics at %s, state in %s", address, pages.address, options.state)
+    _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)
     if options.ready_file is not None:
         write_ready_file(options.ready_file, address=address, metrics=pages.address, name="coordinator")
         leaving.callback(options.ready_file.unlink, missing_ok=True)

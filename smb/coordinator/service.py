@@ -42,11 +42,13 @@ from smb.coordinator.messages import (
     registration_of,
     server_message,
 )
+from smb.coordinator.overview import Overview
 from smb.coordinator.peers import MemoryServers
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
 from smb.coordinator.request import Creation
 from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.store import StoreError
+from smb.coordinator.watch import Watch
 from smb.errors import AlreadyExistsError, Error, NotFoundError, UnavailableError
 from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
@@ -71,10 +73,14 @@ class CoordinatorService(CoordinatorServicer):
     `answers`.
     """
 
-    def __init__(self, ledger: Ledger, servers: MemoryServers, endings: Endings) -> None:
+    def __init__(
+        self, ledger: Ledger, servers: MemoryServers, endings: Endings, watch: Watch, overview: Overview
+    ) -> None:
         self._ledger = ledger
         self._servers = servers
         self._endings = endings
+        self._watch = watch
+        self._overview = overview
         self._session_lease_ms = int(ledger.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
 
@@ -131,6 +137,8 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.renew.asked")
         committed = await self._ledger.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
         failpoint("coordinator.renew.granted")
+        if request.HasField("load"):
+            self._watch.told(request.name, request.instance_id, request.load, self._ledger.now())
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
@@ -146,6 +154,16 @@ class CoordinatorService(CoordinatorServicer):
         state, now = self._ledger.state, self._ledger.now()
         servers = sorted(state.servers.values(), key=lambda server: server.name)
         return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers])
+
+    async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
+        """See control.proto. Made in a thread: with very many buffers it takes a while."""
+        if request.server:
+            text = await asyncio.to_thread(self._overview.server, request.server)
+        elif request.buffer:
+            text = await asyncio.to_thread(self._overview.buffer, request.buffer)
+        else:
+            text = await asyncio.to_thread(self._overview.all)
+        return pb.OverviewReply(json=text.decode())
 
     # Buffers
 

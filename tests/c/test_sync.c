@@ -436,12 +436,39 @@ static void thousand_waiters(void)
     free(many);
 }
 
+/* People see who holds each lock and for how long yet, how many wait for what, and how far a barrier has come. */
+static void seen_by_people(void)
+{
+    struct place place;
+    struct asked a, b, c, d;
+    struct sync_status now;
+    place_make(&place);
+    sync_status(place.sync, place.now, &now);
+    CHECK(now.locks[SYNC_USER].session == 0 && now.locks[SYNC_USER].waiting == 0 && now.parties == 0);
+    CHECK_EQ(lock(&place, &a, 7, 1, 0, 0), SMB_OK);
+    CHECK_EQ(lock(&place, &b, 8, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &d, SMB_ARRIVE, 9, 2, 0, 3, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &d, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_PARKED);
+    place.now += SECOND / 4;
+    sync_status(place.sync, place.now, &now);
+    CHECK(now.locks[SYNC_USER].session == 7 && now.locks[SYNC_USER].token == a.answer.a);
+    CHECK(now.locks[SYNC_USER].left_ms == 750 && now.locks[SYNC_USER].waiting == 1);
+    CHECK(now.locks[SYNC_PUBLISHER].session == 0 && now.versions_waiting == 1);
+    CHECK(now.barrier_waiting == 1 && now.arrived == 1 && now.parties == 3);
+    place.now += SECOND; /* the lease is over, whether or not the ticker saw it */
+    sync_status(place.sync, place.now, &now);
+    CHECK_EQ(now.locks[SYNC_USER].session, 0);
+    place_end(&place);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
         TEST(locks), TEST(locks_over_a_restart), TEST(grace), TEST(longest_lease), TEST(long_queue), TEST(fences),
         TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
         TEST(versions), TEST(pins), TEST(pins_run_out), TEST(ends), TEST(thousand_waiters),
+        TEST(seen_by_people),
     };
     return RUN_TESTS(tests);
 }

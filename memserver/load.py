@@ -1,0 +1,55 @@
+"""What a renewal tells of this server's load: for people, so nothing depends on it."""
+
+from __future__ import annotations
+
+import os
+
+from memserver.engine import Engine
+from memserver.place import Place
+from smb.proto import control_pb2 as pb
+
+WAITS_MAX = 256  # a renewal stays small however many locks are held
+
+
+def load_of(engine: Engine, place: Place) -> pb.ServerLoad:
+    """Return the counters since the start, and what is held and waits now."""
+    counters = engine.counters()
+    waits, found = engine.waits(WAITS_MAX)
+    operations = [
+        pb.OperationLoad(transport=transport, kind=kind, count=count, bytes=counters.transferred_bytes[transport, kind])
+        for (transport, kind), count in counters.operations.items()
+        if count
+    ]
+    return pb.ServerLoad(
+        operations=operations,
+        errors={reason: count for reason, count in counters.errors.items() if count},
+        connections={name: count for name, count in counters.connections.items() if count},
+        parked_requests=counters.parked,
+        waiting_requests=counters.waits,
+        replayed_requests=counters.replayed_total,
+        recovered_locks=counters.recovered_locks,
+        segment_count=counters.segments,
+        memory_free_bytes=_free_bytes(place),
+        waits=[
+            pb.Wait(
+                segment_id=wait.segment_id,
+                kind=wait.kind,
+                session_id=wait.session,
+                token=wait.token,
+                left_ms=min(wait.left_ms, 0xFFFFFFFF),
+                waiting=wait.waiting,
+                arrived=wait.arrived,
+                parties=wait.parties,
+            )
+            for wait in waits
+        ],
+        waits_left_out=found - len(waits),
+    )
+
+
+def _free_bytes(place: Place) -> int:
+    try:
+        found = os.statvfs(place.directory)
+    except OSError:  # somebody removed the directory: a renewal must not fail for that
+        return 0
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,265 @@
+// The page: asks /api/state every two seconds, and brings what is shown up to date in place.
+
+import { Chart } from "./chart.js";
+import * as detail from "./detail.js";
+import { arrange, badge, classes, command, el, meter, text } from "./dom.js";
+import * as f from "./format.js";
+import { Table } from "./table.js";
+
+const EVERY_MS = 2000; // as often as servers tell; the next question waits for the answer to the last one
+const PATIENCE_MS = 5000;
+const EVENTS_SHOWN = 12;
+const $ = (id) => document.getElementById(id);
+
+let state = null;
+let answeredAt = 0; // performance.now() of the last answer
+let allEvents = false;
+let asking = null; // the timer until the next question, or true while one is asked
+
+const number = (row) => row ?? -1;
+const alive = (server) => ["alive", "late"].includes(server.state);
+
+const servers = new Table($("servers"), {
+  label: "memory servers",
+  key: (row) => row.name,
+  filter: true,
+  columns: [
+    { head: "Server", sort: (s) => s.name, said: (s) => s.name, cell: (s) => detail.opener("server", s.name) },
+    {
+      head: "State",
+      sort: (s) => s.state,
+      said: (s) => [s.state, alive(s) ? "" : f.ago(s.last_seen, state.now)],
+      cell: (s) => badge(s.state, alive(s) ? "" : `, ${f.ago(s.last_seen, state.now)}`),
+    },
+    {
+      head: "Memory",
+      wide: true,
+      sort: (s) => s.used / s.capacity,
+      said: (s) => [s.used, s.capacity],
+      cell: (s) => el("span", { class: "amount" }, meter(s.used, s.capacity, "memory used"), el("span", {}, `${f.bytes(s.used)} of ${f.bytes(s.capacity)}`)),
+    },
+    { head: "Operations", number: true, sort: (s) => number(s.rates?.operations), cell: (s) => f.each(s.rates?.operations) },
+    { head: "In", number: true, sort: (s) => number(s.rates?.in), cell: (s) => f.rate(s.rates?.in) },
+    { head: "Out", number: true, sort: (s) => number(s.rates?.out), cell: (s) => f.rate(s.rates?.out) },
+    { head: "Connections", number: true, sort: (s) => s.connections, cell: (s) => (alive(s) ? f.count(s.connections) : "–") },
+    { head: "Parked", number: true, sort: (s) => s.parked, cell: (s) => (alive(s) ? f.count(s.parked) : "–") },
+    { head: "Waiting", number: true, sort: (s) => s.waiting, cell: (s) => (alive(s) ? f.count(s.waiting) : "–") },
+    { head: "Errors/min", number: true, sort: (s) => s.errors_recently, cell: (s) => (alive(s) ? f.count(s.errors_recently) : "–") },
+  ],
+});
+
+const buffers = new Table($("buffers"), {
+  label: "buffers",
+  key: (row) => row.name,
+  filter: true,
+  columns: [
+    { head: "Buffer", sort: (b) => b.name, said: (b) => b.name, cell: (b) => detail.opener("buffer", b.name) },
+    { head: "State", sort: (b) => b.state, said: (b) => b.state, cell: (b) => badge(b.state === "gone" ? "gone" : b.state, b.state === "gone" ? ": a server of it" : "") },
+    { head: "Shape", sort: (b) => b.size, cell: (b) => `${f.shape(b.shape)} ${b.dtype}` },
+    { head: "Size", number: true, sort: (b) => b.size * b.versions, cell: (b) => f.bytes(b.size) + (b.versions > 1 ? ` × ${b.versions}` : "") },
+    { head: "Striped over", wide: true, sort: (b) => b.servers, said: (b) => [b.parts, b.servers, b.parts.map((p) => known.get(p.server)?.state)], cell: striped },
+    { head: "Made", number: true, sort: (b) => -b.created, cell: (b) => f.ago(b.created, state.now) },
+  ],
+});
+
+const clients = new Table($("clients"), {
+  label: "clients",
+  key: (row, forFilter) => (forFilter ? row.name : row.key),
+  filter: true,
+  columns: [
+    { head: "Client", sort: (c) => c.name, cell: (c) => c.name },
+    { head: "Connected", number: true, sort: (c) => -c.since, cell: (c) => (c.since ? f.ago(c.since, state.now) : `over ${f.duration(state.now - state.coordinator.started)}`) },
+    { head: "Last heard", number: true, sort: (c) => c.silent_s, cell: (c) => `${f.duration(c.silent_s)} ago` },
+    { head: "Lease", number: true, sort: (c) => c.lease_s - c.silent_s, cell: (c) => `${f.duration(c.lease_s - c.silent_s)} left` },
+    { head: "Locks held", number: true, sort: (c) => c.holds, cell: (c) => f.count(c.holds) },
+  ],
+});
+
+const waits = new Table($("waits"), {
+  label: "locks, and what waits",
+  key: (w) => `${w.what} ${w.kind} ${w.name} ${w.server}`,
+  columns: [
+    { head: "What", sort: detail.what, cell: detail.what },
+    { head: "Held by", sort: (w) => w.holder ?? "", cell: (w) => w.holder ?? "nobody" },
+    { head: "For", number: true, sort: (w) => (w.holder ? w.for_s : -1), cell: (w) => (w.holder ? f.duration(w.for_s) : "–") },
+    { head: "Lease", number: true, sort: (w) => w.left_s, cell: (w) => (w.holder ? `${f.duration(w.left_s)} left` : "–") },
+    { head: "Waiting", number: true, sort: (w) => w.waiting, cell: (w) => f.count(w.waiting) },
+    { head: "At server", sort: (w) => w.server, cell: (w) => w.server },
+  ],
+});
+
+const bytesChart = new Chart($("chart-bytes"), {
+  title: "Bytes",
+  series: [{ name: "in", kind: "in" }, { name: "out", kind: "out" }],
+  format: f.rate,
+  powers: 1024,
+});
+const operationsChart = new Chart($("chart-operations"), {
+  title: "Operations",
+  series: [{ name: "all kinds", kind: "operations" }],
+  format: f.each,
+  powers: 1000,
+});
+
+let known = new Map(); // servers by name
+
+function striped(buffer) {
+  const bar = el("span", { class: "strip", "aria-hidden": "true" });
+  const total = buffer.parts.reduce((sum, part) => sum + part.size, 0);
+  buffer.parts.forEach((part, i) => {
+    const cell = el("span", { class: detail.tint(i, known.get(part.server)?.state), title: `${part.server}: ${f.bytes(part.size)}` });
+    cell.style.flexGrow = part.size / total;
+    bar.append(cell);
+  });
+  return el("span", { class: "amount" }, bar, el("span", {}, buffer.servers === 1 ? buffer.parts[0].server : f.plural(buffer.servers, "server")));
+}
+
+function show() {
+  known = new Map(state.servers.map((server) => [server.name, server]));
+  const { address } = state.coordinator;
+  text($("where"), `coordinator ${address}, up ${f.duration(state.now - state.coordinator.started)}`);
+  showProblems();
+  showTotals();
+  bytesChart.update(state.history, [state.history.in, state.history.out]);
+  operationsChart.update(state.history, [state.history.operations]);
+  servers.update(state.servers, { empty: noServers(address), leftOut: 0 });
+  buffers.update(state.buffers, { empty: noBuffers(address), leftOut: state.left_out.buffers });
+  clients.update(state.clients, { empty: noClients(address), leftOut: state.left_out.clients });
+  waits.update(state.waits, { empty: { said: 0, make: () => [el("p", {}, "No lock is held, and nobody waits.")] }, leftOut: state.left_out.waits });
+  text($("n-servers"), state.totals.alive === state.totals.servers ? `${state.totals.servers}` : `${state.totals.alive}/${state.totals.servers}`);
+  text($("n-buffers"), String(state.totals.buffers));
+  text($("n-clients"), String(state.totals.clients));
+  text($("n-waits"), String(state.waits.length + state.left_out.waits));
+  showEvents();
+}
+
+function showProblems() {
+  const { problems } = state;
+  const shown = problems.map(problem);
+  if (!shown.length) {
+    const word = state.totals.servers ? `Nothing: ${f.plural(state.totals.alive, "server")} alive.` : "Nothing, but there is no memory server yet.";
+    shown.push(["fine", () => el("p", { class: "fine" }, el("span", { "aria-hidden": "true" }, "✓ "), word), word]);
+  }
+  const list = $("problem-list");
+  const there = new Map([...list.children].map((child) => [child.dataset.key, child]));
+  arrange(list, shown.map(([key, make, said]) => {
+    const before = there.get(key);
+    if (before?.dataset.said === said) return before;
+    const made = make();
+    Object.assign(made.dataset, { key, said });
+    if (before?.open) made.open = true;
+    const focused = before?.contains(document.activeElement);
+    before?.replaceWith(made);
+    if (focused) made.querySelector("summary")?.focus();
+    return made;
+  }));
+  const grave = problems.filter((p) => p.severity !== "note").length;
+  document.title = `${grave ? `(${grave}) ` : ""}Soft Memory Box`;
+}
+
+// The first ones are open; each can be closed.
+function problem({ severity, title, detail: more, action, about, since }, i) {
+  const sign = { critical: "✕", warning: "▲", note: "●" }[severity];
+  const when = since ? `, ${f.ago(since, state.now)}` : "";
+  const make = () => {
+    const head = el("summary", {}, el("span", { class: `badge ${severity}` }, el("span", { "aria-hidden": "true" }, sign), ` ${severity}`), ` ${title}`, el("span", { class: "quiet" }, when));
+    const parts = [more ? el("p", {}, more) : null, action ? el("p", {}, el("strong", {}, "What to do: "), action) : null];
+    if (about[0]) parts.push(el("p", {}, detail.opener(about[0], about[1])));
+    return el("details", { class: `problem ${severity}`, open: i < 3 && severity !== "note" }, head, ...parts);
+  };
+  return [`${about.join(" ")} ${title.replace(/\d+/g, "")}`, make, JSON.stringify([title, more, action, when])];
+}
+
+function showTotals() {
+  const { totals } = state;
+  const used = el("span", {}, f.bytes(totals.used), el("small", {}, ` of ${f.bytes(totals.capacity)}`));
+  const tiles = [
+    ["Servers", `${totals.alive}`, totals.alive === totals.servers ? "alive" : `of ${totals.servers} alive`],
+    ["Memory", f.bytes(totals.used), `of ${f.bytes(totals.capacity)}, ${f.percent(totals.used, totals.capacity)}`, used],
+    ["Operations", f.each(totals.rates.operations), ""],
+    ["In", f.rate(totals.rates.in), totals.rates.within >= 0.5 ? `+ ${f.rate(totals.rates.within)} in place` : ""],
+    ["Out", f.rate(totals.rates.out), ""],
+    ["Buffers", f.count(totals.buffers), f.bytes(totals.buffer_bytes)],
+    ["Clients", f.count(totals.clients), f.plural(totals.connections, "connection")],
+    ["Waiting", f.count(totals.waiting), totals.parked ? `${f.count(totals.parked)} parked` : ""],
+  ];
+  const list = $("totals");
+  if (!list.children.length) list.append(...tiles.map(([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "quiet" }))));
+  tiles.forEach(([, value, more], i) => {
+    text(list.children[i].children[1], value);
+    text(list.children[i].children[2], more);
+  });
+}
+
+function showEvents() {
+  const list = $("event-list");
+  const shown = allEvents ? state.events : state.events.slice(0, EVENTS_SHOWN);
+  const said = JSON.stringify([shown.length, shown[0], state.events.length]);
+  if (list.dataset.said === said) return;
+  list.dataset.said = said;
+  list.replaceChildren(...shown.map((event) => el("li", { class: event.level }, el("time", { datetime: new Date(event.at * 1000).toISOString() }, f.clock(event.at)), " ", event.level === "info" ? "" : el("strong", {}, `${event.level}: `), event.text)));
+  if (!shown.length) list.append(el("li", { class: "quiet" }, "Nothing since the coordinator started."));
+  $("more-events")?.remove();
+  if (shown.length < state.events.length) {
+    const more = () => {
+      allEvents = true;
+      showEvents();
+    };
+    list.after(el("button", { type: "button", id: "more-events", onclick: more }, `Show all ${state.events.length}`));
+  }
+}
+
+// What to do first.
+
+const noServers = (address) => ({
+  said: address,
+  make: () => [el("p", {}, "No memory server has registered yet. Start one on each host that lends memory:"), command(`smb-memserver --coordinator ${address} --capacity 1GiB`)],
+});
+
+const noBuffers = (address) => ({
+  said: address,
+  make: () => [el("p", {}, "No buffer yet. Make one from a shell, or with client.create in Python:"), command(`smb create weights --shape 1000,1000 --coordinator ${address}`)],
+});
+
+const noClients = (address) => ({
+  said: address,
+  make: () => [el("p", {}, "No client is connected. In Python:"), command(`import smb\nclient = smb.connect("${address}")`)],
+});
+
+// Asking, again and again.
+
+async function ask() {
+  asking = true;
+  try {
+    const answer = await fetch("api/state", { cache: "no-cache", signal: AbortSignal.timeout(PATIENCE_MS) });
+    if (!answer.ok) throw new Error(`it answers ${answer.status}: ${(await answer.text()).slice(0, 200)}`);
+    state = await answer.json();
+    answeredAt = performance.now();
+    show();
+    await detail.refresh();
+    connected(null);
+  } catch (error) {
+    connected(error);
+  }
+  asking = setTimeout(ask, EVERY_MS);
+}
+
+function connected(error) {
+  const lost = Boolean(error);
+  document.body.classList.toggle("stale", lost);
+  text($("live"), lost ? "no answer" : "live");
+  classes($("live"), lost ? "live lost-live" : "live on");
+  $("lost").hidden = !lost;
+  if (!lost) return;
+  const reason = error.message.startsWith("it answers") ? error.message : "it does not answer";
+  const since = answeredAt ? ` What you see is ${f.duration((performance.now() - answeredAt) / 1000)} old. Work on opened buffers goes on without it.` : "";
+  text($("lost"), `The coordinator is lost: ${reason}.${since} Trying again every ${EVERY_MS / 1000} s.`);
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (asking === true) return;
+  clearTimeout(asking);
+  if (!document.hidden) ask();
+});
+detail.start();
+ask();

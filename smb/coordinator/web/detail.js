@@ -1,0 +1,165 @@
+// One server or one buffer, in a dialog over the page. Its address is the part after #, so it can be reloaded and sent on.
+
+import { Chart } from "./chart.js";
+import { badge, el, meter } from "./dom.js";
+import * as f from "./format.js";
+
+const STRIPES_SHOWN = 64;
+const dialog = document.getElementById("detail");
+let open = null; // { kind, name }
+let drawn = null; // what is in the dialog
+
+export const link = (kind, name) => `#${kind}=${encodeURIComponent(name)}`;
+
+export function opener(kind, name) {
+  return el("a", { href: link(kind, name), class: "open", "aria-haspopup": "dialog" }, name);
+}
+
+export function start() {
+  addEventListener("hashchange", follow);
+  dialog.addEventListener("close", () => {
+    open = null;
+    if (asked()) history.replaceState(null, "", location.pathname + location.search);
+  });
+  dialog.addEventListener("click", (event) => {
+    if (event.target === dialog) dialog.close(); // beside its content
+  });
+  follow();
+}
+
+export async function refresh() {
+  if (!open) return;
+  const { kind, name } = open;
+  const answer = await fetch(`api/${kind}?name=${encodeURIComponent(name)}`, { cache: "no-cache", signal: AbortSignal.timeout(5000) });
+  const found = answer.ok ? await answer.json() : null;
+  if (!open || open.kind !== kind || open.name !== name) return;
+  if (!found) drawn.body.replaceChildren(el("p", {}, `There is no ${kind} of this name any more.`));
+  else keepFocus(() => (kind === "server" ? server(found) : buffer(found)));
+}
+
+// What is made anew must not take the focus away from whoever is in the middle of it.
+function keepFocus(draw) {
+  const href = dialog.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  draw();
+  if (href) [...drawn.body.querySelectorAll("a")].find((a) => a.getAttribute("href") === href)?.focus();
+}
+
+function asked() {
+  const match = /^#(server|buffer)=(.*)$/.exec(location.hash);
+  return match && { kind: match[1], name: decodeURIComponent(match[2]) };
+}
+
+function follow() {
+  const wanted = asked();
+  if (!wanted) {
+    if (dialog.open) dialog.close();
+    return;
+  }
+  open = wanted;
+  const close = el("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => dialog.close() }, "✕");
+  const title = el("h2", { id: "detail-title", tabindex: -1 }, el("span", { class: "quiet" }, `${wanted.kind} `), wanted.name);
+  drawn = { body: el("div", {}), chart: null };
+  dialog.replaceChildren(el("div", { class: "dialog" }, el("div", { class: "bar" }, title, close), drawn.body));
+  if (!dialog.open) dialog.showModal();
+  refresh().catch(() => drawn.body.replaceChildren(el("p", {}, "The coordinator does not answer.")));
+}
+
+function server(found) {
+  const now = found.now;
+  const rates = found.rates;
+  const facts = list([
+    ["state", badge(found.state, ["gone", "left"].includes(found.state) ? `, ${f.ago(found.last_seen, now)}` : "")],
+    ["memory", el("span", {}, meter(found.used, found.capacity, "memory used"), ` ${f.bytes(found.used)} of ${f.bytes(found.capacity)}`)],
+    ["its host has free", found.memory_free ? f.bytes(found.memory_free) : "not known"],
+    ["data address", found.address],
+    ["metrics", found.metrics || "none"],
+    ["operations", rates ? f.each(rates.operations) : "–"],
+    ["in, out", rates ? `${f.rate(rates.in)}, ${f.rate(rates.out)}` : "–"],
+    ["changed in place", rates ? f.rate(rates.within) : "–"],
+    ["connections", Object.entries(found.connections_by_transport).map(([way, n]) => `${n} ${way}`).join(", ") || "none"],
+    ["parked, waiting", `${found.parked} for a chunk's lock, ${found.waiting} for locks, barriers, versions`],
+    ["repeated changes", f.count(found.replayed_requests)],
+    ["weight", String(found.weight)],
+  ]);
+  if (!drawn.chart) {
+    drawn.plot = el("div", { class: "plot" });
+    drawn.chart = new Chart(drawn.plot, { title: "Bytes", series: [{ name: "in", kind: "in" }, { name: "out", kind: "out" }], format: f.rate, powers: 1024 });
+    drawn.facts = el("div", {});
+    drawn.rest = el("div", {});
+    drawn.body.replaceChildren(drawn.facts, drawn.plot, drawn.rest);
+  }
+  drawn.facts.replaceChildren(facts);
+  drawn.chart.update(found.history, [found.history.in, found.history.out]);
+  const held = found.holds.map((b) => [b.kind === "buffer" ? opener("buffer", b.name) : `${b.kind} ${b.name}`, f.bytes(b.size), badge(b.state)]);
+  drawn.rest.replaceChildren(
+    ...table("Holds", ["What", "Here", "State"], held, found.holds_left_out),
+    ...waits(found.waits),
+    ...table("Operations since its start", ["Kind", "By", "Number", "Bytes"], found.operations.map((o) => [o.kind, o.transport, f.count(o.count), f.bytes(o.bytes)])),
+    ...table("Errors since its start", ["Reason", "In all", "Last minute"], found.errors.map((e) => [e.reason.replaceAll("_", " "), f.count(e.count), f.count(e.recently)])),
+  );
+}
+
+function buffer(found) {
+  const now = found.now;
+  const servers = found.parts.map((part) => part.server);
+  const states = new Map(found.segment_list.map((segment) => [segment.server, segment.state]));
+  const facts = list([
+    ["state", badge(found.state)],
+    ["shape", f.shape(found.shape)],
+    ["dtype", found.dtype],
+    ["size", f.bytes(found.size) + (found.versions > 1 ? `, ${found.versions} versions` : "")],
+    ["on the wire", found.wire],
+    ["stripe, chunk", `${f.bytes(found.stripe)}, ${f.bytes(found.chunk)}`],
+    ["made", f.ago(found.created, now)],
+  ]);
+  const stripes = Math.max(1, Math.ceil(found.size / found.stripe));
+  const shown = Math.min(stripes, STRIPES_SHOWN);
+  const map = el("ol", { class: "stripes", "aria-label": "The first stripes, and the server of each" });
+  for (let i = 0; i < shown; i++) {
+    const { server: name, state } = found.segment_list[i % found.segment_list.length];
+    map.append(el("li", { class: tint(servers.indexOf(name), state), title: `stripe ${i}: ${name}` }, el("span", { class: "hidden" }, name)));
+  }
+  const total = found.parts.reduce((sum, part) => sum + part.size, 0);
+  const parts = found.parts.map((part, i) => [
+    el("span", {}, el("span", { class: `cell ${tint(i, states.get(part.server))}`, "aria-hidden": "true" }), " ", opener("server", part.server)),
+    f.bytes(part.size),
+    f.percent(part.size, total),
+    badge(states.get(part.server)),
+  ]);
+  drawn.body.replaceChildren(
+    facts,
+    el("h3", {}, "How it is striped"),
+    el("p", { class: "quiet" }, `${f.plural(stripes, "stripe")} of ${f.bytes(found.stripe)}, in turn on ${f.plural(found.segment_list.length, "segment")} of ${f.plural(servers.length, "server")}.${stripes > shown ? ` The first ${shown}:` : ""}`),
+    map,
+    ...table("", ["Server", "Holds", "Share", "State"], parts),
+    ...waits(found.waits),
+  );
+}
+
+function waits(rows) {
+  const cells = rows.map((w) => [what(w), w.holder ?? "–", w.holder ? f.duration(w.for_s) : "–", String(w.waiting)]);
+  return table("Locks, and what waits", ["What", "Held by", "For", "Wait"], cells);
+}
+
+export function what(wait) {
+  if (wait.what === "barrier") return `barrier ${wait.name}: ${wait.arrived} of ${wait.parties} are there`;
+  if (wait.what === "version") return `next version of ${wait.name}`;
+  if (wait.what === "publication") return `publication of ${wait.name}`;
+  return wait.kind === "buffer" ? `lock of buffer ${wait.name}` : `lock ${wait.name}`;
+}
+
+// Eight colours, then again: servers are told apart by the table beside it.
+export const tint = (i, state) => (state && !["alive", "late", "ok"].includes(state) ? "part bad" : `part t${i % 8}`);
+
+function list(rows) {
+  return el("dl", { class: "facts" }, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+function table(title, heads, rows, leftOut = 0) {
+  if (!rows.length) return [];
+  const head = el("thead", {}, el("tr", {}, ...heads.map((name) => el("th", { scope: "col" }, name))));
+  const body = el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)))));
+  const made = el("table", { class: "plain", "aria-label": title || heads[0] }, head, body);
+  const more = leftOut ? el("p", { class: "quiet" }, `${leftOut} more are not shown`) : null;
+  return [title ? el("h3", {}, title) : "", made, more].filter(Boolean);
+}

@@ -1,0 +1,57 @@
+// Elements. All text goes through textContent: whatever a name holds, it is shown as it is.
+
+export function el(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key === "class") made.className = value;
+    else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value === true) made.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(key, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+// What is as it should be is not touched: a selection stays, and a screen reader has nothing to say.
+export function text(element, value) {
+  if (element.textContent !== value) element.textContent = value;
+}
+
+export function classes(element, value) {
+  if (element.className !== value) element.className = value;
+}
+
+// Brings children into this order; those that are there already, with their focus, stay.
+export function arrange(parent, wanted) {
+  const keep = new Set(wanted);
+  for (const child of [...parent.children]) if (!keep.has(child)) child.remove();
+  wanted.forEach((child, i) => {
+    if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] ?? null);
+  });
+}
+
+export const STATES = {
+  alive: ["ok", "●", "alive"],
+  ok: ["ok", "●", "ok"],
+  late: ["warning", "▲", "late"],
+  gone: ["critical", "✕", "gone"],
+  left: ["critical", "✕", "stopped"],
+  lost: ["critical", "✕", "memory lost"],
+  unknown: ["critical", "✕", "unknown"],
+};
+
+// A state in words and shape, not in colour alone.
+export function badge(state, more = "") {
+  const [kind, sign, word] = STATES[state] ?? STATES.unknown;
+  return el("span", { class: `badge ${kind}` }, el("span", { "aria-hidden": "true" }, sign), ` ${word}${more}`);
+}
+
+export function meter(part, whole, label) {
+  const share = whole > 0 ? Math.min(1, part / whole) : 0;
+  const fill = el("span", { class: share >= 0.98 ? "fill critical" : share >= 0.9 ? "fill warning" : "fill" });
+  fill.style.width = `${100 * share}%`;
+  const values = { "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share) };
+  return el("span", { class: "meter", role: "meter", "aria-label": label, ...values }, fill);
+}
+
+export const command = (line) => el("pre", { tabindex: 0 }, el("code", {}, line));

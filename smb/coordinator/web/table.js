@@ -1,0 +1,112 @@
+// A table that is brought up to date in place: rows stay the elements they are, so focus and selection do too. Sorted by a
+// click on a column's head, narrowed by a filter. On a narrow screen style.css makes a card of each row, which would take the
+// table's roles away: they are said here.
+
+import { arrange, el, text } from "./dom.js";
+
+const BY_TEXT = new Intl.Collator("en", { numeric: true });
+
+// columns: [{ head, cell: (row) => text or element, sort: (row) => number or text, number: true }], the first one names the row.
+export class Table {
+  constructor(section, { label, columns, key, filter }) {
+    this.columns = columns;
+    this.key = key;
+    this.rows = [];
+    this.known = new Map(); // key -> { row, element, cells }
+    this.order = { column: 0, down: false };
+    this.empty = el("div", { class: "empty" });
+    this.more = el("p", { class: "quiet", hidden: true });
+    this.heads = columns.map((column, i) => this.head(column, i));
+    this.body = el("tbody", { role: "rowgroup" });
+    const top = el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...this.heads));
+    this.table = el("table", { role: "table", "aria-label": label }, top, this.body);
+    if (filter) section.append(this.filterBox(label));
+    section.append(this.table, this.empty, this.more);
+  }
+
+  update(rows, { empty, leftOut }) {
+    this.rows = rows;
+    this.table.hidden = rows.length === 0;
+    this.empty.hidden = rows.length > 0;
+    if (this.box) this.box.hidden = rows.length < 2;
+    if (rows.length === 0 && this.emptyText !== JSON.stringify(empty.said)) {
+      this.emptyText = JSON.stringify(empty.said);
+      this.empty.replaceChildren(...empty.make());
+    }
+    this.leftOut = leftOut;
+    this.draw();
+  }
+
+  draw() {
+    const wanted = (this.input?.value ?? "").trim().toLowerCase();
+    const shown = this.rows.filter((row) => !wanted || this.key(row, true).toLowerCase().includes(wanted));
+    const { column, down } = this.order;
+    const value = this.columns[column].sort;
+    shown.sort((a, b) => (down ? -1 : 1) * compare(value(a), value(b)) || BY_TEXT.compare(this.key(a), this.key(b)));
+    const seen = new Set();
+    const elements = shown.map((row) => {
+      const key = this.key(row);
+      seen.add(key);
+      if (!this.known.has(key)) this.known.set(key, this.makeRow());
+      const known = this.known.get(key);
+      this.fill(known, row);
+      return known.element;
+    });
+    for (const key of this.known.keys()) if (!seen.has(key)) this.known.delete(key);
+    arrange(this.body, elements);
+    const notes = [];
+    if (wanted && this.rows.length) notes.push(`${shown.length} of ${this.rows.length} match`);
+    if (this.leftOut) notes.push(`${this.leftOut.toLocaleString("en")} more are not shown`);
+    this.more.hidden = notes.length === 0;
+    text(this.more, notes.join("; "));
+  }
+
+  head(column, i) {
+    const button = el("button", { type: "button", onclick: () => this.sortBy(i) }, column.head);
+    const first = i === 0 ? "ascending" : "none";
+    return el("th", { role: "columnheader", scope: "col", class: column.number ? "number" : "", "aria-sort": first }, button);
+  }
+
+  sortBy(i) {
+    const down = this.order.column === i ? !this.order.down : Boolean(this.columns[i].number);
+    this.order = { column: i, down };
+    this.heads.forEach((head, at) => head.setAttribute("aria-sort", at !== i ? "none" : down ? "descending" : "ascending"));
+    this.draw();
+  }
+
+  filterBox(label) {
+    this.input = el("input", { type: "search", placeholder: "Filter", "aria-label": `Filter ${label}`, autocomplete: "off" });
+    this.input.addEventListener("input", () => this.draw());
+    this.input.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      this.input.value = "";
+      this.draw();
+    });
+    this.box = el("div", { class: "filter" }, this.input);
+    return this.box;
+  }
+
+  makeRow() {
+    const cells = this.columns.map((column, i) => {
+      const role = i === 0 ? "rowheader" : "cell";
+      const kind = `${column.number ? "number" : ""} ${column.wide ? "wide" : ""}`.trim();
+      return el(i === 0 ? "th" : "td", { role, class: kind, "data-head": column.head, scope: i === 0 ? "row" : null });
+    });
+    return { cells, said: [], element: el("tr", { role: "row" }, ...cells) };
+  }
+
+  fill(known, row) {
+    const kind = row.state && !["alive", "ok"].includes(row.state) ? (row.state === "late" ? "warning" : "critical") : "";
+    if (known.element.className !== kind) known.element.className = kind;
+    this.columns.forEach((column, i) => {
+      const said = column.said ? JSON.stringify(column.said(row)) : column.cell(row);
+      if (known.said[i] === said) return;
+      known.said[i] = said;
+      known.cells[i].replaceChildren(column.said ? column.cell(row) : said);
+    });
+  }
+}
+
+function compare(a, b) {
+  return typeof a === "string" ? BY_TEXT.compare(a, b) : (a ?? -1) - (b ?? -1);
+}
