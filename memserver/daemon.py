@@ -24,11 +24,12 @@ from prometheus_client import CollectorRegistry
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import load_of
-from memserver.metrics import EngineMetrics
+from memserver.metrics import EngineMetrics, Life
 from memserver.place import Place
 from memserver.recovery import recover
-from memserver.registration import Identity, Registration
+from memserver.registration import Asking, Identity, Registration
 from memserver.segments import Segments
+from memserver.shares import Names
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.daemon import Pages, end_with_owner, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
@@ -92,7 +93,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
     engine = Engine(instance_id, options.loops, options.capacity_bytes)
     leaving.callback(engine.close)
     segments = Segments(engine, place, options.capacity_bytes)
-    recover(engine, place, segments, options.capacity_bytes)
+    life = recover(engine, place, segments, options.capacity_bytes)
 
     numeric = _numeric(host)
     data_port = engine.listen_tcp(numeric, port)
@@ -104,8 +105,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
     address = format_address(reachable, advertised_port or data_port)
 
     registry = CollectorRegistry()
-    health = _Health(options, address, segments)
-    registry.register(EngineMetrics(engine.counters, options.capacity_bytes, health.connected))
+    health = _Health(options, address, segments, life)
+    buffers, clients = Names(), Names()
+    registry.register(EngineMetrics(engine, segments, options.capacity_bytes, health.life, buffers, clients))
     pages = Pages(options.metrics, registry, health.show)
     leaving.callback(pages.close)
     identity = Identity(
@@ -114,7 +116,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
         data_address=address,
         control_address=format_address(reachable, control.port),
         unix_path=str(place.socket_path),
-        metrics_address=pages.address,
+        metrics_address=_shown_to_others(pages.address, reachable),
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
     )
@@ -132,18 +134,28 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> None:
 
     if options.ready_file is not None:
         leaving.callback(options.ready_file.unlink, missing_ok=True)
-    health.registration = Registration(options.coordinator, identity, segments, lambda: load_of(engine, place), decided)
+    asking = Asking(engine, buffers, clients)
+    health.registration = Registration(
+        options.coordinator, identity, segments, lambda: load_of(engine, place), asking, decided
+    )
     leaving.callback(health.registration.close)
 
 
 class _Health:
     """What /healthz says. Serving without the coordinator is healthy: data goes on."""
 
-    def __init__(self, options: Options, address: str, segments: Segments) -> None:
+    def __init__(self, options: Options, address: str, segments: Segments, life: Life) -> None:
         self._options = options
         self._address = address
         self._segments = segments
+        self._life = life
         self.registration: Registration | None = None
+
+    def life(self) -> Life:
+        """Return what metrics tell of this run, as it is now."""
+        self._life.connected = self.connected()
+        self._life.leases_lost = self.registration.leases_lost if self.registration is not None else 0
+        return self._life
 
     def connected(self) -> bool:
         """Whether the coordinator answered the last time."""
@@ -177,6 +189,12 @@ def _check(options: Options) -> None:
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if parse_address(options.coordinator)[1] == 0:
         raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")
+
+
+def _shown_to_others(metrics: str, reachable: str) -> str:
+    """Return where others find the pages: an address that stands for all of this host's is none of them."""
+    host, port = parse_address(metrics)
+    return format_address(reachable, port) if host in _ANY_ADDRESS else metrics
 
 
 def _advertised(advertise: str) -> tuple[str, int]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import grpc
 
+from memserver.engine import Engine
 from memserver.segments import Segments
+from memserver.shares import Names
 from smb.control import CHANNEL_OPTIONS
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError
 from smb.failpoint import failpoint
@@ -46,6 +48,25 @@ class Identity:
     weight: float = 1.0
 
 
+class Asking:
+    """Which names to ask for, and where to put them. They are for metrics: nothing depends on them."""
+
+    def __init__(self, engine: Engine, buffers: Names, clients: Names) -> None:
+        self._engine = engine
+        self._buffers = buffers
+        self._clients = clients
+
+    def ask(self, request: pb.RenewServerRequest) -> None:
+        """Ask for those that are missing."""
+        request.unnamed_segments.extend(self._buffers.unknown(self._engine.segment_shares()))
+        request.unnamed_sessions.extend(self._clients.unknown(self._engine.session_shares()))
+
+    def learn(self, reply: pb.RenewServerReply) -> None:
+        """Take what was told."""
+        self._buffers.learn(reply.segment_names)
+        self._clients.learn(reply.session_names)
+
+
 class Registration:
     """Keeps this server registered at the coordinator. `close` it."""
 
@@ -55,6 +76,7 @@ class Registration:
         identity: Identity,
         segments: Segments,
         load: Callable[[], pb.ServerLoad],
+        asking: Asking,
         on_outcome: Callable[[Error | None], None],
     ) -> None:
         """Begin. `load` is asked at each renewal. `on_outcome` is called once, from the thread here: with None once
@@ -64,6 +86,8 @@ class Registration:
         self._identity = identity
         self._segments = segments
         self._load = load
+        self._asking = asking
+        self.leases_lost = 0  # times that the coordinator did not know us any more
         self._on_outcome = on_outcome
         self._sessions_seen = pb.SessionsSeen()
         self._decided = False
@@ -99,6 +123,7 @@ class Registration:
             except grpc.RpcError as error:
                 if registered and error.code() == grpc.StatusCode.NOT_FOUND:
                     registered = False
+                    self.leases_lost += 1
                     continue
                 self._failed(error)
                 pause_s, wait_s = wait_s, min(2 * wait_s, RETRY_MAX_S)
@@ -146,9 +171,11 @@ class Registration:
             sessions_seen=self._sessions_seen,
             load=self._load(),
         )
+        self._asking.ask(request)
         failpoint("memserver.renew.asking")
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
+        self._asking.learn(reply)
         self._end(reply.ended_sessions)
         return int(reply.lease_ms)
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from smb.buffer import Buffer, BufferInfo
 from smb.config import (
     CHECKSUM_VARIABLE,
     COORDINATOR_VARIABLE,
+    METRICS_VARIABLE,
     TRANSPORT_VARIABLE,
     parse_address,
     parse_bytes,
@@ -37,8 +38,11 @@ from smb.proto import control_pb2 as pb
 from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
-from smb.transport.links import Links, Whereabouts
+from smb.transport.links import Links, Outages, Whereabouts
 from smb.waits import SESSION_ENDED, Home, wait_ms
+
+if TYPE_CHECKING:
+    from smb.daemon import Pages
 
 Result = TypeVar("Result")
 
@@ -98,7 +102,11 @@ def connect(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
     checksum = parse_switch(CHECKSUM_VARIABLE, os.environ.get(CHECKSUM_VARIABLE, "")) if checksum is None else checksum
-    return Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout, bool(checksum))
+    client = Client(address, check_choice(os.environ.get(TRANSPORT_VARIABLE) or transport), timeout, bool(checksum))
+    metrics = os.environ.get(METRICS_VARIABLE)
+    if metrics:
+        client.serve_metrics(metrics)
+    return client
 
 
 class Client:
@@ -107,16 +115,18 @@ class Client:
     def __init__(self, address: str, transport: str, timeout: float, checksum: bool = False) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._pid = os.getpid()
         self._closed = False
         self.switch = Switch()  # of its buffers' direct calls
         self.switch.open = True
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        self.async_calls = 0  # that have not ended
+        self._pages: Pages | None = None
         self.coordinator = Coordinator(address)
         try:
-            session_id, lease = self.coordinator.open_session(self._name, timeout)
+            session_id, lease = self.coordinator.open_session(self.name, timeout)
         except BaseException:
             self.coordinator.close()
             raise
@@ -131,7 +141,7 @@ class Client:
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
-            args=(weakref.ref(self), self._stop, self.coordinator, session_id, self._name, lease),
+            args=(weakref.ref(self), self._stop, self.coordinator, session_id, self.name, lease),
             name="smb-session",
             daemon=True,
         )
@@ -341,6 +351,8 @@ class Client:
             self.switch.open = False
             executor = self._executor
         self._stop.set()
+        if self._pages is not None:
+            self._pages.close()
         self.renewals.close()
         self.engine.close()
         if executor is not None:
@@ -396,7 +408,29 @@ class Client:
             self.check_open()
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_CALLS_MAX, "smb-async")
-            return self._executor.submit(call)
+            future = self._executor.submit(call)
+            self.async_calls += 1
+        future.add_done_callback(self._async_ended)
+        return future
+
+    def _async_ended(self, _: Future[Any]) -> None:
+        with self._lock:
+            self.async_calls -= 1
+
+    # ---- for smb.metrics
+
+    def serve_metrics(self, address: str) -> None:
+        """Serve /metrics at "host:port" until close(). Where it can't be had that is logged, no more."""
+        from smb.metrics import serve
+
+        try:
+            self._pages = serve(self, address)
+        except Error as error:
+            _log.warning("no metrics of this client: %s", error)
+
+    def outages(self) -> Outages:
+        """Return which connections broke, and for how long."""
+        return self._links.outages()
 
 
 # os.getpid() is a system call, and small operations ask for it every time.

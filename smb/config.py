@@ -8,6 +8,7 @@ from smb.errors import InvalidArgumentError
 
 COORDINATOR_VARIABLE = "SMB_COORDINATOR"
 TRANSPORT_VARIABLE = "SMB_TRANSPORT"
+METRICS_VARIABLE = "SMB_CLIENT_METRICS"  # where a client serves its metrics, host:port; unset: it does not
 CHECKSUM_VARIABLE = "SMB_CHECKSUM"
 TRAIN_HOST_VARIABLE = "SMB_TRAIN_HOST"
 # Set by LocalCluster for its daemons: they end with that process, however it ends.

@@ -17,6 +17,7 @@ from smb.cli.output import print_error
 from smb.cli.rm import rm
 from smb.cli.stat import stat
 from smb.cli.status import status
+from smb.cli.targets import targets
 from smb.cli.up import up
 from smb.errors import Error
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo):
+for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo, targets):
     app.command()(_command)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from typing import Any
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from smb.config import format_address
+from smb.cluster import reachable
+from smb.config import format_address, parse_address
 from smb.coordinator.answers import Answers
 from smb.coordinator.endings import Endings
-from smb.coordinator.events import Instant, Ticked
-from smb.coordinator.ledger import Ledger
-from smb.coordinator.metrics import CallMetrics, StateMetrics
+from smb.coordinator.events import Event, Instant, Ticked
+from smb.coordinator.ledger import Committed, Ledger
+from smb.coordinator.metrics import CallMetrics, LeaseMetrics, StateMetrics, targets
 from smb.coordinator.overview import Overview
 from smb.coordinator.page import Dashboard
 from smb.coordinator.peers import MemoryServers
@@ -28,7 +30,7 @@ from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
 from smb.coordinator.watch import Watch
-from smb.daemon import GRPC_SERVER_OPTIONS, Pages, check_listen, end_with_owner, write_ready_file
+from smb.daemon import GRPC_SERVER_OPTIONS, Answer, Pages, check_listen, end_with_owner, write_ready_file
 from smb.errors import InvalidArgumentError, UnavailableError
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
@@ -76,23 +78,38 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
+    begun = time.monotonic()
     ledger = await Ledger.open(store, new_id(), session_lease_s=lease_s)
+    recovery_s = time.monotonic() - begun
     servers = MemoryServers()
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
     leaving.push_async_callback(endings.close)
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
-    registry.register(StateMetrics(lambda: (ledger.state, ledger.now())))
+    registry.register(StateMetrics(lambda: (ledger.state, ledger.now()), recovery_s))
+    leases = LeaseMetrics(registry)
     server = grpc.aio.server(interceptors=[Answers(call_metrics)], options=GRPC_SERVER_OPTIONS)
     address = format_address(host, _bind(server, options.listen, format_address(host, port)))
     watch = Watch(ledger.now())
-    ledger.on_commit = watch.saw
+
+    def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
+        leases.saw(event, before, committed, now)
+        watch.saw(event, before, committed, now)
+
+    ledger.on_commit = saw
     overview = Overview(lambda: (ledger.state, ledger.now()), watch, address)
     service = CoordinatorService(ledger, servers, endings, watch, overview)
     leaving.push_async_callback(service.finish)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), Dashboard(overview))
+    dashboard = Dashboard(overview)
+
+    def route(path: str, query: str) -> Answer | None:
+        if path == "/targets":
+            return Answer("200 OK", "application/json", targets(ledger.state, _shown_to_others(pages.address, host)))
+        return dashboard(path, query)
+
+    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), route)
     leaving.callback(pages.close)
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
@@ -104,6 +121,12 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     if options.ready_file is not None:
         write_ready_file(options.ready_file, address=address, metrics=pages.address, name="coordinator")
         leaving.callback(options.ready_file.unlink, missing_ok=True)
+
+
+def _shown_to_others(metrics: str, host: str) -> str:
+    """Return where others find the pages: 0.0.0.0 is nobody's address."""
+    shown, port = parse_address(metrics)
+    return format_address(reachable(shown or host), port)
 
 
 def _bind(server: grpc.aio.Server, asked: str, address: str) -> int:

@@ -142,6 +142,8 @@ class CoordinatorService(CoordinatorServicer):
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
+            segment_names=committed.state.segment_names(request.unnamed_segments),
+            session_names=committed.state.session_names(request.unnamed_sessions),
         )
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
