@@ -123,7 +123,7 @@ class Client:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self.async_calls = 0  # that have not ended
-        self._pages: Pages | None = None
+        self.pages: Pages | None = None
         self.coordinator = Coordinator(address)
         try:
             session_id, lease = self.coordinator.open_session(self.name, timeout)
@@ -351,8 +351,8 @@ class Client:
             self.switch.open = False
             executor = self._executor
         self._stop.set()
-        if self._pages is not None:
-            self._pages.close()
+        if self.pages is not None:
+            self.pages.close()
         self.renewals.close()
         self.engine.close()
         if executor is not None:
@@ -424,7 +424,7 @@ class Client:
         from smb.metrics import serve
 
         try:
-            self._pages = serve(self, address)
+            self.pages = serve(self, address)
         except Error as error:
             _log.warning("no metrics of this client: %s", error)
 
