@@ -144,7 +144,7 @@ def _books(counters: Counters, capacity_bytes: int) -> Iterator[Metric]:
     yield gauge("smb_server_segment_bytes", counters.segment_bytes)
     yield gauge("smb_server_capacity_bytes", capacity_bytes)
     yield gauge("smb_server_parked_requests", counters.parked)
-    yield _total("smb_server_parked_requests_total", counters.parked_total)
+    yield _total("smb_server_chunk_waits_total", counters.parked_total)
     yield _total("smb_server_repeated_requests_total", counters.repeated_total)
     yield _total("smb_server_replayed_requests_total", counters.replayed_total)
     yield gauge("smb_server_send_backlog_bytes", counters.backlog_bytes)

@@ -54,6 +54,7 @@ class NamedShares:
 
     def update(self, shares: Mapping[int, Share], names: Mapping[int, str]) -> dict[str, Share]:
         """Take in what the engine says now; return the sums by label."""
+        self._forget({name for number, name in names.items() if number in shares})
         for number, share in shares.items():
             name = names.get(number)
             if name is None:
@@ -64,16 +65,17 @@ class NamedShares:
             self._sums[label] = self._sums.get(label, 0) + grown
             self._last[number] = share
         self._last = {number: share for number, share in self._last.items() if number in shares}
-        there = {name for number, name in names.items() if number in shares}
-        for name in self._labels.keys() - there:
-            label = self._labels.pop(name)
-            if label != OTHER:
-                del self._sums[label]
         return dict(self._sums)
 
     def label(self, name: str) -> str:
         """Return under which label a name is shown."""
         return self._labels.get(name, OTHER)
+
+    def _forget(self, there: set[str]) -> None:
+        for name in self._labels.keys() - there:
+            label = self._labels.pop(name)
+            if label != OTHER:
+                del self._sums[label]
 
     def _label(self, name: str) -> str:
         if name not in self._labels:

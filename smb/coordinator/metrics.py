@@ -125,7 +125,7 @@ def targets(state: State, coordinator: str) -> bytes:
     pages are at `coordinator`, and every memory server that is known. One that is dead stays: that it does not answer
     is what an alert is made of.
     """
-    found = [{"targets": [coordinator], "labels": {"smb_role": "coordinator", "server": "coordinator"}}]
+    found = [{"targets": [coordinator], "labels": {"smb_role": "coordinator"}}]
     found += [
         {"targets": [server.metrics_address], "labels": {"smb_role": "server", "server": name}}
         for name, server in sorted(state.servers.items())
