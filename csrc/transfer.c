@@ -396,9 +396,10 @@ static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 
 /* A call within one chunk that this process has mapped and whose lock is free: no account to be kept, no clock to be read.
  * false: nothing was done. `tally` is where to count it for this client, or NULL: before the segment's counters, whose bus locks
- * it would have to wait for. */
-static bool done_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
-                         uint64_t patience, struct smb_tally *tally)
+ * it would have to wait for. Inlined: a call of its own is 3 % of a small read. */
+static inline __attribute__((always_inline)) bool done_at_once(struct smb_buffer *buffer, const struct smb_request *request,
+                                                              struct smb_outcome *outcome, uint64_t patience,
+                                                              struct smb_tally *tally)
 {
     uint64_t first = request->offset / buffer->layout.chunk_bytes;
     if (first != (request->offset + request->bytes - 1) / buffer->layout.chunk_bytes ||
@@ -440,11 +441,10 @@ int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *re
     *outcome = (struct smb_outcome){0};
     if (!request_is_sound(buffer, request))
         return 0;
-    if (!atomic_load_explicit(&stats->wanted, memory_order_relaxed))
-        return done_at_once(buffer, request, outcome, SMB_TRY_ONCE, NULL);
-    if (stats_read(&stats->at_once.of[request->opcode].operations) % CALLS_PER_TIMED == 0)
+    struct smb_tally *tally = atomic_load_explicit(&stats->wanted, memory_order_relaxed) ? &stats->at_once : NULL;
+    if (tally && stats_read(&stats->at_once.of[request->opcode].operations) % CALLS_PER_TIMED == 0)
         return timed_at_once(buffer, request, outcome);
-    return done_at_once(buffer, request, outcome, SMB_TRY_ONCE, &stats->at_once);
+    return done_at_once(buffer, request, outcome, SMB_TRY_ONCE, tally);
 }
 
 /* Once for the call, however it was done: over links if there was one, of the first one's kind. */
