@@ -39,7 +39,7 @@ GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 _log = logging.getLogger("daemon")
-disable_created_metrics()  # when each counter began doubles the page, and nobody asks
+disable_created_metrics()  # type: ignore[no-untyped-call]  # when each counter began doubles the page, and nobody asks
 
 
 class _OneLine(logging.Formatter):
