@@ -3,7 +3,7 @@
     python perf/instruments.py OTHER     OTHER: a folder with a built package, without them
 
 A process of each build holds a cluster of its own; they are asked in turns, many times, and both are started anew for
-each round: where the memory of a process lies decides more than what is measured. Prints the median of the pairs' ratios.
+each round: where the memory of a process lies decides more than what is measured. Prints the median of the ratios.
 """
 
 from __future__ import annotations
