@@ -8,13 +8,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium perf scaling systemd docs container-test install clean
+.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus metrics-page perf scaling systemd docs container-test install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
 
 test: lint c-test fuzz-short
-	-@$(MAKE) --no-print-directory spin systemd chromium
+	-@$(MAKE) --no-print-directory spin systemd chromium prometheus
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/test-installed
@@ -70,6 +70,16 @@ docs: $(VENV)/test-installed
 container-test: $(VENV)/test-installed
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
 	$(BIN)/python -m tests.deploy.chroot
+
+# The real Prometheus, with promtool. Without it its tests are reported as not run.
+prometheus:
+	@command -v promtool >/dev/null || tests/support/install-prometheus.sh >/dev/null 2>&1 || \
+		echo "prometheus is not here and could not be installed: what needs it is not run"
+
+# docs/metrics.md and the dashboards, from smb/metric_names.py and deploy/grafana/make_dashboards.py.
+metrics-page: $(VENV)/installed
+	$(BIN)/python docs/make_metrics.py
+	$(BIN)/python deploy/grafana/make_dashboards.py
 
 # The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.

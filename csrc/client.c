@@ -54,6 +54,27 @@ uint64_t smb_client_spoilt(struct smb_client *client)
     return atomic_load_explicit(&client->spoilt, memory_order_relaxed);
 }
 
+void smb_client_count(struct smb_client *client)
+{
+    atomic_store_explicit(&client->stats.wanted, true, memory_order_relaxed);
+}
+
+void smb_client_counters(struct smb_client *client, struct smb_client_counters *counters)
+{
+    const struct client_stats *stats = &client->stats;
+    memset(counters, 0, sizeof *counters);
+    tally_read(&stats->at_once, counters->operations[SMB_TRANSPORT_SHM], counters->bytes[SMB_TRANSPORT_SHM]);
+    for (int t = 0; t < SMB_TRANSPORT_COUNT; t++) {
+        tally_read(&stats->calls[t], counters->operations[t], counters->bytes[t]);
+        for (int i = 0; i < SMB_OPCODE_COUNT; i++)
+            latency_read(&stats->latency[t][i], &counters->latencies.of[t][i]);
+    }
+    for (int i = 0; i < SMB_STATUS_COUNT; i++)
+        counters->failed[i] = stats_read(&stats->failed[i]);
+    counters->repeated_total = stats_read(&stats->repeated);
+    counters->spoilt_total = smb_client_spoilt(client);
+}
+
 void client_wake_driver(struct smb_client *client)
 {
     uint64_t one = 1;

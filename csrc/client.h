@@ -27,6 +27,7 @@
 #include "access.h"
 #include "layout.h"
 #include "segment.h"
+#include "stats.h"
 #include "wire.h"
 
 enum {
@@ -133,6 +134,7 @@ struct smb_link {
     int fd;
     bool by_reference;             /* records are sent over fd, see wire.h */
     uint16_t lane;
+    bool local;                    /* to a server of this host, over its Unix socket */
     uint32_t window;
     bool active;                   /* in the driver's list */
     bool here;                     /* the server is on this host */
@@ -177,6 +179,7 @@ struct second {
 };
 
 struct smb_client {
+    struct client_stats stats;
     _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
     uint64_t session;
     bool checksums;                /* from before its first link */

@@ -25,8 +25,10 @@ static void leave_lane(struct connection *connection)
     struct connection **at = &server->lanes;
     while (*at && *at != connection)
         at = &(*at)->lane_next;
-    if (*at)
+    if (*at) {
         *at = connection->lane_next;
+        count_past(server, connection);
+    }
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
@@ -191,11 +193,11 @@ static void put_reply_by_reference(struct connection *connection, struct smb_fra
     connection->out_end += SMB_FRAME_BYTES;
 }
 
-static void count_done(struct connection *connection, const struct smb_frame *frame)
+static void count_done(struct connection *connection, const struct gate_request *request)
 {
-    struct smb_server *server = connection->loop->server;
-    server_count(&server->operations[connection->transport][frame->opcode], 1);
-    server_count(&server->bytes[connection->transport][frame->opcode], frame->length);
+    struct loop *loop = connection->loop;
+    loop->clock_ns = smb_now_ns();
+    count_request(connection, request->segment, request->frame.opcode, request->frame.length, loop->clock_ns - connection->begun_ns);
 }
 
 /* The request in hand is answered. `done`: it was carried out, not refused, and is to be counted. */
@@ -203,7 +205,7 @@ static void finish_request(struct connection *connection, bool done)
 {
     const struct smb_frame *frame = &connection->request.frame;
     if (done)
-        count_done(connection, frame);
+        count_done(connection, &connection->request);
     connection->replies_held += frame->length >= BULK_BYTES;
     gate_done(&connection->request);
     connection->have_request = false;
@@ -349,7 +351,7 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
     reply.segment = server->instance;
     reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
     put_reply(connection, &reply);
-    server_count(&server->operations[connection->transport][SMB_HELLO], 1);
+    count_request(connection, NULL, SMB_HELLO, 0, smb_now_ns() - connection->opened_ns);
     return STEP_ON;
 }
 
@@ -368,7 +370,10 @@ static enum step authorize(struct connection *connection, const struct smb_frame
     }
     if (status == SMB_OK && server->guarded)
         status = grants_put(&connection->grants, &grant);
-    server_count(status == SMB_OK ? &server->operations[connection->transport][SMB_AUTHORIZE] : &server->errors[status], 1);
+    if (status == SMB_OK)
+        count_request(connection, NULL, SMB_AUTHORIZE, 0, 0);
+    else
+        server_count(&server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(frame, status);
     put_reply(connection, &reply);
     return STEP_ON;
@@ -501,6 +506,9 @@ static enum step next_request(struct connection *connection)
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
+    connection->begun_ns = connection->loop->clock_ns;
+    if (frame.flags & SMB_FLAG_RETRY)
+        stats_add(&connection->loop->stats.repeated, 1);
     connection->retried = connection->from_kept = false;
     connection->payload_have = is_record ? frame.payload : 0;
     return connection->admitted == SMB_PROTOCOL ? refuse(connection, SMB_PROTOCOL) : STEP_ON;
@@ -753,7 +761,7 @@ static enum step answer_read(struct connection *connection)
         }
         gate_close(request, false, true);
         if (answered) {
-            count_done(connection, &request->frame);
+            count_done(connection, request);
             begun++;
         }
     }
@@ -836,11 +844,13 @@ static enum step answer_watermark(struct connection *connection)
     return STEP_ON;
 }
 
-static void put_answer(struct connection *connection, const struct smb_frame *request, struct sync_answer answer)
+static void put_answer(struct connection *connection, const struct smb_frame *request, struct smb_segment *segment,
+                       uint64_t begun_ns, struct sync_answer answer)
 {
-    server_count(answer.status == SMB_OK ? &connection->loop->server->operations[connection->transport][request->opcode]
-                                         : &connection->loop->server->errors[answer.status],
-                 1);
+    if (answer.status == SMB_OK)
+        count_request(connection, segment, request->opcode, 0, smb_now_ns() - begun_ns);
+    else
+        server_count(&connection->loop->server->errors[answer.status], 1);
     struct smb_frame reply = smb_frame_reply(request, answer.status);
     reply.argument = answer.a;
     reply.offset = answer.b;
@@ -854,7 +864,7 @@ static enum step answer_sync(struct connection *connection)
     int status = waits_ask(connection, &connection->request, connection->staging, &answer);
     if (status != SMB_PARKED) {
         answer.status = status;
-        put_answer(connection, &connection->request.frame, answer);
+        put_answer(connection, &connection->request.frame, connection->request.segment, connection->begun_ns, answer);
     }
     gate_done(&connection->request);
     connection->have_request = false;
@@ -869,7 +879,7 @@ static void put_late_answers(struct connection *connection)
     while (connection->answered && connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES) {
         struct wait *wait = connection->answered;
         connection->answered = wait->next;
-        put_answer(connection, &wait->frame, wait->answer);
+        put_answer(connection, &wait->frame, wait->segment, wait->begun_ns, wait->answer);
         wait_free(wait);
     }
 }

@@ -230,7 +230,10 @@ int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_
     uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     int fd = -1;
     int status = open_unix(path, deadline_ns, &fd);
-    return greet(client, fd, status, lane, deadline_ns, link, instance);
+    status = greet(client, fd, status, lane, deadline_ns, link, instance);
+    if (status == SMB_OK)
+        (*link)->local = true;
+    return status;
 }
 
 /* One that somebody else opened. */

@@ -527,6 +527,14 @@ void journal_give_slot(struct journal *journal, struct slot *slot)
     slot->payload = NULL;
 }
 
+void journal_slots(struct journal *journal, uint64_t *taken, uint64_t *most)
+{
+    pthread_mutex_lock(&journal->mutex);
+    *taken = JOURNAL_SLOTS_MAX - journal->free_count;
+    pthread_mutex_unlock(&journal->mutex);
+    *most = JOURNAL_SLOTS_MAX;
+}
+
 int journal_reserve(struct journal *journal, struct slot *slot, uint32_t payload_bytes)
 {
     uint32_t whole = payload_bytes == 0 ? PAGE : (payload_bytes + PAGE - 1) / PAGE * PAGE;

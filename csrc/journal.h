@@ -55,6 +55,8 @@ uint64_t journal_identity(const struct journal *journal);
 /* SMB_OUT_OF_MEMORY: every slot is taken, or the file system is full. */
 int journal_take_slot(struct journal *journal, struct slot *slot);
 void journal_give_slot(struct journal *journal, struct slot *slot);
+/* How many are taken, of how many. */
+void journal_slots(struct journal *journal, uint64_t *taken, uint64_t *most);
 /* Makes room for so many bytes of payload. */
 int journal_reserve(struct journal *journal, struct slot *slot, uint32_t payload_bytes);
 

@@ -135,13 +135,8 @@ int smb_server_delete_segment(struct smb_server *server, uint64_t id)
     if (entry) {
         *at = entry->next;
         struct smb_segment_info info;
-        uint64_t operations[SMB_OPCODE_COUNT], bytes[SMB_OPCODE_COUNT];
         smb_segment_info(entry->segment, &info);
-        smb_segment_counters(entry->segment, operations, bytes);
-        for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
-            server->retired_operations[i] += operations[i];
-            server->retired_bytes[i] += bytes[i];
-        }
+        smb_segment_counters(entry->segment, server->retired_operations, server->retired_bytes);
         server->retired_recovered_locks += info.recovered_locks;
         server->segments--;
         server->used_bytes -= info.file_bytes;
@@ -196,46 +191,6 @@ int smb_server_open_journal(struct smb_server *server, const char *path, struct 
     if (status == SMB_OK)
         status = server_each_segment(server, clear_marks, recovery);
     return status;
-}
-
-void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters)
-{
-    memset(counters, 0, sizeof *counters);
-    for (int t = 0; t < SMB_TRANSPORT_COUNT; t++) {
-        for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
-            counters->operations[t][i] = atomic_load_explicit(&server->operations[t][i], memory_order_relaxed);
-            counters->bytes[t][i] = atomic_load_explicit(&server->bytes[t][i], memory_order_relaxed);
-        }
-        counters->connections_opened[t] = atomic_load_explicit(&server->opened[t], memory_order_relaxed);
-        counters->connections_now[t] = atomic_load_explicit(&server->now[t], memory_order_relaxed);
-    }
-    for (int i = 0; i < SMB_STATUS_COUNT; i++)
-        counters->errors[i] = atomic_load_explicit(&server->errors[i], memory_order_relaxed);
-    counters->parked_now = atomic_load_explicit(&server->parked_now, memory_order_relaxed);
-    counters->waits_now = atomic_load_explicit(&server->waits_now, memory_order_relaxed);
-    counters->replayed_total = atomic_load_explicit(&server->replayed_total, memory_order_relaxed);
-    counters->parked_total = atomic_load_explicit(&server->parked_total, memory_order_relaxed);
-
-    pthread_rwlock_rdlock(&server->registry_lock);
-    counters->segments = server->segments;
-    counters->segment_bytes = server->used_bytes;
-    counters->recovered_locks = server->retired_recovered_locks;
-    memcpy(counters->operations[SMB_TRANSPORT_SHM], server->retired_operations, sizeof server->retired_operations);
-    memcpy(counters->bytes[SMB_TRANSPORT_SHM], server->retired_bytes, sizeof server->retired_bytes);
-    for (int b = 0; b < BUCKETS; b++) {
-        for (struct entry *entry = server->buckets[b]; entry; entry = entry->next) {
-            struct smb_segment_info info;
-            uint64_t operations[SMB_OPCODE_COUNT], bytes[SMB_OPCODE_COUNT];
-            smb_segment_info(entry->segment, &info);
-            smb_segment_counters(entry->segment, operations, bytes);
-            counters->recovered_locks += info.recovered_locks;
-            for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
-                counters->operations[SMB_TRANSPORT_SHM][i] += operations[i];
-                counters->bytes[SMB_TRANSPORT_SHM][i] += bytes[i];
-            }
-        }
-    }
-    pthread_rwlock_unlock(&server->registry_lock);
 }
 
 void registry_clear(struct smb_server *server)

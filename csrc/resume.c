@@ -75,12 +75,13 @@ int link_take_watermark(struct smb_link *link, const struct smb_frame *reply)
     return SMB_PROTOCOL;
 }
 
-static void mark_repeated(struct flight *flight)
+static void mark_repeated(const struct smb_link *link, struct flight *flight)
 {
     struct smb_frame frame;
     /* Our own header: it parses. */
     if (!flight->was_sent || smb_frame_parse(flight->header, &frame) != SMB_OK)
         return;
+    atomic_fetch_add_explicit(&link->client->stats.repeated, 1, memory_order_relaxed);
     frame.flags |= SMB_FLAG_RETRY;
     smb_frame_encode(&frame, flight->header);
     if (flight->opcode == SMB_LOCK) /* it keeps its place in the queue */
@@ -116,7 +117,7 @@ void link_resume(struct smb_link *link)
                 flight_landed(link, flight);
             }
         } else {
-            mark_repeated(*at);
+            mark_repeated(link, *at);
             at = &(*at)->next;
         }
     }

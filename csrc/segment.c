@@ -360,8 +360,8 @@ void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes)
 void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes)
 {
     for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
-        operations[i] = atomic_load_explicit(&segment->header->operations[i], memory_order_relaxed);
-        bytes[i] = atomic_load_explicit(&segment->header->bytes[i], memory_order_relaxed);
+        operations[i] += atomic_load_explicit(&segment->header->operations[i], memory_order_relaxed);
+        bytes[i] += atomic_load_explicit(&segment->header->bytes[i], memory_order_relaxed);
     }
 }
 

@@ -46,8 +46,23 @@ static void count_parked(struct connection *connection, bool parked)
     connection->counted_parked = parked;
 }
 
+/* What it can't send now, where it waits for room. */
+static void count_backlog(struct connection *connection, bool waits)
+{
+    struct loop_stats *stats = &connection->loop->stats;
+    uint64_t bytes = (connection->out_end - connection->out_start) + (uint64_t)(connection->tail_end - connection->tail_start);
+    if (!waits)
+        bytes = 0;
+    else if (connection->backlog_bytes == 0)
+        stats_add(&stats->backlog_total, 1);
+    if (bytes != connection->backlog_bytes)
+        stats_add(&stats->backlog_bytes, bytes - connection->backlog_bytes);
+    connection->backlog_bytes = bytes;
+}
+
 static void unlink_connection(struct loop *loop, struct connection *connection)
 {
+    count_backlog(connection, false);
     if (connection->previous)
         connection->previous->next = connection->next;
     else
@@ -87,6 +102,7 @@ static void arm(struct loop *loop, struct connection *connection)
         connection->in_list = true;
     }
     count_parked(connection, connection->wait == WAIT_PARKED);
+    count_backlog(connection, connection->wait == WAIT_OUTPUT);
 }
 
 static void put_into_inbox(struct loop *loop, struct connection *connection)
@@ -347,7 +363,7 @@ static void *run_loop(void *argument)
     uint64_t last_event_ns = 0, last_retry_ns = 0, last_check_ns = smb_now_ns();
     while (!atomic_load_explicit(&loop->stop, memory_order_acquire)) {
         int count = wait_for_events(loop, events, last_event_ns);
-        uint64_t now_ns = smb_now_ns();
+        uint64_t now_ns = loop->clock_ns = smb_now_ns();
         if (count > 0)
             last_event_ns = now_ns;
         bool woken = false;
@@ -385,9 +401,11 @@ static void *run_loop(void *argument)
     return NULL;
 }
 
-static int start_loop(struct smb_server *server, struct loop *loop)
+static int start_loop(struct smb_server *server, int index)
 {
+    struct loop *loop = &server->loops[index];
     loop->server = server;
+    loop->index = index;
     loop->epoll = epoll_create1(EPOLL_CLOEXEC);
     loop->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_init(&loop->inbox_lock, NULL);
@@ -415,7 +433,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
         return SMB_OUT_OF_MEMORY;
     made->instance = instance;
     made->capacity_bytes = capacity_bytes;
-    made->loops = calloc((size_t)loops, sizeof *made->loops);
+    made->loops = aligned_alloc(64, (size_t)loops * sizeof *made->loops);
     made->ended = calloc(ENDED_MAX, sizeof *made->ended);
     if (!made->loops || !made->ended) {
         free(made->loops);
@@ -423,6 +441,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
         free(made);
         return SMB_OUT_OF_MEMORY;
     }
+    memset(made->loops, 0, (size_t)loops * sizeof *made->loops);
     made->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     pthread_rwlock_init(&made->registry_lock, NULL);
     pthread_mutex_init(&made->lanes_lock, NULL);
@@ -432,7 +451,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
     pthread_cond_init(&made->due_changed, NULL);
     int status = waits_start(made);
     while (made->loop_count < loops && status == SMB_OK)
-        status = start_loop(made, &made->loops[made->loop_count++]);
+        status = start_loop(made, made->loop_count++);
     if (status != SMB_OK) {
         smb_server_destroy(made);
         return status;
@@ -549,6 +568,11 @@ void smb_server_destroy(struct smb_server *server)
     registry_clear(server);
     if (server->journal)
         journal_close(server->journal);
+    while (server->pasts) {
+        struct past *past = server->pasts;
+        server->pasts = past->next;
+        free(past);
+    }
     pthread_rwlock_destroy(&server->registry_lock);
     pthread_mutex_destroy(&server->lanes_lock);
     pthread_mutex_destroy(&server->ended_lock);

@@ -19,6 +19,7 @@
 #include "access.h"
 #include "journal.h"
 #include "segment.h"
+#include "stats.h"
 #include "wire.h"
 
 enum {
@@ -44,9 +45,15 @@ struct entry {                    /* of the registry: an open hash table, chaine
 };
 enum { BUCKETS = 4096, LISTENERS_MAX = 4 };
 
+/* What was done for a segment by one loop: it makes it at the first request, and nobody else writes it. */
+struct share {
+    struct smb_tally done[SMB_TRANSPORT_COUNT];
+};
+
 /* What the daemon keeps beside a segment that it serves. */
 struct served {
     struct smb_server *server;
+    struct share *_Atomic *shares; /* by loop; NULL until its first request. Release when made, acquire by who reads */
     struct smb_segment *segment;
     struct records *records;
     struct sync *sync;
@@ -56,6 +63,13 @@ struct served {
 };
 
 enum { ENDED_MAX = 65536 };       /* sessions remembered as ended, a power of two; the oldest are forgotten */
+
+/* What a session's closed connections had done: it goes on counting when it connects again. */
+struct past {
+    struct past *next;
+    struct smb_share share;
+};
+enum { PASTS_MAX = 4096 };        /* a session without one counts from its next connection on */
 
 struct smb_server {
     uint64_t instance;
@@ -86,8 +100,6 @@ struct smb_server {
     struct listener *listeners[LISTENERS_MAX];
     char *unix_path;
     int spare_fd;                 /* given up to turn a peer away when there is no descriptor left */
-    _Atomic uint64_t operations[SMB_TRANSPORT_COUNT][SMB_OPCODE_COUNT];
-    _Atomic uint64_t bytes[SMB_TRANSPORT_COUNT][SMB_OPCODE_COUNT];
     _Atomic uint64_t errors[SMB_STATUS_COUNT];
     _Atomic uint64_t opened[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
@@ -95,12 +107,18 @@ struct smb_server {
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
+    struct sync_counters waited;        /* of all segments */
     pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
     struct connection *lanes;
+    struct past *pasts;                 /* lanes_lock */
+    uint32_t past_count;
 };
 
 struct loop {
+    _Alignas(64) struct loop_stats stats; /* on cache lines of its own */
     struct smb_server *server;
+    int index;
+    uint64_t clock_ns;            /* when this loop last looked: a request taken up now begins then */
     pthread_t thread;
     bool running;
     int epoll;
@@ -175,6 +193,7 @@ struct wait {
     struct smb_segment *segment;      /* a reference: sync and words stay */
     struct smb_frame frame;
     struct sync_answer answer;
+    uint64_t begun_ns;
 };
 /* Gives a segment what it needs to be served; before it can be found. `left`: of an earlier run. */
 int waits_serve(struct smb_server *server, struct smb_segment *segment, bool left);
@@ -188,6 +207,13 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
 void waits_forget(struct connection *connection);
 void wait_free(struct wait *wait);
 bool session_has_ended(struct smb_server *server, uint64_t session);
+/* ---- counts (counts.c) */
+/* By the loop's thread: a request of the connection is answered, in that time. `segment` may be NULL. */
+void count_request(struct connection *connection, struct smb_segment *segment, int opcode, uint64_t bytes, uint64_t ns);
+/* With the lanes' lock held: what the connection did stays known, as the session's. */
+void count_past(struct smb_server *server, const struct connection *connection);
+/* The session is over, and nobody asks for what it did. */
+void forget_past(struct smb_server *server, uint64_t session);
 /* Wakes a loop, from any thread. */
 void loop_wake(struct loop *loop);
 
@@ -232,6 +258,9 @@ struct connection {
     pthread_mutex_t turn;               /* held while a request is carried out; taken by whoever fences, to wait for its end */
     struct connection *lane_next;       /* of the server's greeted connections */
     uint64_t opened_ns;
+    struct smb_tally done;
+    uint64_t begun_ns;                  /* the request in hand */
+    uint64_t backlog_bytes;             /* as counted in its loop */
 
     /* the request in hand */
     bool have_request;

@@ -133,6 +133,12 @@ enum { SMB_TRANSPORT_COUNT = 4 };
 /* Requests by reference (RDMA): what travels is a record, the payload stays where it is until it is fetched. See wire.h. */
 enum { SMB_RECORD_BYTES = 192 };
 
+/* How long something took: buckets of powers of two. Bucket i has what took at most 2^(10 + i) ns, the last one what took longer. */
+enum { SMB_LATENCY_BUCKETS = 27 };
+struct smb_latency { uint64_t buckets[27]; uint64_t sum_ns; };
+/* What one segment, or one session, was served. */
+struct smb_share { uint64_t id; uint64_t operations[4][23]; uint64_t bytes[4][23]; };
+
 /* Limits, in one place. */
 enum {
     SMB_CHUNK_BYTES_MIN = 4096,        /* a page: mappings and stripes are made of pages */
@@ -236,7 +242,7 @@ const void *smb_segment_states(const struct smb_segment *segment, uint64_t *byte
 void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing);
 /* Marks it deleted: every later operation, from any process that maps it, gets SMB_NOT_FOUND. */
 void smb_segment_mark_deleted(struct smb_segment *segment);
-/* Counters of operations done by local clients on their own mapping: ops[opcode], bytes[opcode]. */
+/* Adds what local clients have done on their own mapping to operations[opcode] and bytes[opcode]. */
 void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes);
 
 /* ---- server ------------------------------------------------------------------------------------------------------- */
@@ -251,7 +257,18 @@ struct smb_server_counters {
     uint64_t parked_now;          /* requests that wait for a chunk lock */
     uint64_t parked_total;
     uint64_t waits_now;           /* requests parked at locks, barriers and versions */
-    uint64_t replayed_total;      /* repeated changes that had been made, and were answered without being made again */
+    uint64_t repeated_total;      /* requests that were sent again after a connection broke */
+    uint64_t replayed_total;      /* of them changes that had been made, and were answered without being made again */
+    uint64_t backlog_bytes;       /* of answers that wait for their peers to read */
+    uint64_t backlog_total;       /* times that a connection had to wait for that */
+    uint64_t journal_slots;       /* in use: a connection that ever changed something has one */
+    uint64_t journal_slots_most;
+    uint64_t locks_granted;       /* user's and publishers' alike */
+    uint64_t locks_waited;        /* requests for them that had to wait */
+    uint64_t locks_timed_out;
+    uint64_t locks_expired;       /* whose holder did not renew them */
+    uint64_t locks_revoked;       /* whose holder's session ended */
+    uint64_t barriers_broken;
     uint64_t recovered_locks;     /* chunk locks found held by a dead process */
     uint64_t segments;
     uint64_t segment_bytes;       /* file bytes, as counted against the capacity */
@@ -302,6 +319,13 @@ void smb_server_end_session(struct smb_server *server, uint64_t session);
 /* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters);
+/* From when a request was taken up until its answer was ready, by [transport][opcode]; of what waits until it was answered. */
+struct smb_latencies { struct smb_latency of[4][23]; };
+void smb_server_latencies(struct smb_server *server, struct smb_latencies *latencies);
+/* What was done for each segment (SHM: by local clients on their own mapping), and over the connections of each session that has
+ * not ended. Writes at most `most`, in no order; returns how many. */
+uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares, uint64_t most);
+uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares, uint64_t most);
 /* What is held or waited for at one segment, now. */
 enum smb_wait_kind { SMB_WAIT_LOCK = 0, SMB_WAIT_PUBLISHER = 1, SMB_WAIT_BARRIER = 2, SMB_WAIT_VERSION = 3 };
 struct smb_wait {
@@ -329,6 +353,19 @@ int smb_client_create(uint64_t session, struct smb_client **client);
 void smb_client_use_checksums(struct smb_client *client);
 /* Answers that arrived spoilt, so far. Servers count requests that did. */
 uint64_t smb_client_spoilt(struct smb_client *client);
+/* What this client has done since smb_client_count (before that nothing is counted, and nothing is lost to counting). SHM: on its own mapping; TCP and UNIX: calls over links of that kind, counted once, also where they
+ * took several frames or several servers. Latencies are of whole calls; of those that took no wait at all one in 64 is timed, and
+ * stands for 64. */
+struct smb_client_counters {
+    uint64_t operations[4][23];
+    uint64_t bytes[4][23];
+    uint64_t failed[33];          /* calls, by status */
+    uint64_t repeated_total;      /* frames sent again after a connection broke */
+    uint64_t spoilt_total;
+    struct smb_latencies latencies;
+};
+void smb_client_count(struct smb_client *client);
+void smb_client_counters(struct smb_client *client, struct smb_client_counters *counters);
 /* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A link is one lane of the session:
  * to each server at most one link of a lane number at any time. */
 int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane,

@@ -37,6 +37,7 @@ struct sync {
     uint64_t broken_rounds;
     int closed;                    /* status of everything from now on */
     uint64_t due_ns;               /* as last told */
+    struct sync_counters own, *counters; /* it may have no other */
     void (*sooner)(void *argument, uint64_t at_ns);
     void *sooner_argument;
 };
@@ -55,6 +56,11 @@ static uint64_t get(const _Atomic uint64_t *word)
 static void put(_Atomic uint64_t *word, uint64_t value)
 {
     atomic_store_explicit(word, value, memory_order_release);
+}
+
+static void count(_Atomic uint64_t *counter)
+{
+    atomic_fetch_add_explicit(counter, 1, memory_order_relaxed);
 }
 
 /* ---- queues ------------------------------------------------------------------------------------------------------- */
@@ -183,6 +189,9 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
 {
     struct sync_lock_words *lock = &sync->words->locks[which];
     uint64_t expires_ns = later(now_ns, request->words[0]);
+    if (get(&lock->expires_ns) != 0)
+        count(&sync->counters->expired);
+    count(&sync->counters->granted);
     pthread_rwlock_wrlock(&sync->fence);
     put(&lock->expires_ns, 0);
     uint64_t token = next_token(lock, which);
@@ -268,8 +277,11 @@ static int ask_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns, s
         *told = grant(sync, which, request, now_ns, news);
         return SMB_OK;
     }
-    if (request->words[1] == 0)
+    if (request->words[1] == 0) {
+        count(&sync->counters->timed_out);
         return SMB_TIMEOUT;
+    }
+    count(&sync->counters->waited);
     enqueue_for_lock(sync, which, waiter, now_ns, news);
     grant_next(sync, which, now_ns, news);
     return SMB_PARKED;
@@ -427,6 +439,8 @@ static void end_round(struct sync *sync, bool broken, struct news *news)
     put(&sync->words->round, (round + 1) << ROUND_SHIFT);
     FAILPOINT("sync.round_ended");
     sync->broken_rounds += broken;
+    if (broken)
+        count(&sync->counters->broken);
     clear_parties(sync);
     for (struct waiter *waiter = sync->barrier.first; waiter;) {
         struct waiter *following = waiter->next;
@@ -628,6 +642,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
     pthread_rwlock_init(&made->fence, &attributes);
     pthread_rwlockattr_destroy(&attributes);
+    made->counters = &made->own;
     made->words = words;
     made->seats = seats;
     made->capacity = seats_bytes / SYNC_SEAT_BYTES / 2;
@@ -663,6 +678,13 @@ void sync_on_sooner(struct sync *sync, void (*sooner)(void *argument, uint64_t a
     pthread_mutex_lock(&sync->mutex);
     sync->sooner = sooner;
     sync->sooner_argument = argument;
+    pthread_mutex_unlock(&sync->mutex);
+}
+
+void sync_count_into(struct sync *sync, struct sync_counters *counters)
+{
+    pthread_mutex_lock(&sync->mutex);
+    sync->counters = counters;
     pthread_mutex_unlock(&sync->mutex);
 }
 
@@ -752,8 +774,10 @@ void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
     unpin(sync, session, 0, true, now_ns);
     for (int i = 0; i < SYNC_LOCKS; i++) {
         struct sync_lock_words *lock = &sync->words->locks[i];
-        if (held(lock, now_ns) && get(&lock->session) == session)
+        if (held(lock, now_ns) && get(&lock->session) == session) {
+            count(&sync->counters->revoked);
             set_expiry(sync, lock, 0);
+        }
         grant_next(sync, i, now_ns, &news);
     }
     release(sync, &news);
@@ -765,10 +789,13 @@ static void time_out(struct sync *sync, struct queue *queue, uint64_t now_ns, st
 {
     for (struct waiter *waiter = queue->first; waiter;) {
         struct waiter *following = waiter->next;
-        if (waiter->deadline_ns <= now_ns)
+        if (waiter->deadline_ns <= now_ns) {
+            if (waiter->request.opcode == SMB_LOCK)
+                count(&sync->counters->timed_out);
             answer(sync, waiter, version_answer(sync, SMB_TIMEOUT), news);
-        else
+        } else {
             due(news, waiter->deadline_ns);
+        }
         waiter = following;
     }
 }
@@ -799,8 +826,10 @@ uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
             due(&news, pin->expires_ns);
         for (int i = 0; i < SYNC_LOCKS; i++) {
             struct sync_lock_words *lock = &sync->words->locks[i];
-            if (get(&lock->expires_ns) != 0 && !held(lock, now_ns))
+            if (get(&lock->expires_ns) != 0 && !held(lock, now_ns)) {
+                count(&sync->counters->expired);
                 set_expiry(sync, lock, 0);
+            }
             time_out(sync, &sync->locks[i], now_ns, &news);
             grant_next(sync, i, now_ns, &news);
             if (held(lock, now_ns))

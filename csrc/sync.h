@@ -99,6 +99,13 @@ struct waiter {
 
 struct sync;
 
+/* What happened, for metrics; relaxed, and rare. */
+struct sync_counters {
+    _Atomic uint64_t granted, waited, timed_out; /* locks; requests for them */
+    _Atomic uint64_t expired, revoked;           /* locks whose holder did not renew them; whose holder's session ended */
+    _Atomic uint64_t broken;                     /* rounds of barriers */
+};
+
 /* `words` and `seats` (seats_bytes of them; both may be garbage) stay mapped until sync_destroy. now_ns: of this and every
  * later call, CLOCK_BOOTTIME; passed in so that tests decide it. grace: this segment is from an earlier run of the daemon. */
 int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, bool grace, uint64_t now_ns, struct sync **sync);
@@ -123,6 +130,8 @@ void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns);
 uint64_t sync_tick(struct sync *sync, uint64_t now_ns);
 /* Called with that next time whenever it becomes sooner than what sync_tick last returned; may be NULL. */
 void sync_on_sooner(struct sync *sync, void (*sooner)(void *argument, uint64_t at_ns), void *argument);
+/* Counts there from now on, beside others. */
+void sync_count_into(struct sync *sync, struct sync_counters *counters);
 
 /* Around a fenced change of this segment's bytes: OK and held until sync_fence_leave (no grant comes in between), or
  * LOCK_LOST. Cheap and shared: fenced changes don't exclude each other. */

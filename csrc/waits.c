@@ -7,6 +7,9 @@
 static void free_served(void *companion)
 {
     struct served *served = companion;
+    for (int i = 0; served->shares && i < served->server->loop_count; i++)
+        free(atomic_load_explicit(&served->shares[i], memory_order_acquire));
+    free(served->shares);
     if (served->sync)
         sync_destroy(served->sync);
     if (served->records)
@@ -109,10 +112,11 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
     served->server = server;
     served->segment = segment;
     served->due_ns = UINT64_MAX;
+    served->shares = calloc((size_t)server->loop_count, sizeof *served->shares);
     uint32_t count;
     _Atomic uint64_t *evictions;
     struct record *table = smb_segment_records(segment, &count, &evictions);
-    int status = records_create(table, count, evictions, &served->records);
+    int status = served->shares ? records_create(table, count, evictions, &served->records) : SMB_OUT_OF_MEMORY;
     if (status == SMB_OK)
         status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment), smb_segment_data_bytes(segment),
                              left, smb_boot_ns(), &served->sync);
@@ -122,6 +126,7 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
     }
     smb_segment_keep(segment, served, free_served);
     sync_on_sooner(served->sync, due_sooner, served);
+    sync_count_into(served->sync, &server->waited);
     uint64_t next_ns = sync_tick(served->sync, smb_boot_ns());
     if (next_ns != UINT64_MAX)
         due_sooner(served, next_ns);
@@ -181,6 +186,7 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
     wait->connection = connection;
     wait->segment = smb_segment_retain(request->segment);
     wait->frame = request->frame;
+    wait->begun_ns = connection->begun_ns;
     wait->waiter.owner = wait;
     wait->waiter.answer = answer_came;
     struct sync_request ask = {.opcode = request->frame.opcode, .session = request->frame.session,
@@ -255,6 +261,7 @@ void smb_server_end_session(struct smb_server *server, uint64_t session)
     pthread_mutex_unlock(&server->ended_lock);
     lanes_fence_session(server, session);
     server_each_segment(server, end_on_segment, &session);
+    forget_past(server, session);
 }
 
 /* ---- for people --------------------------------------------------------------------------------------------------- */

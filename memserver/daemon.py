@@ -24,12 +24,13 @@ from prometheus_client import CollectorRegistry
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import load_of
-from memserver.metrics import EngineMetrics
+from memserver.metrics import EngineMetrics, Life
 from memserver.place import Place
 from memserver.rdma import Rdma
 from memserver.recovery import recover
-from memserver.registration import Identity, Registration
+from memserver.registration import Asking, Identity, Registration
 from memserver.segments import Segments
+from memserver.shares import Names
 from memserver.tls import TlsListener
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.credentials import Credentials, check_exposure
@@ -103,7 +104,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     engine = Engine(instance_id, options.loops, options.capacity_bytes)
     leaving.callback(engine.close)
     segments = Segments(engine, place, options.capacity_bytes)
-    recover(engine, place, segments, options.capacity_bytes)
+    life = recover(engine, place, segments, options.capacity_bytes)
 
     if options.credentials is not None:
         engine.guard()
@@ -120,8 +121,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     address = format_address(reachable, advertised_port or data_port)
 
     registry = CollectorRegistry()
-    health = _Health(options, address, segments)
-    registry.register(EngineMetrics(engine.counters, options.capacity_bytes, health.connected))
+    health = _Health(options, address, segments, life)
+    buffers, clients = Names(), Names()
+    registry.register(EngineMetrics(engine, segments, options.capacity_bytes, health.life, buffers, clients))
     pages = Pages(options.metrics, registry, health.show)
     leaving.callback(pages.close)
     identity = Identity(
@@ -130,7 +132,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         data_address=address,
         control_address=format_address(reachable, control.port),
         unix_path=str(place.socket_path),
-        metrics_address=pages.address,
+        metrics_address=_shown_to_others(pages.address, reachable),
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
         data_tls=options.data_tls,
@@ -155,7 +157,14 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
             engine.set_key(each.generation, each.key, access.now_ms)
 
     health.registration = Registration(
-        options.coordinator, identity, segments, lambda: load_of(engine, place), decided, options.credentials, take_keys
+        options.coordinator,
+        identity,
+        segments,
+        lambda: load_of(engine, place),
+        Asking(engine, buffers, clients),
+        decided,
+        options.credentials,
+        take_keys,
     )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
@@ -177,11 +186,18 @@ def _await_stop(served: Segments) -> None:
 class _Health:
     """What /healthz says. Serving without the coordinator is healthy: data goes on."""
 
-    def __init__(self, options: Options, address: str, segments: Segments) -> None:
+    def __init__(self, options: Options, address: str, segments: Segments, life: Life) -> None:
         self._options = options
         self._address = address
         self._segments = segments
+        self._life = life
         self.registration: Registration | None = None
+
+    def life(self) -> Life:
+        """Return what metrics tell of this run, as it is now."""
+        self._life.connected = self.connected()
+        self._life.leases_lost = self.registration.leases_lost if self.registration is not None else 0
+        return self._life
 
     def connected(self) -> bool:
         """Whether the coordinator answered the last time."""
@@ -226,6 +242,12 @@ def _check(options: Options) -> None:
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if parse_address(options.coordinator)[1] == 0:
         raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")
+
+
+def _shown_to_others(metrics: str, reachable: str) -> str:
+    """Return where others find the pages: an address that stands for all of this host's is none of them."""
+    host, port = parse_address(metrics)
+    return format_address(reachable, port) if host in _ANY_ADDRESS else metrics
 
 
 def _advertised(advertise: str) -> tuple[str, int]:

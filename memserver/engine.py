@@ -6,10 +6,16 @@ Every call releases Python's lock, and may be made from any thread until `close`
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from smb._engine import ffi, lib
+from smb.engine import KINDS, TRANSPORTS, Latency, latencies_of, status_name
 from smb.errors import (
     AlreadyExistsError,
     Error,
@@ -20,38 +26,10 @@ from smb.errors import (
 )
 
 CHUNK_BYTES_MAX: int = lib.SMB_CHUNK_BYTES_MAX
+SHARED_MAX = 1024  # segments, and sessions, of which a scrape reads what was done for each: 1 KiB each
+_SHARE_BYTES = ffi.sizeof("struct smb_share")
 LOOPS_MAX = 64  # a loop is a thread; more than cores do not help
 
-KINDS: dict[int, str] = {
-    lib.SMB_HELLO: "hello",
-    lib.SMB_ATTACH: "attach",
-    lib.SMB_READ: "read",
-    lib.SMB_WRITE: "write",
-    lib.SMB_ACCUMULATE: "accumulate",
-    lib.SMB_FILL: "fill",
-    lib.SMB_ACCUMULATE_FROM: "accumulate_from",
-    lib.SMB_FETCH_ADD: "fetch_add",
-    lib.SMB_COMPARE_SWAP: "compare_swap",
-    lib.SMB_WATERMARK: "watermark",
-    lib.SMB_LOCK: "lock",
-    lib.SMB_UNLOCK: "unlock",
-    lib.SMB_RENEW: "renew",
-    lib.SMB_FENCE: "fence",
-    lib.SMB_ARRIVE: "arrive",
-    lib.SMB_AWAIT_BARRIER: "await_barrier",
-    lib.SMB_AWAIT_VERSION: "await_version",
-    lib.SMB_PUBLISH: "publish",
-    lib.SMB_PIN: "pin",
-    lib.SMB_UNPIN: "unpin",
-    lib.SMB_APPLY: "apply",
-    lib.SMB_AUTHORIZE: "authorize",
-}
-TRANSPORTS: dict[int, str] = {
-    lib.SMB_TRANSPORT_SHM: "shm",
-    lib.SMB_TRANSPORT_TCP: "tcp",
-    lib.SMB_TRANSPORT_UNIX: "unix",
-    lib.SMB_TRANSPORT_VERBS: "verbs",
-}
 WAITS: dict[int, str] = {
     lib.SMB_WAIT_LOCK: "lock",
     lib.SMB_WAIT_PUBLISHER: "publication",
@@ -89,10 +67,25 @@ class Counters:
     parked: int
     parked_total: int
     waits: int
+    repeated_total: int
     replayed_total: int
+    backlog_bytes: int
+    backlog_total: int
+    journal_slots: int
+    journal_slots_max: int
+    locks_granted: int
+    lock_waits: int
+    lock_timeouts: int
+    locks_expired: int
+    locks_revoked: int
+    barriers_broken: int
     recovered_locks: int
     segments: int
     segment_bytes: int
+
+
+# What was done, as uint64[2, transports, opcodes]: operations, and bytes.
+Share = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +239,7 @@ class Engine:
         cells = [(t, transport, k, kind) for t, transport in TRANSPORTS.items() for k, kind in KINDS.items()]
         errors = {}
         for status in range(1, lib.SMB_STATUS_COUNT):
-            name = _status_name(status)
+            name = status_name(status)
             if name:
                 errors[name] = int(raw.errors[status])
         return Counters(
@@ -258,11 +251,36 @@ class Engine:
             parked=int(raw.parked_now),
             parked_total=int(raw.parked_total),
             waits=int(raw.waits_now),
+            repeated_total=int(raw.repeated_total),
             replayed_total=int(raw.replayed_total),
+            backlog_bytes=int(raw.backlog_bytes),
+            backlog_total=int(raw.backlog_total),
+            journal_slots=int(raw.journal_slots),
+            journal_slots_max=int(raw.journal_slots_most),
+            locks_granted=int(raw.locks_granted),
+            lock_waits=int(raw.locks_waited),
+            lock_timeouts=int(raw.locks_timed_out),
+            locks_expired=int(raw.locks_expired),
+            locks_revoked=int(raw.locks_revoked),
+            barriers_broken=int(raw.barriers_broken),
             recovered_locks=int(raw.recovered_locks),
             segments=int(raw.segments),
             segment_bytes=int(raw.segment_bytes),
         )
+
+    def latencies(self) -> dict[tuple[str, str], Latency]:
+        """Return how long requests took, by (transport, kind), of those that there were."""
+        raw = ffi.new("struct smb_latencies *")
+        lib.smb_server_latencies(self._server, raw)
+        return latencies_of(raw, TRANSPORTS, KINDS)
+
+    def segment_shares(self) -> dict[int, Share]:
+        """Return what was done for each segment, by its id; of SHARED_MAX of them where there are more."""
+        return _shares(lib.smb_server_segment_shares, self._server)
+
+    def session_shares(self) -> dict[int, Share]:
+        """Return what was done over the connections of each session that has not ended, likewise."""
+        return _shares(lib.smb_server_session_shares, self._server)
 
     def waits(self, most: int) -> tuple[list[Wait], int]:
         """Return at most so many of the locks that are held and of what is waited for, and how many there are."""
@@ -289,15 +307,16 @@ class Engine:
         self._server = ffi.NULL
 
 
+def _shares(read: Callable[[Any, Any, int], int], server: Any) -> dict[int, Share]:
+    memory = np.empty((SHARED_MAX, _SHARE_BYTES // 8), dtype=np.uint64)
+    found = read(server, ffi.cast("struct smb_share *", ffi.from_buffer(memory)), SHARED_MAX)
+    cells = memory[:found, 1:].reshape(found, 2, lib.SMB_TRANSPORT_COUNT, lib.SMB_OPCODE_COUNT)
+    return {int(number): cells[i].copy() for i, number in enumerate(memory[:found, 0])}
+
+
 def _check(status: int, what: str) -> None:
     if status == lib.SMB_OK:
         return
     if status == lib.SMB_SYSTEM:
         raise UnavailableError(f"cannot {what}: {os.strerror(ffi.errno)}")
-    raise _ERRORS.get(status, UnavailableError)(f"cannot {what}: {_status_name(status) or status}")
-
-
-def _status_name(status: int) -> str:
-    """Return the engine's word for the status, empty for a number that is none."""
-    name = lib.smb_status_name(status)
-    return ffi.string(name).decode() if name else ""
+    raise _ERRORS.get(status, UnavailableError)(f"cannot {what}: {status_name(status) or status}")

@@ -1,91 +1,170 @@
-"""The memory server's metrics: every name and help text. All are read from the engine when scraped."""
+"""The memory server's metrics, read from the engine when scraped. Their names are in smb/metric_names.py."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import numpy as np
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from memserver.engine import Counters
+from memserver.engine import Counters, Engine, Share
+from memserver.segments import Segments
+from memserver.shares import NamedShares, Names
+from smb.engine import KINDS, TRANSPORTS
+from smb.metric_names import LATENCY_EDGES, counter, cumulative, gauge, histogram
+
+WAITS_MAX = 4096  # locks and queues that one scrape looks at
+
+
+@dataclass(slots=True)
+class Life:
+    """What a run of the daemon knows of itself. Written by its threads, read by scrapes: one number at a time."""
+
+    connected: bool = False
+    leases_lost: int = 0
+    recovery_s: float = 0.0
+    recovered_segments: int = 0
+    recovered_changes: int = 0
+    torn_chunks: int = 0
+    started_at: float = field(default_factory=time.time)  # seconds since 1970
 
 
 class EngineMetrics(Collector):
-    """The engine's counters, what it may hold, and whether the coordinator knows of it."""
+    """The engine's counters, whose they are, what it may hold, and what became of the run before."""
 
-    def __init__(self, read: Callable[[], Counters], capacity_bytes: int, connected: Callable[[], bool]) -> None:
-        self._read = read
+    def __init__(
+        self,
+        engine: Engine,
+        segments: Segments,
+        capacity_bytes: int,
+        life: Callable[[], Life],
+        buffers: Names,
+        clients: Names,
+    ) -> None:
+        self._engine = engine
+        self._segments = segments
         self._capacity_bytes = capacity_bytes
-        self._connected = connected
+        self._life = life
+        self._names = {"buffer": buffers, "client": clients}
+        self._lock = threading.Lock()  # scrapes may come at once, and shares are sums
+        self._shares = {"buffer": NamedShares(), "client": NamedShares()}
+
+    def describe(self) -> list[Metric]:
+        """Nothing beforehand: registering must not scrape."""
+        return []
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        counters = self._read()
-        yield _by_transport_and_kind(
-            "smb_server_operations_total",
-            "Operations done, by kind and by the way they came; shm: by local clients on their own mapping.",
-            counters.operations,
-        )
-        yield _by_transport_and_kind(
-            "smb_server_transferred_bytes_total",
-            "Bytes of data read, written or accumulated, by kind and by the way they came.",
-            counters.transferred_bytes,
-        )
-        yield _by_label(
-            "smb_server_errors_total",
-            "Requests refused and connections closed, by reason.",
-            "class",
-            counters.errors,
-        )
-        yield _by_label(
-            "smb_server_connections_opened_total",
-            "Connections accepted since the start.",
-            "transport",
-            {name: opened for name, opened in counters.connections_opened.items() if name != "shm"},
-        )
-        now = GaugeMetricFamily("smb_server_connections", "Connections open now.", labels=["transport"])
-        for name, open_now in counters.connections.items():
-            if name != "shm":  # a mapping is no connection
-                now.add_metric([name], open_now)
-        yield now
-        yield GaugeMetricFamily("smb_server_segments", "Segments held.", counters.segments)
-        yield GaugeMetricFamily(
-            "smb_server_segment_bytes", "Bytes of capacity taken by segments, headers included.", counters.segment_bytes
-        )
-        yield GaugeMetricFamily("smb_server_capacity_bytes", "Bytes that segments may take.", self._capacity_bytes)
-        yield GaugeMetricFamily(
-            "smb_server_parked_requests", "Requests that wait for a chunk's lock now.", counters.parked
-        )
-        yield CounterMetricFamily(
-            "smb_server_parked_requests_total", "Requests that had to wait for a chunk's lock.", counters.parked_total
-        )
-        yield GaugeMetricFamily(
-            "smb_server_waiting_requests", "Requests that wait for a lock, a barrier or a version now.", counters.waits
-        )
-        yield CounterMetricFamily(
-            "smb_server_replayed_requests_total",
-            "Changes sent again after a lost connection that had been made, and were not made twice.",
-            counters.replayed_total,
-        )
-        yield CounterMetricFamily(
-            "smb_server_recovered_locks_total", "Chunk locks found held by a dead process.", counters.recovered_locks
-        )
-        yield GaugeMetricFamily(
-            "smb_server_coordinator_connected",
-            "1 while the coordinator answers this server's renewals.",
-            int(self._connected()),
-        )
+        counters = self._engine.counters()
+        yield from _traffic(counters)
+        yield self._durations()
+        with self._lock:
+            yield from self._of("buffer", self._engine.segment_shares())
+            yield from self._of("client", self._engine.session_shares())
+            yield self._buffer_capacity()
+        yield from self._waits(counters)
+        yield from _books(counters, self._capacity_bytes)
+        yield from _life(self._life())
+
+    def _durations(self) -> HistogramMetricFamily:
+        family = histogram("smb_server_request_duration_seconds")
+        for labels, found in self._engine.latencies().items():
+            family.add_metric(labels, cumulative(LATENCY_EDGES, found.counts), found.sum_s)
+        return family
+
+    def _of(self, label: str, shares: Mapping[int, Share]) -> Iterator[Metric]:
+        sums = self._shares[label].update(shares, self._names[label].known())
+        for index, what in enumerate(("operations", "transferred_bytes")):
+            family = counter(f"smb_server_{label}_{what}_total")
+            for name, cells in sums.items():
+                for transport, kind in np.argwhere(cells[0]):
+                    value = int(cells[index, transport, kind])
+                    family.add_metric([name, TRANSPORTS[int(transport)], KINDS[int(kind)]], value)
+            yield family
+
+    def _buffer_capacity(self) -> Metric:
+        """By the labels that the shares were just given."""
+        names, taken = self._names["buffer"].known(), Counter[str]()
+        for segment_id, nbytes in self._segments.file_bytes().items():
+            if segment_id in names:
+                taken[self._shares["buffer"].label(names[segment_id])] += nbytes
+        family = gauge("smb_server_buffer_capacity_bytes")
+        for name, nbytes in taken.items():
+            family.add_metric([name], nbytes)
+        return family
+
+    def _waits(self, counters: Counters) -> Iterator[Metric]:
+        waits, _ = self._engine.waits(WAITS_MAX)
+        waiting, held = gauge("smb_server_waiting_requests"), gauge("smb_server_held_locks")
+        for kind in ("lock", "publication", "barrier", "version"):
+            waiting.add_metric([kind], sum(wait.waiting for wait in waits if wait.kind == kind))
+        for kind in ("lock", "publication"):
+            held.add_metric([kind], sum(wait.session != 0 for wait in waits if wait.kind == kind))
+        yield waiting
+        yield held
+        yield _total("smb_server_locks_granted_total", counters.locks_granted)
+        yield _total("smb_server_lock_waits_total", counters.lock_waits)
+        yield _total("smb_server_lock_timeouts_total", counters.lock_timeouts)
+        lost = counter("smb_server_locks_lost_total")
+        lost.add_metric(["expired"], counters.locks_expired)
+        lost.add_metric(["session_ended"], counters.locks_revoked)
+        yield lost
+        yield _total("smb_server_broken_barriers_total", counters.barriers_broken)
 
 
-def _by_transport_and_kind(name: str, text: str, values: Mapping[tuple[str, str], int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=["transport", "kind"])
-    for (transport, kind), value in values.items():
-        family.add_metric([transport, kind], value)
-    return family
+def _traffic(counters: Counters) -> Iterator[Metric]:
+    for name, cells in (
+        ("smb_server_operations_total", counters.operations),
+        ("smb_server_transferred_bytes_total", counters.transferred_bytes),
+    ):
+        family = counter(name)
+        for labels, value in cells.items():
+            family.add_metric(labels, value)
+        yield family
+    errors = counter("smb_server_errors_total")
+    for reason, value in counters.errors.items():
+        errors.add_metric([reason], value)
+    yield errors
+    opened, now = counter("smb_server_connections_opened_total"), gauge("smb_server_connections")
+    for transport in counters.connections:
+        if transport != "shm":  # a mapping is no connection
+            opened.add_metric([transport], counters.connections_opened[transport])
+            now.add_metric([transport], counters.connections[transport])
+    yield opened
+    yield now
 
 
-def _by_label(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value_of_label, value in values.items():
-        family.add_metric([value_of_label], value)
+def _books(counters: Counters, capacity_bytes: int) -> Iterator[Metric]:
+    yield gauge("smb_server_segments", counters.segments)
+    yield gauge("smb_server_segment_bytes", counters.segment_bytes)
+    yield gauge("smb_server_capacity_bytes", capacity_bytes)
+    yield gauge("smb_server_parked_requests", counters.parked)
+    yield _total("smb_server_chunk_waits_total", counters.parked_total)
+    yield _total("smb_server_repeated_requests_total", counters.repeated_total)
+    yield _total("smb_server_replayed_requests_total", counters.replayed_total)
+    yield gauge("smb_server_send_backlog_bytes", counters.backlog_bytes)
+    yield _total("smb_server_send_backlogs_total", counters.backlog_total)
+    yield gauge("smb_server_journal_slots", counters.journal_slots)
+    yield gauge("smb_server_journal_slots_max", counters.journal_slots_max)
+    yield _total("smb_server_recovered_locks_total", counters.recovered_locks)
+
+
+def _life(life: Life) -> Iterator[Metric]:
+    yield gauge("smb_server_recovery_seconds", life.recovery_s)
+    yield gauge("smb_server_recovered_segments", life.recovered_segments)
+    yield gauge("smb_server_recovered_changes", life.recovered_changes)
+    yield gauge("smb_server_torn_chunks", life.torn_chunks)
+    yield gauge("smb_server_coordinator_connected", int(life.connected))
+    yield _total("smb_server_leases_lost_total", life.leases_lost)
+    yield gauge("smb_server_start_time_seconds", life.started_at)
+
+
+def _total(name: str, value: float) -> Metric:
+    family = counter(name)
+    family.add_metric([], value)
     return family

@@ -4,8 +4,10 @@ were interrupted are finished."""
 from __future__ import annotations
 
 import logging
+import time
 
-from memserver.engine import Engine
+from memserver.engine import Engine, Recovery
+from memserver.metrics import Life
 from memserver.place import Place
 from memserver.segments import Segments
 from smb.config import format_bytes
@@ -14,11 +16,13 @@ from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryEr
 _log = logging.getLogger("memserver")
 
 
-def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: int) -> None:
-    """Adopt every segment's file of this server's name. A file that is none is reported and left where it is.
+def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: int) -> Life:
+    """Adopt every segment's file of this server's name. A file that is none is reported and left where it is. Returns
+    what was found, for metrics.
 
     Raises InvalidArgumentError where they take more than the capacity: they are somebody's data, so none is given up.
     """
+    begun = time.monotonic()
     complete, unfinished = place.segment_files()
     for path in unfinished:
         path.unlink()
@@ -41,10 +45,16 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
             _log.error("%s; the file is left aside", error)
     if adopted:
         _log.info("found %d segments of an earlier run, %s", adopted, format_bytes(segments.used_bytes()))
-    _recover_journal(engine, place)
+    found = _recover_journal(engine, place)
+    return Life(
+        recovery_s=time.monotonic() - begun,
+        recovered_segments=adopted,
+        recovered_changes=found.finished,
+        torn_chunks=found.torn_chunks,
+    )
 
 
-def _recover_journal(engine: Engine, place: Place) -> None:
+def _recover_journal(engine: Engine, place: Place) -> Recovery:
     """Finish the additions that a kill interrupted. Clients that come back are told that they were made."""
     found = engine.open_journal(place.journal_path)
     if found.journal_lost:
@@ -57,3 +67,4 @@ def _recover_journal(engine: Engine, place: Place) -> None:
             "new value",
             found.torn_chunks,
         )
+    return found

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import grpc
 
+from memserver.engine import Engine
 from memserver.segments import Segments
+from memserver.shares import Names
 from smb.credentials import COORDINATOR_NAME, Credentials, channel
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
 from smb.failpoint import failpoint
@@ -48,6 +50,25 @@ class Identity:
     data_tls: bool = False
 
 
+class Asking:
+    """Which names to ask for, and where to put them. They are for metrics: nothing depends on them."""
+
+    def __init__(self, engine: Engine, buffers: Names, clients: Names) -> None:
+        self._engine = engine
+        self._buffers = buffers
+        self._clients = clients
+
+    def ask(self, request: pb.RenewServerRequest) -> None:
+        """Ask for those that are missing."""
+        request.unnamed_segments.extend(self._buffers.unknown(self._engine.segment_shares()))
+        request.unnamed_sessions.extend(self._clients.unknown(self._engine.session_shares()))
+
+    def learn(self, reply: pb.RenewServerReply) -> None:
+        """Take what was told."""
+        self._buffers.learn(reply.segment_names)
+        self._clients.learn(reply.session_names)
+
+
 class Registration:
     """Keeps this server registered at the coordinator. `close` it."""
 
@@ -57,6 +78,7 @@ class Registration:
         identity: Identity,
         segments: Segments,
         load: Callable[[], pb.ServerLoad],
+        asking: Asking,
         on_outcome: Callable[[Error | None], None],
         credentials: Credentials | None = None,
         on_keys: Callable[[pb.AccessKeys], None] | None = None,
@@ -69,6 +91,8 @@ class Registration:
         self._identity = identity
         self._segments = segments
         self._load = load
+        self._asking = asking
+        self.leases_lost = 0  # times that the coordinator did not know us any more
         self._on_outcome = on_outcome
         self._on_keys = on_keys
         self._sessions_seen = pb.SessionsSeen()
@@ -105,6 +129,7 @@ class Registration:
             except grpc.RpcError as error:
                 if registered and error.code() == grpc.StatusCode.NOT_FOUND:
                     registered = False
+                    self.leases_lost += 1
                     continue
                 self._failed(error)
                 pause_s, wait_s = wait_s, min(2 * wait_s, RETRY_MAX_S)
@@ -154,10 +179,12 @@ class Registration:
             sessions_seen=self._sessions_seen,
             load=self._load(),
         )
+        self._asking.ask(request)
         failpoint("memserver.renew.asking")
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
+        self._asking.learn(reply)
         self._end(reply.ended_sessions)
         return int(reply.lease_ms)
 

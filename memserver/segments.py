@@ -110,6 +110,12 @@ class Segments:
         with self._lock:
             return sorted(self._held.keys() | self._busy)
 
+    def file_bytes(self) -> dict[int, int]:
+        """Return the bytes of capacity that each segment takes, by its id."""
+        with self._lock:
+            forms = list(self._held.values())
+        return {form.id: segment_file_bytes(form.nbytes, form.chunk_bytes) for form in forms}
+
     def used_bytes(self) -> int:
         """Return the bytes of capacity that are taken."""
         return self._engine.counters().segment_bytes

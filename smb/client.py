@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -37,10 +37,13 @@ from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport import tls
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
-from smb.transport.links import Links, Whereabouts
+from smb.transport.links import Links, Outages, Whereabouts
 from smb.transport.queues import Settings
 from smb.transport.verbs import Verbs
 from smb.waits import SESSION_ENDED, Home, wait_ms
+
+if TYPE_CHECKING:
+    from smb.daemon import Pages
 
 Result = TypeVar("Result")
 
@@ -111,7 +114,11 @@ def connect(
         )
     checksum = switch_of("client.checksum") if checksum is None else bool(checksum)
     choice = check_choice(text_of("client.transport") or transport)
-    return Client(address, choice, timeout, checksum, find(credentials), Settings.of(variables_of("verbs")))
+    client = Client(address, choice, timeout, checksum, find(credentials), Settings.of(variables_of("verbs")))
+    metrics = text_of("client.client_metrics")
+    if metrics:
+        client.serve_metrics(metrics)
+    return client
 
 
 class Client:
@@ -128,7 +135,7 @@ class Client:
     ) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._pid = os.getpid()
         self._choice = transport
         self._closed = False
@@ -136,9 +143,11 @@ class Client:
         self.switch.open = True
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        self.async_calls = 0  # that have not ended
+        self.pages: Pages | None = None
         self.coordinator = Coordinator(address, credentials)
         try:
-            session_id, lease, shared = self.coordinator.open_session(self._name, timeout)
+            session_id, lease, shared = self.coordinator.open_session(self.name, timeout)
         except BaseException:
             self.coordinator.close()
             raise
@@ -155,7 +164,7 @@ class Client:
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
-            args=(weakref.ref(self), self._stop, self.coordinator, session_id, self._name, lease),
+            args=(weakref.ref(self), self._stop, self.coordinator, session_id, self.name, lease),
             name="smb-session",
             daemon=True,
         )
@@ -382,6 +391,8 @@ class Client:
             self.switch.open = False
             executor = self._executor
         self._stop.set()
+        if self.pages is not None:
+            self.pages.close()
         self.renewals.close()
         self.engine.close()
         if executor is not None:
@@ -437,7 +448,29 @@ class Client:
             self.check_open()
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_CALLS_MAX, "smb-async")
-            return self._executor.submit(call)
+            future = self._executor.submit(call)
+            self.async_calls += 1
+        future.add_done_callback(self._async_ended)
+        return future
+
+    def _async_ended(self, _: Future[Any]) -> None:
+        with self._lock:
+            self.async_calls -= 1
+
+    # ---- for smb.metrics
+
+    def serve_metrics(self, address: str) -> None:
+        """Serve /metrics at "host:port" until close(). Where it can't be had that is logged, no more."""
+        from smb.metrics import serve
+
+        try:
+            self.pages = serve(self, address)
+        except Error as error:
+            _log.warning("no metrics of this client: %s", error)
+
+    def outages(self) -> Outages:
+        """Return which connections broke, and for how long."""
+        return self._links.outages()
 
 
 # os.getpid() is a system call, and small operations ask for it every time.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
 from smb.config import OWNER_VARIABLE, format_address, parse_address
 from smb.errors import Error, InvalidArgumentError, UnavailableError
@@ -39,6 +39,7 @@ GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 _log = logging.getLogger("daemon")
+disable_created_metrics()  # type: ignore[no-untyped-call]  # when each counter began doubles the page, and nobody asks
 
 
 class _OneLine(logging.Formatter):
@@ -201,6 +202,12 @@ class Pages:
         self._thread = threading.Thread(target=self._server.serve_forever, name="pages", daemon=True)
         self._thread.start()
         self.address = format_address(host, self._server.server_port)
+
+    def __enter__(self) -> Pages:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop serving. Blocks until the listening thread is gone, at most half a second."""

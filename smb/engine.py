@@ -84,6 +84,39 @@ class AskOpcode(IntEnum):
     UNPIN = lib.SMB_UNPIN
 
 
+# As people and metrics call them.
+KINDS: dict[int, str] = {
+    lib.SMB_HELLO: "hello",
+    lib.SMB_ATTACH: "attach",
+    lib.SMB_READ: "read",
+    lib.SMB_WRITE: "write",
+    lib.SMB_ACCUMULATE: "accumulate",
+    lib.SMB_FILL: "fill",
+    lib.SMB_ACCUMULATE_FROM: "accumulate_from",
+    lib.SMB_FETCH_ADD: "fetch_add",
+    lib.SMB_COMPARE_SWAP: "compare_swap",
+    lib.SMB_WATERMARK: "watermark",
+    lib.SMB_LOCK: "lock",
+    lib.SMB_UNLOCK: "unlock",
+    lib.SMB_RENEW: "renew",
+    lib.SMB_FENCE: "fence",
+    lib.SMB_ARRIVE: "arrive",
+    lib.SMB_AWAIT_BARRIER: "await_barrier",
+    lib.SMB_AWAIT_VERSION: "await_version",
+    lib.SMB_PUBLISH: "publish",
+    lib.SMB_PIN: "pin",
+    lib.SMB_UNPIN: "unpin",
+    lib.SMB_APPLY: "apply",
+    lib.SMB_AUTHORIZE: "authorize",
+}
+TRANSPORTS: dict[int, str] = {
+    lib.SMB_TRANSPORT_SHM: "shm",
+    lib.SMB_TRANSPORT_TCP: "tcp",
+    lib.SMB_TRANSPORT_UNIX: "unix",
+    lib.SMB_TRANSPORT_VERBS: "verbs",
+}
+
+
 class Lane(IntEnum):
     """What each link to a server is for. Changes of a lane are made in order; what waits has a lane of its own, so that
     nothing waits behind it."""
@@ -95,6 +128,43 @@ class Lane(IntEnum):
     UNIX_ATTACH = 4
     TCP_ODD_CHUNKS = 5
     VERBS_DATA = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How many took how long: counts between the edges of metric_names.LATENCY_EDGES, and the sum of all in seconds."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCounters:
+    """What a client has done since it was asked to count: by (transport, kind), failed calls by status."""
+
+    operations: dict[tuple[str, str], int]
+    transferred_bytes: dict[tuple[str, str], int]
+    failed: dict[str, int]
+    repeated_total: int
+    spoilt_total: int
+    latencies: dict[tuple[str, str], Latency]
+
+
+def latencies_of(raw: Any, transports: Mapping[int, str], kinds: Mapping[int, str]) -> dict[tuple[str, str], Latency]:
+    """Read a struct smb_latencies; what never happened is left out."""
+    width = lib.SMB_LATENCY_BUCKETS + 1
+    cells = np.frombuffer(ffi.buffer(raw), dtype=np.uint64).reshape(-1, lib.SMB_OPCODE_COUNT, width)
+    found = {}
+    for t, k in np.argwhere(cells[:, :, :-1].any(axis=2)):
+        counts = tuple(int(count) for count in cells[t, k, :-1])
+        found[transports[int(t)], kinds[int(k)]] = Latency(counts, int(cells[t, k, -1]) / 1e9)
+    return found
+
+
+def status_name(status: int) -> str:
+    """Return the engine's word for the status, empty for a number that is none."""
+    name = lib.smb_status_name(status)
+    return ffi.string(name).decode() if name else ""
 
 
 class DoubtState(IntEnum):
@@ -215,6 +285,24 @@ class EngineClient:
     def spoilt(self) -> int:
         """How many answers have arrived that were not what was sent; only checksums tell."""
         return int(lib.smb_client_spoilt(self.pointer))
+
+    def count(self) -> None:
+        """Count what is done from here on: unasked it is not done, as it costs calls in shared memory nanoseconds."""
+        lib.smb_client_count(self.pointer)
+
+    def counters(self) -> ClientCounters:
+        """Return what was counted."""
+        raw = ffi.new("struct smb_client_counters *")
+        lib.smb_client_counters(self.pointer, raw)
+        cells = [(t, transport, k, kind) for t, transport in TRANSPORTS.items() for k, kind in KINDS.items()]
+        return ClientCounters(
+            operations={(way, kind): int(raw.operations[t][k]) for t, way, k, kind in cells if raw.operations[t][k]},
+            transferred_bytes={(way, kind): int(raw.bytes[t][k]) for t, way, k, kind in cells if raw.operations[t][k]},
+            failed={status_name(s): int(raw.failed[s]) for s in range(lib.SMB_STATUS_COUNT) if raw.failed[s]},
+            repeated_total=int(raw.repeated_total),
+            spoilt_total=int(raw.spoilt_total),
+            latencies=latencies_of(ffi.addressof(raw, "latencies"), TRANSPORTS, KINDS),
+        )
 
     def close(self) -> None:
         """Fail every call in progress over a link, and every later one. Local segments go on working."""

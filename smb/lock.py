@@ -150,8 +150,9 @@ class Lock:
 
     def lose(self, token: int) -> None:
         """It is known to be lost."""
-        if self._token == token:
+        if self._token == token and not self._lost:
             self._lost = True
+            self._renewals.lost += 1
 
     def _lost_error(self, call: str) -> LockLostError:
         return LockLostError(
@@ -179,6 +180,13 @@ class Renewals:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._busy: set[int] = set()  # being renewed now
+        self.lost = 0  # locks, since the start
+
+    def held(self) -> int:
+        """How many locks are held, as far as is known here."""
+        with self._changed:
+            locks = [ref() for _, _, ref in self._due.values()]
+        return sum(lock is not None and lock.held for lock in locks)
 
     def add(self, lock: Lock, every_s: float) -> None:
         """Renew it every so many seconds from now on."""

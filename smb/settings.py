@@ -153,6 +153,10 @@ _TABLE = (
     ),
     Setting("client", "transport", str, "auto", "auto, shm, verbs or tcp; before what a program asks.", _transport),
     Setting("client", "checksum", bool, None, "A CRC-32C with every frame. Default: the coordinator's.", _switch),
+    Setting(
+        "client", "client_metrics", str, None, "Where a program serves its metrics. Default: nowhere.", parse_address,
+        "HOST:PORT",
+    ),
     Setting("client", "train_host", str, None, "The host a worker of HSGD belongs to. Default: the machine's name."),
     Setting(
         "coordinator", "listen", str, "127.0.0.1:7070",

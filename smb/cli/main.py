@@ -23,6 +23,7 @@ from smb.cli.output import print_error
 from smb.cli.rm import rm
 from smb.cli.stat import stat
 from smb.cli.status import status
+from smb.cli.targets import targets
 from smb.cli.top import top
 from smb.cli.up import up
 from smb.credentials import CREDENTIALS_VARIABLE
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, top, ls, stat, create, rm, bench, demo, certs, config, doctor):
+for _command in (up, coordinator, status, top, ls, stat, create, rm, bench, demo, certs, config, doctor, targets):
     app.command()(configured(_command))
 
 

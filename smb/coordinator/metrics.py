@@ -1,38 +1,38 @@
-"""The coordinator's metrics: every name and help text. Gauges are read from the state when scraped, so they cannot go
-stale.
+"""The coordinator's metrics, under the names of smb/metric_names.py. Gauges are read from the state when scraped, so
+they cannot go stale.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from smb.coordinator.events import Instant
+from smb.coordinator.events import Event, Instant, Ticked
+from smb.coordinator.ledger import Committed
 from smb.coordinator.records import Kind
 from smb.coordinator.state import State
+from smb.metric_names import CALL_EDGES, METRICS, NAMED_MAX, OTHER, gauge
 
-# From an open of a known buffer to a create over many servers, or a waiting open.
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+def _described(name: str) -> tuple[str, str, tuple[str, ...]]:
+    found = METRICS[name]
+    return found.name, found.text, found.labels
 
 
 class CallMetrics:
     """Counts and times gRPC calls."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._calls = Counter(
-            "smb_coordinator_rpcs", "Calls answered, by method and gRPC code.", ["method", "code"], registry=registry
-        )
+        self._calls = Counter(*_described("smb_coordinator_rpcs_total"), registry=registry)
         self._seconds = Histogram(
-            "smb_coordinator_rpc_duration_seconds",
-            "Time to the answer by method; an OpenBuffer that waits is counted with its wait.",
-            ["method"],
-            buckets=_SECONDS,
-            registry=registry,
+            *_described("smb_coordinator_rpc_duration_seconds"), buckets=CALL_EDGES, registry=registry
         )
 
     def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
@@ -41,38 +41,94 @@ class CallMetrics:
         self._seconds.labels(method).observe(seconds)
 
 
-class StateMetrics(Collector):
-    """What the state says, read at each scrape: in the page's thread, which is safe as no state ever changes."""
+class LeaseMetrics:
+    """Counts leases that ran out. `saw` is for Ledger.on_commit."""
 
-    def __init__(self, look: Callable[[], tuple[State, Instant]]) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lost = Counter(*_described("smb_coordinator_leases_lost_total"), registry=registry)
+        for of in ("server", "client"):
+            self._lost.labels(of)
+
+    def saw(self, event: Event, before: State, _: Committed, now: Instant) -> None:
+        """Count those that this event found to have run out."""
+        if isinstance(event, Ticked):
+            self._lost.labels("server").inc(len(before.server_leases.run_out(now.monotonic)))
+            self._lost.labels("client").inc(len(before.session_leases.run_out(now.monotonic)))
+
+
+class StateMetrics(Collector):
+    """What the state says, read at each scrape: in the page's thread, which is safe as no state ever changes.
+
+    `recovery_s` is how long reading the store took.
+    """
+
+    def __init__(self, look: Callable[[], tuple[State, Instant]], recovery_s: float) -> None:
         self._look = look
+        self._recovery_s = recovery_s
+        self._started_at = time.time()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
         state, now = self._look()
-        alive = [name for name in state.servers if state.alive(name, now)]
-        buffers = state.listed()
-        kinds = Counts(record.kind for record in state.buffers.values() if record.ready)
-        pending = sum(not record.ready for record in state.buffers.values())
-        free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in alive)
-        yield GaugeMetricFamily("smb_coordinator_buffers", "Buffers that can be opened.", len(buffers))
-        yield GaugeMetricFamily("smb_coordinator_pending_buffers", "Buffers, locks and barriers being made.", pending)
-        yield GaugeMetricFamily("smb_coordinator_locks", "Named locks that have a place.", kinds[Kind.LOCK])
-        yield GaugeMetricFamily("smb_coordinator_barriers", "Named barriers that have a place.", kinds[Kind.BARRIER])
-        yield GaugeMetricFamily(
-            "smb_coordinator_buffer_bytes", "Bytes of data in all buffers.", sum(record.nbytes for record in buffers)
-        )
-        yield GaugeMetricFamily(
-            "smb_coordinator_allocated_bytes",
-            "Bytes of the servers' capacity taken by segments, headers included, being created ones too.",
-            sum(allocation.nbytes for allocation in state.allocated.values()),
-        )
-        yield GaugeMetricFamily("smb_coordinator_free_bytes", "Capacity of the live servers that is not taken.", free)
-        yield GaugeMetricFamily("smb_coordinator_servers_known", "Memory servers known.", len(state.servers))
-        yield GaugeMetricFamily("smb_coordinator_servers_alive", "Memory servers whose lease runs.", len(alive))
-        yield GaugeMetricFamily("smb_coordinator_sessions", "Clients whose lease runs.", len(state.client_names))
-        yield GaugeMetricFamily(
-            "smb_coordinator_ended_sessions",
-            "Sessions that ended and are still remembered, for servers that have not heard of it.",
-            len(state.ended_sessions.numbers),
-        )
+        yield from _totals(state, now)
+        yield from _by_server(state, now)
+        yield _by_buffer(state)
+        yield gauge("smb_coordinator_recovery_seconds", self._recovery_s)
+        yield gauge("smb_coordinator_start_time_seconds", self._started_at)
+
+
+def _totals(state: State, now: Instant) -> Iterator[Metric]:
+    alive = [name for name in state.servers if state.alive(name, now)]
+    buffers = state.listed()
+    kinds = Counts(record.kind for record in state.buffers.values() if record.ready)
+    free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in alive)
+    allocated = sum(allocation.nbytes for allocation in state.allocated.values())
+    yield gauge("smb_coordinator_buffers", len(buffers))
+    yield gauge("smb_coordinator_pending_buffers", sum(not record.ready for record in state.buffers.values()))
+    yield gauge("smb_coordinator_locks", kinds[Kind.LOCK])
+    yield gauge("smb_coordinator_barriers", kinds[Kind.BARRIER])
+    yield gauge("smb_coordinator_buffer_bytes", sum(record.nbytes for record in buffers))
+    yield gauge("smb_coordinator_allocated_bytes", allocated)
+    yield gauge("smb_coordinator_free_bytes", free)
+    yield gauge("smb_coordinator_servers_known", len(state.servers))
+    yield gauge("smb_coordinator_servers_alive", len(alive))
+    yield gauge("smb_coordinator_sessions", len(state.client_names))
+    yield gauge("smb_coordinator_ended_sessions", len(state.ended_sessions.numbers))
+
+
+def _by_server(state: State, now: Instant) -> Iterator[Metric]:
+    alive = gauge("smb_coordinator_server_alive")
+    capacity = gauge("smb_coordinator_server_capacity_bytes")
+    allocated = gauge("smb_coordinator_server_allocated_bytes")
+    for name, server in sorted(state.servers.items()):
+        alive.add_metric([name], int(state.alive(name, now)))
+        capacity.add_metric([name], server.capacity_bytes)
+        allocated.add_metric([name], state.allocation(name).nbytes)
+    yield from (alive, capacity, allocated)
+
+
+def _by_buffer(state: State) -> Metric:
+    family = gauge("smb_coordinator_buffer_allocated_bytes")
+    sizes = sorted(
+        ((sum(segment.file_bytes for segment in record.segments), record.name) for record in state.listed()),
+        reverse=True,
+    )
+    for nbytes, name in sizes[:NAMED_MAX]:
+        family.add_metric([name], nbytes)
+    if len(sizes) > NAMED_MAX:
+        family.add_metric([OTHER], sum(nbytes for nbytes, _ in sizes[NAMED_MAX:]))
+    return family
+
+
+def targets(state: State, coordinator: str) -> bytes:
+    """Return what Prometheus should scrape, as its HTTP and file service discovery take it: this coordinator, whose
+    pages are at `coordinator`, and every memory server that is known. One that is dead stays: that it does not answer
+    is what an alert is made of.
+    """
+    found = [{"targets": [coordinator], "labels": {"smb_role": "coordinator"}}]
+    found += [
+        {"targets": [server.metrics_address], "labels": {"smb_role": "server", "server": name}}
+        for name, server in sorted(state.servers.items())
+        if server.metrics_address
+    ]
+    return json.dumps(found, indent=1).encode() + b"\n"

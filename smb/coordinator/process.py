@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from smb.access import AioGuard
+from smb.cluster import reachable
 from smb.config import format_address, parse_address
 from smb.coordinator.answers import Answers
 from smb.coordinator.endings import Endings
-from smb.coordinator.events import Instant, Ticked
-from smb.coordinator.ledger import Ledger
-from smb.coordinator.metrics import CallMetrics, StateMetrics
+from smb.coordinator.events import Event, Instant, Ticked
+from smb.coordinator.ledger import Committed, Ledger
+from smb.coordinator.metrics import CallMetrics, LeaseMetrics, StateMetrics, targets
 from smb.coordinator.overview import Overview
 from smb.coordinator.page import Dashboard
 from smb.coordinator.peers import MemoryServers
@@ -34,6 +36,7 @@ from smb.coordinator.watch import Watch
 from smb.credentials import Credentials, add_port, check_exposure
 from smb.daemon import (
     GRPC_SERVER_OPTIONS,
+    Answer,
     Pages,
     check_listen,
     end_with_owner,
@@ -98,27 +101,42 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
     tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
+    begun = time.monotonic()
     ledger = await Ledger.open(
         store, new_id(), session_lease_s=lease_s, stripe_bytes=options.stripe_bytes, quotas=options.quotas
     )
+    recovery_s = time.monotonic() - begun
     servers = MemoryServers(options.credentials)
     leaving.push_async_callback(servers.close)
     endings = Endings(ledger, servers)
     leaving.push_async_callback(endings.close)
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
-    registry.register(StateMetrics(lambda: (ledger.state, ledger.now())))
+    registry.register(StateMetrics(lambda: (ledger.state, ledger.now()), recovery_s))
+    leases = LeaseMetrics(registry)
     guards = [] if options.credentials is None else [AioGuard()]
     server = grpc.aio.server(interceptors=[Answers(call_metrics), *guards], options=GRPC_SERVER_OPTIONS)
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     watch = Watch(ledger.now())
-    ledger.on_commit = watch.saw
+
+    def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
+        leases.saw(event, before, committed, now)
+        watch.saw(event, before, committed, now)
+
+    ledger.on_commit = saw
     overview = Overview(lambda: (ledger.state, ledger.now()), watch, address)
     shared = pb.SharedSettings(checksum=options.checksum)
     service = CoordinatorService(ledger, servers, endings, watch, overview, shared, tokens)
     leaving.push_async_callback(service.finish)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), Dashboard(overview))
+    dashboard = Dashboard(overview)
+
+    def route(path: str, query: str) -> Answer | None:
+        if path == "/targets":
+            return Answer("200 OK", "application/json", targets(ledger.state, _shown_to_others(pages.address, host)))
+        return dashboard(path, query)
+
+    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), route)
     leaving.callback(pages.close)
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
@@ -134,6 +152,12 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     interval_s = watchdog_interval_s()
     if interval_s is not None:
         leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s)))
+
+
+def _shown_to_others(metrics: str, host: str) -> str:
+    """Return where others find the pages: 0.0.0.0 is nobody's address."""
+    shown, port = parse_address(metrics)
+    return format_address(reachable(shown or host), port)
 
 
 def _bind(server: grpc.aio.Server, asked: str, address: str, credentials: Credentials | None) -> int:

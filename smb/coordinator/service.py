@@ -164,6 +164,8 @@ class CoordinatorService(CoordinatorServicer):
             lease_ms=_SERVER_LEASE_MS,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
+            segment_names=committed.state.segment_names(request.unnamed_segments),
+            session_names=committed.state.session_names(request.unnamed_sessions),
         )
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:

@@ -112,6 +112,22 @@ class State:
         ready = (record for record in self.buffers.values() if record.ready and record.kind is Kind.BUFFER)
         return tuple(sorted(ready, key=lambda record: record.name))
 
+    def segment_names(self, segment_ids: Iterable[int]) -> dict[int, str]:
+        """Return what these segments belong to, those that are known, for people."""
+        asked = set(segment_ids)
+        if not asked:
+            return {}
+        return {
+            segment.id: record.name if record.kind is Kind.BUFFER else f"({record.kind.value}s)"
+            for record in self.buffers.values()
+            for segment in record.segments
+            if segment.id in asked
+        }
+
+    def session_names(self, session_ids: Iterable[int]) -> dict[int, str]:
+        """Return whose sessions these are, those that are known."""
+        return {number: self.client_names[number] for number in session_ids if number in self.client_names}
+
     def pool(self, now: Instant) -> Pool:
         """Return what there is to place on now."""
         alive = {name for name in self.servers if self.alive(name, now)}

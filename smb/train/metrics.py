@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from smb.client import Client
 from smb.errors import Error
+from smb.metric_names import COUNTER, METRICS, counter, gauge
 from smb.train.status import GroupStatus, WorkerStatus, status
 
 if TYPE_CHECKING:
@@ -22,21 +23,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("smb")
 
-# name without _total, help, of a worker
-_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
-    ("smb_training_contributions", "Contributions that counted.", lambda worker: worker.contributions),
-    ("smb_training_refused_contributions", "Contributions that a guard refused.", lambda worker: worker.refused),
-    ("smb_training_dropped_contributions", "Contributions that came too late.", lambda worker: worker.dropped),
-    ("smb_training_rejoins", "Times that a worker lost its lease and joined again.", lambda worker: worker.rejoins),
-    ("smb_training_samples", "Samples trained.", lambda worker: worker.samples),
-    ("smb_training_bytes", "Sent and received as contributions and models.", lambda worker: worker.bytes),
-)
-_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
-    ("smb_training_alive", "1 while the worker holds its slot.", lambda worker: worker.alive),
-    ("smb_training_clock_count", "How far the worker has come, as the scheme counts.", lambda worker: worker.clock),
-    ("smb_training_staleness_count", "Staleness of its last contribution.", lambda worker: worker.staleness),
-    ("smb_training_staleness_max_count", "The largest one so far.", lambda worker: worker.staleness_max),
-    ("smb_training_norm", "Euclidean norm of its last contribution.", lambda worker: worker.norm),
+_OF_WORKER: tuple[tuple[str, Callable[[WorkerStatus], float]], ...] = (
+    ("smb_training_contributions_total", lambda worker: worker.contributions),
+    ("smb_training_refused_contributions_total", lambda worker: worker.refused),
+    ("smb_training_dropped_contributions_total", lambda worker: worker.dropped),
+    ("smb_training_rejoins_total", lambda worker: worker.rejoins),
+    ("smb_training_samples_total", lambda worker: worker.samples),
+    ("smb_training_bytes_total", lambda worker: worker.bytes),
+    ("smb_training_alive", lambda worker: worker.alive),
+    ("smb_training_clock_count", lambda worker: worker.clock),
+    ("smb_training_staleness_count", lambda worker: worker.staleness),
+    ("smb_training_staleness_max_count", lambda worker: worker.staleness_max),
+    ("smb_training_norm", lambda worker: worker.norm),
 )
 
 
@@ -62,15 +60,11 @@ class Collector:
 
 
 def _of(found: GroupStatus) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    rounds = GaugeMetricFamily("smb_training_round_count", "The open round.", labels=["group", "scheme"])
+    rounds = gauge("smb_training_round_count")
     rounds.add_metric([found.name, found.scheme], found.round)
     yield rounds
-    names = ["group", "worker", "host"]
-    for families, make in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
-        for name, text, value in families:
-            family = make(name, text, labels=names)
-            for worker in found.workers:
-                family.add_metric([found.name, str(worker.slot), worker.host], value(worker))
-            yield family
+    for name, value in _OF_WORKER:
+        family = counter(name) if METRICS[name].type == COUNTER else gauge(name)
+        for worker in found.workers:
+            family.add_metric([found.name, str(worker.slot), worker.host], value(worker))
+        yield family

@@ -7,19 +7,21 @@ server, at its last address and where the coordinator says, until it answers or 
 
 from __future__ import annotations
 
+import bisect
 import logging
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from smb.config import parse_address
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, TransportError, UnavailableError
 from smb.layout import SegmentPlace
+from smb.metric_names import OUTAGE_EDGES
 from smb.tokens import Tokens
 from smb.transport.base import Deadline
 
@@ -58,6 +60,16 @@ class Dialer(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Outages:
+    """Connections that broke while they were needed: how many, and how long those that ended took, as counts between
+    metric_names.OUTAGE_EDGES and their sum in seconds."""
+
+    begun: int
+    counts: tuple[int, ...]
+    sum_s: float
+
+
 @dataclass(slots=True)
 class _Entry:
     server: str
@@ -82,6 +94,11 @@ class Links:
         self._entries: dict[tuple[str, Lane], _Entry] = {}
         self._dialers: dict[Lane, Dialer] = {}
         self._watching = False
+        self._outages = Outages(0, (0,) * (len(OUTAGE_EDGES) + 1), 0.0)
+
+    def outages(self) -> Outages:
+        """Return what broke, and for how long."""
+        return self._outages
 
     def dial(self, lane: Lane, dialer: Dialer) -> None:
         """Have links of that lane connected by `dialer`."""
@@ -109,6 +126,11 @@ class Links:
                 entry.link, entry.where = link, where
             link = entry.link
         self.tokens.show(link, place.id, deadline.left_ms())
+        if lane is Lane.TCP_DATA:
+            with self._lock:
+                odd = self._entries.get((place.server, Lane.TCP_ODD_CHUNKS))
+            if odd is not None and odd.link is not None:
+                self.tokens.show(odd.link, place.id, deadline.left_ms())
         return link
 
     def _pair(self, link: Link, place: SegmentPlace, deadline: Deadline) -> None:
@@ -154,6 +176,9 @@ class Links:
 
     def _resume(self, entry: _Entry, link: Link) -> None:
         _log.info("the connection to memory server %s broke; connecting again", entry.server)
+        begun = time.monotonic()
+        with self._lock:
+            self._outages = replace(self._outages, begun=self._outages.begun + 1)
         pause, known = _PAUSE_FIRST_S, 0
         while link.alive() and link.wanted():
             try:
@@ -165,12 +190,20 @@ class Links:
                 _log.debug("memory server %s: %s", entry.server, error)
             else:
                 _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
+                self._note_outage(time.monotonic() - begun)
                 return
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_MAX_S)
             found = self._locate(entry.server)
             if found is not None:
                 entry.where, known = found, found.instance_id
+
+    def _note_outage(self, seconds: float) -> None:
+        place = bisect.bisect_left(OUTAGE_EDGES, seconds)
+        with self._lock:
+            before = self._outages
+            counts = tuple(count + (i == place) for i, count in enumerate(before.counts))
+            self._outages = Outages(before.begun, counts, before.sum_s + seconds)
 
     def _attempt(self, entry: _Entry, link: Link, accept_instance: int) -> int:
         if entry.lane in _UNIX:

@@ -47,9 +47,9 @@ def test_a_request_behind_a_stopped_process_is_parked_once() -> None:
                         return False
                     with smb.connect(cluster.address, transport="tcp") as third:
                         third.open("other").write(np.ones(4, np.float32))
-                    retries_later = cluster_metric(cluster, "smb_server_parked_requests_total")
+                    retries_later = cluster_metric(cluster, "smb_server_chunk_waits_total")
                     assert cluster_metric(cluster, "smb_server_parked_requests") == 1
-                    assert cluster_metric(cluster, "smb_server_parked_requests_total") == retries_later
+                    assert cluster_metric(cluster, "smb_server_chunk_waits_total") == retries_later
                     return True
                 finally:
                     os.kill(pid, signal.SIGCONT)

@@ -41,13 +41,13 @@ def stop(pid: int) -> None:
 
 
 def cluster_metric(cluster: smb.LocalCluster, name: str) -> float:
-    """A metric without labels, summed over the cluster's memory servers."""
+    """A metric, summed over its labels and the cluster's memory servers."""
     total = 0.0
     for server in cluster.servers:
         with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=5) as page:
-            match = re.search(rf"^{name} (\S+)$", page.read().decode(), re.M)
-        assert match, name
-        total += float(match[1])
+            found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page.read().decode(), re.M)
+        assert found, name
+        total += sum(map(float, found))
     return total
 
 

@@ -1,0 +1,95 @@
+/* stats.h: what is counted where it happens. One thread writes a tally, anybody reads it: plain loads and stores of one word
+ * (relaxed), so that no bus lock and no other core's cache line is on the way of a request. A reader sees each word as it was at
+ * some instant, not all of them as they were at the same one.
+ */
+#ifndef SMB_STATS_H
+#define SMB_STATS_H
+
+#include <stdatomic.h>
+
+#include "smb.h"
+
+/* Side by side, so that what a request writes is one cache line. */
+struct smb_tally {
+    struct { _Alignas(16) _Atomic uint64_t operations; _Atomic uint64_t bytes; } of[SMB_OPCODE_COUNT];
+};
+
+/* How long requests took. Bucket i: at most 2^(10 + i) ns; the last one: longer. */
+struct latency {
+    _Atomic uint64_t buckets[SMB_LATENCY_BUCKETS];
+    _Atomic uint64_t sum_ns;
+};
+
+/* Of a client, from when it is asked for. Calls that are done at once are made with Python's lock held: one thread at a time. The others add. */
+struct client_stats {
+    _Atomic bool wanted;
+    struct smb_tally at_once;
+    struct smb_tally calls[SMB_TRANSPORT_COUNT];
+    struct latency latency[SMB_TRANSPORT_COUNT][SMB_OPCODE_COUNT];
+    _Atomic uint64_t failed[SMB_STATUS_COUNT];
+    _Atomic uint64_t repeated;
+};
+enum { CALLS_PER_TIMED = 64 }; /* of those at once: two looks at the clock take as long as a fifth of one */
+
+/* Of one event loop; its thread writes. */
+struct loop_stats {
+    struct smb_tally done[SMB_TRANSPORT_COUNT];
+    struct latency latency[SMB_TRANSPORT_COUNT][SMB_OPCODE_COUNT];
+    _Atomic uint64_t repeated;      /* requests that say that they were sent before */
+    _Atomic uint64_t backlog_bytes; /* of answers for which a socket had no room, now */
+    _Atomic uint64_t backlog_total; /* times that a connection had to wait for such room */
+};
+
+/* By the one thread that writes it. */
+static inline void stats_add(_Atomic uint64_t *word, uint64_t by)
+{
+    atomic_store_explicit(word, atomic_load_explicit(word, memory_order_relaxed) + by, memory_order_relaxed);
+}
+
+static inline uint64_t stats_read(const _Atomic uint64_t *word)
+{
+    return atomic_load_explicit(word, memory_order_relaxed);
+}
+
+static inline void tally_add(struct smb_tally *tally, int opcode, uint64_t bytes)
+{
+    stats_add(&tally->of[opcode].operations, 1);
+    stats_add(&tally->of[opcode].bytes, bytes);
+}
+
+static inline void tally_read(const struct smb_tally *tally, uint64_t *operations, uint64_t *bytes)
+{
+    for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
+        operations[i] += stats_read(&tally->of[i].operations);
+        bytes[i] += stats_read(&tally->of[i].bytes);
+    }
+}
+
+static inline int latency_bucket(uint64_t ns)
+{
+    uint64_t over = ns > 1 ? (ns - 1) >> 10 : 0; /* an edge belongs to the bucket that it ends */
+    int bucket = over ? 64 - __builtin_clzll(over) : 0;
+    return bucket < SMB_LATENCY_BUCKETS ? bucket : SMB_LATENCY_BUCKETS - 1;
+}
+
+static inline void latency_add(struct latency *latency, uint64_t ns)
+{
+    stats_add(&latency->buckets[latency_bucket(ns)], 1);
+    stats_add(&latency->sum_ns, ns);
+}
+
+/* By any of several threads; it stands for so many. */
+static inline void latency_share(struct latency *latency, uint64_t ns, uint64_t times)
+{
+    atomic_fetch_add_explicit(&latency->buckets[latency_bucket(ns)], times, memory_order_relaxed);
+    atomic_fetch_add_explicit(&latency->sum_ns, ns * times, memory_order_relaxed);
+}
+
+static inline void latency_read(const struct latency *latency, struct smb_latency *sum)
+{
+    for (int i = 0; i < SMB_LATENCY_BUCKETS; i++)
+        sum->buckets[i] += stats_read(&latency->buckets[i]);
+    sum->sum_ns += stats_read(&latency->sum_ns);
+}
+
+#endif

@@ -1,0 +1,107 @@
+"""A client's metrics for Prometheus: what this process does, and how long it takes.
+
+>>> import smb.metrics
+>>> pages = smb.metrics.serve(client, "0.0.0.0:9480")  # GET /metrics, until pages.close()
+
+or into a registry that is served already:
+
+>>> prometheus_client.REGISTRY.register(smb.metrics.Collector(client))
+
+or, with no change to the program, SMB_CLIENT_METRICS=HOST:PORT in its environment: smb.connect then serves. Names and
+meanings: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from smb.metric_names import LATENCY_EDGES, OUTAGE_EDGES, counter, cumulative, gauge, histogram
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from smb.client import Client
+    from smb.daemon import Pages
+
+
+class Collector:
+    """What REGISTRY.register takes. The client counts from here on: calls in shared memory get some nanoseconds slower.
+
+    `name` is the value of the label `client`; default "host:pid". Two clients of one process in one registry need two.
+    """
+
+    def __init__(self, client: Client, name: str | None = None) -> None:
+        self._client = client
+        self._name = name or client.name
+        client.engine.count()
+
+    def describe(self) -> list[Metric]:
+        """Nothing beforehand: registering must not scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        yield from self._calls()
+        client, me = self._client, [self._name]
+        outages = client.outages()
+        seconds = histogram("smb_client_outage_duration_seconds")
+        seconds.add_metric(me, cumulative(OUTAGE_EDGES, outages.counts), outages.sum_s)
+        yield seconds
+        for name, value in (
+            ("smb_client_outages_total", outages.begun),
+            ("smb_client_locks_lost_total", client.renewals.lost),
+        ):
+            family = counter(name)
+            family.add_metric(me, value)
+            yield family
+        for name, now in (
+            ("smb_client_held_locks", client.renewals.held()),
+            ("smb_client_async_calls", client.async_calls),
+            ("smb_client_session_alive", not client.session_ended),
+        ):
+            family_now = gauge(name)
+            family_now.add_metric(me, now)
+            yield family_now
+
+    def _calls(self) -> Iterator[Metric]:
+        counters = self._client.engine.counters()
+        for name, cells in (
+            ("smb_client_operations_total", counters.operations),
+            ("smb_client_transferred_bytes_total", counters.transferred_bytes),
+        ):
+            family = counter(name)
+            for labels, value in cells.items():
+                family.add_metric([self._name, *labels], value)
+            yield family
+        seconds = histogram("smb_client_call_duration_seconds")
+        for labels, found in counters.latencies.items():
+            seconds.add_metric([self._name, *labels], cumulative(LATENCY_EDGES, found.counts), found.sum_s)
+        yield seconds
+        failed = counter("smb_client_failed_calls_total")
+        for reason, value in counters.failed.items():
+            failed.add_metric([self._name, reason], value)
+        yield failed
+        for name, value in (
+            ("smb_client_repeated_frames_total", counters.repeated_total),
+            ("smb_client_spoilt_answers_total", counters.spoilt_total),
+        ):
+            family = counter(name)
+            family.add_metric([self._name], value)
+            yield family
+
+
+def serve(client: Client, address: str = "127.0.0.1:0", *collectors: object) -> Pages:
+    """Serve the client's metrics, and those of other collectors (smb.train.Collector), at GET /metrics of "host:port".
+
+    Port 0 picks a free one: `.address` of what is returned says which. Ends with its close(). Does not block. Raises
+    UnavailableError where the address cannot be had.
+    """
+    from prometheus_client import CollectorRegistry
+
+    from smb.daemon import Pages
+
+    registry = CollectorRegistry()
+    for collector in (Collector(client), *collectors):
+        registry.register(collector)  # type: ignore[arg-type]
+    return Pages(address, registry, lambda: {"ok": not client.session_ended, "role": "client", "name": client.name})

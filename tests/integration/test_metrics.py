@@ -1,0 +1,293 @@
+"""Every metric is described once, and moves when what it tells of happens."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import smb
+import smb.metrics
+from smb.metric_names import CLIENT, COORDINATOR, METRICS, SERVER
+from tests.support.daemons import wait_for
+from tests.support.raw import Dtype, Flag, Frame, Op, Opcode, RawClient, scale_bits
+
+ROOT = Path(__file__).parents[2]
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[smb.LocalCluster]:
+    """One server, and sessions that end soon."""
+    with smb.LocalCluster(servers=1, capacity="16MiB", session_lease=1.0) as running:
+        yield running
+
+
+def scrape(address: str) -> dict[Key, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def value(address: str, name: str, **labels: str) -> float:
+    """The sum of all samples of that name that have these labels."""
+    return sum(v for (n, found), v in scrape(address).items() if n == name and labels.items() <= dict(found).items())
+
+
+def moves(address: str, name: str, act: Callable[[], object], by: float = 1, **labels: str) -> None:
+    """Acting makes it larger, by at least so much."""
+    before = value(address, name, **labels)
+    act()
+    wait_for(lambda: value(address, name, **labels) >= before + by, f"{name} {labels} past {before}")
+
+
+@pytest.mark.parametrize(
+    ("script", "function"), [("docs/make_metrics.py", "page"), ("deploy/grafana/make_dashboards.py", "all_dashboards")]
+)
+def test_what_is_made_is_current(script: str, function: str) -> None:
+    """docs/metrics.md and the dashboards are what their scripts make now: run the script, and commit."""
+    made = runpy.run_path(str(ROOT / script))[function]()
+    files = made if isinstance(made, dict) else {"metrics.md": made}
+    for name, text in files.items():
+        assert (ROOT / script).with_name(name).read_text() == text, f"python {script}"
+
+
+def test_names() -> None:
+    """Names start with smb_; counters end in _total, and sizes, times and shares in their unit; every text is there."""
+    for name, found in METRICS.items():
+        assert re.fullmatch(r"smb_(server|coordinator|client|training)_[a-z_]+", name)
+        assert name.endswith("_total") == (found.type == "counter"), name
+        assert found.type != "histogram" or name.endswith("_seconds"), name
+        assert found.text.endswith("."), name
+
+
+def test_exactly_these_are_exported(small: smb.LocalCluster) -> None:
+    """Daemons and clients export the metrics that are described, with these types, texts and labels, and no others."""
+    with smb.connect(small.address, transport="tcp") as client, smb.metrics.serve(client) as pages:
+        client.create("these", (8,)).read()
+        for address, described in (
+            (small.servers[0].metrics, SERVER),
+            (small.coordinator.metrics, COORDINATOR),
+            (pages.address, CLIENT),
+        ):
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+                families = {f.name: f for f in text_string_to_metric_families(page.read().decode())}
+            assert families.keys() == {d.name.removesuffix("_total") for d in described}
+            for d in described:
+                family = families[d.name.removesuffix("_total")]
+                assert (family.type, family.documentation) == (d.type, d.text)
+                for sample in family.samples:
+                    assert sample.labels.keys() - {"le"} == set(d.labels), d.name
+        client.delete("these")
+
+
+def test_traffic(small: smb.LocalCluster) -> None:
+    """Operations and bytes are counted by kind, transport, buffer and client; each is timed; the buffer's capacity is
+    there, and goes with it."""
+    server = small.servers[0].metrics
+    with smb.connect(small.address, transport="tcp") as tcp, smb.connect(small.address, transport="shm") as shm:
+        buffer, mapped = tcp.create("traffic", (1000,), "float32"), shm
+        ones = np.ones(1000, dtype=np.float32)
+        which = {"transport": "tcp", "kind": "accumulate"}
+        moves(server, "smb_server_operations_total", lambda: buffer.accumulate(ones), **which)
+        moves(server, "smb_server_transferred_bytes_total", lambda: buffer.accumulate(ones), 4000, **which)
+        moves(server, "smb_server_request_duration_seconds_count", lambda: buffer.accumulate(ones), **which)
+        moves(server, "smb_server_request_duration_seconds_sum", lambda: buffer.accumulate(ones), 1e-7, **which)
+        for label, name in (("buffer", "traffic"), ("client", tcp.name)):
+            named = {label: name, **which}
+            moves(server, f"smb_server_{label}_operations_total", lambda: buffer.accumulate(ones), **named)
+            moves(server, f"smb_server_{label}_transferred_bytes_total", lambda: buffer.accumulate(ones), 4000, **named)
+        there = mapped.open("traffic")
+        moves(server, "smb_server_buffer_operations_total", there.read, buffer="traffic", transport="shm", kind="read")
+        assert value(server, "smb_server_buffer_capacity_bytes", buffer="traffic") > 4000
+        assert value(small.coordinator.metrics, "smb_coordinator_buffer_allocated_bytes", buffer="traffic") > 4000
+        assert value(server, "smb_server_journal_slots") >= 1
+        tcp.delete("traffic")
+        wait_for(lambda: not value(server, "smb_server_buffer_operations_total", buffer="traffic"), "end of its counts")
+
+
+def test_more_names_than_there_are_labels(small: smb.LocalCluster) -> None:
+    """The first 64 buffers have a name of their own, all later ones are "other", and no counter falls."""
+    server = small.servers[0].metrics
+    with smb.connect(small.address, transport="tcp") as client:
+        for i in range(70):
+            client.create(f"many/{i}", (1,), "int64").fetch_add(0, 1)
+        one = {"kind": "fetch_add", "transport": "tcp"}
+        total = "smb_server_buffer_operations_total"
+        wait_for(lambda: value(server, total, **one) == 70, "all of their names")
+        other = value(server, total, buffer="other", **one)
+        labels = {dict(found)["buffer"] for (name, found) in scrape(server) if name == total}
+        assert other >= 6
+        assert len(labels - {"other", "(locks)", "(barriers)"}) <= 64
+        for i in range(70):
+            client.delete(f"many/{i}")
+        assert value(server, total, buffer="other", **one) == other
+        after = client.create("after", (1,), "int64")
+        moves(server, total, lambda: after.fetch_add(0, 1), buffer="after", **one)
+        client.delete("after")
+
+
+def test_locks_and_barriers(small: smb.LocalCluster) -> None:
+    """Holders, waits, timeouts, lost locks and broken barriers are counted, and how long locks took."""
+    server = small.servers[0].metrics
+    with smb.connect(small.address) as client, smb.connect(small.address) as other:
+
+        def wait_in_vain() -> None:
+            with pytest.raises(smb.TimeoutError):
+                other.lock("a", timeout=0.1).acquire()
+
+        with client.lock("a"):
+            assert value(server, "smb_server_held_locks", kind="lock") == 1
+            moves(server, "smb_server_lock_waits_total", wait_in_vain)
+            moves(server, "smb_server_lock_timeouts_total", wait_in_vain)
+            waiting = other.submit(lambda: other.lock("a", timeout=20).acquire())
+            wait_for(lambda: value(server, "smb_server_waiting_requests", kind="lock") == 1, "a waiter")
+        moves(server, "smb_server_request_duration_seconds_sum", waiting.result(20).release, 0, kind="lock")
+        assert value(server, "smb_server_request_duration_seconds_count", kind="lock") >= 2
+        moves(server, "smb_server_locks_granted_total", lambda: client.lock("a").acquire().release())
+
+        def stop_renewing() -> None:
+            lock = client.lock("expires", ttl=0.1).acquire()
+            client.renewals.remove(lock)
+
+        moves(server, "smb_server_locks_lost_total", stop_renewing, reason="expired")
+        leaver = smb.connect(small.address)
+        leaver.lock("left").acquire()
+        moves(server, "smb_server_locks_lost_total", leaver.close, reason="session_ended")
+
+        def alone() -> None:
+            with pytest.raises(smb.BrokenBarrierError):
+                client.barrier("b", 2, timeout=0.05)
+
+        moves(server, "smb_server_broken_barriers_total", alone)
+
+
+def test_errors_and_repetitions(small: smb.LocalCluster) -> None:
+    """Frames that are none, and refused requests, are errors by class; what is sent again is counted, and what had been
+    made is recognised."""
+    server = small.servers[0].metrics
+    with smb.connect(small.address) as client:
+        place = client.create("repeated", (8,), "int64").layout.segments[0]
+        host, port = place.address.rsplit(":", 1)
+
+        def garbage() -> None:
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
+                assert stranger.recv(64) == b""
+
+        opened = value(server, "smb_server_connections_opened_total", transport="tcp")
+        moves(server, "smb_server_errors_total", garbage)
+        assert value(server, "smb_server_connections_opened_total", transport="tcp") > opened
+        frame = Frame(Opcode.ACCUMULATE, dtype=Dtype.INT64, op=Op.SUM, segment=place.id, epoch=1, length=8,
+                      payload=8, argument=scale_bits(1.0))  # fmt: skip
+        with RawClient(int(port)).hello(1 << 33) as raw:
+            raw.ask(frame, struct.pack("<q", 1))
+
+            def again() -> None:
+                raw.sequence -= 1
+                raw.ask(replace(frame, flags=Flag.RETRY), struct.pack("<q", 1))
+
+            moves(server, "smb_server_repeated_requests_total", again)
+            moves(server, "smb_server_replayed_requests_total", again)
+            wrong = replace(frame, segment=place.id ^ 1)
+            moves(server, "smb_server_errors_total", lambda: raw.ask(wrong, bytes(8)), **{"class": "not_found"})
+        client.delete("repeated")
+
+
+def test_a_client_counts_itself(small: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SMB_CLIENT_METRICS a client serves its calls, times, failures, locks and calls under way."""
+    monkeypatch.setenv("SMB_CLIENT_METRICS", "127.0.0.1:0")
+    with smb.connect(small.address, transport="shm", timeout=2.0) as client:
+        monkeypatch.delenv("SMB_CLIENT_METRICS")
+        assert client.pages is not None
+        here = client.pages.address
+        buffer = client.create("mine", (8,), "int64")
+        moves(here, "smb_client_operations_total", lambda: buffer.fetch_add(0, 1), kind="fetch_add", transport="shm")
+        moves(here, "smb_client_transferred_bytes_total", buffer.read, 64, kind="read")
+        moves(
+            here, "smb_client_call_duration_seconds_count", lambda: [buffer.read() for _ in range(65)], 64, kind="read"
+        )
+        lock = client.lock("mine", ttl=0.2).acquire()
+        assert value(here, "smb_client_held_locks") == 1
+        client.renewals.remove(lock)
+        wait_for(lambda: not lock.held, "its end")
+
+        def check() -> None:
+            with pytest.raises(smb.LockLostError):
+                lock.check()
+
+        moves(here, "smb_client_locks_lost_total", check)
+        running = client.submit(lambda: client.open("never", timeout=0.5))
+        assert value(here, "smb_client_async_calls") == 1
+        assert isinstance(running.exception(20), smb.NotFoundError)
+        wait_for(lambda: value(here, "smb_client_async_calls") == 0, "the end of the call")
+        with smb.connect(small.address) as other:
+            other.delete("mine")
+
+        def in_vain() -> None:
+            with pytest.raises(smb.NotFoundError):
+                buffer.read()
+
+        moves(here, "smb_client_failed_calls_total", in_vain, **{"class": "not_found"})
+        assert value(here, "smb_client_session_alive") == 1
+
+
+def test_deaths(small: smb.LocalCluster) -> None:
+    """A killed client's and a killed server's lease is counted as lost; a client sees the outage and its end; the next
+    run of the server tells what it took over, in which time."""
+    coordinator = small.coordinator.metrics
+    dies = f"import os, smb; smb.connect({small.address!r}); os._exit(1)"
+    moves(
+        coordinator,
+        "smb_coordinator_leases_lost_total",
+        lambda: subprocess.run([sys.executable, "-c", dies], check=False, timeout=60),
+        of="client",
+    )
+    with smb.connect(small.address, transport="tcp", timeout=60) as client, smb.metrics.serve(client) as pages:
+        buffer = client.create("kept", (8,), "int64")
+        buffer.fetch_add(0, 1)
+        started = value(small.servers[0].metrics, "smb_server_start_time_seconds")
+        small.servers[0].kill()
+        waiting = client.submit(lambda: buffer.fetch_add(0, 1))
+        wait_for(lambda: value(pages.address, "smb_client_outages_total") >= 1, "the outage")
+        moves(coordinator, "smb_coordinator_leases_lost_total", lambda: None, 0, of="server")
+        wait_for(lambda: value(coordinator, "smb_coordinator_leases_lost_total", of="server") >= 1, "end of its lease")
+        assert value(coordinator, "smb_coordinator_server_alive", server="server-0") == 0
+        small.servers[0].start()
+        assert waiting.result(60) == 1
+        assert value(pages.address, "smb_client_outage_duration_seconds_count") >= 1
+        server = small.servers[0].metrics
+        assert value(server, "smb_server_recovered_segments") >= 1
+        assert 0 < value(server, "smb_server_recovery_seconds") < 10
+        assert started < value(server, "smb_server_start_time_seconds") <= time.time()
+        assert value(server, "smb_server_coordinator_connected") == 1
+        client.delete("kept")
+
+
+def test_targets(small: smb.LocalCluster, tmp_path: Path) -> None:
+    """The coordinator lists itself and its servers for Prometheus; `smb targets` writes the same into a file, and says
+    so where there is no coordinator."""
+    with urllib.request.urlopen(f"http://{small.coordinator.metrics}/targets", timeout=10) as page:
+        assert page.headers["Content-Type"].startswith("application/json")
+        text = page.read().decode()
+    assert small.servers[0].metrics in text
+    assert small.coordinator.metrics in text
+    file = tmp_path / "cluster.json"
+    command = [sys.executable, "-m", "smb.cli.main", "targets"]
+    subprocess.run([*command, small.coordinator.metrics, "--output", str(file)], check=True, timeout=60)
+    assert file.read_text() == text
+    refused = subprocess.run([*command, "127.0.0.1:9"], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1
+    assert "no coordinator" in refused.stderr
