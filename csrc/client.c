@@ -347,6 +347,14 @@ static void sleep_driver(struct smb_client *client, const struct call *own, uint
         return;
 }
 
+static bool much_is_under_way(const struct smb_client *client)
+{
+    for (const struct smb_link *link = client->active; link; link = link->next)
+        if (second_has(client, link) || link_is_bulk(link))
+            return true;
+    return false;
+}
+
 static void drive(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
     uint64_t last_move_ns = smb_now_ns();
@@ -368,7 +376,7 @@ static void drive(struct smb_client *client, struct call *own, uint64_t until_ns
             last_move_ns = now_ns;
         } else if (moved) {
             last_move_ns = now_ns;
-        } else if (!own_done && now_ns - last_move_ns > SPIN_NS) {
+        } else if (!own_done && (now_ns - last_move_ns > SPIN_NS || much_is_under_way(client))) {
             sleep_driver(client, own, now_ns, deadline_ns);
             last_move_ns = smb_now_ns();
         } else {

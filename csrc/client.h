@@ -34,6 +34,7 @@ enum {
     WINDOW_FRAMES = 64,    /* in flight on one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
     ATOMICS_FLYING_MAX = 4, /* fetch_add and compare_swap: a record keeps the results of the last RECORD_RESULTS */
     LINK_IN_BYTES = 4096,
+    SPIN_BYTES_MAX = 128 << 10, /* who awaits more sleeps at once: spinning keeps the core that the other end needs, or the cache */
     STREAM_BURST = 8       /* frames of one stream before the next stream of the link has its turn */
 };
 _Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
@@ -148,6 +149,7 @@ struct smb_link {
     struct stream *queue_head, *queue_tail;
     uint64_t made;                 /* the next sequence number */
     uint32_t flying;               /* unsent and sent ones */
+    uint64_t flying_bytes;         /* of ranges, of them */
     uint32_t atomics_flying;
     struct flight *unsent, *sent, *spare;
     struct flight **unsent_end, **sent_end;
@@ -221,6 +223,8 @@ void link_enqueue(struct smb_link *link, struct stream *stream);
 /* Sends and receives what is possible now. true: something moved. */
 bool link_progress(struct smb_link *link);
 bool link_busy(const struct smb_link *link);
+/* Much is under way: what comes next takes a while. */
+bool link_is_bulk(const struct smb_link *link);
 bool link_wants_output(const struct smb_link *link);
 /* The descriptor to be polled, -1 for none. */
 int link_fd(const struct smb_link *link);

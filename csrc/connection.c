@@ -207,6 +207,7 @@ static void finish_request(struct connection *connection, bool done)
     if (done)
         count_done(connection, &connection->request);
     connection->replies_held += frame->length >= BULK_BYTES;
+    connection->loop->bulk |= frame->length >= SPIN_BYTES_MAX;
     gate_done(&connection->request);
     connection->have_request = false;
 }
@@ -245,9 +246,17 @@ static uint32_t token_bytes(const struct smb_frame *frame)
 /* *have: bytes read. STEP_WAIT: nothing there now. */
 static enum step receive(struct connection *connection, struct iovec *parts, int count, size_t *have)
 {
+    if (connection->drained) { /* what has come since then epoll will say: one system call less before the answers go out */
+        connection->drained = false;
+        return wait_for(connection, WAIT_INPUT);
+    }
     ssize_t done = count == 1 ? read(connection->fd, parts->iov_base, parts->iov_len) : readv(connection->fd, parts, count);
     if (done > 0) {
+        size_t room = 0;
+        for (int i = 0; i < count; i++)
+            room += parts[i].iov_len;
         *have = (size_t)done;
+        connection->drained = *have < room;
         return STEP_ON;
     }
     if (done < 0 && (errno == EAGAIN || errno == EINTR))
@@ -446,17 +455,11 @@ static enum step receive_more(struct connection *connection)
     memmove(connection->in, connection->in + connection->in_start, left);
     connection->in_start = 0;
     connection->in_end = left;
-    if (connection->drained) { /* what has come since then epoll will say: one system call less before the answers go out */
-        connection->drained = false;
-        return wait_for(connection, WAIT_INPUT);
-    }
     struct iovec part = {connection->in + left, IN_BYTES - left};
     size_t have = 0;
     enum step step = receive(connection, &part, 1, &have);
-    if (step == STEP_ON) {
+    if (step == STEP_ON)
         connection->in_end += (uint32_t)have;
-        connection->drained = have < IN_BYTES - left;
-    }
     return step;
 }
 
@@ -541,6 +544,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
             step = STEP_CLOSE; /* the bytes were there: the connection is broken */
             break;
         }
+        connection->drained = (size_t)got < length - have + IN_BYTES;
         uint32_t ours = got < (ssize_t)(length - have) ? (uint32_t)got : length - have;
         have += ours;
         connection->in_start = 0;
@@ -580,6 +584,7 @@ static enum step receive_payload(struct connection *connection)
         if (done || step != STEP_ON)
             return step;
     }
+    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX;
     uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
     bool in_checksum = connection->payload_have >= elements;
     uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;

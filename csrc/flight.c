@@ -38,6 +38,7 @@ struct flight *flight_take_from(struct flight **at, struct flight ***end)
 void flight_put_back(struct smb_link *link, struct flight *flight)
 {
     link->flying--;
+    link->flying_bytes -= flight->length;
     link->atomics_flying -= opcode_is_atomic(flight->opcode);
     if (flight->doubt)
         smb_doubt_release(flight->doubt);
@@ -215,6 +216,7 @@ bool flight_make(struct smb_link *link, struct stream *stream)
     }
     flight_append(&link->unsent_end, flight);
     link->flying++;
+    link->flying_bytes += flight->length;
     link->atomics_flying += opcode_is_atomic(flight->opcode);
     stream->in_flight++;
     return true;

@@ -116,6 +116,11 @@ bool link_busy(const struct smb_link *link)
     return link->queue_head || link->unsent || link->sent || link->watermark_count > 0;
 }
 
+bool link_is_bulk(const struct smb_link *link)
+{
+    return link->flying_bytes >= SPIN_BYTES_MAX;
+}
+
 bool link_wants_output(const struct smb_link *link)
 {
     return link->watermark_count > 0 ? link->watermark_bytes_sent < link->watermark_count * (uint64_t)watermark_frame_bytes(link)
@@ -557,16 +562,18 @@ static bool peer_is_gone(const struct smb_link *link)
 static int move(struct smb_link *link, bool *moved)
 {
     int status = SMB_OK;
+    bool awaits = false;
     if (link_state_of(link) == LINK_RESUMING) {
         status = link_send_watermarks(link, moved);
     } else {
         if (link->flying == 0 && smb_now_ns() - link->heard_ns > QUIET_NS && peer_is_gone(link))
             return SMB_LINK_LOST;
         fill_window(link);
+        awaits = link->sent; /* what is sent just now is not answered yet */
         if (link->unsent)
             status = send_some(link, moved);
     }
-    if (status == SMB_OK && (link->sent || link->watermark_count > 0))
+    if (status == SMB_OK && (awaits || link->watermark_count > 0))
         status = receive_some(link, moved);
     if (status == SMB_OK)
         status = digest(link);

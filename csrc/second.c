@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 enum {
-    SPIN_NS = 50000, /* as the driver does, between two looks at its links, and before it sleeps for want of any */
+    SPIN_NS = 50000, /* it looks for more to be lent before it sleeps */
     POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX
 };
 
@@ -52,7 +52,6 @@ static void sleep_on_links(struct second *second)
 
 static void carry(struct second *second)
 {
-    uint64_t last_move_ns = smb_now_ns();
     while (!atomic_load_explicit(&second->recalled, memory_order_acquire)) {
         bool moved = false, more = false;
         for (struct smb_link *link = second->links; link; link = link->next_lent) {
@@ -63,15 +62,8 @@ static void carry(struct second *second)
         }
         if (!more)
             return;
-        uint64_t now_ns = smb_now_ns();
-        if (moved) {
-            last_move_ns = now_ns;
-        } else if (now_ns - last_move_ns > SPIN_NS) {
+        if (!moved)
             sleep_on_links(second);
-            last_move_ns = smb_now_ns();
-        } else {
-            sched_yield();
-        }
     }
 }
 

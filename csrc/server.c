@@ -348,12 +348,13 @@ static int wait_ms(const struct loop *loop)
 static int wait_for_events(struct loop *loop, struct epoll_event *events, uint64_t last_event_ns)
 {
     int timeout = wait_ms(loop);
-    int count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
-    while (count == 0 && timeout != 0 && smb_now_ns() - last_event_ns < SPIN_NS) {
+    int count = loop->bulk ? 0 : epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
+    /* Whoever moves much spins in vain: it keeps the core that the other end needs, or the cache that both could share. */
+    while (count == 0 && timeout != 0 && !loop->bulk && smb_now_ns() - last_event_ns < SPIN_NS) {
         sched_yield(); /* the peer that we wait for may have been put on this very core: measured 6 times the latency */
         count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
     }
-    return count == 0 && timeout != 0 ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, timeout) : count;
+    return count == 0 && (timeout != 0 || loop->bulk) ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, timeout) : count;
 }
 
 static void *run_loop(void *argument)
@@ -363,6 +364,7 @@ static void *run_loop(void *argument)
     uint64_t last_event_ns = 0, last_retry_ns = 0, last_check_ns = smb_now_ns();
     while (!atomic_load_explicit(&loop->stop, memory_order_acquire)) {
         int count = wait_for_events(loop, events, last_event_ns);
+        loop->bulk = false;
         uint64_t now_ns = loop->clock_ns = smb_now_ns();
         if (count > 0)
             last_event_ns = now_ns;

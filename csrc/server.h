@@ -29,6 +29,7 @@ enum {
     OUT_BYTES = 4096,             /* as do small replies, each of up to: */
     SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
     FRAMES_PER_TURN = 32,         /* then the next connection of the loop has its turn */
+    SPIN_BYTES_MAX = 128 << 10,   /* after requests of this size a loop sleeps at once */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, what a socket buffer takes anyway */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
@@ -133,6 +134,7 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
+    bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
 };
 
 /* ---- registry (registry.c) */

@@ -134,8 +134,8 @@ class Links:
         return link
 
     def _pair(self, link: Link, place: SegmentPlace, deadline: Deadline) -> None:
-        """Give the link a second one beside it. Over loopback a connection is one core's work; over a network it fills
-        the network, as far as was measured."""
+        """Give the link a second one beside it: over loopback one connection is one core's work. Over a network nothing
+        was measured that would need it."""
         with self._lock:
             self._entries.pop((place.server, Lane.TCP_ODD_CHUNKS), None)  # it belongs to a link that is closed
         link.pair(self.reach(place, Lane.TCP_ODD_CHUNKS, deadline))

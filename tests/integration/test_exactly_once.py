@@ -66,12 +66,14 @@ def test_counters_give_each_number_once_over_kills(cluster: smb.LocalCluster) ->
         given: list[int] = []
         for _ in range(3):
             last = len(given) + 400
-            killed = False
+            killed = None
             while len(given) < last:
                 given.append(counter.fetch_add(3, 1))
-                if not killed and len(given) == last - 200:
-                    killed = True
-                    threading.Thread(target=_restart, args=(cluster.servers[0],)).start()
+                if killed is None and len(given) == last - 200:
+                    killed = threading.Thread(target=_restart, args=(cluster.servers[0],))
+                    killed.start()
+            assert killed is not None
+            killed.join()  # it serves before it says so: the next kill would hit its start
             swapped = counter.compare_swap(3, len(given), len(given) + 5)
             assert swapped == len(given)
             counter.fetch_add(3, -5)
