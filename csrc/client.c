@@ -9,7 +9,12 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#ifndef SMB_BULK_CALL_BYTES
+#define SMB_BULK_CALL_BYTES (1 << 20) /* tests of small calls have less */
+#endif
+
 enum {
+    BULK_CALL_BYTES = SMB_BULK_CALL_BYTES, /* the second driver helps from here on: to wake it takes as long as half a megabyte */
     POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX,
     /* How long the driver looks again before it sleeps. A wake-up costs more than this, on both sides; bounded, so that peers
      * which share a core don't wait for each other's spinning. */
@@ -24,11 +29,16 @@ int smb_client_create(uint64_t session, struct smb_client **client)
     made->references = 1;
     made->session = session;
     made->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (made->wake_fd < 0) {
+    if (made->wake_fd < 0 || second_make(&made->second) != SMB_OK) {
+        int saved = errno;
+        if (made->wake_fd >= 0)
+            close(made->wake_fd);
         free(made);
+        errno = saved;
         return SMB_SYSTEM;
     }
     pthread_mutex_init(&made->mutex, NULL);
+    pthread_mutex_init(&made->accounts, NULL);
     pthread_cond_init(&made->link_wanted, NULL);
     *client = made;
     return SMB_OK;
@@ -51,6 +61,14 @@ void client_wake_driver(struct smb_client *client)
         return; /* its counter is not 0: the driver wakes anyway */
 }
 
+void client_wake_sleeper(struct smb_client *client)
+{
+    pthread_mutex_lock(&client->mutex);
+    if (client->sleeping)
+        client_wake_driver(client);
+    pthread_mutex_unlock(&client->mutex);
+}
+
 void smb_client_close(struct smb_client *client)
 {
     atomic_store(&client->closing, true); /* read by the driver in every round */
@@ -62,6 +80,7 @@ void smb_client_close(struct smb_client *client)
 
 void smb_client_destroy(struct smb_client *client)
 {
+    second_end(&client->second);
     while (client->active) { /* with frames that a caller left, or broken since the last call */
         struct smb_link *link = client->active;
         client->active = link->next;
@@ -81,6 +100,7 @@ void client_release(struct smb_client *client)
     if (atomic_fetch_sub_explicit(&client->references, 1, memory_order_acq_rel) != 1)
         return;
     pthread_cond_destroy(&client->link_wanted);
+    pthread_mutex_destroy(&client->accounts);
     pthread_mutex_destroy(&client->mutex);
     close(client->wake_fd);
     free(client);
@@ -94,15 +114,46 @@ void call_failed(struct stream *stream, int status)
             stream->told->status = status;
         return;
     }
+    pthread_mutex_lock(&stream->link->client->accounts);
     if (outcome->status == SMB_OK) {
         outcome->status = status;
         outcome->segment = stream->segment_index;
     }
+    pthread_mutex_unlock(&stream->link->client->accounts);
+}
+
+void call_applied(struct stream *stream, uint32_t bytes, uint64_t result)
+{
+    pthread_mutex_lock(&stream->link->client->accounts);
+    stream->call->outcome->bytes_applied += bytes;
+    stream->call->outcome->result = result;
+    pthread_mutex_unlock(&stream->link->client->accounts);
+}
+
+/* Both drivers say the same, so that no order among them is needed. */
+void call_note_sent(struct call *call)
+{
+    __atomic_store_n(&call->outcome->sent, 1, __ATOMIC_RELAXED);
+}
+
+bool call_was_sent(const struct stream *stream)
+{
+    return stream->told ? stream->told->sent : __atomic_load_n(&stream->call->outcome->sent, __ATOMIC_RELAXED);
+}
+
+static bool is_finished(const struct call *call)
+{
+    return atomic_load_explicit(&call->streams_left, memory_order_acquire) == 0;
 }
 
 void call_stream_finished(struct stream *stream)
 {
-    stream->call->streams_left--;
+    struct smb_client *client = stream->link->client;
+    if (atomic_fetch_sub_explicit(&stream->call->streams_left, 1, memory_order_acq_rel) != 1)
+        return;
+    /* The call may be gone from here on. The driver may sleep, if it is not the one who is here. */
+    if (atomic_load_explicit(&client->second.working, memory_order_relaxed))
+        client_wake_sleeper(client);
 }
 
 /* ---- the driver --------------------------------------------------------------------------------------------------- */
@@ -128,14 +179,20 @@ static void take_arrivals(struct smb_client *client)
         call->next = client->calls;
         client->calls = call;
         if (call->settles) {
+            pthread_mutex_lock(&client->accounts);
             if (call->settles->pending > 0)
                 call->settles->settler = call;
             else
                 call->streams_left = 0;
+            pthread_mutex_unlock(&client->accounts);
         }
         for (uint32_t i = 0; i < call->stream_count; i++) {
-            link_enqueue(call->streams[i].link, &call->streams[i]);
-            activate(client, call->streams[i].link);
+            struct stream *stream = &call->streams[i];
+            if (second_has(client, stream->link))
+                second_take_back(client);
+            link_enqueue(stream->link, stream);
+            stream->link->bulk |= stream->request && stream->request->bytes >= BULK_CALL_BYTES;
+            activate(client, stream->link);
         }
         call = next;
     }
@@ -154,7 +211,7 @@ static void take_out_finished(struct smb_client *client)
 {
     for (struct call **at = &client->calls; *at;) {
         struct call *call = *at;
-        if (call->streams_left == 0) {
+        if (is_finished(call)) {
             *at = call->next;
             finish(client, call); /* its memory may be gone from here on */
         } else {
@@ -167,13 +224,14 @@ static void take_out_finished(struct smb_client *client)
 static int why_late(const struct stream *stream)
 {
     int state = atomic_load_explicit(&stream->link->state, memory_order_relaxed);
-    bool sent = stream->told ? stream->told->sent : stream->call->outcome->sent;
+    bool sent = call_was_sent(stream);
     return state == LINK_UP || state == LINK_RESUMING ? SMB_TIMEOUT : sent ? SMB_LINK_LOST : SMB_DISCONNECTED;
 }
 
+/* None of its links is lent. */
 static void abandon(struct call *call)
 {
-    for (uint32_t i = 0; i < call->stream_count && call->streams_left > 0; i++) {
+    for (uint32_t i = 0; i < call->stream_count && !is_finished(call); i++) {
         struct stream *stream = &call->streams[i];
         if (stream->in_flight > 0 || stream->queued) {
             call_failed(stream, why_late(stream));
@@ -195,13 +253,17 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
     uint64_t next = UINT64_MAX;
     for (struct call *call = client->calls; call; call = call->next) {
         uint64_t deadline_ns = atomic_load_explicit(&call->deadline_ns, memory_order_relaxed);
+        pthread_mutex_lock(&client->accounts);
         if (call->settles && call->settles->pending == 0) { /* another one was told */
             call->settles = NULL;
             call->streams_left = 0;
         }
-        if (now_ns >= deadline_ns)
+        pthread_mutex_unlock(&client->accounts);
+        if (now_ns >= deadline_ns) {
+            second_take_back(client);
             abandon(call);
-        else if (deadline_ns < next)
+        }
+        if (now_ns < deadline_ns && deadline_ns < next)
             next = deadline_ns;
     }
     return next;
@@ -209,19 +271,25 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
 
 static bool progress(struct smb_client *client)
 {
-    bool moved = false;
-    if (atomic_load_explicit(&client->closing, memory_order_relaxed)) /* before anything is sent that need not be */
+    bool moved = false, closing = atomic_load_explicit(&client->closing, memory_order_relaxed);
+    if (closing || second_is_over(client))
+        second_take_back(client);
+    if (closing) /* before anything is sent that need not be */
         for (struct smb_link *link = client->active; link; link = link->next)
             link_shut(link, SMB_LINK_LOST);
     for (struct smb_link **at = &client->active; *at;) {
         struct smb_link *link = *at;
+        if (second_has(client, link)) {
+            at = &link->next;
+            continue;
+        }
         if (link_busy(link))
             moved |= link_progress(link);
         if (link_busy(link)) {
             at = &link->next;
         } else {
             *at = link->next;
-            link->active = false;
+            link->active = link->bulk = false;
             client_want_link(link, false);
             link_release(link);
         }
@@ -230,19 +298,21 @@ static bool progress(struct smb_client *client)
 }
 
 /* Until a link can move, a call arrives, or the next deadline. */
-static void sleep_driver(struct smb_client *client, uint64_t now_ns, uint64_t deadline_ns)
+static void sleep_driver(struct smb_client *client, const struct call *own, uint64_t now_ns, uint64_t deadline_ns)
 {
     struct pollfd pollers[POLLED_MAX];
     nfds_t count = 0;
     pollers[count++] = (struct pollfd){.fd = client->wake_fd, .events = POLLIN};
     for (struct smb_link *link = client->active; link && count < POLLED_MAX; link = link->next)
-        pollers[count++] = (struct pollfd){.fd = link_fd(link), /* one of -1 is passed over */
-                                           .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
+        if (!second_has(client, link))
+            pollers[count++] = (struct pollfd){.fd = link_fd(link), /* one of -1 is passed over */
+                                               .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
     uint64_t ms = deadline_ns <= now_ns ? 0 : (deadline_ns - now_ns) / 1000000U + 1;
     if (client->active && count == POLLED_MAX && ms > 1)
         ms = 1; /* more links than are looked at */
     pthread_mutex_lock(&client->mutex);
-    bool arrived = client->arrivals != NULL;
+    /* What the second driver ends after this look, it finds us asleep. */
+    bool arrived = client->arrivals != NULL || is_finished(own) || second_is_over(client);
     client->sleeping = !arrived;
     pthread_mutex_unlock(&client->mutex);
     if (arrived)
@@ -259,8 +329,9 @@ static void sleep_driver(struct smb_client *client, uint64_t now_ns, uint64_t de
 static void drive(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
     uint64_t last_move_ns = smb_now_ns();
-    while (own->streams_left > 0 || work) {
+    while (!is_finished(own) || work) {
         take_arrivals(client);
+        second_lend(client);
         bool moved = progress(client);
         uint64_t now_ns = smb_now_ns();
         uint64_t deadline_ns = abandon_late(client, now_ns);
@@ -268,7 +339,7 @@ static void drive(struct smb_client *client, struct call *own, uint64_t until_ns
             break;
         if (until_ns < deadline_ns)
             deadline_ns = until_ns;
-        bool own_done = own->streams_left == 0; /* before take_out_finished, which may free others but not own */
+        bool own_done = is_finished(own); /* before take_out_finished, which may free others but not own */
         take_out_finished(client);
         if (work) {
             if (!work(work_argument))
@@ -277,12 +348,13 @@ static void drive(struct smb_client *client, struct call *own, uint64_t until_ns
         } else if (moved) {
             last_move_ns = now_ns;
         } else if (!own_done && now_ns - last_move_ns > SPIN_NS) {
-            sleep_driver(client, now_ns, deadline_ns);
+            sleep_driver(client, own, now_ns, deadline_ns);
             last_move_ns = smb_now_ns();
         } else {
             sched_yield(); /* the peer may have been put on this very core */
         }
     }
+    second_take_back(client); /* nobody drives from here on, or another one */
     take_out_finished(client);
 }
 
@@ -441,16 +513,30 @@ uint32_t call_doubt(struct call *call, uint64_t buffer_offset, uint32_t bytes, i
     return doubt->count++;
 }
 
-void doubt_settled(struct smb_doubt *doubt, uint32_t index, int state)
+uint32_t call_part_done(struct stream *stream, uint64_t buffer_offset, uint32_t bytes, int state)
 {
-    if (doubt->pieces[index].state != SMB_DOUBT_PENDING)
-        return;
-    doubt->pieces[index].state = state;
-    if (--doubt->pending == 0 && doubt->settler) {
-        doubt->settler->streams_left = 0;
+    pthread_mutex_lock(&stream->link->client->accounts);
+    uint32_t index = call_doubt(stream->call, buffer_offset, bytes, state);
+    pthread_mutex_unlock(&stream->link->client->accounts);
+    return index;
+}
+
+void doubt_settled(struct smb_client *client, struct smb_doubt *doubt, uint32_t index, int state)
+{
+    bool told = false;
+    pthread_mutex_lock(&client->accounts);
+    if (doubt->pieces[index].state == SMB_DOUBT_PENDING) {
+        doubt->pieces[index].state = state;
+        told = --doubt->pending == 0 && doubt->settler;
+    }
+    if (told) {
         doubt->settler->settles = NULL;
+        doubt->settler->streams_left = 0;
         doubt->settler = NULL;
     }
+    pthread_mutex_unlock(&client->accounts);
+    if (told && atomic_load_explicit(&client->second.working, memory_order_relaxed))
+        client_wake_sleeper(client);
 }
 
 int smb_doubt_settle(struct smb_client *client, struct smb_doubt *doubt, uint32_t timeout_ms)

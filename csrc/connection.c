@@ -69,6 +69,11 @@ void connection_destroy(struct connection *connection)
     free(connection);
 }
 
+bool connection_is_empty(const struct connection *connection)
+{
+    return connection->wait == WAIT_INPUT && !connection->have_request && !connection->waits && !connection->answered;
+}
+
 static enum step refuse(struct connection *connection, int why)
 {
     server_count(&connection->loop->server->errors[why], 1);
@@ -281,6 +286,23 @@ static void take_lane(struct connection *connection)
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
+/* Large calls come over two connections of a session at once: on two loops, they are served by two cores. */
+static struct loop *emptiest_loop(struct connection *connection)
+{
+    struct smb_server *server = connection->loop->server;
+    uint32_t counts[LOOPS_MAX] = {0};
+    pthread_mutex_lock(&server->lanes_lock);
+    for (struct connection *other = server->lanes; other; other = other->lane_next)
+        if (other != connection && other->session == connection->session)
+            counts[other->loop - server->loops]++;
+    pthread_mutex_unlock(&server->lanes_lock);
+    struct loop *best = connection->loop;
+    for (int i = 0; i < server->loop_count; i++)
+        if (counts[i] < counts[best - server->loops])
+            best = &server->loops[i];
+    return best;
+}
+
 /* The peer learns why before it is closed. */
 static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame, int status)
 {
@@ -307,6 +329,7 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
     if (session_has_ended(server, frame->session))
         return refuse_hello(connection, frame, SMB_SESSION_ENDED);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+    connection->destination = emptiest_loop(connection);
     reply.segment = server->instance;
     reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
     put_reply(connection, &reply);

@@ -1,5 +1,5 @@
 /* flight.h: what link.c (frames in and out), flight.c (requests on their way), resume.c (a lane goes on) and dial.c (new
- * connections) share. Driver only, but for dial.c. */
+ * connections) share. Whoever drives the link only, but for dial.c. */
 #ifndef SMB_FLIGHT_H
 #define SMB_FLIGHT_H
 
@@ -38,10 +38,10 @@ static inline void flight_append(struct flight ***end, struct flight *flight)
     *end = &flight->next;
 }
 
-static inline void flight_settle(struct flight *flight, int state)
+static inline void flight_settle(struct smb_link *link, struct flight *flight, int state)
 {
     if (flight->doubt)
-        doubt_settled(flight->doubt, flight->doubt_index, state);
+        doubt_settled(link->client, flight->doubt, flight->doubt_index, state);
 }
 
 /* ---- flight.c */

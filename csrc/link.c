@@ -32,7 +32,11 @@ void link_release(struct smb_link *link)
     while (*at != link)
         at = &(*at)->next_of_all;
     *at = link->next_of_all;
+    if (link->odd)
+        link->odd->even = NULL;
     pthread_mutex_unlock(&client->mutex);
+    if (link->odd)
+        link_release(link->odd);
     int fresh = atomic_load(&link->fresh_fd);
     if (fresh >= 0)
         close(fresh);
@@ -44,6 +48,24 @@ void link_release(struct smb_link *link)
     free(link->watermarks);
     free(link);
     client_release(client);
+}
+
+int smb_link_pair(struct smb_link *link, struct smb_link *odd)
+{
+    if (link->client != odd->client || link->identity != odd->identity || link->lane == odd->lane || link->odd || odd->even)
+        return SMB_INVALID;
+    link_retain(odd);
+    pthread_mutex_lock(&link->client->mutex);
+    link->odd = odd;
+    odd->even = link;
+    odd->is_odd = true;
+    pthread_mutex_unlock(&link->client->mutex);
+    return SMB_OK;
+}
+
+int smb_link_is_here(struct smb_link *link)
+{
+    return link->here;
 }
 
 int smb_link_alive(struct smb_link *link)
@@ -218,7 +240,7 @@ static void note_sent(const struct smb_link *link, struct flight *flight)
     if (flight->stream->told)
         flight->stream->told->sent = 1;
     else
-        flight->stream->call->outcome->sent = 1;
+        call_note_sent(flight->stream->call);
 }
 
 /* Unsent frames from the callers' memory straight to the socket. */
@@ -270,10 +292,10 @@ static void take_failure(struct smb_link *link, struct flight *flight, int statu
     struct stream *stream = flight->stream;
     /* What is known to have been applied was, also if the answer can't be had any more. */
     int state = flight->fate == SMB_DOUBT_APPLIED ? SMB_DOUBT_APPLIED : state_after(status);
-    flight_settle(flight, state);
+    flight_settle(link, flight, state);
     if (stream) {
         if (smb_opcode_changes(flight->opcode))
-            call_doubt(stream->call, flight->buffer_offset, flight->length, state);
+            call_part_done(stream, flight->buffer_offset, flight->length, state);
         call_failed(stream, status);
     }
     flight_landed(link, flight);
@@ -301,13 +323,12 @@ void link_take_success(struct smb_link *link, struct flight *flight, uint64_t a,
     struct stream *stream = flight->stream;
     if (!stream && flight->opcode == SMB_LOCK)
         give_back(link, flight, a);
-    flight_settle(flight, SMB_DOUBT_APPLIED);
+    flight_settle(link, flight, SMB_DOUBT_APPLIED);
     if (stream && stream->told) {
         stream->told->a = a;
         stream->told->b = b;
     } else if (stream) {
-        stream->call->outcome->bytes_applied += flight->length;
-        stream->call->outcome->result = a;
+        call_applied(stream, flight->length, a);
     }
     flight_landed(link, flight);
 }
@@ -589,7 +610,7 @@ static void note_unmade(struct stream *stream)
 {
     while (stream->have_piece && !stream->ask) {
         if (smb_opcode_changes(stream->request->opcode))
-            call_doubt(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
+            call_part_done(stream, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
         stream_advance(stream);
     }
     stream->have_piece = false;
@@ -601,22 +622,32 @@ static void fail_flights(struct smb_link *link, int status)
         struct flight *flight = flight_take_from(&link->unsent, &link->unsent_end);
         struct stream *stream = flight->stream;
         int fate = flight->fate == SMB_DOUBT_PENDING ? SMB_DOUBT_UNKNOWN : flight->fate;
-        flight_settle(flight, fate);
+        flight_settle(link, flight, fate);
         if (stream) {
             if (smb_opcode_changes(flight->opcode))
-                call_doubt(stream->call, flight->buffer_offset, flight->length, fate);
-            bool nothing_sent = stream->told ? !stream->told->sent : !stream->call->outcome->sent;
-            call_failed(stream, status == SMB_LINK_LOST && nothing_sent ? SMB_DISCONNECTED : status);
+                call_part_done(stream, flight->buffer_offset, flight->length, fate);
+            call_failed(stream, status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED : status);
             note_unmade(stream);
         }
         flight_landed(link, flight);
     }
 }
 
+/* Two links of one server live and die together: who asks finds both, or neither. */
+static void close_other(struct smb_link *link)
+{
+    pthread_mutex_lock(&link->client->mutex);
+    struct smb_link *other = link->odd ? link->odd : link->even;
+    if (other)
+        atomic_store(&other->closing, true);
+    pthread_mutex_unlock(&link->client->mutex);
+}
+
 void link_shut(struct smb_link *link, int status)
 {
     if (link_state_of(link) != LINK_CLOSED)
         break_connection(link);
+    close_other(link);
     link->closed_why = status;
     link_enter(link, LINK_CLOSED);
     client_want_link(link, false);
@@ -624,8 +655,7 @@ void link_shut(struct smb_link *link, int status)
     while (link->queue_head) {
         struct stream *stream = link->queue_head;
         dequeue(link);
-        bool nothing_sent = stream->told ? !stream->told->sent : !stream->call->outcome->sent;
-        call_failed(stream, status == SMB_LINK_LOST && nothing_sent ? SMB_DISCONNECTED : status);
+        call_failed(stream, status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED : status);
         note_unmade(stream);
         if (stream->in_flight == 0)
             call_stream_finished(stream);
@@ -642,7 +672,7 @@ static void leave(struct flight *flight)
     stream->in_flight--;
     if (!smb_opcode_changes(flight->opcode))
         return;
-    flight->doubt_index = call_doubt(stream->call, flight->buffer_offset, flight->length, flight->fate);
+    flight->doubt_index = call_part_done(stream, flight->buffer_offset, flight->length, flight->fate);
     if (flight->fate != SMB_DOUBT_PENDING || flight->doubt_index == UINT32_MAX)
         return;
     flight->doubt = stream->call->outcome->doubt;

@@ -46,6 +46,17 @@ static void count_parked(struct connection *connection, bool parked)
     connection->counted_parked = parked;
 }
 
+static void unlink_connection(struct loop *loop, struct connection *connection)
+{
+    if (connection->previous)
+        connection->previous->next = connection->next;
+    else
+        loop->connections = connection->next;
+    if (connection->next)
+        connection->next->previous = connection->previous;
+    connection->next = connection->previous = NULL;
+}
+
 static void drop_connection(struct loop *loop, struct connection *connection)
 {
     if (connection->in_list) {
@@ -54,12 +65,7 @@ static void drop_connection(struct loop *loop, struct connection *connection)
     count_parked(connection, false);
     if (!connection->greeted)
         loop->not_greeted--;
-    if (connection->previous)
-        connection->previous->next = connection->next;
-    else
-        loop->connections = connection->next;
-    if (connection->next)
-        connection->next->previous = connection->previous;
+    unlink_connection(loop, connection);
     connection_destroy(connection); /* closing the descriptor takes it out of epoll */
 }
 
@@ -83,12 +89,42 @@ static void arm(struct loop *loop, struct connection *connection)
     count_parked(connection, connection->wait == WAIT_PARKED);
 }
 
+static void put_into_inbox(struct loop *loop, struct connection *connection)
+{
+    pthread_mutex_lock(&loop->inbox_lock);
+    connection->link = loop->inbox;
+    loop->inbox = connection;
+    pthread_mutex_unlock(&loop->inbox_lock);
+    loop_wake(loop);
+}
+
+/* To the loop where it is to be served. One that was fenced stays: its loop is about to close it. */
+static bool move_connection(struct loop *loop, struct connection *connection)
+{
+    struct loop *destination = connection->destination;
+    connection->destination = NULL;
+    if (!destination || destination == loop || !connection_is_empty(connection))
+        return false;
+    pthread_mutex_lock(&loop->server->lanes_lock);
+    bool fenced = atomic_load_explicit(&connection->fenced, memory_order_relaxed);
+    if (!fenced) {
+        epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
+        unlink_connection(loop, connection);
+        connection->loop = destination;
+        put_into_inbox(destination, connection); /* whoever fences it now finds it there */
+    }
+    pthread_mutex_unlock(&loop->server->lanes_lock);
+    return !fenced;
+}
+
 static void serve(struct loop *loop, struct connection *connection)
 {
-    if (connection_turn(connection))
-        arm(loop, connection);
-    else
+    if (connection_turn(connection)) {
+        if (!move_connection(loop, connection))
+            arm(loop, connection);
+    } else {
         drop_connection(loop, connection);
+    }
 }
 
 static void take_over(struct loop *loop, struct connection *connection)
@@ -99,7 +135,7 @@ static void take_over(struct loop *loop, struct connection *connection)
     if (loop->connections)
         loop->connections->previous = connection;
     loop->connections = connection;
-    loop->not_greeted++;
+    loop->not_greeted += !connection->greeted;
     if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, connection->fd, &event) != 0)
         drop_connection(loop, connection);
 }
@@ -162,11 +198,7 @@ static int let_in(struct smb_server *server, int fd, int transport, struct smb_s
     connection->slots = slots;
     if (slots)
         slots_retain(slots);
-    pthread_mutex_lock(&loop->inbox_lock);
-    connection->link = loop->inbox;
-    loop->inbox = connection;
-    pthread_mutex_unlock(&loop->inbox_lock);
-    loop_wake(loop);
+    put_into_inbox(loop, connection);
     return SMB_OK;
 }
 
@@ -471,13 +503,18 @@ int smb_server_listen_unix(struct smb_server *server, const char *path)
     return add_listener(server, fd, SMB_TRANSPORT_UNIX);
 }
 
+/* A loop hands connections to others: all are stopped before the first one is emptied. */
 static void stop_loop(struct loop *loop)
 {
-    if (loop->running) {
-        atomic_store_explicit(&loop->stop, true, memory_order_release);
-        loop_wake(loop);
-        pthread_join(loop->thread, NULL);
-    }
+    if (!loop->running)
+        return;
+    atomic_store_explicit(&loop->stop, true, memory_order_release);
+    loop_wake(loop);
+    pthread_join(loop->thread, NULL);
+}
+
+static void empty_loop(struct loop *loop)
+{
     if (loop->wake >= 0)
         take_inbox(loop);
     while (loop->connections)
@@ -496,6 +533,8 @@ void smb_server_destroy(struct smb_server *server)
     waits_stop(server);
     for (int i = 0; i < server->loop_count; i++)
         stop_loop(&server->loops[i]);
+    for (int i = 0; i < server->loop_count; i++)
+        empty_loop(&server->loops[i]);
     for (int i = 0; i < LISTENERS_MAX; i++) {
         if (server->listeners[i])
             close(server->listeners[i]->fd);

@@ -194,6 +194,8 @@ const struct slot *slots_at(const struct smb_slots *slots, uint64_t index);
 /* Reads, executes, answers until nothing more can be done now. false: close it. */
 bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
+/* It has nothing in hand: another loop may take it over. */
+bool connection_is_empty(const struct connection *connection);
 /* No connection of the session does anything any more; their loops close them. */
 void lanes_fence_session(struct smb_server *server, uint64_t session);
 /* One of its waits is answered: the answer goes out at its next turn. */
@@ -204,7 +206,8 @@ enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_PARKED };
 struct connection {
     struct connection *next, *previous; /* all of the loop */
     struct connection *link;            /* inbox, again or parked list */
-    struct loop *loop;
+    struct loop *loop;                  /* changed, by it, with the lanes' lock held */
+    struct loop *destination;           /* set by HELLO: it is to be served there, where its session has fewer connections */
     int fd;
     int transport;
     enum connection_wait wait;

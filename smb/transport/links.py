@@ -94,8 +94,18 @@ class Links:
                 ).start()
         with entry.lock:  # one connects, the others wait for its link
             if entry.link is None or not entry.link.alive():
-                entry.link, entry.where = self._connect(entry, where, deadline), where
+                link = self._connect(entry, where, deadline)
+                if lane is Lane.TCP_DATA and link.is_here():
+                    self._pair(link, place, deadline)
+                entry.link, entry.where = link, where
             return entry.link
+
+    def _pair(self, link: Link, place: SegmentPlace, deadline: Deadline) -> None:
+        """Give the link a second one beside it. Over loopback one connection is one core's work; over a network it fills
+        the network, as far as was measured."""
+        with self._lock:
+            self._entries.pop((place.server, Lane.TCP_ODD_CHUNKS), None)  # it belongs to a link that is closed
+        link.pair(self.reach(place, Lane.TCP_ODD_CHUNKS, deadline))
 
     def close(self) -> None:
         """Close all of them."""

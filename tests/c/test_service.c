@@ -592,7 +592,7 @@ static void counters_are_true(void)
     }
     for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
         WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.connections_now[t] == 0));
-    CHECK_EQ(counters.connections_opened[SMB_TRANSPORT_TCP], 2);
+    CHECK_EQ(counters.connections_opened[SMB_TRANSPORT_TCP], 2 * RIG_CONNECTIONS);
     CHECK_EQ(counters.connections_opened[SMB_TRANSPORT_UNIX], 2);
     rig_stop(&rig);
 }
@@ -655,7 +655,7 @@ static void send_buffers_are_bounded_within_a_host(void)
     static struct reach reach;
     rig_start(&rig, LAYOUT, SMB_INT64);
     reach_make(&reach, &rig, BY_TCP, 9);
-    int bounded = address_may_have(SEND_BUFFER_HERE_BYTES) ? 2 * RIG_SERVERS : 0;
+    int bounded = address_may_have(SEND_BUFFER_HERE_BYTES) ? 2 * RIG_SERVERS * RIG_CONNECTIONS : 0;
     CHECK(bounded_ends() == bounded);
     /* Another address of loopback has the ends of a connection differ, as over a network. */
     uint16_t port;

@@ -10,12 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import smb
+from smb.engine import Lane
 from tests.fault.long import LIMIT_S, seed, times
 from tests.support.checkers import Run, check_at_rest, delta
 from tests.support.daemons import running_daemons
@@ -258,3 +260,51 @@ def test_flipped_bits_with_checksums(tmp_path: Path) -> None:
         assert min(flipped["flip request"], flipped["flip reply"]) > OPERATIONS // 100
         # A broken connection takes later ones along; a request of another version gets an answer without checksum.
         assert 0 < answers_spoilt + worker.spoilt <= sum(flipped.values())
+
+
+class OfLanes:
+    """Another plan's faults, counted by the lane of the frame that they befell."""
+
+    def __init__(self, plan: RandomPlan) -> None:
+        self.plan = plan
+        self.fired: dict[int, int] = {}
+
+    def __call__(self, reply: bool, header: bytes) -> Fault | None:
+        fault = self.plan(reply, header)
+        if fault is not None:
+            lane = int.from_bytes(header[10:12], "little")
+            self.fired[lane] = self.fired.get(lane, 0) + 1
+        return fault
+
+
+def test_large_calls_over_two_connections(tmp_path: Path) -> None:
+    """Calls of ten chunks travel over two connections, each with chunks of its own; both break, again and again, and a
+    small call to any chunk finds what the large ones before it left: nothing is lost, doubled or overtaken."""
+    count = 10 * 32768 + 5  # int64: ten chunks of 256 KiB and a bit
+    calls, step = times(40, 400), delta(count)
+    plan = OfLanes(RandomPlan(seed(), 25.0))
+    plan.plan.quiet = True
+
+    def work(address: str, number: int) -> None:
+        with smb.connect(address, transport="tcp", timeout=60) as client:
+            common, own = client.open("common"), client.open(f"own-{number}")
+            for turn in range(calls):
+                common.accumulate(step)
+                own.write(step * turn)
+                at = (turn * 32768 + number) % count  # a chunk of either connection
+                assert own.read(at, 1)[0] == step[at] * turn
+                assert own.fetch_add(at, 7) == step[at] * turn
+                expected = step * turn
+                expected[at] += 7
+                np.testing.assert_array_equal(own.read(), expected)
+
+    with behind_a_proxy(tmp_path, plan) as (address, _), smb.connect(address, transport="tcp", timeout=60) as client:
+        for name in ("common", "own-0", "own-1"):
+            client.create(name, count, "int64")
+        plan.plan.quiet = False
+        with ThreadPoolExecutor(2) as workers:
+            for done in [workers.submit(work, address, number) for number in range(2)]:
+                done.result()
+        plan.plan.quiet = True
+        np.testing.assert_array_equal(client.open("common").read(), step * (2 * calls))
+    assert min(plan.fired[Lane.TCP_DATA], plan.fired[Lane.TCP_ODD_CHUNKS]) > 10, plan.fired
