@@ -101,7 +101,7 @@ class Links:
             return entry.link
 
     def _pair(self, link: Link, place: SegmentPlace, deadline: Deadline) -> None:
-        """Give the link a second one beside it. Over loopback one connection is one core's work; over a network it fills
+        """Give the link a second one beside it. Over loopback one connection is a core's work; over a network it fills
         the network, as far as was measured."""
         with self._lock:
             self._entries.pop((place.server, Lane.TCP_ODD_CHUNKS), None)  # it belongs to a link that is closed
