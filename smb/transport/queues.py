@@ -34,9 +34,8 @@ _SIGNAL_EVERY = 64
 _POLLED = 32
 _READS_MAX = 16
 _RECEIVED = 1 << 62  # of a work's number: it is the receive with this index
-# 4.096 us x 2^14 = 67 ms, 6 times again: a peer that is gone is known after half a second (cards round up), a lost packet
-# costs 67 ms.
-# Not 7: soft RoCE takes 7 for "for ever", and a request to a peer that is gone never ends.
+# 4.096 us x 2^14 = 67 ms, 6 times again: a peer that is gone is known after half a second (cards round up), a lost
+# packet costs 67 ms. Not 7: soft RoCE takes 7 for "for ever", and a request to a peer that is gone would never end.
 _TIMEOUT, _RETRIES, _NOT_READY_RETRIES, _NOT_READY_TIMER = 14, 6, 7, 12
 _MTUS = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 
