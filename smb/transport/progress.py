@@ -139,7 +139,9 @@ class Progress:
                     call()
                 continue
             pump = self._pumps.get(fd)
-            if pump is not None:
+            if pump is not None and pump.closed:  # by what came before in this round
+                self._drop(pump)
+            elif pump is not None:
                 if fd == pump.queue_fd():
                     pump.take_event()
                 elif events & (select.EPOLLRDHUP | select.EPOLLHUP):

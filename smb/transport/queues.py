@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import ipaddress
 import mmap
+import os
 import secrets
 import threading
 from collections import deque
@@ -256,6 +257,7 @@ class Queue:
             before = _event_fds()
             self._channel = completions.CompChannel(context)
             self.fd = (_event_fds() - before).pop()
+        os.set_blocking(self.fd, False)
         self._cq = completions.CQ(context, WORKS_MAX + MESSAGES, None, self._channel, 0)
         cap = pairs.QPCap(max_send_wr=WORKS_MAX, max_recv_wr=MESSAGES, max_send_sge=1, max_recv_sge=1)
         sends = e.IBV_QP_EX_WITH_SEND | e.IBV_QP_EX_WITH_RDMA_READ | e.IBV_QP_EX_WITH_RDMA_WRITE
@@ -427,8 +429,13 @@ class Queue:
             self._cq.req_notify()
 
     def take_event(self) -> None:
-        """Once `fd` is readable."""
-        self._channel.get_cq_event(self._cq)
+        """Once `fd` is readable. Waits for nothing, also where it is not: another one may have had this descriptor."""
+        if self._rings is None:
+            return  # closed: there is nothing behind the objects any more
+        try:
+            self._channel.get_cq_event(self._cq)
+        except self.device.errors:
+            return
         self._cq.ack_events(1)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from memserver.engine import Engine, SegmentForm
 from memserver.rdma import Rdma
 from smb.engine import NOWHERE, BufferHandle, EngineClient, EngineError, Lane, Link, Opcode, memory_of
+from smb.errors import UnavailableError
 from smb.transport.carrier import Carrier, Place, Right
 from smb.transport.devices import Port
 from smb.transport.memory import ClientMemory
@@ -32,6 +33,7 @@ class RdmaServer:
 
     def __init__(self, port: Port, elements: int) -> None:
         self.elements = elements
+        self.ended: set[int] = set()
         self.directory = Path(tempfile.mkdtemp(dir="/dev/shm"))  # the journal wants tmpfs
         self.engine = Engine(INSTANCE, 2, 1 << 30)
         self.engine.open_journal(self.directory / "journal")
@@ -70,6 +72,8 @@ class RdmaClient:
 
     def carry(self) -> int:
         """Make a queue pair and a carrier; return the engine's end of its socket."""
+        if self.session in self.server.ended:  # as the daemon's control service refuses it
+            raise UnavailableError("the session has ended")
         queue = Queue(self.memory.domain)
         end, slots = self.server.rdma.connect(self.session, queue.end())
         queue.connect(end)
@@ -151,7 +155,7 @@ class RdmaClient:
                 else:
                     self.link.resume_reference(self.carry(), 0, 20_000)
                     self.resumed.append("verbs")
-            except EngineError:
+            except (EngineError, UnavailableError):
                 self.link.let_go()
 
 

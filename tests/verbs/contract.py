@@ -1,19 +1,77 @@
 """The tests of every transport that `make verbs` also runs over verbs, and those that it does not, with the reason.
 
-Paths as pytest takes them: files, or single tests. What a file has for other transports only is skipped there, by name.
+Files of tests/integration, tests/fault and tests/regressions; tests/unit/test_contract.py sees that none is forgotten.
 """
 
 from __future__ import annotations
 
 OVER_VERBS = (
-    "tests/integration/test_api.py",
-    "tests/integration/test_apply.py",
-    "tests/integration/test_barriers.py",
-    "tests/integration/test_direct.py",
-    "tests/integration/test_exact_sums.py",
-    "tests/integration/test_exactly_once.py",
-    "tests/integration/test_locks.py",
-    "tests/integration/test_publish.py",
-    "tests/integration/test_versions.py",
-    "tests/integration/test_wire.py",
+    "integration/test_transports.py",
+    "integration/test_exact_sums.py",
+    "integration/test_direct.py",
+    "integration/test_locks.py",
+    "integration/test_barriers.py",
+    "integration/test_versions.py",
+    "integration/test_tensors.py",
+    "integration/test_exactly_once.py",
+    "integration/test_reconnect.py",
+    "integration/test_wire.py",
+    "integration/test_api.py",
+    "integration/test_apply.py",
+    "integration/test_publish.py",
+    "regressions/test_fence_after_restart.py",
+    "regressions/test_gone_source.py",
+    "regressions/test_lost_memory.py",
 )
+
+_LONG = (
+    "minutes in the virtual machine, and nothing that its parts, which run over verbs, do not do; SMB_TEST_FAR=verbs"
+)
+_ELSEWHERE = "is about parts that no transport changes"
+_FRAMES = "speaks the TCP protocol itself"
+_TRAINING = "built on calls that run over verbs; minutes of PyTorch in the virtual machine"
+
+LEFT_OUT = {
+    "integration/test_async.py": "futures over the same calls",
+    "integration/test_asynchronous.py": _TRAINING,
+    "integration/test_bench.py": "compares with sockets; perf/verbs.py measures verbs",
+    "integration/test_cli.py": _ELSEWHERE,
+    "integration/test_contribution.py": _TRAINING,
+    "integration/test_coordinator.py": _ELSEWHERE,
+    "integration/test_demo.py": _TRAINING,
+    "integration/test_elastic.py": _TRAINING,
+    "integration/test_engine.py": "the engine without a transport's Python; tests/c has its part of verbs",
+    "integration/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
+    "integration/test_examples.py": _TRAINING,
+    "integration/test_fork.py": "a child of fork may not use its parent's client, over whatever",
+    "integration/test_hsgd.py": _TRAINING,
+    "integration/test_leaves_nothing.py": "tests/verbs/test_daemons.py has what verbs could leave",
+    "integration/test_memserver.py": _ELSEWHERE,
+    "integration/test_netlab.py": _ELSEWHERE,
+    "integration/test_r2sp.py": _TRAINING,
+    "integration/test_session_ends.py": "tests/verbs/test_refusals.py has what ends with a session",
+    "integration/test_torch_adapter.py": _TRAINING,
+    "integration/test_train_members.py": _TRAINING,
+    "integration/test_train_metrics.py": _TRAINING,
+    "integration/test_train_rounds.py": _TRAINING,
+    "integration/test_train_work.py": _TRAINING,
+    "integration/test_weights.py": _LONG,
+    "fault/test_broken_network.py": "puts a proxy between the ends of a socket; test_daemons.py breaks the cable",
+    "fault/test_coordinator_kills.py": _ELSEWHERE,
+    "fault/test_elastic_kills.py": _TRAINING,
+    "fault/test_histories.py": _LONG,
+    "fault/test_random_kills.py": _LONG,
+    "fault/test_slow_clients.py": _FRAMES,
+    "fault/test_stopped_holders.py": _LONG,
+    "fault/test_train_kills.py": _TRAINING,
+    "fault/test_untorn_reads.py": "tests/verbs/test_transport.py has it for one-sided reads",
+    "regressions/test_call_inside_a_call.py": _ELSEWHERE,
+    "regressions/test_dead_server_over_shm.py": "is about shared memory",
+    "regressions/test_deleted_memory.py": "tests/verbs/test_refusals.py has it for keys",
+    "regressions/test_foreign_coordinator.py": _ELSEWHERE,
+    "regressions/test_given_up_write.py": "is about shared memory",
+    "regressions/test_killed_while_waking.py": "is about shared memory",
+    "regressions/test_link_after_its_client.py": "is about links of the engine",
+    "regressions/test_parked_once.py": "is about shared memory",
+    "regressions/test_training.py": _TRAINING,
+}

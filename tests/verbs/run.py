@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--vm", action="store_true")
     given, arguments = parser.parse_known_args()
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
-        arguments += ["tests/verbs", *OVER_VERBS]
+        arguments += ["tests/verbs", *(f"tests/{file}" for file in OVER_VERBS)]
     command = [sys.executable, "-m", "pytest", *arguments]
     variables = {"SMB_TEST_VERBS": "required", "SMB_TEST_FAR": "verbs"}
     problem: vm.VmError | None = None

@@ -232,11 +232,12 @@ def test_an_ended_session_reaches_nothing(client: RdmaClient) -> None:
     """Once its session has ended a client's queue pair is gone and it is not let in again."""
     client.write(np.ones(ELEMENTS, np.int64))
     server = client.server
+    server.ended.add(client.session)
     server.engine.end_session(client.session)
     server.rdma.end_session(client.session)
     assert server.rdma.connections() == 0
     array = np.ones(64, np.int64)
-    done = client.handle.transfer(Opcode.READ, 0, 512, 60_000, NOWHERE, memory_of(array), 0, 1.0, 0, 0)
+    done = client.handle.transfer(Opcode.READ, 0, 512, 3_000, NOWHERE, memory_of(array), 0, 1.0, 0, 0)
     assert not isinstance(done, int)
     assert (array == 1).all()
     with pytest.raises(InvalidArgumentError, match="no RDMA connection"):
