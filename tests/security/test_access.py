@@ -100,7 +100,7 @@ def test_a_session_is_its_clients(guarded: smb.LocalCluster, certificates: Path)
         coordinator.close()
 
 
-@pytest.fixture(params=["5"])
+@pytest.fixture(params=["8"])
 def short(certificates: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> smb.LocalCluster:
     """A cluster whose tokens live for so many seconds."""
     monkeypatch.setenv("SMB_COORDINATOR_TOKEN_LIFETIME", str(request.param))
