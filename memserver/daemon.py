@@ -13,6 +13,7 @@ import resource
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -83,7 +84,14 @@ def run(options: Options) -> None:
         with ExitStack() as leaving:
             failures: list[Error] = []
             served = _start(options, leaving, failures)
-            _await_stop(served)
+            interval_s = watchdog_interval_s()
+            if interval_s is not None:
+                stop = threading.Event()
+                leaving.callback(stop.set)
+                # A thread of its own: a signal that comes while nobody waits for it goes to a thread of some library
+                # that was started before we blocked it, and kills us.
+                threading.Thread(target=_feed_watchdog, args=(served, interval_s, stop), daemon=True).start()
+            signal.sigwait(_STOP_SIGNALS)
             if failures:
                 raise failures[0]
             _log.info("stopping")
@@ -172,14 +180,10 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     return segments
 
 
-def _await_stop(served: Segments) -> None:
-    """Block until SIGTERM or SIGINT. Meanwhile the watchdog hears of us, as long as the engine answers."""
-    interval_s = watchdog_interval_s()
-    if interval_s is None:
-        signal.sigwait(_STOP_SIGNALS)
-        return
-    while signal.sigtimedwait(_STOP_SIGNALS, interval_s) is None:
-        served.used_bytes()  # hangs where their locks are never given back
+def _feed_watchdog(served: Segments, interval_s: float, stop: threading.Event) -> None:
+    """Tell the supervisor's watchdog of us, as long as the engine answers."""
+    while not stop.wait(interval_s):
+        served.used_bytes()  # hangs where the engine's locks are never given back
         notify("WATCHDOG=1")
 
 
