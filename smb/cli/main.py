@@ -13,6 +13,7 @@ from smb.cli.coordinator import coordinator
 from smb.cli.create import create
 from smb.cli.demo import demo
 from smb.cli.ls import ls
+from smb.cli.mount import mount, umount
 from smb.cli.output import print_error
 from smb.cli.rm import rm
 from smb.cli.stat import stat
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, ls, stat, create, rm, bench, demo):
+for _command in (up, coordinator, status, ls, stat, create, rm, mount, umount, bench, demo):
     app.command()(_command)
 
 
