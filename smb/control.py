@@ -95,7 +95,7 @@ class Coordinator:
         return buffer
 
     def open_buffer(self, name: str, wait: float, timeout: float, known_id: int = 0) -> pb.Buffer:
-        """Wait up to `wait` seconds for the name to appear. With `known_id` the buffer of that id, also if it was renamed."""
+        """Wait up to `wait` seconds for the name to appear. With `known_id` the buffer of that id, renamed or not."""
         request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id)
         buffer: pb.Buffer = self._call(self._stub.OpenBuffer, request, wait + timeout)
         return buffer

@@ -10,6 +10,7 @@ import typer
 
 from smb.cli.bench import bench
 from smb.cli.coordinator import coordinator
+from smb.cli.copy import cp, restore, snapshot
 from smb.cli.create import create
 from smb.cli.demo import demo
 from smb.cli.ls import ls
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, ls, stat, create, rm, mount, umount, bench, demo):
+for _command in (up, coordinator, status, ls, stat, create, rm, cp, snapshot, restore, mount, umount, bench, demo):
     app.command()(_command)
 
 

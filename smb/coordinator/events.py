@@ -104,8 +104,8 @@ class BufferDeleted:
 
 @dataclass(frozen=True, slots=True)
 class BufferRenamed:
-    """A rename of one buffer, or of all in a folder. With `replace` a buffer of the new name is deleted, or gets the name
-    `displaced_name` where that is not empty.
+    """A rename of one buffer, or of all in a folder. With `replace` a buffer of the new name is deleted, or gets the
+    name `displaced_name` where that is not empty.
     """
 
     name: str

@@ -176,13 +176,13 @@ class Draft:
 
     def read_into(self, offset: int, out: Octets) -> int:
         """As Live's."""
-        return os.preadv(self._fd, [memoryview(out)], offset)
+        return os.preadv(self._fd, [out.data], offset)
 
     def write(self, offset: int, data: Octets) -> None:
         """Replace bytes; the file grows as needed, with zeros where nothing was written."""
         done = 0
         while done < data.size:
-            done += os.pwrite(self._fd, memoryview(data)[done:], offset + done)
+            done += os.pwrite(self._fd, data.data[done:], offset + done)
         self.nbytes = max(self.nbytes, offset + data.size)
 
     def truncate(self, nbytes: int) -> None:

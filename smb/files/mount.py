@@ -4,6 +4,9 @@ libfuse calls from up to ten threads of its own, each of which takes the GIL; th
 Reads go from the servers' memory into libfuse's reply, writes from its request to the servers: no copy in between.
 """
 
+# libfuse says what arguments there are.
+# ruff: noqa: ARG002
+
 from __future__ import annotations
 
 import ctypes
@@ -292,12 +295,12 @@ class _Fuse(mfusepy.FUSE):  # type: ignore[misc] # see Operations
     """mfusepy's, but reads and writes go to and from libfuse's own memory, and rename has its flags."""
 
     def read(self, path: Any, buf: Any, size: int, offset: int, fip: Any) -> int:
-        out = np.frombuffer((ctypes.c_char * size).from_address(_address(buf)), np.uint8)
+        out = _octets(buf, size)
         count: int = self.operations.read_into(fip.contents, offset, out)
         return count
 
     def write(self, path: Any, buf: Any, size: int, offset: int, fip: Any) -> int:
-        data = np.frombuffer((ctypes.c_char * size).from_address(_address(buf)), np.uint8)
+        data = _octets(buf, size)
         count: int = self.operations.write_from(fip.contents, offset, data)
         return count
 
@@ -373,8 +376,8 @@ def serve(
         )
     except RuntimeError as error:
         raise Error(
-            f"{directory} can't be mounted: libfuse said so above (code {error}); is it an empty directory of yours, and "
-            f"may you use /dev/fuse? --allow-other needs user_allow_other in /etc/fuse.conf"
+            f"{directory} can't be mounted: libfuse said so above (code {error}); is it an empty directory of yours, "
+            f"and may you use /dev/fuse? --allow-other needs user_allow_other in /etc/fuse.conf"
         ) from None
 
 
@@ -388,8 +391,9 @@ def _read_ahead(directory: Path) -> None:
         _log.info("the kernel reads ahead as it does by default: %s", error)
 
 
-def _address(pointer: Any) -> int:
-    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+def _octets(pointer: Any, size: int) -> Octets:
+    address = ctypes.cast(pointer, ctypes.c_void_p).value or 0
+    return np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
 
 
 def _is_alias(path: str) -> bool:

@@ -18,7 +18,7 @@ _log = logging.getLogger("smb.mount")
 def make_way(directory: Path) -> None:
     """Prepare a mount point: a mount whose process was killed is taken away. Raises Error where it is none."""
     try:
-        inside = os.listdir(directory)
+        inside = [*directory.iterdir()]
     except FileNotFoundError:
         raise Error(f"there is no directory {directory}; make it first") from None
     except NotADirectoryError:
@@ -28,7 +28,7 @@ def make_way(directory: Path) -> None:
             raise Error(f"{directory}: {error.strerror}") from None
         _log.warning("%s was left by a mount whose process is gone; unmounting it", directory)
         unmount(directory, lazy=True)
-        inside = os.listdir(directory)
+        inside = [*directory.iterdir()]
     if os.path.ismount(directory) and _is_ours(directory):
         raise Error(f"{directory} is mounted already; smb umount {directory} takes it away")
     if inside:

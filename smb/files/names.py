@@ -64,7 +64,8 @@ def is_directory(path: str, names: Iterable[str]) -> bool:
 def entries(directory: str, names: Iterable[str]) -> tuple[set[str], set[str]]:
     """Return (directories, buffers) of what is right inside a directory ("" is the root), by their last part."""
     start = directory + "/" if directory else ""
-    directories, buffers = set(), set()
+    directories: set[str] = set()
+    buffers: set[str] = set()
     for name in names:
         if name.startswith(start):
             first, slash, _ = name[len(start) :].partition("/")

@@ -3,6 +3,9 @@
 softmem://HOST:PORT/NAME, or softmem:///NAME with $SMB_COORDINATOR. Registered as an entry point of fsspec.
 """
 
+# fsspec says what arguments there are.
+# ruff: noqa: ARG002
+
 from __future__ import annotations
 
 import errno

@@ -1,15 +1,16 @@
-"""The files of a cluster, for one process: names and what is open. Everything that shows buffers as files is thin on this.
+"""The files of a cluster, for one process: names and what is open. All that shows buffers as files is thin on this.
 
 A new file, or one whose size changes, is a draft on this host until flush() or close(); then it becomes a buffer as a
 whole, under its name in one step. All other writes are at the servers when they return. Paths have no leading slash; ""
 is the root. Methods raise OSError, with smb's message.
 
-Locks: Tree._lock (names), then a node's, then the catalogue's. None is held while bytes are read; a node's is while they
-are written, and a name's change waits for the draft that it moves.
+Locks: Tree._lock (names), then a node's, then the catalogue's. None is held while bytes are read; a node's is while
+they are written, and a name's change waits for the draft that it moves.
 """
 
 from __future__ import annotations
 
+import builtins
 import errno
 import logging
 import os
@@ -66,6 +67,7 @@ class _Node:
         self.path = path
         self.content = content
         self.modified = modified
+        self.written = 0  # when, 0: not since it was opened
         self.changed = False  # a draft that is not in the cluster
         self.handles = 0
         self.removed = False  # no path leads to it any more
@@ -111,7 +113,7 @@ class Tree:
             modified = self._modified.get(found.shown.name, round(1e9 * found.info.created))
             return Status(found.view.nbytes, modified, version=found.shown.version)
 
-    def list(self, path: str) -> list[tuple[str, bool]]:
+    def list(self, path: str) -> builtins.list[tuple[str, bool]]:
         """Return (name, whether it is a directory) of all in a directory, sorted. ENOENT, ENOTDIR."""
         with as_os_errors():
             if not self._is_folder(path):
@@ -127,7 +129,7 @@ class Tree:
             with self._lock:
                 nodes = [node for node in self._nodes.values() if not node.removed]
                 drafts = [node.path for node in nodes if isinstance(node.content, Draft)]
-                hidden = list(self._hidden)
+                hidden = builtins.list(self._hidden)
             for draft in drafts:
                 if parent_of(draft) == path:
                     shown.setdefault(draft.rpartition("/")[2], False)
@@ -275,7 +277,7 @@ class Tree:
             self._orphan(path)
 
     def hide(self, path: str, alias: str) -> None:
-        """Take away a file that is open, for libfuse: from here on it is known as `alias`, by those who have it open alone.
+        """Take away a file that is open, for libfuse: from here on those who have it open know it as `alias`.
 
         libfuse does so where a file is removed, and where another one is about to be renamed to its path: that must be
         one step for the cluster, so what is here waits a moment for it.
@@ -412,7 +414,7 @@ class Tree:
     def sweep(self) -> None:
         """Delete what processes of this host left half done when they were killed."""
         with as_os_errors():
-            for name in list(self._catalogue.listing(missed=True).infos):
+            for name in builtins.list(self._catalogue.listing(missed=True).infos):
                 owner = name.removeprefix(_private_start() + "-").split("-")[0]
                 if name.startswith(_private_start() + "-") and owner.isdigit() and not Path(f"/proc/{owner}").exists():
                     self.client.delete(name, missing_ok=True)
@@ -431,7 +433,7 @@ class Tree:
                     self._check_room(node, end)
                 node.changed = True
             node.content.write(offset, data)
-            node.modified = time.time_ns()
+            node.modified = node.written = time.time_ns()
 
     def truncate_node(self, node: _Node, nbytes: int) -> None:
         """Set a file's size."""
@@ -448,8 +450,8 @@ class Tree:
             node.modified = time.time_ns()
 
     def commit(self, node: _Node, *, empty: bool = False) -> None:
-        """Make a draft a buffer: that of its name where it has the same size, else a new one in its place. One without a
-        byte only if `empty`: a shell closes copies of its descriptor before a program writes to it.
+        """Make a draft a buffer: that of its name where it has the same size, else a new one in its place. One
+        without a byte only if `empty`: a shell closes copies of its descriptor before a program writes to it.
         """
         with node.lock:
             draft = node.content
@@ -515,6 +517,9 @@ class Tree:
             finally:
                 if self._nodes.get(node.path) is node:
                     del self._nodes[node.path]
+                found = self._find(node.path) if node.written and not node.removed else None
+                if found is not None:
+                    self._modified[found.shown.name] = node.modified
                 displaced, node.displaced = node.displaced, ""
                 if displaced:
                     self.client.delete(displaced, missing_ok=True)
@@ -559,7 +564,7 @@ class Tree:
             return True
         return path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders
 
-    def _files(self, info: BufferInfo, last: str, is_also_directory: bool) -> list[str]:
+    def _files(self, info: BufferInfo, last: str, is_also_directory: bool) -> builtins.list[str]:
         try:
             forms = self._catalogue.forms(info)
             version = self._catalogue.known(info).version if info.versions > 1 else None

@@ -1,8 +1,8 @@
 """What the bytes of a file are: some of a buffer's own, and headers that are made up. Pure.
 
-A view is exact, or there is none: whoever writes a .npy or .safetensors file reads back those bytes, to the last one. So
-such a file becomes a buffer of its dtype and shape only where the header is the one that would be made up for it, which it
-is for what numpy and the safetensors library write; any other file is kept as bytes.
+A view is exact, or there is none: whoever writes a .npy or .safetensors file reads back those bytes, to the last one.
+So such a file becomes a buffer of its dtype and shape only where the header is the one that would be made up for it,
+which it is for what numpy and the safetensors library write; any other file is kept as bytes.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _safetensors_plan(name: str, head: bytes) -> Plan | None:
         table, told, _ = parse_safetensors(head)
     except InvalidArgumentError:
         return None
-    metadata = {} if told is None else {METADATA_KEY: told}
+    metadata: dict[str, Any] = {} if told is None else {METADATA_KEY: told}
     try:
         encode("", {**metadata, **table.to_metadata()})
     except InvalidArgumentError:  # more than a buffer can carry

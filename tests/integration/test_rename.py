@@ -10,7 +10,7 @@ from tests.conftest import Connect
 
 
 def test_an_open_buffer_follows_its_name(client: smb.Client, connect: Connect, cluster: smb.LocalCluster) -> None:
-    """Handles that were opened before go on, over a restart of all servers too; the new name is there, the old is not."""
+    """Handles that were opened before go on, over a restart of all servers too; the old name is gone."""
     buffer = client.create("a/x", 1000, metadata={"k": 1})
     buffer.write(np.arange(1000, dtype=np.float32))
     theirs = connect("tcp").open("a/x")

@@ -1,7 +1,7 @@
 """Random operations on a file and on a plain one beside it, as fsx does: after each both have the same bytes.
 
-Several processes take turns on the same two files: `python -m tests.support.fsx FILE MODEL OPERATIONS SEED [fixed]`. With
-"fixed" the size stays (the file is a typed buffer). Each prints what it did and the last operations before a difference.
+Several processes take turns on the same two files: `python -m tests.support.fsx FILE MODEL OPERATIONS SEED [fixed]`.
+With "fixed" the size stays (the file is a typed buffer). Each prints what it did, or what came before a difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 SIZE_MAX = 200_000
 
 
-class Difference(AssertionError):
+class DifferenceError(AssertionError):
     """The file is not what the model is."""
 
 
@@ -51,7 +51,7 @@ class Tester:
                 first = next((i for i, (a, b) in enumerate(zip(ours, model, strict=False)) if a != b), None)
                 where = f" lengths {len(ours)} and {len(model)}, first at {first}"
                 ours = model = "..."
-            raise Difference(f"{what}: {ours!r}, the model {model!r}{where}; before: {' | '.join(self.log)}")
+            raise DifferenceError(f"{what}: {ours!r}, the model {model!r}{where}; before: {' | '.join(self.log)}")
 
     def place(self) -> tuple[int, int]:
         offset = self.random.randrange(self.size) if self.size else 0
