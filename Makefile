@@ -7,13 +7,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin perf scaling install clean
+.PHONY: demo test lint c-test fuzz-short fault fuzz model sanitized promises spin fuse3 perf scaling install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
 
 test: lint c-test fuzz-short
-	-@$(MAKE) --no-print-directory spin
+	-@$(MAKE) --no-print-directory spin fuse3
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/test-installed
@@ -45,6 +45,11 @@ model: $(VENV)/test-installed spin
 spin:
 	@command -v spin >/dev/null || { apt-get update -q && apt-get install -y -q spin; } >/dev/null 2>&1 || \
 		echo "spin is not here and could not be installed: the models are not run"
+
+# What smb mount needs of the system. Without it, or without /dev/fuse, its tests are reported as not run.
+fuse3:
+	@command -v fusermount3 >/dev/null || { apt-get update -q && apt-get install -y -q fuse3; } >/dev/null 2>&1 || \
+		echo "fuse3 is not here and could not be installed: nothing is mounted"
 
 # The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.

@@ -27,6 +27,11 @@ def errno_of(error: errors.Error) -> int:
     return next(number for kind, number in _NUMBERS if isinstance(error, kind))
 
 
+def os_error(error: errors.Error, *, gone: int) -> OSError:
+    """Return the OSError that stands for an error of smb's, `gone` for a buffer that is not there."""
+    return OSError(gone if isinstance(error, errors.NotFoundError) else errno_of(error), str(error))
+
+
 @contextmanager
 def as_os_errors(*, gone: int = errno.ENOENT) -> Iterator[None]:
     """Turn smb's errors into OSError (FileNotFoundError and the like, by their errno). A buffer that is not there is
@@ -35,8 +40,7 @@ def as_os_errors(*, gone: int = errno.ENOENT) -> Iterator[None]:
     try:
         yield
     except errors.Error as error:
-        number = gone if isinstance(error, errors.NotFoundError) else errno_of(error)
-        raise OSError(number, str(error)) from error
+        raise os_error(error, gone=gone) from error
 
 
 def refuse(number: int, why: str) -> OSError:

@@ -179,4 +179,9 @@ class BufferFile(io.RawIOBase):
 
 
 def _octets(data: Any) -> Octets:
-    return np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+    try:
+        return np.frombuffer(data, np.uint8)
+    except ValueError:
+        if memoryview(data).nbytes:
+            raise
+        return np.empty(0, np.uint8)  # of which numpy makes no array

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from smb.coordinator.records import Kind
 from smb.coordinator.request import check_name
 from smb.errors import Error, NotFoundError
 from smb.files.catalogue import Catalogue
-from smb.files.codes import as_os_errors, refuse
+from smb.files.codes import as_os_errors, os_error, refuse
 from smb.files.contents import Draft, Frozen, FrozenFile, Live, Octets
 from smb.files.names import PRIVATE, Form, Shown, entries, files_of, meanings, parent_of
 from smb.files.views import View, header_bytes, plan_of
@@ -624,25 +625,27 @@ class OpenFile:
         """Fill `out` with the bytes from `offset` on; return how many there were. ESTALE once the buffer is gone."""
         if not self.readable:
             raise refuse(errno.EBADF, "the file is open for writing alone")
-        with self._errors():
-            while True:
-                content = self._content
-                try:
-                    return content.read_into(offset, out)
-                except Error:
-                    if self._content is content:
-                        raise
+        while True:
+            content = self._frozen or cast(_Node, self._node).content
+            try:
+                return content.read_into(offset, out)
+            except Error as error:  # no context manager: this is the path that must be fast
+                if self._content is content:
+                    raise os_error(error, gone=errno.ESTALE) from error
 
     def write(self, offset: int, data: Octets) -> int:
         """Write bytes at `offset`, or with O_APPEND at the end; return where they end."""
         if self._node is None or not self.writable:
             raise refuse(errno.EBADF, "the file is open for reading alone")
-        with self._errors(), self._node.lock:
-            if self._append:
-                offset = self._node.content.nbytes
-            if data.size:
-                self._tree.write_node(self._node, offset, data)
-            return offset + data.size
+        try:
+            with self._node.lock:
+                if self._append:
+                    offset = self._node.content.nbytes
+                if data.size:
+                    self._tree.write_node(self._node, offset, data)
+                return offset + data.size
+        except Error as error:
+            raise os_error(error, gone=errno.ESTALE) from error
 
     def truncate(self, nbytes: int) -> None:
         """Set the size."""
