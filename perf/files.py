@@ -123,7 +123,8 @@ def main() -> None:
     lines = [
         "# Files over buffers",
         "",
-        f"{NBYTES >> 20} MiB, median of {ROUNDS} (mount) and {CALL_ROUNDS} (open_file) rounds in turns, GB/s; `python -m perf.files`.",
+        f"{NBYTES >> 20} MiB, GB/s, median of {ROUNDS} (mount) and {CALL_ROUNDS} (open_file) rounds in turns; "
+        "`python -m perf.files`.",
         "",
     ]
     with smb.LocalCluster(servers=2, capacity="600MiB") as cluster, smb.connect(cluster.address) as client:

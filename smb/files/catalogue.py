@@ -14,7 +14,7 @@ from smb.files.views import View, forms_of, may_be_empty, view_of
 
 FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
 # What is not there, and what a directory has, is asked for anew, unless that would keep the coordinator busy.
-_CHEAP_S = 0.01
+_CHEAP_S = 0.05
 _MISSES_COST = 10
 _SERVERS_FRESH_S = 1.0
 

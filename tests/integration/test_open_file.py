@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -214,7 +215,8 @@ def test_fsspec_files(files: SoftmemFileSystem, cluster: smb.LocalCluster, tmp_p
             file.write(b"1")
         assert not files.exists("t")
     assert files.cat("t") == b"1"
-    files.put(str(tmp_path / "x"), "x") if (tmp_path / "x").write_bytes(b"up") else None
+    (tmp_path / "x").write_bytes(b"up")
+    files.put(str(tmp_path / "x"), "x")
     files.get("x", str(tmp_path / "y"))
     assert (tmp_path / "y").read_bytes() == b"up"
     files.rm(["a", "b"], recursive=True)
@@ -239,3 +241,22 @@ def test_libraries_use_it(files: SoftmemFileSystem) -> None:
     files.pipe_file("m/model.safetensors", data)
     assert files.cat_file("m/model.safetensors") == data
     assert np.array_equal(files.tree.client.open("m/model").tensor("a").read(), np.arange(7))
+
+
+def test_torch_checkpoints_through_it(files: SoftmemFileSystem, cluster: smb.LocalCluster) -> None:
+    """torch.distributed.checkpoint's own fsspec writer and reader: a model comes back, and is overwritten."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    url = f"softmem://{cluster.address}/run/step-1"
+    model, other = torch.nn.Linear(50, 20), torch.nn.Linear(50, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process, and that a checkpoint is overwritten
+        for _ in range(2):
+            checkpoint.save({"model": model.state_dict()}, storage_writer=FsspecWriter(url))
+        loaded = {"model": other.state_dict()}
+        checkpoint.load(loaded, storage_reader=FsspecReader(url))
+    other.load_state_dict(loaded["model"])
+    assert torch.equal(other.weight, model.weight)
+    assert files.exists("run/step-1/.metadata")
+    fsspec.filesystem("softmem", coordinator=cluster.address).tree.client.close()
