@@ -32,6 +32,7 @@ from smb.files.tree import OpenFile, Status, Tree
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request of each
 _BLOCK_BYTES = 4096
+_ENDED_BY_SIGNAL = 8  # of fuse_main's results
 _NAME_BYTES_MAX = 255
 _RENAME_NOREPLACE = 1  # linux/fs.h
 _XATTR = "user.smb."
@@ -356,7 +357,10 @@ def serve(
     tree = Tree(client, drafts)
     tree.sweep()
 
+    mounted = threading.Event()
+
     def ready() -> None:
+        mounted.set()
         _read_ahead(directory)
         on_ready()
 
@@ -375,6 +379,8 @@ def serve(
             entry_timeout=0.5,
         )
     except RuntimeError as error:
+        if mounted.is_set() and error.args == (_ENDED_BY_SIGNAL,):
+            return
         raise Error(
             f"{directory} can't be mounted: libfuse said so above (code {error}); is it an empty directory of yours, "
             f"and may you use /dev/fuse? --allow-other needs user_allow_other in /etc/fuse.conf"

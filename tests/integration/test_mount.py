@@ -88,9 +88,11 @@ def start_mount(cluster: smb.LocalCluster, directory: Path, **variables: str) ->
     return process
 
 
+def unmount(directory: Path) -> None:
+    subprocess.run(["fusermount3", "-u", "-z", directory], check=True)
+
+
 def end_mount(process: subprocess.Popen[bytes], directory: Path) -> None:
-    if is_mounted(directory):
-        subprocess.run(["fusermount3", "-u", "-z", directory], check=False)
     assert process.wait(20) == 0, directory.with_suffix(".log").read_text()
 
 
@@ -99,6 +101,7 @@ def mounted(cluster: smb.LocalCluster, tmp_path_factory: pytest.TempPathFactory)
     directory = tmp_path_factory.mktemp("mount") / "files"
     process = start_mount(cluster, directory)
     yield directory
+    unmount(directory)
     end_mount(process, directory)
 
 
@@ -343,7 +346,9 @@ def test_a_server_killed_under_a_cp_harms_nothing(
             _, told = copy.communicate(timeout=60)
         assert copy.returncode == 0, told
         assert killed, "it was over before a server was killed: nothing was tested"
+    process.send_signal(signal.SIGTERM)
     end_mount(process, files)
+    assert not is_mounted(files)
     assert (tmp_path / "back").read_bytes() == data
     assert client.open("w").read().tobytes() == data
 
