@@ -8,13 +8,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus metrics-page perf scaling systemd docs container-test install clean
+.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
 
 test: lint c-test fuzz-short
-	-@$(MAKE) --no-print-directory spin systemd chromium prometheus
+	-@$(MAKE) --no-print-directory spin systemd chromium prometheus fuse3
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/test-installed
@@ -80,6 +80,11 @@ prometheus:
 metrics-page: $(VENV)/installed
 	$(BIN)/python docs/make_metrics.py
 	$(BIN)/python deploy/grafana/make_dashboards.py
+
+# What smb mount needs of the system. Without it, or without /dev/fuse, its tests are reported as not run.
+fuse3:
+	@command -v fusermount3 >/dev/null || { apt-get update -q && apt-get install -y -q fuse3; } >/dev/null 2>&1 || \
+		echo "fuse3 is not here and could not be installed: nothing is mounted"
 
 # The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.

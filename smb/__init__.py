@@ -24,6 +24,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.feedback import ErrorFeedback
+from smb.files.opened import open_file
 from smb.layout import Layout
 from smb.lock import Lock
 from smb.tensors import Tensor
@@ -50,5 +51,6 @@ __all__ = [
     "TransportError",
     "UnavailableError",
     "connect",
+    "open_file",
 ]
 __version__ = "0.1.0"

@@ -175,7 +175,7 @@ class Buffer(Place):
 
     @property
     def name(self) -> str:
-        """Its name, unique in the cluster."""
+        """Its name, unique in the cluster; as last heard, where somebody renames it."""
         return self._info.name
 
     @property
@@ -207,6 +207,11 @@ class Buffer(Place):
     def wire(self) -> str:
         """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
         return self._info.wire
+
+    @property
+    def info(self) -> BufferInfo:
+        """All that the coordinator told of it, as last heard."""
+        return self._info
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -1010,7 +1015,10 @@ class Buffer(Place):
 
     def _refresh(self, deadline: Deadline) -> None:
         try:
-            info = BufferInfo.of(self._client.coordinator.open_buffer(self.name, 0.0, min(1.0, deadline.left())))
+            # By its id: it may have been renamed since.
+            info = BufferInfo.of(
+                self._client.coordinator.open_buffer(self.name, 0.0, min(1.0, deadline.left()), self._info.id)
+            )
         except (UnavailableError, TimeoutError):
             return  # the coordinator is away: the servers may still be where they were
         except NotFoundError as error:

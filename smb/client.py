@@ -305,6 +305,30 @@ class Client:
         _check_name("delete", name)
         self.coordinator.delete_buffer(name, missing_ok, self.timeout)
 
+    def rename(self, name: str, new_name: str, *, replace: bool = False) -> None:
+        """Give a buffer another name. Its memory stays where it is, and whoever has it open goes on.
+
+        With replace=True a buffer of the new name is deleted in the same step: whoever opens that name finds the one or
+        the other, never nothing. Raises NotFoundError, and AlreadyExistsError without it.
+        """
+        self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace))
+
+    def rename_folder(self, folder: str, new_folder: str) -> None:
+        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError where there are none,
+        AlreadyExistsError where there is something at the new place.
+        """
+        self._rename(pb.RenameBufferRequest(name=folder, new_name=new_folder, folder=True))
+
+    def displace(self, name: str, new_name: str, displaced_name: str) -> None:
+        """As rename with replace=True, but a buffer of the new name is kept, as `displaced_name`: in the same step."""
+        self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=True, displaced_name=displaced_name))
+
+    def _rename(self, request: pb.RenameBufferRequest) -> None:
+        self.check_open()
+        for name in (request.name, request.new_name):
+            _check_name("rename", name)
+        self.coordinator.rename_buffer(request, self.timeout)
+
     def servers(self) -> builtins.list[ServerInfo]:
         """Return all memory servers the coordinator knows, dead ones too, sorted by name."""
         self.check_open()

@@ -98,9 +98,9 @@ class Coordinator:
         """See control.proto."""
         return self._opened(self._stub.CreateBuffer, request, timeout)
 
-    def open_buffer(self, name: str, wait: float, timeout: float) -> pb.Buffer:
-        """Wait up to `wait` seconds for the name to appear."""
-        request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000))
+    def open_buffer(self, name: str, wait: float, timeout: float, known_id: int = 0) -> pb.Buffer:
+        """Wait up to `wait` seconds for the name to appear. With `known_id` the buffer of that id, renamed or not."""
+        request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id)
         return self._opened(self._stub.OpenBuffer, request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
@@ -116,6 +116,10 @@ class Coordinator:
         """See control.proto."""
         request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok)
         self._call(self._stub.DeleteBuffer, request, timeout)
+
+    def rename_buffer(self, request: pb.RenameBufferRequest, timeout: float) -> None:
+        """See control.proto."""
+        self._call(self._stub.RenameBuffer, request, timeout)
 
     def list_servers(self, timeout: float) -> list[pb.Server]:
         """Return all that ever registered, dead ones too."""

@@ -211,6 +211,12 @@ def op_accepts(dtype_number: int, op: int, scale: float) -> bool:
     return bool(lib.smb_op_accepts(dtype_number, op, scale))
 
 
+def crc32c(data: Any, crc: int = 0) -> int:
+    """Return the CRC-32C of contiguous bytes that follow those of which `crc` is it."""
+    memory = memoryview(data)
+    return int(lib.smb_crc32c(crc, ffi.from_buffer(memory), memory.nbytes))
+
+
 def round_as_sent(wire: int, source: Any, count: int, offset: int, chunk_bytes: int, sink: Any) -> None:
     """Write what `count` float32 elements at byte `offset` of a buffer are when they arrive."""
     _check(lib.smb_kernel_round(wire, source, count, offset, chunk_bytes, sink))

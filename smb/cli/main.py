@@ -14,10 +14,12 @@ from smb.cli.bench import bench
 from smb.cli.certs import certs
 from smb.cli.config import config
 from smb.cli.coordinator import coordinator
+from smb.cli.copy import cp, restore, snapshot
 from smb.cli.create import create
 from smb.cli.demo import demo
 from smb.cli.doctor import doctor
 from smb.cli.ls import ls
+from smb.cli.mount import mount, umount
 from smb.cli.options import Config, configured
 from smb.cli.output import print_error
 from smb.cli.rm import rm
@@ -37,7 +39,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (up, coordinator, status, top, ls, stat, create, rm, bench, demo, certs, config, doctor, targets):
+for _command in (
+    *(up, coordinator, status, top, ls, stat, create, rm, cp, snapshot, restore, mount, umount),
+    *(bench, demo, certs, config, doctor, targets),
+):
     app.command()(configured(_command))
 
 

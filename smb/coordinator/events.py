@@ -103,6 +103,19 @@ class BufferDeleted:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferRenamed:
+    """A rename of one buffer, or of all in a folder. With `replace` a buffer of the new name is deleted, or gets the
+    name `displaced_name` where that is not empty.
+    """
+
+    name: str
+    new_name: str
+    replace: bool = False
+    displaced_name: str = ""
+    folder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRenewed:
     """A client opens a session, or says that it lives."""
 
@@ -129,6 +142,7 @@ Event = (
     | BufferMade
     | BufferFailed
     | BufferDeleted
+    | BufferRenamed
     | SessionRenewed
     | SessionClosed
 )

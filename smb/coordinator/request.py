@@ -57,14 +57,14 @@ class Creation:
 
 def first_use(kind: Kind, name: str) -> Creation:
     """Return what makes a lock or barrier, on one server, or finds it. Raises InvalidArgumentError."""
-    _check_name(kind, name)
+    check_name(kind, name)
     return Creation(name, SHAPES[kind], "int64", server_count=1, exist_ok=True, kind=kind)
 
 
 def check_creation(creation: Creation, *, replicas: int) -> Creation:
     """Return the creation as it came, or raise InvalidArgumentError that names what was asked and what would do."""
     asked = creation.asked
-    _check_name(creation.kind, creation.name)
+    check_name(creation.kind, creation.name)
     _check_array(creation, asked)
     _check_wishes(creation, asked)
     if replicas not in (0, 1):
@@ -101,7 +101,8 @@ def check_address(what: str, address: str) -> None:
         raise InvalidArgumentError(f'{what} "{address}" has port 0: nobody could connect to it')
 
 
-def _check_name(kind: Kind, name: str) -> None:
+def check_name(kind: Kind, name: str) -> None:
+    """Raise InvalidArgumentError for what cannot name anything."""
     if len(name) > NAME_CHARACTERS_MAX:
         raise InvalidArgumentError(
             f"a {kind.value}'s name has at most {NAME_CHARACTERS_MAX} characters, this has {len(name)}"

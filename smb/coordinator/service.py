@@ -24,6 +24,7 @@ from smb.coordinator.events import (
     BufferDeleted,
     BufferFailed,
     BufferMade,
+    BufferRenamed,
     BufferWanted,
     DropSegments,
     MakeSegments,
@@ -210,6 +211,16 @@ class CoordinatorService(CoordinatorServicer):
         self._check_given_session(request)
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
+        if request.id and kind is Kind.BUFFER:
+            known = self._ledger.state.find(kind, request.name)
+            if known is None or known.id != request.id:
+                renamed = self._ledger.state.find_id(request.id)
+                if renamed is not None:
+                    if not caller().may_see(renamed.name):
+                        raise PermissionDeniedError(
+                            f'buffer "{request.name}" was renamed to a namespace that is not yours'
+                        )
+                    return self._opened(request, renamed)
         record = await self._await_ready(kind, request.name, timeout_s)
         if record is None:
             waited = f" appeared within {timeout_s:g} s" if timeout_s else ""
@@ -231,6 +242,15 @@ class CoordinatorService(CoordinatorServicer):
         await self._drop(committed)
         failpoint("coordinator.delete.dropped")
         return pb.DeleteBufferReply()
+
+    async def RenameBuffer(self, request: pb.RenameBufferRequest, context: Context) -> pb.RenameBufferReply:
+        """See control.proto."""
+        failpoint("coordinator.rename.asked")
+        event = BufferRenamed(request.name, request.new_name, request.replace, request.displaced_name, request.folder)
+        committed = await self._ledger.commit(event)
+        failpoint("coordinator.rename.stored")
+        await self._drop(committed)
+        return pb.RenameBufferReply()
 
     def _check_session(self, request: pb.RenewSessionRequest | pb.CloseSessionRequest | _Opening) -> None:
         if self._tokens is not None:

@@ -19,6 +19,7 @@ from smb.coordinator.events import (
     BufferDeleted,
     BufferFailed,
     BufferMade,
+    BufferRenamed,
     BufferWanted,
     DropSegments,
     Effect,
@@ -48,7 +49,7 @@ from smb.coordinator.leases import Leases
 from smb.coordinator.placement import Placement, Pool, place, place_like
 from smb.coordinator.quotas import Quota, check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
-from smb.coordinator.request import Creation, check_address, check_server_name, check_wire
+from smb.coordinator.request import Creation, check_address, check_name, check_server_name, check_wire
 from smb.coordinator.sessions import EndedSessions
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 
@@ -106,6 +107,10 @@ class State:
         record = self.buffers.get(key_of(kind, name))
         # A buffer's name is looked up as it came: one with a colon in it must not find a lock.
         return record if record is not None and record.ready and record.kind is kind else None
+
+    def find_id(self, buffer_id: int) -> BufferRecord | None:
+        """Return the ready buffer of that id, whatever its name is now."""
+        return next((record for record in self.listed() if record.id == buffer_id), None)
 
     def listed(self) -> tuple[BufferRecord, ...]:
         """Return the buffers, by name, that are shown to everybody."""
@@ -339,6 +344,61 @@ def _buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
     return _remove(state, record), (EraseBuffer(record.key), DropSegments(record.segments), report)
 
 
+def _buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
+    asked = f'rename of "{event.name}" to "{event.new_name}"'
+    check_name(Kind.BUFFER, event.new_name)
+    if event.folder:
+        return _folder_renamed(state, event, asked)
+    record = state.find(Kind.BUFFER, event.name)
+    if record is None:
+        raise NotFoundError(f'{asked}: no buffer "{event.name}"')
+    if event.new_name == event.name:
+        return state, ()
+    effects: tuple[Effect, ...] = ()
+    there = state.buffers.get(event.new_name)
+    if there is not None and event.displaced_name and event.replace and there.ready:
+        check_name(Kind.BUFFER, event.displaced_name)
+        if event.displaced_name in state.buffers:
+            raise AlreadyExistsError(
+                f'{asked}: a buffer "{event.displaced_name}" exists, so none can be put aside there'
+            )
+        state, effects = _called(state, there, event.displaced_name)
+    elif there is not None:
+        if not event.replace or not there.ready:
+            raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
+        state, effects = _remove(state, there), (DropSegments(there.segments),)
+    state, renamed = _called(state, record, event.new_name)
+    return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
+
+
+def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
+    folder, new_folder = event.name + "/", event.new_name + "/"
+    records = [record for record in state.listed() if record.name.startswith(folder)]
+    if not records:
+        raise NotFoundError(f'{asked}: no buffer "{folder}..."')
+    if new_folder.startswith(folder):
+        raise InvalidArgumentError(f"{asked}: a folder can't go into itself")
+    for record in state.buffers.values():
+        if record.kind is Kind.BUFFER and (record.name == event.new_name or record.name.startswith(new_folder)):
+            raise AlreadyExistsError(f'{asked}: a buffer "{record.name}" exists')
+    effects: list[Effect] = []
+    for record in records:
+        new_name = new_folder + record.name[len(folder) :]
+        check_name(Kind.BUFFER, new_name)
+        state, renamed = _called(state, record, new_name)
+        effects += renamed
+    effects.append(Report(logging.INFO, f'renamed {len(records)} buffers "{folder}..." to "{new_folder}..."'))
+    return state, tuple(effects)
+
+
+def _called(state: State, record: BufferRecord, name: str) -> Step:
+    """Give a record another name: what it takes of its servers stays as it is."""
+    named = replace(record, name=name)
+    buffers = {**_without(state.buffers, record.key), named.key: named}
+    # In this order: where one record takes the name that another one leaves, its save is the later change of that key.
+    return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
+
+
 def _session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
     if event.session_id == 0:
         raise InvalidArgumentError("a session's id is not 0")
@@ -376,6 +436,7 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     BufferMade: _buffer_made,
     BufferFailed: _buffer_failed,
     BufferDeleted: _buffer_deleted,
+    BufferRenamed: _buffer_renamed,
     SessionRenewed: _session_renewed,
     SessionClosed: _session_closed,
 }

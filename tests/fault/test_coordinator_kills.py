@@ -185,6 +185,15 @@ def delete(cluster: Cluster) -> Outcome:
     return Outcome(present=False if gone else None)
 
 
+def rename(cluster: Cluster) -> Outcome:
+    """Over another one, which must be dropped: whatever happened in the middle, one of the two has the name."""
+    if not (attempt(cluster.create) and attempt(lambda: cluster.create("spare"))):
+        return Outcome()
+    request = pb.RenameBufferRequest(name="spare", new_name="w", replace=True)
+    attempt(lambda: cluster.stub.RenameBuffer(request, timeout=CALL_S, wait_for_ready=True))
+    return Outcome(present=True)
+
+
 def create_in_vain(cluster: Cluster) -> Outcome:
     """One server is stopped, so it makes its segment when the creation was given up long ago."""
     process = cluster.running[VICTIM].process
@@ -237,6 +246,8 @@ COORDINATOR_CASES: list[tuple[str, Act]] = [
     ("coordinator.delete.erased", delete),
     ("coordinator.delete.segment_dropped", delete),
     ("coordinator.delete.dropped", delete),
+    ("coordinator.rename.asked", rename),
+    ("coordinator.rename.stored", rename),
     ("coordinator.register.asked", wait),
     ("coordinator.register.stored", wait),
     ("coordinator.renew.asked", wait),
@@ -344,7 +355,9 @@ def check(cluster: Cluster, writer: Writer, outcome: Outcome) -> None:
         raise AssertionError(f"{error}: {wrong[0]}") from None
     names = cluster.names()
     assert "steady" in names
-    assert names <= {"steady", "w"}
+    assert names <= {"steady", "w", "spare"}
+    if "spare" in names:
+        cluster.delete("spare")
     if outcome.present is not None:
         assert ("w" in names) == outcome.present
     if "w" not in names:

@@ -270,7 +270,10 @@ def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[s
 def test_help_names_every_command() -> None:
     """`smb --help` lists the commands of the design that exist."""
     out = run_smb("--help").stdout
-    for command in ("up", "coordinator", "status", "ls", "stat", "create", "rm", "bench", "demo", "certs"):
+    commands = (
+        "up coordinator status top ls stat create rm cp snapshot restore mount umount bench demo certs config doctor"
+    )
+    for command in commands.split():
         assert re.search(rf"^\s+{command}\s", out, re.M), command
 
 

@@ -18,6 +18,7 @@ from smb.coordinator.events import (
     BufferDeleted,
     BufferFailed,
     BufferMade,
+    BufferRenamed,
     BufferWanted,
     DropSegments,
     Effect,
@@ -196,6 +197,52 @@ def test_deleting_what_is_not_there_is_an_error_unless_allowed(cluster: Cluster)
             cluster.do(BufferDeleted(name, missing_ok=False))
         assert cluster.do(BufferDeleted(name, missing_ok=True)) == ()
     assert "half" in cluster.state.buffers
+
+
+def test_a_rename_is_one_step(cluster: Cluster) -> None:
+    """The record has the new name, what it takes of its servers stays; one that it replaces is dropped or put aside."""
+    record, other = cluster.create("w"), cluster.create("v")
+    taken = cluster.state.allocated
+    cluster.do(BufferRenamed("w", "a/w"))
+    moved = replace(record, name="a/w")
+    assert cluster.effects[:3] == (EraseBuffer("w"), SaveBuffer(moved), WakeOpeners("a/w"))
+    assert (cluster.state.find(Kind.BUFFER, "a/w"), cluster.state.find_id(record.id)) == (moved, moved)
+    assert cluster.state.find(Kind.BUFFER, "w") is None
+    assert cluster.state.allocated == taken
+    with pytest.raises(errors.AlreadyExistsError):
+        cluster.do(BufferRenamed("a/w", "v"))
+    cluster.do(BufferRenamed("a/w", "v", replace=True, displaced_name="aside"))
+    assert {name: found.id for name, found in cluster.state.buffers.items()} == {"v": record.id, "aside": other.id}
+    assert cluster.state.allocated == taken
+    cluster.do(BufferRenamed("v", "aside", replace=True))
+    assert DropSegments(other.segments) in cluster.effects
+    assert list(cluster.state.buffers) == ["aside"]
+    assert cluster.do(BufferRenamed("aside", "aside")) == ()
+
+
+def test_what_can_not_be_renamed(cluster: Cluster) -> None:
+    """Nobody's name, half made ones, bad names, folders onto others or into themselves: nothing changes."""
+    for name in ("d/a", "d/b", "e/x", "f"):
+        cluster.create(name)
+    cluster.want("half")
+    before = cluster.state
+    for event in (
+        BufferRenamed("nobody", "x"),
+        BufferRenamed("half", "x"),
+        BufferRenamed("f", "half", replace=True),
+        BufferRenamed("f", "a//b"),
+        BufferRenamed("f", "d/a", replace=True, displaced_name="e/x"),
+        BufferRenamed("d", "e", folder=True),
+        BufferRenamed("d", "f", folder=True),
+        BufferRenamed("d", "d/d", folder=True),
+        BufferRenamed("nobody", "x", folder=True),
+        BufferRenamed("d", "x" * 254, folder=True),
+    ):
+        with pytest.raises(errors.Error):
+            cluster.do(event)
+        assert cluster.state == before
+    cluster.do(BufferRenamed("d", "g/h", folder=True))
+    assert sorted(cluster.state.buffers) == ["e/x", "f", "g/h/a", "g/h/b", "half"]
 
 
 def test_a_server_without_renewal_is_dead_and_its_buffers_stay(cluster: Cluster) -> None:

@@ -1,0 +1,215 @@
+"""Where an open file's bytes are: in the memory servers, in a copy of one version, or in a draft on this host."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.errors import LockLostError
+from smb.files.codes import refuse
+from smb.files.views import View
+
+Octets = np.ndarray[Any, np.dtype[np.uint8]]  # one-dimensional, contiguous
+_SNAPSHOT_TRIES = 5
+_PIN_S = 30.0
+
+
+class BufferBytes:
+    """A buffer's elements as bytes. Offsets and lengths need not be whole elements.
+
+    Whole elements move without a copy in between. Where an end of a range cuts an element, that element is read, and
+    for a write changed and written back: what others do meanwhile to the *other* bytes of that one element is lost.
+    Nothing else is touched.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self._dtype = buffer.dtype
+        self._itemsize = buffer.dtype.itemsize
+        self._exact: dict[str, Any] = {} if buffer.wire == "exact" else {"wire": "exact"}  # files are exact
+
+    def read_into(self, start: int, out: Octets) -> None:
+        """Fill `out` with the bytes from `start` on."""
+        count, itemsize = out.size, self._itemsize
+        if start % itemsize == 0 and count % itemsize == 0:
+            self.buffer.read(start // itemsize, count // itemsize, out=out.view(self._dtype), **self._exact)
+            return
+        for first, last, whole in self._cut(start, count):
+            if whole:
+                self.read_into(start + first, out[first:last])
+            else:
+                element, at = self._element(start + first)
+                out[first:last] = element[at : at + last - first]
+
+    def write(self, start: int, data: Octets) -> None:
+        """Replace the bytes from `start` on."""
+        count, itemsize = data.size, self._itemsize
+        if start % itemsize == 0 and count % itemsize == 0:
+            self.buffer.write(data.view(self._dtype), start // itemsize, **self._exact)
+            return
+        for first, last, whole in self._cut(start, count):
+            if whole:
+                self.write(start + first, data[first:last])
+            else:
+                element, at = self._element(start + first)
+                element[at : at + last - first] = data[first:last]
+                self.buffer.write(element.view(self._dtype), (start + first) // itemsize, **self._exact)
+
+    def _element(self, at: int) -> tuple[Octets, int]:
+        """Return the bytes of the element at a byte, and where in it that byte is."""
+        element = np.empty(1, self._dtype)
+        self.buffer.read(at // self._itemsize, 1, out=element, **self._exact)
+        return element.view(np.uint8), at % self._itemsize
+
+    def _cut(self, start: int, count: int) -> list[tuple[int, int, bool]]:
+        """Return the range as (from, to, whether these are whole elements)."""
+        itemsize = self._itemsize
+        head = min(-start % itemsize, count)
+        tail = max(head, count - (start + count) % itemsize)
+        cuts = [(0, head, False), (head, tail, True), (tail, count, False)]
+        return [(first, last, whole) for first, last, whole in cuts if first < last]
+
+
+class Live:
+    """The buffer as it is: reads and writes are done at its servers, and done when they return."""
+
+    def __init__(self, buffer: Buffer, view: View) -> None:
+        self.buffer = buffer
+        self.nbytes = view.nbytes
+        self._view = view
+        self._bytes = BufferBytes(buffer)
+        only = view.pieces[0] if len(view.pieces) == 1 and not view.pieces[0].header else None
+        self._plain = only is not None and only.start == 0
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        """Fill `out` from a byte of the file on; return how much of it, less at the file's end."""
+        length = max(0, min(out.size, self.nbytes - offset))
+        if self._plain:
+            if length:
+                self._bytes.read_into(offset, out if length == out.size else out[:length])
+            return length
+        for first, last, piece, inside in self._view.parts(offset, length):
+            if piece.header:
+                out[first:last] = np.frombuffer(piece.header, np.uint8)[inside : inside + last - first]
+            else:
+                self._bytes.read_into(piece.start + inside, out[first:last])
+        return length
+
+    def write(self, offset: int, data: Octets) -> None:
+        """Replace bytes of the file, all inside it. A header takes what it is already, EINVAL for anything else."""
+        if self._plain:
+            self._bytes.write(offset, data)
+            return
+        parts = list(self._view.parts(offset, data.size))
+        for first, last, piece, inside in parts:
+            if piece.header and piece.header[inside : inside + last - first] != data[first:last].tobytes():
+                raise refuse(
+                    errno.EINVAL, f"the header of buffer {self.buffer.name!r} says its dtype and shape, which stay"
+                )
+        for first, last, piece, inside in parts:
+            if not piece.header:
+                self._bytes.write(piece.start + inside, data[first:last])
+
+    def takes(self, data: Octets) -> bool:
+        """Whether the file can be replaced by these bytes: as many, with the header that it has."""
+        return data.size == self.nbytes and all(
+            piece.header == data[piece.at : piece.at + piece.length].tobytes()
+            for piece in self._view.pieces
+            if piece.header
+        )
+
+    def replace(self, data: Octets) -> None:
+        """Write all of the file, bytes that it takes; one with two versions is published."""
+        if self.buffer.versions == 1:
+            self.write(0, data)
+            return
+        values = np.zeros(self.buffer.nbytes, np.uint8)
+        for piece in self._view.pieces:
+            if not piece.header:
+                values[piece.start : piece.start + piece.length] = data[piece.at : piece.at + piece.length]
+        self.buffer.publish(values.view(self.buffer.dtype))
+
+
+class Frozen:
+    """One version of a buffer, copied when the first file on it was opened: it never changes."""
+
+    def __init__(self, buffer: Buffer, version: int | None) -> None:
+        self.buffer = buffer
+        self.version, self.memory = _copied(buffer, version)
+
+
+class FrozenFile:
+    """A file on a Frozen."""
+
+    def __init__(self, frozen: Frozen, view: View) -> None:
+        self.buffer = frozen.buffer
+        self.nbytes = view.nbytes
+        self._frozen = frozen
+        self._view = view
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        """As Live's."""
+        for first, last, piece, inside in self._view.parts(offset, out.size):
+            source = np.frombuffer(piece.header, np.uint8) if piece.header else self._frozen.memory
+            begin = piece.start + inside
+            out[first:last] = source[begin : begin + last - first]
+        return max(0, min(out.size, self.nbytes - offset))
+
+
+class Draft:
+    """A file whose size is not known yet: its bytes lie in a temporary file of this host without a name."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._fd, path = tempfile.mkstemp(prefix="smb-draft-", dir=directory)
+        # When nobody holds it any more: a read by another thread must not find the number with another file.
+        weakref.finalize(self, os.close, self._fd)
+        Path(path).unlink()
+        self.nbytes = 0
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        """As Live's."""
+        return os.preadv(self._fd, [out.data], offset)
+
+    def write(self, offset: int, data: Octets) -> None:
+        """Replace bytes; the file grows as needed, with zeros where nothing was written."""
+        done = 0
+        while done < data.size:
+            done += os.pwrite(self._fd, data.data[done:], offset + done)
+        self.nbytes = max(self.nbytes, offset + data.size)
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut it, or let it grow with zeros."""
+        os.ftruncate(self._fd, nbytes)
+        self.nbytes = nbytes
+
+    def mapped(self) -> Octets:
+        """Return all of it, as an array that is not to be written to; the draft must not shrink while it is used."""
+        if self.nbytes == 0:
+            return np.empty(0, np.uint8)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # at once, instead of at a fault for every few pages
+        return np.frombuffer(mmap.mmap(self._fd, self.nbytes, flags=flags, prot=mmap.PROT_READ), np.uint8)
+
+
+def _copied(buffer: Buffer, version: int | None) -> tuple[int, Octets]:
+    """Return (number, bytes) of a version, by default the latest. OSError ENOENT where that is not published now."""
+    memory = np.empty(buffer.nbytes, np.uint8)
+    for _ in range(_SNAPSHOT_TRIES):
+        with buffer.pin(ttl=_PIN_S) as pin:
+            if version is not None and pin.version != version:
+                raise refuse(
+                    errno.ENOENT, f"version {version} of buffer {buffer.name!r} is not the one published: {pin.version}"
+                )
+            try:
+                pin.read(out=memory.view(buffer.dtype), wire="exact")
+            except LockLostError:  # it took longer than a pin lasts
+                continue
+            return pin.version, memory
+    raise refuse(errno.ESTALE, f"buffer {buffer.name!r} is published faster than it can be copied; publish less often")

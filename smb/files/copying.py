@@ -1,0 +1,343 @@
+"""Snapshots, and copies between buffers, files and clusters: bytes that stream from all servers at once.
+
+A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
+among themselves (no bytes travel) and that is deleted at the end. Beside FILE lies FILE.crc32c: the CRC-32C of each
+block, from which an interrupted snapshot goes on and by which restore checks what it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.client import Client
+from smb.engine import crc32c
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
+from smb.files.contents import Live, Octets
+from smb.files.names import PRIVATE, Form
+from smb.files.views import Plan, View, header_bytes, plan_of, view_of
+
+BLOCK_BYTES = 16 << 20  # read while the one before is written
+_PIN_S = 30.0
+Progress = Callable[[int, int], None]  # (bytes done, of)
+
+
+class Reads(Protocol):
+    """What bytes are copied from."""
+
+    nbytes: int
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        """Fill `out`."""
+        ...
+
+
+@dataclass
+class Sums:
+    """What is known of a file's blocks: of which source, how long, the CRC-32C of each."""
+
+    source: str
+    nbytes: int
+    blocks: list[int] = field(default_factory=list)
+
+    def to_text(self) -> str:
+        """Return the text of the file beside it."""
+        lines = [json.dumps({"crc32c": 1, "source": self.source, "nbytes": self.nbytes, "block": BLOCK_BYTES})]
+        return "\n".join([*lines, *(f"{block:08x}" for block in self.blocks), ""])
+
+    @staticmethod
+    def of_text(text: str) -> Sums:
+        """Read it. Raises InvalidArgumentError."""
+        try:
+            head, *blocks = text.splitlines()
+            told = json.loads(head)
+            if told["crc32c"] != 1 or told["block"] != BLOCK_BYTES:
+                raise ValueError("another version")
+            return Sums(told["source"], told["nbytes"], [int(block, 16) for block in blocks])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidArgumentError(f"the checksums can't be read: {error!r}") from None
+
+
+def sums_path(path: Path) -> Path:
+    """Return where a file's checksums are."""
+    return path.with_name(path.name + ".crc32c")
+
+
+def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progress: Progress = lambda *_: None) -> int:
+    """Write a buffer into a file, as .npy, .safetensors or bytes by the file's name; return its version, 0 without.
+
+    Of a buffer with versions=2 it is the version published last, whole; publishers may have to wait for it, up to 30 s,
+    and Error where it takes longer and is overwritten. Of any other it is a copy made by the servers while all others
+    go on: each chunk is whole, and all are as they were at some time while that copy was made, at the memory's speed;
+    with `lock`, under the buffer's lock, it is one moment for those who change it under that lock. The copy needs as
+    much memory as the buffer. FILE appears whole at the end. Called again after it was interrupted it goes on where it
+    stopped, if the copy or the version is still there. Raises Error and OSError.
+    """
+    buffer = client.open(name)
+    form = next((form for form in (Form.NPY, Form.SAFETENSORS) if path.name.endswith(form.value)), Form.RAW)
+    view = view_of(form, buffer.dtype, buffer.shape, buffer.table or None, buffer.metadata)
+    if view is None:
+        raise InvalidArgumentError(f"snapshot of {name!r} into {path.name}: it has no tensors; write a .npy, or bytes")
+    part = path.with_name(path.name + ".part")
+    if buffer.versions > 1:
+        with buffer.pin(ttl=_PIN_S) as pin:
+            _into_file(
+                _Pinned(pin, buffer, view), f"{buffer.info.id:x}@{pin.version}{form.value}", part, path, progress
+            )
+            return pin.version
+    copy = _still(client, buffer, part, lock=lock)
+    _into_file(Live(copy, view), f"{copy.name}{form.value}", part, path, progress)
+    client.delete(copy.name, missing_ok=True)
+    return 0
+
+
+def restore(
+    client: Client, path: Path, name: str, *, replace: bool = False, progress: Progress = lambda *_: None
+) -> Buffer:
+    """Make a buffer of a file: an array of a .npy, named tensors of a .safetensors, else bytes; return it.
+
+    It has its name once all is in it; with `replace` it takes the place of another one in the same step. What is read
+    is checked against FILE.crc32c where there is one. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong
+    checksum; nothing is left behind then.
+    """
+    with LocalFile(path) as source:
+        sums = Sums.of_text(sums_path(path).read_text()) if sums_path(path).exists() else None
+        if sums is not None and sums.nbytes != source.nbytes:
+            raise Error(
+                f"restore of {path}: it has {source.nbytes} bytes, but {sums_path(path).name} is of {sums.nbytes}"
+            )
+        plan = _plan(path.name, name, source)
+        checked = source if sums is None else _Checked(source, sums.blocks, str(path))
+        return _into_buffer(client, checked, plan, name, replace, progress)
+
+
+def copy_buffer(
+    source: Client, name: str, target: Client, new_name: str, *, replace: bool = False,
+    progress: Progress = lambda *_: None,
+) -> Buffer:  # fmt: skip
+    """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new one.
+
+    Within a cluster the servers do it. Each chunk is whole; a buffer with versions=2 is copied as the version published
+    last. Raises as restore does.
+    """
+    buffer = source.open(name)
+    view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
+    assert view is not None
+    if source is target and buffer.versions == 1:
+        made = _beside(source, buffer, f"{PRIVATE}/copy-{os.urandom(8).hex()}")
+        return _named(target, made, new_name, replace)
+    plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
+    if buffer.versions == 1:
+        return _into_buffer(target, Live(buffer, view), plan, new_name, replace, progress)
+    with buffer.pin(ttl=_PIN_S) as pin:
+        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, progress)
+
+
+# ---- what is read
+
+
+class LocalFile:
+    """A file of this host, to be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self.nbytes = path.stat().st_size
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        """Fill `out`."""
+        return os.preadv(self._file.fileno(), [out.data], offset)
+
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class _Pinned:
+    """One version of a buffer, while it is pinned."""
+
+    def __init__(self, pin: Any, buffer: Buffer, view: View) -> None:
+        self.nbytes = view.nbytes
+        self._pin, self._buffer, self._view = pin, buffer, view
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        itemsize = self._buffer.dtype.itemsize
+        for first, last, piece, inside in self._view.parts(offset, out.size):
+            if piece.header:
+                out[first:last] = np.frombuffer(piece.header, np.uint8)[inside : inside + last - first]
+                continue
+            start = piece.start + inside
+            begin, end = start // itemsize, -(-(start + last - first) // itemsize)
+            values = self._pin.read(begin, end - begin, wire="exact").view(np.uint8)
+            out[first:last] = values[start - begin * itemsize :][: last - first]
+        return out.size
+
+
+class _Checked:
+    """A file whose blocks are known by their checksums."""
+
+    def __init__(self, source: Reads, blocks: list[int], what: str) -> None:
+        self.nbytes = source.nbytes
+        self._source, self._blocks, self._what = source, blocks, what
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        count = self._source.read_into(offset, out)
+        if crc32c(out.data) != self._blocks[offset // BLOCK_BYTES]:
+            raise Error(f"{self._what}: the bytes from {offset} on are not those that were written (CRC-32C)")
+        return count
+
+
+# ---- what is done
+
+
+def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
+    """Give (offset, bytes) of each block from block `first` on; the next is read while one is used."""
+    memory = [np.empty(min(BLOCK_BYTES, source.nbytes), np.uint8) for _ in range(2)]
+
+    def read(offset: int) -> tuple[int, Octets]:
+        out = memory[offset // BLOCK_BYTES % 2][: min(BLOCK_BYTES, source.nbytes - offset)]
+        if source.read_into(offset, out) != out.size:
+            raise Error(f"the source ended at byte {offset}, before its {source.nbytes} bytes")
+        return offset, out
+
+    offsets = range(first * BLOCK_BYTES, source.nbytes, BLOCK_BYTES)
+    with ThreadPoolExecutor(1, "smb-copy") as ahead:
+        waiting = None
+        for offset in offsets:
+            this, waiting = waiting, ahead.submit(read, offset)
+            if this is not None:
+                yield this.result()
+        if waiting is not None:
+            yield waiting.result()
+
+
+def _into_file(source: Reads, what: str, part: Path, path: Path, progress: Progress) -> None:
+    """Write a source into `part`, going on after the blocks that are there and right, then call it `path`."""
+    sums = Sums(what, source.nbytes, _blocks_there(part, what, source.nbytes))
+    with part.open("r+b" if sums.blocks else "wb", buffering=0) as file, sums_path(part).open("w") as told:
+        told.write(sums.to_text())
+        progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
+        for offset, data in _blocks(source, len(sums.blocks)):
+            done = 0
+            while done < data.size:
+                done += os.pwrite(file.fileno(), data.data[done:], offset + done)
+            sums.blocks.append(crc32c(data.data))
+            told.write(f"{sums.blocks[-1]:08x}\n")
+            told.flush()
+            progress(offset + data.size, source.nbytes)
+        file.truncate(source.nbytes)
+        os.fsync(file.fileno())
+    sums_path(part).replace(sums_path(path))
+    part.replace(path)
+
+
+def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
+    """Return the checksums of the blocks that an interrupted snapshot of the same source has left, as far as right."""
+    try:
+        sums = Sums.of_text(sums_path(part).read_text())
+        if (sums.source, sums.nbytes) != (what, nbytes):
+            return []
+        with LocalFile(part) as file:
+            for index, block in enumerate(sums.blocks):
+                data = np.empty(min(BLOCK_BYTES, nbytes - index * BLOCK_BYTES), np.uint8)
+                if file.read_into(index * BLOCK_BYTES, data) != data.size or crc32c(data.data) != block:
+                    return sums.blocks[:index]
+            return sums.blocks
+    except (FileNotFoundError, InvalidArgumentError):
+        return []
+
+
+def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
+    """Return a copy of the buffer that nobody changes: that of the snapshot that was interrupted, or a new one."""
+    asked = f"{buffer.info.id:x} {part.absolute()}"
+    name = f"{PRIVATE}/snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}"
+    if part.exists():
+        try:
+            return client.open(name)
+        except NotFoundError:
+            pass
+    client.delete(name, missing_ok=True)
+    if not lock:
+        return _beside(client, buffer, name)
+    with buffer.lock():
+        return _beside(client, buffer, name)
+
+
+def _beside(client: Client, buffer: Buffer, name: str) -> Buffer:
+    """Have the servers copy a buffer."""
+    making = f"{name}-making"
+    client.delete(making, missing_ok=True)
+    copy = client.create(making, like=buffer, metadata=buffer.metadata or None)
+    try:
+        copy.accumulate_from(buffer, op="replace")
+        client.rename(making, name)
+    except BaseException:
+        client.delete(making, missing_ok=True)
+        raise
+    return client.open(name)
+
+
+def _plan(file_name: str, name: str, source: Reads) -> Plan:
+    suffix = next((form.value for form in (Form.NPY, Form.SAFETENSORS) if file_name.endswith(form.value)), "")
+    head = np.empty(min(16, source.nbytes), np.uint8)
+    source.read_into(0, head)
+    head = np.empty(min(header_bytes(head.tobytes()), source.nbytes), np.uint8)
+    source.read_into(0, head)
+    return plan_of(name.removesuffix(suffix) + suffix, head.tobytes(), source.nbytes)
+
+
+@contextmanager
+def _made(client: Client, plan: Plan) -> Iterator[Buffer]:
+    """Give a new buffer without a name that people see; delete it where the block fails."""
+    name, metadata = f"{PRIVATE}/copy-{os.urandom(8).hex()}", plan.metadata or None
+    if plan.tensors is not None:
+        buffer = client.create(name, tensors=plan.tensors, metadata=metadata)
+    else:
+        buffer = client.create(name, plan.shape, plan.dtype, metadata=metadata)
+    try:
+        yield buffer
+    except BaseException:
+        client.delete(name, missing_ok=True)
+        raise
+
+
+def _into_buffer(client: Client, source: Reads, plan: Plan, name: str, replace: bool, progress: Progress) -> Buffer:
+    _check_free(client, name, replace)
+    with _made(client, plan) as buffer:
+        live = Live(buffer, plan.view)
+        for offset, data in _blocks(source):
+            live.write(offset, data)
+            progress(offset + data.size, source.nbytes)
+        client.rename(buffer.name, name, replace=replace)
+    return client.open(name)
+
+
+def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
+    try:
+        client.rename(made.name, name, replace=replace)
+    except BaseException:
+        client.delete(made.name, missing_ok=True)
+        raise
+    return client.open(name)
+
+
+def _check_free(client: Client, name: str, replace: bool) -> None:
+    """Refuse before anything is copied; the rename at the end is what counts."""
+    if replace:
+        return
+    try:
+        client.open(name)
+    except NotFoundError:
+        return
+    raise AlreadyExistsError(f"a buffer {name!r} exists; choose another name, delete it, or have it replaced")

@@ -1,0 +1,413 @@
+"""`smb mount`: the files of a cluster as a directory of this host, through FUSE (mfusepy over libfuse3).
+
+libfuse calls from up to ten threads of its own, each of which takes the GIL; the engine gives it back while bytes move.
+Reads go from the servers' memory into libfuse's reply, writes from its request to the servers: no copy in between.
+"""
+
+# libfuse says what arguments there are.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import mfusepy
+import numpy as np
+
+from smb.client import Client
+from smb.errors import Error
+from smb.files.codes import refuse
+from smb.files.contents import Octets
+from smb.files.tree import OpenFile, Status, Tree
+
+READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request of each
+_BLOCK_BYTES = 4096
+_ENDED_BY_SIGNAL = 8  # of fuse_main's results
+_NAME_BYTES_MAX = 255
+_RENAME_NOREPLACE = 1  # linux/fs.h
+_XATTR = "user.smb."
+_log = logging.getLogger("smb.mount")
+
+
+class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types are not exported
+    """What FUSE asks, answered by a Tree. `umask` takes rights from 0666 and 0777; everything belongs to this user."""
+
+    use_ns = True
+    flag_nullpath_ok = True  # a file that was removed has no path while it is open
+    flag_nopath = True
+
+    def __init__(self, tree: Tree, umask: int, on_ready: Callable[[], None]) -> None:
+        self._tree = tree
+        self._file_mode = stat.S_IFREG | (0o666 & ~umask)
+        self._folder_mode = stat.S_IFDIR | (0o777 & ~umask)
+        self._owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
+        self._on_ready = on_ready
+        self._files: dict[int, OpenFile] = {}
+        self._folders: dict[int, str] = {}
+        self._modes: dict[str, int] = {}  # rights that somebody asked for, by path
+        self._numbers = itertools.count(1)
+        self._begun = time.time_ns()
+
+    def init_with_config(self, conn_info: Any, config_3: Any) -> None:
+        """See libfuse: said once, when the mount is there."""
+        if conn_info is not None:
+            conn_info.max_readahead = READ_AHEAD_BYTES
+            conn_info.max_background = 64
+            conn_info.congestion_threshold = 48
+        threading.Thread(target=self._on_ready, name="smb-mounted", daemon=True).start()
+
+    # ---- names
+
+    def getattr(self, path: str | None, fh: Any = None) -> dict[str, Any]:
+        """See stat(2)."""
+        file = self._files.get(fh.fh) if fh is not None else None
+        status = Status(file.nbytes, file.modified) if file is not None else self._tree.status(_plain(path))
+        name = path[1:] if path is not None else file.path if file is not None else None
+        return self._attributes(status, None if name is None else self._modes.get(name))
+
+    def _attributes(self, status: Status, rights: int | None) -> dict[str, Any]:
+        modified = self._begun if status.directory else status.modified
+        mode = self._folder_mode if status.directory else self._file_mode
+        if rights is not None:
+            mode = stat.S_IFMT(mode) | rights
+        if status.version is not None:
+            mode &= ~0o222
+        return self._owner | {
+            "st_mode": mode,
+            "st_nlink": 2 if status.directory else 1,
+            "st_size": status.nbytes,
+            "st_blocks": -(-status.nbytes // 512),
+            "st_blksize": 1 << 20,
+            "st_mtime": modified,
+            "st_ctime": modified,
+            "st_atime": modified,
+        }
+
+    def opendir(self, path: str) -> int:
+        """See opendir(3): readdir is asked without a path."""
+        number = next(self._numbers)
+        self._folders[number] = _plain(path)
+        return number
+
+    def readdir(self, path: str | None, fh: int) -> Iterable[Any]:
+        """See readdir(3)."""
+        kinds = {False: self._file_mode, True: self._folder_mode}
+        names = [(name, {"st_mode": kinds[folder]}, 0) for name, folder in self._tree.list(self._folders[fh])]
+        return [".", "..", *names]
+
+    def releasedir(self, path: str | None, fh: int) -> int:
+        """See closedir(3)."""
+        self._folders.pop(fh, None)
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        """See mkdir(2)."""
+        self._tree.make_folder(_plain(path))
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        """See rmdir(2)."""
+        self._tree.remove_folder(_plain(path))
+        return 0
+
+    def unlink(self, path: str) -> int:
+        """See unlink(2)."""
+        if _is_alias(path):
+            self._tree.forget(_plain(path))
+            return 0
+        self._tree.remove(_plain(path))
+        self._modes.pop(_plain(path), None)
+        return 0
+
+    def rename(self, old: str, new: str, flags: int = 0) -> int:
+        """See renameat2(2)."""
+        if flags & ~_RENAME_NOREPLACE:
+            raise refuse(errno.EINVAL, "exchanging two names is not there")
+        if _is_alias(new):
+            self._tree.hide(_plain(old), _plain(new))
+            return 0
+        self._tree.rename(_plain(old), _plain(new), replace=not flags)
+        self._modes.pop(_plain(new), None)
+        rights = self._modes.pop(_plain(old), None)
+        if rights is not None:
+            self._modes[_plain(new)] = rights
+        return 0
+
+    def chmod(self, path: str | None, mode: int) -> int:
+        """See chmod(2): kept by this mount alone, as the time of change is."""
+        self._tree.status(_plain(path))
+        self._modes[_plain(path)] = stat.S_IMODE(mode)
+        return 0
+
+    def chown(self, path: str | None, uid: int, gid: int) -> int:
+        """See chown(2): to ask for the owner that it has is no error."""
+        if uid not in (-1, self._owner["st_uid"]) or gid not in (-1, self._owner["st_gid"]):
+            raise refuse(errno.EPERM, "all files are the mounting user's")
+        return 0
+
+    def utimens(self, path: str | None, times: tuple[int, int] | None = None) -> int:
+        """See utimensat(2); the time of change is kept by this mount alone."""
+        now = time.time_ns()
+        modified = now if times is None or times[1] == _UTIME_NOW else times[1]
+        if modified != _UTIME_OMIT:
+            self._tree.set_modified(_plain(path), modified)
+        return 0
+
+    def statfs(self, path: str) -> dict[str, int]:
+        """See statvfs(3): what the memory servers have."""
+        capacity, free = self._tree.space()
+        return {
+            "f_bsize": _BLOCK_BYTES,
+            "f_frsize": _BLOCK_BYTES,
+            "f_blocks": capacity // _BLOCK_BYTES,
+            "f_bfree": free // _BLOCK_BYTES,
+            "f_bavail": free // _BLOCK_BYTES,
+            "f_namemax": _NAME_BYTES_MAX,
+        }
+
+    def listxattr(self, path: str) -> list[str]:
+        """See listxattr(2)."""
+        return [_XATTR + name for name in self._xattrs(path)]
+
+    def getxattr(self, path: str, name: str, position: int = 0) -> bytes:
+        """See getxattr(2): dtype, shape, layout, version and the like, as text."""
+        if not name.startswith(_XATTR):
+            raise refuse(errno.ENODATA, name)
+        value = self._xattrs(path).get(name.removeprefix(_XATTR))
+        if value is None:
+            raise refuse(errno.ENODATA, name)
+        return value.encode()
+
+    def _xattrs(self, path: str) -> dict[str, str]:
+        try:
+            buffer, shown = self._tree.buffer(_plain(path))
+        except IsADirectoryError:
+            return {}
+        except OSError as error:
+            if error.errno == errno.ENODATA:
+                return {}
+            raise
+        layout = buffer.layout
+        servers = ",".join(place.server for place in layout.segments)
+        version = buffer.version if shown.version is None else shown.version
+        return {
+            "name": buffer.name,
+            "dtype": buffer.dtype.name,
+            "shape": ",".join(map(str, buffer.shape)),
+            "layout": f"stripe={layout.stripe_bytes} chunk={layout.chunk_bytes} servers={servers}",
+            "version": str(version),
+            "versions": str(buffer.versions),
+            "form": shown.form.value or "raw",
+        }
+
+    # ---- bytes
+
+    def path_of(self, fi: Any) -> str | None:
+        """Return where an open file is found, None once it was removed."""
+        path = self._files[fi.fh].path
+        return None if path is None else "/" + path
+
+    def open(self, path: str, flags: Any) -> int:
+        """See open(2)."""
+        return self._open(path, flags, flags.flags)
+
+    def create(self, path: str, mode: int, fi: Any = None) -> int:
+        """See open(2) with O_CREAT."""
+        number = self._open(path, fi, fi.flags | os.O_CREAT)
+        if stat.S_IMODE(mode) != stat.S_IMODE(self._file_mode):
+            self._modes[_plain(path)] = stat.S_IMODE(mode)
+        return number
+
+    def _open(self, path: str, fi: Any, flags: int) -> int:
+        file = self._tree.open(_plain(path), flags)
+        number = next(self._numbers)
+        self._files[number] = file
+        fi.fh = number
+        # The pages of a path are shared by all its openings, which here do not read the same.
+        fi.direct_io = file.changeable and "@" not in path
+        return 0
+
+    def read_into(self, fi: Any, offset: int, out: Octets) -> int:
+        """Fill `out`; return how much there was."""
+        return self._files[fi.fh].read_into(offset, out)
+
+    def write_from(self, fi: Any, offset: int, data: Octets) -> int:
+        """Write it all; return how much."""
+        self._files[fi.fh].write(offset, data)
+        return data.size
+
+    def read(self, path: str | None, size: int, offset: int, fh: Any) -> bytes:
+        """Only here so that libfuse asks; see _Fuse.read."""
+        raise NotImplementedError
+
+    def write(self, path: str | None, data: bytes, offset: int, fh: Any) -> int:
+        """Only here so that libfuse asks; see _Fuse.write."""
+        raise NotImplementedError
+
+    def truncate(self, path: str | None, length: int, fh: Any = None) -> int:
+        """See truncate(2)."""
+        if fh is not None:
+            self._files[fh.fh].truncate(length)
+        else:
+            self._tree.truncate(_plain(path), length)
+        return 0
+
+    def fallocate(self, path: str | None, mode: int, offset: int, size: int, fh: Any) -> int:
+        """See fallocate(2): a file may be made longer, no holes."""
+        if mode:
+            raise refuse(errno.EOPNOTSUPP, "there are no holes in buffers")
+        file = self._files[fh.fh]
+        if offset + size > file.nbytes:
+            file.truncate(offset + size)
+        return 0
+
+    def flush(self, path: str | None, fh: Any) -> int:
+        """See close(2)."""
+        self._files[fh.fh].flush()
+        return 0
+
+    def fsync(self, path: str | None, datasync: int, fh: Any) -> int:
+        """See fsync(2)."""
+        self._files[fh.fh].flush()
+        return 0
+
+    def release(self, path: str | None, fh: Any) -> int:
+        """The last copy of a descriptor was closed."""
+        file = self._files.pop(fh.fh, None)
+        if file is not None:
+            file.close()
+        return 0
+
+
+_UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2  # sys/stat.h, in the place of nanoseconds
+
+
+class _Fuse(mfusepy.FUSE):  # type: ignore[misc] # see Operations
+    """mfusepy's, but reads and writes go to and from libfuse's own memory, and rename has its flags."""
+
+    def read(self, path: Any, buf: Any, size: int, offset: int, fip: Any) -> int:
+        out = _octets(buf, size)
+        count: int = self.operations.read_into(fip.contents, offset, out)
+        return count
+
+    def write(self, path: Any, buf: Any, size: int, offset: int, fip: Any) -> int:
+        data = _octets(buf, size)
+        count: int = self.operations.write_from(fip.contents, offset, data)
+        return count
+
+    # These have a file instead of a path where one is open, which mfusepy passes on for getattr alone.
+
+    def truncate_fuse_3(self, path: Any, length: int, fip: Any) -> int:
+        result: int = self.operations.truncate(self._name(path), length, fip.contents if fip else None)
+        return result
+
+    def chmod_fuse_3(self, path: Any, mode: int, fip: Any) -> int:
+        result: int = self.operations.chmod(self._path(path, fip), mode)
+        return result
+
+    def chown_fuse_3(self, path: Any, uid: int, gid: int, fip: Any) -> int:
+        nobody = 0xFFFFFFFF  # -1 as libfuse has it
+        result: int = self.operations.chown(
+            self._path(path, fip), -1 if uid == nobody else uid, -1 if gid == nobody else gid
+        )
+        return result
+
+    def utimens_fuse_3(self, path: Any, buf: Any, fip: Any) -> int:
+        times = None
+        if buf:
+            stamps = buf.contents.actime, buf.contents.modtime
+            times = tuple(stamp.tv_sec * 10**9 + stamp.tv_nsec for stamp in stamps)
+        result: int = self.operations.utimens(self._path(path, fip), times)
+        return result
+
+    def _path(self, path: bytes | None, fip: Any) -> str | None:
+        return self._name(path) if path is not None or not fip else self.operations.path_of(fip.contents)
+
+    def _name(self, path: bytes | None) -> str | None:
+        return None if path is None else path.decode(self.encoding, self.errors)
+
+    def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
+        names = (name.decode(self.encoding, self.errors) for name in (old, new))
+        result: int = self.operations.rename(*names, flags)
+        return result
+
+
+def serve(
+    client: Client,
+    directory: Path,
+    *,
+    on_ready: Callable[[], None],
+    allow_other: bool = False,
+    umask: int = 0o022,
+    drafts: str | None = None,
+) -> None:
+    """Mount, and serve until somebody unmounts it or a signal ends this process. Blocks; calls `on_ready` once it is
+    there. Raises Error where it can't be mounted.
+    """
+    tree = Tree(client, drafts)
+    tree.sweep()
+
+    mounted = threading.Event()
+
+    def ready() -> None:
+        mounted.set()
+        _read_ahead(directory)
+        on_ready()
+
+    try:
+        _Fuse(
+            Operations(tree, umask, ready),
+            str(directory),
+            raw_fi=True,
+            foreground=True,
+            nothreads=False,
+            fsname=f"softmem:{client.coordinator.address}",
+            subtype="smb",
+            default_permissions=True,
+            allow_other=allow_other,
+            attr_timeout=0.5,
+            entry_timeout=0.5,
+        )
+    except RuntimeError as error:
+        if mounted.is_set() and error.args == (_ENDED_BY_SIGNAL,):
+            return
+        raise Error(
+            f"{directory} can't be mounted: libfuse said so above (code {error}); is it an empty directory of yours, "
+            f"and may you use /dev/fuse? --allow-other needs user_allow_other in /etc/fuse.conf"
+        ) from None
+
+
+def _read_ahead(directory: Path) -> None:
+    """Have the kernel read ahead by more than it does by default, where this process may say so (root)."""
+    device = directory.stat().st_dev
+    setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    try:
+        setting.write_text(str(READ_AHEAD_BYTES >> 10))
+    except OSError as error:
+        _log.info("the kernel reads ahead as it does by default: %s", error)
+
+
+def _octets(pointer: Any, size: int) -> Octets:
+    address = ctypes.cast(pointer, ctypes.c_void_p).value or 0
+    return np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
+
+
+def _is_alias(path: str) -> bool:
+    """Whether libfuse made up this path for a file that is open and has none any more."""
+    return path.rpartition("/")[2].startswith(".fuse_hidden")
+
+
+def _plain(path: str | None) -> str:
+    if path is None:
+        raise refuse(errno.ESTALE, "the file was removed")
+    return path[1:]

@@ -1,0 +1,262 @@
+"""smb.open_file and the fsspec filesystem: files over buffers, without a mount."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save
+
+import smb
+from smb.files.contents import BufferBytes
+from smb.files.softmem import SoftmemFileSystem
+from smb.files.tree import Tree
+from tests.conftest import Connect
+
+
+def test_a_buffer_is_a_raw_file(client: smb.Client) -> None:
+    """It has all that io.RawIOBase has, and reads and writes what the native API does."""
+    buffer = client.create("w", (3, 1000), "float32")
+    values = np.arange(3000, dtype=np.float32).reshape(3, 1000)
+    buffer.write(values)
+    with smb.open_file("w", "r+b", client=client) as file:
+        assert isinstance(file, io.RawIOBase)
+        assert (file.readable(), file.writable(), file.seekable(), file.nbytes) == (True, True, True, 12_000)
+        assert file.readall() == values.tobytes()
+        assert file.seek(-5, os.SEEK_END) == 11_995
+        assert file.write(b"abcde") == 5
+        assert file.seek(11_990) == file.tell() == 11_990
+        out = bytearray(100)
+        assert file.readinto(out) == 10
+        values.view(np.uint8).reshape(-1)[11_995:] = np.frombuffer(b"abcde", np.uint8)
+        assert out[:10] == values.tobytes()[11_990:]
+        assert file.read(1) == b""
+    assert np.array_equal(buffer.read(), values)
+    with pytest.raises(ValueError, match="closed"):
+        file.read()
+    with smb.open_file("w.npy", client=client) as file:
+        assert np.array_equal(np.load(io.BytesIO(file.readall())), values)
+        with pytest.raises(io.UnsupportedOperation):
+            file.write(b"x")
+
+
+def test_a_written_file_is_a_buffer_at_its_end(client: smb.Client) -> None:
+    """Nobody sees a part of it; a .npy becomes an array; one that is closed by an error is not there."""
+    data = io.BytesIO()
+    np.save(data, np.arange(12.0).reshape(3, 4))
+    with smb.open_file("d/w.npy", "w", client=client) as file:
+        file.write(data.getvalue()[:50])
+        assert client.list() == []
+        file.write(data.getvalue()[50:])
+    assert np.array_equal(client.open("d/w").read(), np.arange(12.0).reshape(3, 4))
+    with pytest.raises(FileExistsError):
+        smb.open_file("d/w.npy", "x", client=client)
+    with smb.open_file("d/w.npy", "r+", client=client) as file, pytest.raises(OSError, match="dtype and shape"):
+        file.write(b"\x93NUMPX")
+    with smb.open_file("empty", "w", client=client):
+        pass
+    with smb.open_file("empty", client=client) as file:
+        assert file.readall() == b""
+    lost = smb.open_file("lost", "w", client=client)
+    lost.write(b"x")
+    lost.discard()
+    assert [info.name for info in client.list()] == ["d/w", "empty"]
+
+
+def test_a_file_that_grows_or_is_cut_takes_the_old_ones_place(client: smb.Client) -> None:
+    """Append, truncate and overwrite: of the same size in place, of another size a new buffer of bytes."""
+    buffer = client.create("w", 4, "float32")
+    with smb.open_file("w", "wb", client=client) as file:
+        file.write(np.full(4, 2, np.float32).tobytes())
+    assert (buffer.read() == 2).all()
+    with smb.open_file("w", "ab", client=client) as file:
+        file.write(b"tail")
+    with pytest.raises(smb.NotFoundError):
+        buffer.read()
+    assert client.open("w").read().tobytes() == np.full(4, 2, np.float32).tobytes() + b"tail"
+    with smb.open_file("w", "r+b", client=client) as file:
+        assert file.truncate(3) == 3
+    assert client.open("w").nbytes == 3
+
+
+def test_a_version_that_was_opened_stays(client: smb.Client) -> None:
+    """What a file of a versioned buffer shows never changes; writing the file publishes the next one."""
+    buffer = client.create("w", 1000, "float32", versions=2)
+    buffer.publish(np.full(1000, 1, np.float32))
+    with smb.open_file("w", client=client) as latest, smb.open_file("w@1.npy", client=client) as first:
+        for value in (2, 3, 4):
+            buffer.publish(np.full(1000, value, np.float32))
+        assert (np.frombuffer(latest.readall(), np.float32) == 1).all()
+        assert (np.load(io.BytesIO(first.readall())) == 1).all()
+    with pytest.raises(FileNotFoundError, match="is not the one published: 4"):
+        smb.open_file("w@1", client=client)
+    with pytest.raises(PermissionError):
+        smb.open_file("w@4", "r+", client=client)
+    with smb.open_file("w", "wb", client=client) as file:
+        file.write(np.full(1000, 9, np.float32).tobytes())
+    assert (buffer.version, buffer.read()[0]) == (5, 9)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "uint8"])
+def test_any_range_of_bytes(client: smb.Client, dtype: str) -> None:
+    """Ranges that cut elements read and write exactly their bytes, as a plain array of bytes would."""
+    buffer = client.create("w", 5000, dtype, stripe=4096)
+    model = np.random.default_rng(1).integers(0, 255, buffer.nbytes, dtype=np.uint8)
+    whole, rng = BufferBytes(buffer), random.Random(2)
+    whole.write(0, model.copy())
+    for _ in range(200):
+        start = rng.randrange(model.size)
+        length = min(rng.choice([1, 2, 3, 9, 4096, 6000]), model.size - start)
+        if rng.random() < 0.5:
+            data = np.frombuffer(rng.randbytes(length), np.uint8)
+            whole.write(start, data)
+            model[start : start + length] = data
+        out = np.empty(length, np.uint8)
+        whole.read_into(start, out)
+        assert np.array_equal(out, model[start : start + length]), (start, length)
+    assert np.array_equal(buffer.read().reshape(-1).view(np.uint8), model)
+
+
+def test_a_write_leaves_its_neighbours_alone(client: smb.Client) -> None:
+    """Others add to all elements beside the written bytes meanwhile: none of that is lost."""
+    buffer = client.create("w", 300, "int64")
+    adds = [buffer.accumulate_async(np.ones(300, np.int64)) for _ in range(50)]
+    for _ in range(50):
+        BufferBytes(buffer).write(100 * 8 + 3, np.zeros(5, np.uint8))
+    for add in adds:
+        add.result()
+    values = buffer.read()
+    assert (values[:100] == 50).all()
+    assert (values[101:] == 50).all()
+
+
+def test_refusals(client: smb.Client) -> None:
+    """A bad path, mode or name has the error of a file; a deleted buffer is a stale file; a full cluster is full."""
+    with pytest.raises(FileNotFoundError):
+        smb.open_file("nobody", client=client)
+    with pytest.raises(smb.InvalidArgumentError, match="no mode"):
+        smb.open_file("w", "q", client=client)
+    with pytest.raises(OSError, match="cannot name") as caught:
+        smb.open_file("a b", "w", client=client)
+    assert caught.value.errno == errno.EINVAL
+    client.create("w", 10)
+    with smb.open_file("w", client=client) as file:
+        client.delete("w")
+        with pytest.raises(OSError, match="deleted") as caught:
+            file.read(1)
+    assert caught.value.errno == errno.ESTALE
+    full = smb.open_file("full", "w", client=client)
+    with pytest.raises(OSError, match="no room") as caught:
+        full.truncate(1 << 40)
+    assert caught.value.errno == errno.ENOSPC
+    full.discard()
+    assert client.list() == []
+
+
+def test_names_change_in_one_step(client: smb.Client, connect: Connect) -> None:
+    """A file that is renamed over another one replaces it; who had that open reads on; folders move as a whole."""
+    tree, other = Tree(client, make_folders=True), Tree(connect("tcp"))
+    for name, text in (("run/old", b"old"), ("run/new", b"newer")):
+        file = tree.open(name, os.O_WRONLY | os.O_CREAT)
+        file.write(0, np.frombuffer(text, np.uint8))
+        file.flush()
+        file.close()
+    reader = tree.open("run/old", os.O_RDONLY)
+    tree.rename("run/new", "run/old")
+    out = np.empty(3, np.uint8)
+    assert (reader.read_into(0, out), out.tobytes()) == (3, b"old")
+    assert other.status("run/old").nbytes == 5
+    reader.close()
+    assert [info.name for info in client.list()] == ["run/old"]
+    tree.rename("run", "done/run")
+    assert other.list("") == [("done", True)]
+    with pytest.raises(FileExistsError):
+        tree.make_folder("done")
+    tree.remove("done/run/old")
+    assert tree.list("done/run") == []
+    tree.remove_folder("done/run")
+    with pytest.raises(FileNotFoundError):
+        tree.list("done/run")
+
+
+@pytest.fixture
+def files(cluster: smb.LocalCluster) -> Iterator[SoftmemFileSystem]:
+    found = fsspec.filesystem("softmem", coordinator=cluster.address, skip_instance_cache=True)
+    yield found
+    with smb.connect(cluster.address) as last:
+        for info in last.list():
+            last.delete(info.name)
+    found.tree.client.close()
+
+
+def test_fsspec_files(files: SoftmemFileSystem, cluster: smb.LocalCluster, tmp_path: Path) -> None:
+    """Under the name softmem: URLs, text, directories, copies, moves, ranges, transactions, up and down."""
+    assert isinstance(files, SoftmemFileSystem)
+    with fsspec.open(f"softmem://{cluster.address}/a/hello.txt", "w") as file:
+        file.write("hello\n")
+    assert files.cat("a/hello.txt") == b"hello\n"
+    assert files.cat_file("a/hello.txt", 1, -1) == b"ello"
+    assert files.ls("a", detail=False) == ["a/hello.txt"]
+    assert files.info("a")["type"] == "directory"
+    files.cp("a/hello.txt", "b/again.txt")
+    files.mv("b/again.txt", "b/moved.txt")
+    assert files.find("") == ["a/hello.txt", "b/moved.txt"]
+    with files.transaction:
+        with files.open("t", "wb") as file:
+            file.write(b"1")
+        assert not files.exists("t")
+    assert files.cat("t") == b"1"
+    (tmp_path / "x").write_bytes(b"up")
+    files.put(str(tmp_path / "x"), "x")
+    files.get("x", str(tmp_path / "y"))
+    assert (tmp_path / "y").read_bytes() == b"up"
+    files.rm(["a", "b"], recursive=True)
+    assert files.find("") == ["t", "x"]
+    with pytest.raises(FileNotFoundError):
+        files.cat_file("nobody")
+
+
+def test_libraries_use_it(files: SoftmemFileSystem) -> None:
+    """numpy, torch and safetensors write and read through it; their arrays are typed buffers."""
+    values = np.arange(1000, dtype=np.float32).reshape(10, 100)
+    with files.open("m/w.npy", "wb") as file:
+        np.save(file, values)
+    with files.open("m/w.npy") as file:
+        assert np.array_equal(np.load(file), values)
+    assert np.array_equal(files.tree.client.open("m/w").read(), values)
+    with files.open("m/t.pt", "wb") as file:
+        torch.save({"x": torch.arange(1000)}, file)
+    with files.open("m/t.pt") as file:
+        assert torch.equal(torch.load(file)["x"], torch.arange(1000))
+    data = save({"b": np.ones((3, 5), np.float32), "a": np.arange(7)}, metadata={"format": "pt"})
+    files.pipe_file("m/model.safetensors", data)
+    assert files.cat_file("m/model.safetensors") == data
+    assert np.array_equal(files.tree.client.open("m/model").tensor("a").read(), np.arange(7))
+
+
+def test_torch_checkpoints_through_it(files: SoftmemFileSystem, cluster: smb.LocalCluster) -> None:
+    """torch.distributed.checkpoint's own fsspec writer and reader: a model comes back, and is overwritten."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    url = f"softmem://{cluster.address}/run/step-1"
+    model, other = torch.nn.Linear(50, 20), torch.nn.Linear(50, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process, and that a checkpoint is overwritten
+        for _ in range(2):
+            checkpoint.save({"model": model.state_dict()}, storage_writer=FsspecWriter(url))
+        loaded = {"model": other.state_dict()}
+        checkpoint.load(loaded, storage_reader=FsspecReader(url))
+    other.load_state_dict(loaded["model"])
+    assert torch.equal(other.weight, model.weight)
+    assert files.exists("run/step-1/.metadata")
+    fsspec.filesystem("softmem", coordinator=cluster.address).tree.client.close()

@@ -1,0 +1,167 @@
+"""smb.files.names, views and codes: which path shows what, and of which bytes it is made."""
+
+from __future__ import annotations
+
+import errno
+import io
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+import smb
+from smb.files.codes import as_os_errors
+from smb.files.names import PRIVATE, Form, Shown, entries, files_of, meanings
+from smb.files.views import forms_of, header_bytes, npy_header, parse_safetensors, plan_of, safetensors_header, view_of
+from smb.tensors import TensorTable
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("w", [Shown("w")]),
+        ("a/b.npy", [Shown("a/b.npy"), Shown("a/b", Form.NPY)]),
+        ("a/b.safetensors", [Shown("a/b.safetensors"), Shown("a/b", Form.SAFETENSORS)]),
+        ("w@12", [Shown("w", Form.RAW, 12)]),
+        ("w@12.npy", [Shown("w", Form.NPY, 12)]),
+        ("w@raw", [Shown("w")]),
+        ("w@raw.npy", []),
+        ("w@", []),
+        ("@3", []),
+        (".npy", [Shown(".npy")]),
+        ("a/.npy", [Shown("a/.npy")]),
+    ],
+)
+def test_paths_mean(path: str, shown: list[Shown]) -> None:
+    """A buffer of that very name comes before a form of another; what no name can have means a version."""
+    assert list(meanings(path)) == shown
+    assert all(one in meanings(one.path) for one in shown)
+
+
+def test_directories_come_from_slashes() -> None:
+    """A directory has what is right below it; what is on its way to a name is nobody's to see."""
+    names = ["a", "a/b", "a/c/d", "x/y", f"{PRIVATE}/1"]
+    assert entries("", names) == ({"a", "x"}, {"a"})
+    assert entries("a", names) == ({"c"}, {"b"})
+    assert entries("nowhere", names) == (set(), set())
+    assert files_of("w", (Form.RAW, Form.NPY), 3, is_also_directory=False) == ["w", "w.npy", "w@3"]
+    assert files_of("a", (Form.RAW,), None, is_also_directory=True) == ["a@raw"]
+    assert files_of("w.npy", (Form.RAW, Form.NPY), None, is_also_directory=False) == ["w.npy"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64", "uint8", "bfloat16"])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 3, 5)])
+def test_a_npy_file_is_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> None:
+    """The header is numpy's own, so that a file that numpy wrote becomes a buffer of its dtype and shape."""
+    element = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    file = io.BytesIO()
+    np.save(file, np.ones(shape, element))
+    data = file.getvalue()
+    assert data.startswith(npy_header(element, shape))
+    plan = plan_of("w.npy", data, len(data))
+    if dtype == "bfloat16" or (dtype == "uint8" and len(shape) == 1):  # a V2 may be anything; plain bytes stay a file
+        assert (plan.name, plan.dtype, plan.shape) == ("w.npy", "uint8", (len(data),))
+    else:
+        assert (plan.name, plan.dtype, plan.shape) == ("w", dtype, shape)
+    assert plan.view.nbytes == len(data)
+
+
+def test_what_is_not_exactly_a_view_stays_bytes() -> None:
+    """A file that is cut, longer, in Fortran's order, of another version or no .npy at all is kept as it is."""
+    file = io.BytesIO()
+    np.save(file, np.arange(12.0).reshape(3, 4))
+    good = file.getvalue()
+    assert plan_of("w.npy", good, len(good)).name == "w"
+    fortran = io.BytesIO()
+    np.save(fortran, np.asfortranarray(np.arange(12.0).reshape(3, 4)))
+    for data in (good[:-1], good + b"x", good[:20], b"", b"junk", fortran.getvalue(), good[:6] + b"\2" + good[7:]):
+        plan = plan_of("w.npy", data, len(data))
+        assert (plan.name, plan.view.nbytes) == ("w.npy", len(data))
+    assert plan_of("w", good, len(good)).name == "w"
+    assert plan_of("w", good, len(good)).dtype == "uint8"
+
+
+def test_a_safetensors_file_is_what_the_library_writes() -> None:
+    """Its tensors, order and metadata are those of the file, and the header made up for them is the file's, byte by
+    byte; the library reads what a view shows.
+    """
+    tensors = {"b": np.ones((3, 5), "f4"), "a": np.arange(7), "half": np.ones(3, "f2"), "none": np.ones((0, 4), "f4")}
+    for metadata in (None, {"format": "pt", "ü": "€"}):
+        data = save(tensors, metadata=metadata)
+        plan = plan_of("d/m.safetensors", data[: header_bytes(data[:16])], len(data))
+        assert plan.name == "d/m"
+        assert plan.tensors is not None
+        assert plan.view.pieces[0].header == data[: len(plan.view.pieces[0].header)]
+        assert {name: place.shape for name, place in plan.tensors.items()} == {k: v.shape for k, v in tensors.items()}
+    table = TensorTable.of(tensors)
+    header = safetensors_header(table)
+    body = b"".join(tensor.tobytes() for tensor in tensors.values())
+    assert all(np.array_equal(tensors[name], read) for name, read in load(header + body).items())
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"", b"\0" * 16, b"\xff" * 32, (10).to_bytes(8, "little") + b"{", (2).to_bytes(8, "little") + b"[]",
+        (2).to_bytes(8, "little") + b"{}", (17).to_bytes(8, "little") + b'{"a":{"dtype":1}}',
+    ],
+)  # fmt: skip
+def test_a_broken_safetensors_header_is_refused(head: bytes) -> None:
+    """No header crashes the parser: it is refused, and the file stays bytes."""
+    with pytest.raises(smb.InvalidArgumentError):
+        parse_safetensors(head)
+    assert plan_of("m.safetensors", head, len(head) + 1).name == "m.safetensors"
+
+
+def test_every_byte_of_a_view_has_one_place() -> None:
+    """Any range's parts follow each other without a gap, and lie in the header or in their tensor."""
+    table = TensorTable.of({"a": ((3,), "uint8"), "b": ((5,), "float64"), "c": ((2, 2), "float16")})
+    view = view_of(Form.SAFETENSORS, table.dtype, (table.size,), table, {})
+    assert view is not None
+    memory = np.arange(table.size, dtype=np.uint8)
+    header = view.pieces[0].header
+    whole = np.frombuffer(
+        header + b"".join(memory[p.offset : p.offset + p.nbytes].tobytes() for p in table.values()), "u1"
+    )
+    assert whole.size == view.nbytes
+    for seed in range(300):
+        rng = random.Random(seed)
+        offset, length = rng.randrange(view.nbytes + 20), rng.randrange(1, view.nbytes + 20)
+        end, out = 0, bytearray()
+        for first, last, piece, inside in view.parts(offset, length):
+            assert first == end
+            end = last
+            source = piece.header if piece.header else memory.tobytes()[piece.start :]
+            out += source[inside : inside + last - first]
+        assert bytes(out) == whole[offset : offset + length].tobytes(), (offset, length)
+
+
+def test_forms() -> None:
+    """Plain bytes have one form, arrays two, tensors three where the format knows their types."""
+    assert forms_of(np.dtype("u1"), (10,), None) == (Form.RAW,)
+    assert forms_of(np.dtype("f4"), (10,), None) == (Form.RAW, Form.NPY)
+    assert forms_of(np.dtype("f4"), (6,), TensorTable.of({"a": (6, "float32")})) == tuple(Form)
+    assert Form.SAFETENSORS not in forms_of(np.dtype("u1"), (16,), TensorTable.of({"a": (1, "complex128")}))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "number"),
+    [
+        (smb.NotFoundError("x"), FileNotFoundError, errno.ENOENT),
+        (smb.AlreadyExistsError("x"), FileExistsError, errno.EEXIST),
+        (smb.OutOfMemoryError("x"), OSError, errno.ENOSPC),
+        (smb.PermissionDeniedError("x"), PermissionError, errno.EACCES),
+        (smb.UnavailableError("x"), OSError, errno.EHOSTUNREACH),
+        (smb.TimeoutError("x"), TimeoutError, errno.ETIMEDOUT),
+        (smb.InvalidArgumentError("x"), OSError, errno.EINVAL),
+        (smb.LockLostError("x"), OSError, errno.ESTALE),
+        (smb.Error("x"), OSError, errno.EIO),
+    ],
+)
+def test_errors_have_a_number(error: smb.Error, kind: type[OSError], number: int) -> None:
+    """Each of smb's errors is the OSError that fits, with its message."""
+    with pytest.raises(kind, match="x") as caught, as_os_errors():
+        raise error
+    assert caught.value.errno == number
