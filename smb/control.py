@@ -160,7 +160,7 @@ class Coordinator:
             try:
                 ready.result(timeout=min(timeout, _COMES_BACK_S))
             finally:
-                ready.cancel()  # gRPC's thread that watches would otherwise find the channel closed one day, and complain
+                ready.cancel()  # or gRPC's watching thread would find the channel closed one day, and complain
             return method(request, timeout=timeout)
         # gRPC's own tracebacks, chained, are 30 lines that say no more.
         except grpc.FutureTimeoutError:
