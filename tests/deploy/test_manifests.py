@@ -139,8 +139,8 @@ def relabelled(rules: list[dict[str, Any]], found: dict[str, str]) -> dict[str, 
 @pytest.mark.parametrize("by", ["operator", "prometheus"])
 @pytest.mark.parametrize("role", ["coordinator", "server"])
 def test_targets_have_the_labels_that_alerts_and_dashboards_ask_for(by: str, role: str) -> None:
-    """As the coordinator's /targets tells: every daemon its role, a memory server its name, the coordinator none; by the
-    ServiceMonitor and by Prometheus' own discovery.
+    """As the coordinator's /targets tells: every daemon its role, a memory server its name, the coordinator none; by
+    the ServiceMonitor and by Prometheus' own discovery.
     """
     stateful = "smb-memserver" if role == "server" else "smb-coordinator"
     own = one("StatefulSet", stateful)["spec"]["template"]["metadata"]["labels"]
