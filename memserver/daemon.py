@@ -127,6 +127,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
+    numeric = _numeric(host)  # a name that is none is told as that
     check_exposure("a memory server", host, options.credentials, options.insecure)
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)
@@ -139,7 +140,6 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
 
     if options.credentials is not None:
         engine.guard()
-    numeric = _numeric(host)
     data_port = _listen(engine, numeric, port, options, leaving)
     engine.listen_unix(place.socket_path)
     rdma = Rdma(engine, instance_id, options.verbs)
