@@ -113,7 +113,7 @@ $(VENV)/bin/python:
 # Editable, so that a change to a Python file needs no new installation; a change to the engine rebuilds it.
 $(VENV)/installed: $(VENV)/bin/python $(SOURCES)
 	@echo "installing Soft Memory Box into $(VENV)"
-	$(PIP) install --editable .
+	$(PIP) install --editable ".[certs]"
 	@touch $@
 
 $(VENV)/demo-installed: $(VENV)/installed examples/demo-requirements.txt

@@ -1,6 +1,6 @@
 """The memory server's life: take the name, find what an earlier run left, serve, register, and all of it back again.
 
-Threads: the main one waits for signals, which are blocked everywhere else; the engine's loops serve data; gRPC's pool
+Threads: the main one waits for signals, which our others block; the engine's loops serve data; gRPC's pool
 makes and drops segments; one thread keeps the registration; the pages have theirs.
 """
 
@@ -78,32 +78,56 @@ def run(options: Options) -> None:
     # A connection and a segment take a descriptor each, and the usual soft limit is 1024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Before any thread starts: all inherit the mask, so a signal waits until it is asked for below.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    try:
-        with ExitStack() as leaving:
-            failures: list[Error] = []
-            served = _start(options, leaving, failures)
-            interval_s = watchdog_interval_s()
-            if interval_s is not None:
-                stop = threading.Event()
-                leaving.callback(stop.set)
-                # A thread of its own: a signal that comes while nobody waits for it goes to a thread of some library
-                # that was started before we blocked it, and kills us.
-                threading.Thread(target=_feed_watchdog, args=(served, interval_s, stop), daemon=True).start()
-            signal.sigwait(_STOP_SIGNALS)
-            if failures:
-                raise failures[0]
-            _log.info("stopping")
-            notify("STOPPING=1")
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    with _StopSignals() as stop_signals, ExitStack() as leaving:
+        failures: list[Error] = []
+        served = _start(options, leaving, failures)
+        interval_s = watchdog_interval_s()
+        if interval_s is not None:
+            stop = threading.Event()
+            leaving.callback(stop.set)
+            threading.Thread(target=_feed_watchdog, args=(served, interval_s, stop), daemon=True).start()
+        stop_signals.wait()
+        if failures:
+            raise failures[0]
+        _log.info("stopping")
+        notify("STOPPING=1")
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT as bytes in a socket, from the beginning of the context to its end; none ends us by itself.
+
+    Threads that are started before wait() inherit a mask with both blocked. That is not enough: a library (numpy's
+    arithmetic) starts threads as it is imported, which do not block them, and get what the main one does not take. So
+    there is a handler, and Python writes into the socket, whichever thread the signal hit.
+    """
+
+    def __enter__(self) -> _StopSignals:
+        self._told, self._tell = socket.socketpair()
+        self._tell.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
+        self._handlers = {each: signal.signal(each, lambda _number, _frame: None) for each in _STOP_SIGNALS}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        return self
+
+    def wait(self) -> None:
+        """Wait for the first of them; blocks. One that came since the beginning counts."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        self._told.recv(1)
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for each, handler in self._handlers.items():
+            signal.signal(each, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._told.close()
+        self._tell.close()
 
 
 def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segments:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
+    numeric = _numeric(host)  # a name that is none is told as that
     check_exposure("a memory server", host, options.credentials, options.insecure)
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)
@@ -116,7 +140,6 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
 
     if options.credentials is not None:
         engine.guard()
-    numeric = _numeric(host)
     data_port = _listen(engine, numeric, port, options, leaving)
     engine.listen_unix(place.socket_path)
     rdma = Rdma(engine, instance_id, options.verbs)

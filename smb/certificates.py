@@ -1,6 +1,6 @@
 """A certificate authority for a lab, and certificates with roles: what `smb certs` makes.
 
-Needs the package `cryptography`, which nothing else does (pip install "soft-memory-box[certs]").
+Needs the package `cryptography`, which nothing else does (the extra "certs").
 
 Any authority will do in its place, if its certificates say the same: smb.access tells which URIs are read,
 smb.credentials which names the coordinator's and the memory servers' are for.
@@ -24,7 +24,7 @@ try:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:
-    raise Error('certificates need the package cryptography: pip install "soft-memory-box[certs]"') from None
+    raise Error('certificates need the package cryptography: pip install "cryptography>=42"') from None
 
 CA_KEY_FILE = "ca-key.pem"
 CA_DAYS = 3650

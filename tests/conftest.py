@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import smb
 import smb.cluster
+from smb.config import OWNER_VARIABLE
 from smb.credentials import VARIABLES as CREDENTIALS_VARIABLES
 from tests.support.ways import EACH_WAY, SLOWNESS
 
 smb.cluster._START_S *= SLOWNESS
+
+# What tests start ends with them, also where they are killed and can end nothing themselves.
+os.environ[OWNER_VARIABLE] = str(os.getpid())
 
 Connect = Callable[..., smb.Client]
 

@@ -48,11 +48,13 @@ def up(
     you trust, where whoever reaches it may read and write.
     """
     import smb
+    from smb.daemon import end_with_owner
 
     capacity_bytes = parse_size(capacity)
     out = console()
     with interrupted_once():
         try:
+            end_with_owner()
             with smb.LocalCluster(
                 servers=servers, capacity=capacity_bytes, listen=listen, credentials=credentials, insecure=insecure
             ) as cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,41 @@ def test_pods_are_as_little_as_they_need(name: str) -> None:
     assert mounted == volumes | claims
     (config,) = (each for each in spec["volumes"] if each["name"] == "config")
     assert one("ConfigMap", config["configMap"]["name"])["data"].keys() == {"smb.toml"}
+
+
+def relabelled(rules: list[dict[str, Any]], found: dict[str, str]) -> dict[str, str]:
+    """What Prometheus makes of a target's labels; of its actions, `replace` and `keep`."""
+    labels = dict(found)
+    for rule in rules:
+        given = {re.sub(r"([A-Z])", lambda upper: f"_{upper[1].lower()}", key): value for key, value in rule.items()}
+        value = ";".join(labels.get(source, "") for source in given["source_labels"])
+        match = re.fullmatch(given.get("regex", "(.*)"), value)
+        if given.get("action") == "keep":
+            assert match, found
+        elif match:
+            labels[given["target_label"]] = match.expand(re.sub(r"\$(\d)", r"\\\1", given.get("replacement", "$1")))
+    return {name: value for name, value in labels.items() if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("by", ["operator", "prometheus"])
+@pytest.mark.parametrize("role", ["coordinator", "server"])
+def test_targets_have_the_labels_that_alerts_and_dashboards_ask_for(by: str, role: str) -> None:
+    """As the coordinator's /targets tells: every daemon its role, a memory server its name, the coordinator none; by
+    the ServiceMonitor and by Prometheus' own discovery.
+    """
+    stateful = "smb-memserver" if role == "server" else "smb-coordinator"
+    own = one("StatefulSet", stateful)["spec"]["template"]["metadata"]["labels"]
+    found = {f"__meta_kubernetes_pod_label_{re.sub('[^a-z]', '_', name)}": str(value) for name, value in own.items()}
+    found |= {"__meta_kubernetes_pod_name": f"{stateful}-0", "__meta_kubernetes_pod_container_port_name": "metrics"}
+    if by == "operator":
+        (end,) = one("ServiceMonitor", "smb", "monitoring")["spec"]["endpoints"]
+        rules = end["relabelings"]
+    else:
+        written = yaml.safe_load((ROOT / "deploy/prometheus/prometheus-kubernetes.yml").read_text())
+        rules = written["scrape_configs"][0]["relabel_configs"]
+    labels = relabelled(rules, found)
+    labels.pop("namespace", None)
+    assert labels == {"smb_role": role} | ({"server": "smb-memserver-0"} if role == "server" else {})
 
 
 def test_a_servers_memory_outlives_its_container() -> None:

@@ -243,14 +243,3 @@ def _daemons(directory: Path) -> list[str]:
         if any(str(directory) in word for word in words) and any("smb" in Path(word).name for word in words[:2]):
             found.append(" ".join(words))
     return found
-
-
-def test_every_alert_has_its_runbook() -> None:
-    """Each alert of deploy/prometheus has a section of its name in docs/operating.md, to which its link leads."""
-    sections = set(re.findall(r"(?m)^### (Smb\w+)$", (ROOT / "docs/operating.md").read_text()))
-    assert "SmbServerDown" in sections
-    for file in (ROOT / "deploy/prometheus").glob("*alerts*.yml"):
-        text = file.read_text()
-        alerts = set(re.findall(r"(?m)^ *- alert: (\w+)$", text))
-        assert alerts == sections
-        assert set(re.findall(r"runbook_url: (\S+)", text)) == {f"docs/operating.md#{name.lower()}" for name in alerts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -164,6 +165,26 @@ def test_a_killed_owners_cluster_ends() -> None:
         wait_for(lambda: not any(is_running(pid) for pid in pids), "end of the daemons")
     with smb.LocalCluster(servers=1, capacity="16MiB"):
         assert not any(directory.exists() for directory in directories)
+
+
+TERMINAL = """
+import os, subprocess, sys
+os.environ["SMB_OWNER_PID"] = str(os.getpid())
+up = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "1", "--capacity", "16MiB", "--listen", "127.0.0.1:0"]
+with open(sys.argv[1], "w") as told:
+    subprocess.run(up, stdout=told, stderr=told)
+"""
+
+
+def test_a_killed_owners_smb_up_ends(tmp_path: Path) -> None:
+    """`smb up` whose owner is named and killed ends as by Ctrl-C, with its daemons, and leaves nothing."""
+    told = tmp_path / "told"
+    with subprocess.Popen([sys.executable, "-c", TERMINAL, str(told)]) as owner:
+        wait_for(lambda: told.exists() and "Ctrl-C" in told.read_text(), "cluster")
+        owner.kill()
+    (pid,) = re.findall(r"server-0 .*, pid (\d+)", told.read_text())
+    wait_for(lambda: "stopped" in told.read_text(), "end of smb up")
+    assert not is_running(int(pid))
 
 
 # ---- starting one

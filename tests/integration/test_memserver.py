@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,19 @@ def test_a_server_that_never_found_its_coordinator_stops_cleanly(daemons: Daemon
     wait_for(lambda: "cannot be reached" in server.log.read_text(), "first attempt")
     assert server.stop() == 0
     assert daemons.files() == []
+
+
+def test_sigterm_while_it_starts_and_again_while_it_stops(daemons: Daemons) -> None:
+    """Told to stop at any moment since it took its name, and told ten times, it ends in order: code 0, nothing left. A
+    thread of a library that does not block the signal would be killed by it, and the daemon with it.
+    """
+    for _ in range(2):
+        server = daemons.memory_server("127.0.0.1:9", "a")
+        wait_for(lambda: "smb.a.lock" in daemons.files(), "start")
+        for _ in range(10):
+            server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0, server.log.read_text()
+        assert daemons.files() == []
 
 
 def test_a_server_whose_directory_was_removed_stops_cleanly(

@@ -28,6 +28,7 @@ def test_the_quickstart_works_as_it_is_written(tmp_path: Path) -> None:
             assert language == "sh"
             script.append(text.replace("7070", port))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+    environment |= {"SMB_OWNER_PID": str(os.getpid())}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONSAFEPATH": ""}
     run = subprocess.run(
         ["bash", "-e", "-c", "\n".join(script)],

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import smb
+from smb.config import OWNER_VARIABLE
 from tests.support.builds import daemons_build
 from tests.support.ways import SLOWNESS
 
@@ -64,7 +65,7 @@ class Daemon:
         self.log = log
         command = [sys.executable, "-m", *arguments]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
-        environment |= variables
+        environment |= {OWNER_VARIABLE: str(os.getpid()), **variables}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, stderr=out, stdout=out, env=environment)
         self.pid = self.process.pid
