@@ -14,16 +14,12 @@ import builtins
 import errno
 import logging
 import os
-import re
-import secrets
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -32,11 +28,12 @@ from smb.buffer import Buffer, BufferInfo
 from smb.client import Client
 from smb.coordinator.records import Kind
 from smb.coordinator.request import check_name
-from smb.errors import Error, NotFoundError
+from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.files.catalogue import Catalogue
 from smb.files.codes import as_os_errors, os_error, refuse
 from smb.files.contents import Draft, Frozen, FrozenFile, Live, Octets
-from smb.files.names import PRIVATE, Form, Shown, entries, files_of, meanings, parent_of
+from smb.files.names import PRIVATE, Form, Shown, entries, files_of, is_private, meanings, parent_of
+from smb.files.private import left_by_dead, private_name
 from smb.files.views import View, header_bytes, plan_of
 
 _COPY_BYTES = 8 << 20
@@ -79,7 +76,7 @@ class _Node:
 
 
 class _Hidden:
-    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or something needs the name."""
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed."""
 
     def __init__(self, node: _Node | None, end: Callable[[_Hidden], None]) -> None:
         self.node = node
@@ -236,7 +233,7 @@ class Tree:
                 parent = parent_of(parent)
         if not self._is_folder(parent):
             raise refuse(errno.ENOTDIR if parent and self._find(parent) else errno.ENOENT, path)
-        if path.split("/")[0] == PRIVATE:
+        if is_private(path):
             raise refuse(errno.EPERM, f"{PRIVATE} is where files are on their way")
         if len(path) > 255:
             raise refuse(errno.ENAMETOOLONG, path)
@@ -335,7 +332,7 @@ class Tree:
 
     def _take_away(self, name: str, node: _Node | None) -> None:
         if node is not None and node.handles and isinstance(node.content, Live):
-            node.displaced = _private_name()
+            node.displaced = private_name(self.client, name)
             self.client.rename(name, node.displaced)
         else:
             self.client.delete(name)
@@ -379,7 +376,7 @@ class Tree:
             raise refuse(errno.EXDEV, f"{path!r} shows a buffer in another way than {new_path!r} would; copy it")
         new_name = new_path[: len(new_path) - len(form.value)]
         if victim is not None and victim.handles and isinstance(victim.content, Live):
-            victim.displaced = _private_name()
+            victim.displaced = private_name(self.client, new_name)
             self.client.displace(name, new_name, victim.displaced)
         else:
             self.client.rename(name, new_name, replace=True)
@@ -429,11 +426,10 @@ class Tree:
             file.close()
 
     def sweep(self) -> None:
-        """Delete what processes of this host left half done when they were killed."""
-        with as_os_errors():
+        """Delete what processes of this host left half done when they were killed, as far as we may."""
+        with as_os_errors(), suppress(PermissionDeniedError):
             for name in builtins.list(self._catalogue.listing(missed=True).infos):
-                owner = name.removeprefix(_private_start() + "-").split("-")[0]
-                if name.startswith(_private_start() + "-") and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                if left_by_dead(name):
                     self.client.delete(name, missing_ok=True)
                     self._catalogue.remove(name)
 
@@ -494,7 +490,7 @@ class Tree:
     def _made(self, path: str, data: Octets) -> Live:
         """Make a buffer with all its bytes in it, and only then give it its name."""
         plan = plan_of(path, data[: header_bytes(data[:16].tobytes())].tobytes(), data.size)
-        name, metadata = _private_name(), plan.metadata or None
+        name, metadata = private_name(self.client, plan.name), plan.metadata or None
         if plan.tensors is not None:
             buffer = self.client.create(name, tensors=plan.tensors, metadata=metadata)
         else:
@@ -555,7 +551,7 @@ class Tree:
     # ---- inside
 
     def _find(self, path: str) -> _Found | None:
-        if not path or path.split("/")[0] == PRIVATE:
+        if not path or is_private(path):
             return None
         if path in self._hidden:
             self._end_hidden(path, self._hidden[path])
@@ -710,14 +706,3 @@ def _copy(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
         part = piece[: min(_COPY_BYTES, total - offset)]
         source.read_into(offset, part)
         draft.write(offset, part)
-
-
-def _private_name() -> str:
-    """Return a name that nobody else uses and that says whose it is: sweep() deletes those of the dead."""
-    return f"{_private_start()}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def _private_start() -> str:
-    host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())
-    # Process ids count within their name space; two containers of one host may have the same host's name.
-    return f"{PRIVATE}/{host}-{Path('/proc/self/ns/pid').stat().st_ino}"

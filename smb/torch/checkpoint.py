@@ -63,9 +63,9 @@ class Writer(StorageWriter):
     """Saves into the cluster of `client` under `name`; `dcp.save(..., checkpoint_id=)` gives another name.
 
     Each rank has one, with a client of its own. `servers` and `stripe` are Client.create's, for the tensors. Saving
-    over a checkpoint takes memory for both. One save of a name at a time: a later one takes away what an earlier one, killed
-    or still under way, has written so far. With `dcp.async_save` the call returns when the state is copied into this
-    process's memory, and the rest happens in a thread (not in a process: a client stays where it is).
+    over a checkpoint takes memory for both. One save of a name at a time: a later one takes away what an earlier
+    one, killed or still under way, has written so far. With `dcp.async_save` the call returns when the state is
+    copied into this process's memory, and the rest happens in a thread (not in a process: a client stays where it is).
     Raises CheckpointException, torch's, with what each rank met: OutOfMemoryError, UnavailableError, and
     InvalidArgumentError for an object that torch.load(weights_only=True) would refuse.
     """
