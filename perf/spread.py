@@ -7,6 +7,7 @@ and 4 servers, beside what bare sockets carry over the same links. Writes perf/r
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ RESULTS = ROOT / "perf" / "results" / "files-spread.md"
 def main() -> None:
     """The experiment, or with arguments the process on the clients' host: COORDINATOR SERVER..."""
     if len(sys.argv) > 1:
+        os.environ["SMB_TRANSPORT"] = "tcp"  # by itself it would find that all is one host
         print(json.dumps(_measured(sys.argv[1], sys.argv[2:])))
         return
     seen: dict[int, dict[str, list[float]]] = {count: {} for count in COUNTS}

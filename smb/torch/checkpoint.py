@@ -74,6 +74,7 @@ class Writer(StorageWriter):
         self._client = client
         self._name = name
         self._options = {"servers": servers, "stripe": stripe}
+        self._data = ""  # of the save under way, where this is the coordinator
 
     @property
     def checkpoint_id(self) -> str:
@@ -114,7 +115,7 @@ class Writer(StorageWriter):
                 offsets[-1].append(end)
                 end += _padded(_nbytes_of(item))
         _sweep(self._client, self._name)
-        data = f"{self._name}.{secrets.token_hex(8)}.data"
+        data = self._data = f"{self._name}.{secrets.token_hex(8)}.data"
         self._client.create(data, max(end, 1), "uint8", **self._options)
         return [replace(plan, storage_data=_Places(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)]
 
@@ -136,20 +137,19 @@ class Writer(StorageWriter):
                     f"save {self._name!r}: {item.index.fqn!r} has {octets.size} bytes, planned were {_nbytes_of(item)}"
                 )
             packer.add(offset, octets)
-            results.append(WriteResult(item.index, octets.size, (places.data, offset)))
+            results.append(WriteResult(item.index, octets.size, offset))
         packer.finish()
         return _done(results)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """See torch: the checkpoint appears, and the former one goes away."""
-        blobs, places, data = bytearray(), {}, ""
+        blobs, places, data = bytearray(), {}, self._data
         for result in (result for rank in results for result in rank):
             if isinstance(result.storage_data, bytes):
                 places[result.index] = len(blobs), len(result.storage_data)
                 blobs += result.storage_data
             else:
-                data, offset = result.storage_data
-                places[result.index] = offset, result.size_in_bytes
+                places[result.index] = result.storage_data, result.size_in_bytes
         text = json.dumps(_index_of(self._name, metadata, places), separators=(",", ":")).encode()
         made = f"{self._name}.{secrets.token_hex(8)}.index"
         index = self._client.create(

@@ -1,10 +1,11 @@
-"""A rank of a checkpoint's test: `python -m tests.support.checkpoints WHAT RANK WORLD STORE COORDINATOR NAME SEED`.
+"""The ranks of a checkpoint's test: `python -m tests.support.checkpoints WHAT:WORLD,... STORE COORDINATOR NAME SEED`.
 
-save      builds the model of that seed, sharded over WORLD ranks, and saves it with its optimizer
-kill      the same, but the last rank is killed with SIGKILL after some of its tensors were written
+One after the other, each by WORLD processes (forked: to import torch takes long):
+
+save      builds the model of that seed, sharded over the ranks, and saves it with its optimizer
+kill      the same, but the last rank is killed with SIGKILL after some of its tensors were written, then the others
 async     saves by async_save, and spoils the model as soon as the call has returned
 load      builds one of other values, loads, and compares all with the model of that seed, to the last bit
-refused   saves what can't be loaded safely, and says what each rank was told
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from typing import Any
 
 import torch
@@ -76,33 +78,51 @@ class _Killed(DefaultSavePlanner):  # type: ignore[misc] # torch's decorator hid
 
 def main() -> None:
     """See above."""
-    what, rank, world, store, coordinator, name, seed = sys.argv[1:]
-    last = int(rank) == int(world) - 1
-    dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=int(world))
-    mesh = init_device_mesh("cpu", (int(world),))
+    phases, store, *rest = sys.argv[1:]
+    for number, phase in enumerate(phases.split(",")):
+        what, _, world = phase.partition(":")
+        ranks = [_forked(what, rank, int(world), f"{store}.{number}", *rest) for rank in range(int(world))]
+        if what == "kill":
+            assert os.waitpid(ranks.pop(), 0)[1] == signal.SIGKILL
+            for rank in ranks:  # they wait for the one that was killed
+                os.kill(rank, signal.SIGKILL)
+                os.waitpid(rank, 0)
+        failed = [rank for rank in ranks if what != "kill" and os.waitpid(rank, 0)[1] != 0]
+        if failed:
+            sys.exit(f"{len(failed)} of {world} ranks failed to {what}")
+
+
+def _forked(what: str, rank: int, world: int, store: str, *rest: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _run(what, rank, world, store, *rest)
+    except BaseException:  # noqa: BLE001 - torch has errors of that kind; nothing may return from here
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _run(what: str, rank: int, world: int, store: str, coordinator: str, name: str, seed: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
     with smb.connect(coordinator, timeout=30) as client:
         writer = smb.torch.checkpoint.Writer(client, name)
         if what == "load":
             _load(client, mesh, name, int(seed))
-        elif what == "refused":
-            try:
-                dcp.save({"file": _Foreign()}, storage_writer=writer)
-            except dcp.CheckpointException as error:
-                print(type(error.failures[int(world) - 1][0]).__name__, error)
-        elif what == "async":
-            state = state_of(int(seed), mesh)[0]
+            return
+        state = state_of(int(seed), mesh)[0]
+        if what == "async":
             saved = dcp.async_save(state, storage_writer=writer)
             for tensor in [*state["model"].values(), *_tensors_of(state["optimizer"])]:
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
             saved.result()
         else:
-            state = state_of(int(seed), mesh)[0]
-            dcp.save(state, storage_writer=writer, planner=_Killed() if what == "kill" and last else None)
-    dist.destroy_process_group()
-
-
-class _Foreign:
-    """Nothing that the restricted loader knows."""
+            killed = what == "kill" and rank == world - 1
+            dcp.save(state, storage_writer=writer, planner=_Killed() if killed else None)
 
 
 def _tensors_of(state: Any) -> list[torch.Tensor]:
@@ -126,7 +146,7 @@ def _load(client: smb.Client, mesh: DeviceMesh, name: str, seed: int) -> None:
     assert state["step"] == seed
     assert state["note"] == "näher"
     assert optimizer.param_groups[0]["lr"] == 0.01 * (1 + seed % 7)
-    print("same", compared)
+    print("same", compared, flush=True)
 
 
 if __name__ == "__main__":
