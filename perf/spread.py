@@ -31,6 +31,7 @@ SERVER_BYTES = 24 << 20  # of a file, on each server
 ROUNDS = 3
 READERS = 4
 CALL_BYTES = 8 << 20
+RESTORE = "restore, always onto all servers"
 RESULTS = ROOT / "perf" / "results" / "files-spread.md"
 
 
@@ -74,7 +75,7 @@ def _table(seen: dict[int, dict[str, list[float]]], links: dict[tuple[int, str],
         cells = []
         for count in COUNTS:
             rate = statistics.median(seen[count][what])
-            most = statistics.median(links[count, "write" if "writ" in what or what == "restore" else "read"])
+            most = statistics.median(links[count, "write" if "writ" in what or what == RESTORE else "read"])
             times = rate / statistics.median(seen[COUNTS[0]][what])
             cells.append(f"{rate / 1e6:.0f} ({times:.2f}, {rate / most:.2f})")
         yield f"| {what} | " + " | ".join(cells) + " |"
@@ -115,7 +116,7 @@ def _measured(coordinator: str, servers: list[str]) -> dict[str, float]:
         snapshot = Path(memory) / "big"
         found["snapshot"] = _rate(nbytes, lambda: copying.snapshot(client, "big", snapshot))
         client.delete("big")
-        found["restore"] = _rate(nbytes, lambda: copying.restore(client, snapshot, "big"))
+        found[RESTORE] = _rate(nbytes, lambda: copying.restore(client, snapshot, "big"))
     return found
 
 

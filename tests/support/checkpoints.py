@@ -146,7 +146,7 @@ def _load(client: smb.Client, mesh: DeviceMesh, name: str, seed: int) -> None:
     assert state["step"] == seed
     assert state["note"] == "näher"
     assert optimizer.param_groups[0]["lr"] == 0.01 * (1 + seed % 7)
-    print("same", compared, flush=True)
+    print(f"same {compared}\n", end="", flush=True)  # one write: ranks print at once
 
 
 if __name__ == "__main__":
