@@ -51,6 +51,11 @@ def meanings(path: str) -> tuple[Shown, ...]:
     return (Shown(path), Shown(name, Form(suffix))) if suffix and not name.endswith("/") else (Shown(path),)
 
 
+def is_private(path: str) -> bool:
+    """Whether it is in a folder of what is not shown."""
+    return PRIVATE in path.split("/")[:2]
+
+
 def parent_of(path: str) -> str:
     """Return the directory of a path; "" is the root."""
     return path.rpartition("/")[0]
@@ -69,7 +74,7 @@ def entries(directory: str, names: Iterable[str]) -> tuple[set[str], set[str]]:
     for name in names:
         if name.startswith(start):
             first, slash, _ = name[len(start) :].partition("/")
-            if first != PRIVATE or directory:
+            if not is_private(name):
                 (directories if slash else buffers).add(first)
     return directories, buffers
 

@@ -14,16 +14,12 @@ import builtins
 import errno
 import logging
 import os
-import re
-import secrets
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -32,15 +28,16 @@ from smb.buffer import Buffer, BufferInfo
 from smb.client import Client
 from smb.coordinator.records import Kind
 from smb.coordinator.request import check_name
-from smb.errors import Error, NotFoundError
+from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.files.catalogue import Catalogue
 from smb.files.codes import as_os_errors, os_error, refuse
 from smb.files.contents import Draft, Frozen, FrozenFile, Live, Octets
-from smb.files.names import PRIVATE, Form, Shown, entries, files_of, meanings, parent_of
+from smb.files.names import PRIVATE, Form, Shown, entries, files_of, is_private, meanings, parent_of
+from smb.files.private import left_by_dead, private_name
 from smb.files.views import View, header_bytes, plan_of
 
 _COPY_BYTES = 8 << 20
-_HIDDEN_S = 0.05
+_HIDDEN_S = 1.0
 _log = logging.getLogger("smb")
 
 
@@ -78,6 +75,16 @@ class _Node:
         self.lock = threading.RLock()
 
 
+class _Hidden:
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed."""
+
+    def __init__(self, node: _Node | None, end: Callable[[_Hidden], None]) -> None:
+        self.node = node
+        self.timer = threading.Timer(_HIDDEN_S, end, (self,))
+        self.timer.daemon = True
+        self.timer.start()
+
+
 class Tree:
     """The files of a client's cluster. Thread-safe.
 
@@ -94,7 +101,7 @@ class Tree:
         self._nodes: dict[str, _Node] = {}
         self._folders: set[str] = set()  # made with mkdir, or left empty: no buffer is below them
         self._modified: dict[str, int] = {}
-        self._hidden: dict[str, _Node | None] = {}  # paths that hide() took away, and the cluster still has
+        self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, Status] = {}
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
 
@@ -226,7 +233,7 @@ class Tree:
                 parent = parent_of(parent)
         if not self._is_folder(parent):
             raise refuse(errno.ENOTDIR if parent and self._find(parent) else errno.ENOENT, path)
-        if path.split("/")[0] == PRIVATE:
+        if is_private(path):
             raise refuse(errno.EPERM, f"{PRIVATE} is where files are on their way")
         if len(path) > 255:
             raise refuse(errno.ENAMETOOLONG, path)
@@ -287,10 +294,7 @@ class Tree:
             status = self.status(path)
             node = self._nodes.pop(path, None)
             if self._find(path) is not None:
-                self._hidden[path] = node
-                timer = threading.Timer(_HIDDEN_S, self._end_hidden, (path,))
-                timer.daemon = True
-                timer.start()
+                self._hidden[path] = _Hidden(node, lambda hidden: self._end_hidden(path, hidden))
             if node is not None:
                 node.removed = True
                 node.path = alias
@@ -304,22 +308,31 @@ class Tree:
         with self._lock:
             self._aliases.pop(alias, None)
 
-    def _end_hidden(self, path: str) -> None:
-        """Take a hidden file's name away in the cluster."""
+    def end_hidden(self) -> None:
+        """Take all hidden files' names away in the cluster: before this process ends."""
+        for path, hidden in builtins.list(self._hidden.items()):
+            self._end_hidden(path, hidden)
+
+    def _end_hidden(self, path: str, hidden: _Hidden) -> None:
         with self._lock:
-            if path not in self._hidden:
-                return
-            node = self._hidden.pop(path)
-            found = self._find(path)
+            if self._hidden.get(path) is not hidden:
+                return  # it is over, and the path may be hidden anew: for something else
+            self._unhide(path)
             try:
+                found = self._find(path)
                 if found is not None:
-                    self._take_away(found.shown.name, node)
+                    self._take_away(found.shown.name, hidden.node)
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
 
+    def _unhide(self, path: str) -> _Node | None:
+        hidden = self._hidden.pop(path)
+        hidden.timer.cancel()
+        return hidden.node
+
     def _take_away(self, name: str, node: _Node | None) -> None:
         if node is not None and node.handles and isinstance(node.content, Live):
-            node.displaced = _private_name()
+            node.displaced = private_name(self.client, name)
             self.client.rename(name, node.displaced)
         else:
             self.client.delete(name)
@@ -334,7 +347,7 @@ class Tree:
             if path == new_path:
                 self.status(path)
                 return
-            victim = self._hidden.pop(new_path) if new_path in self._hidden else self._nodes.get(new_path)
+            victim = self._unhide(new_path) if new_path in self._hidden else self._nodes.get(new_path)
             node = self._nodes.get(path)
             if node is not None:
                 self.commit(node, empty=True)
@@ -363,7 +376,7 @@ class Tree:
             raise refuse(errno.EXDEV, f"{path!r} shows a buffer in another way than {new_path!r} would; copy it")
         new_name = new_path[: len(new_path) - len(form.value)]
         if victim is not None and victim.handles and isinstance(victim.content, Live):
-            victim.displaced = _private_name()
+            victim.displaced = private_name(self.client, new_name)
             self.client.displace(name, new_name, victim.displaced)
         else:
             self.client.rename(name, new_name, replace=True)
@@ -413,11 +426,10 @@ class Tree:
             file.close()
 
     def sweep(self) -> None:
-        """Delete what processes of this host left half done when they were killed."""
-        with as_os_errors():
+        """Delete what processes of this host left half done when they were killed, as far as we may."""
+        with as_os_errors(), suppress(PermissionDeniedError):
             for name in builtins.list(self._catalogue.listing(missed=True).infos):
-                owner = name.removeprefix(_private_start() + "-").split("-")[0]
-                if name.startswith(_private_start() + "-") and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                if left_by_dead(name):
                     self.client.delete(name, missing_ok=True)
                     self._catalogue.remove(name)
 
@@ -478,7 +490,7 @@ class Tree:
     def _made(self, path: str, data: Octets) -> Live:
         """Make a buffer with all its bytes in it, and only then give it its name."""
         plan = plan_of(path, data[: header_bytes(data[:16].tobytes())].tobytes(), data.size)
-        name, metadata = _private_name(), plan.metadata or None
+        name, metadata = private_name(self.client, plan.name), plan.metadata or None
         if plan.tensors is not None:
             buffer = self.client.create(name, tensors=plan.tensors, metadata=metadata)
         else:
@@ -518,7 +530,8 @@ class Tree:
             finally:
                 if self._nodes.get(node.path) is node:
                     del self._nodes[node.path]
-                found = self._find(node.path) if node.written and not node.removed else None
+                alive = node.written and not node.removed and node.path not in self._hidden
+                found = self._find(node.path) if alive else None
                 if found is not None:
                     self._modified[found.shown.name] = node.modified
                 displaced, node.displaced = node.displaced, ""
@@ -538,10 +551,10 @@ class Tree:
     # ---- inside
 
     def _find(self, path: str) -> _Found | None:
-        if not path or path.split("/")[0] == PRIVATE:
+        if not path or is_private(path):
             return None
         if path in self._hidden:
-            self._end_hidden(path)
+            self._end_hidden(path, self._hidden[path])
         shown = meanings(path)
         for missed in (False, True):
             infos = self._catalogue.listing(missed=missed).infos
@@ -693,14 +706,3 @@ def _copy(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
         part = piece[: min(_COPY_BYTES, total - offset)]
         source.read_into(offset, part)
         draft.write(offset, part)
-
-
-def _private_name() -> str:
-    """Return a name that nobody else uses and that says whose it is: sweep() deletes those of the dead."""
-    return f"{_private_start()}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def _private_start() -> str:
-    host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())
-    # Process ids count within their name space; two containers of one host may have the same host's name.
-    return f"{PRIVATE}/{host}-{Path('/proc/self/ns/pid').stat().st_ino}"

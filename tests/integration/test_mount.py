@@ -19,6 +19,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import smb
+from smb.files.private import private_name
 from tests.fault.long import LIMIT_S, seed, times
 from tests.support.daemons import wait_for
 
@@ -360,7 +361,7 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
     files.mkdir()
     where = {"SMB_COORDINATOR": cluster.address}
     client.create("w", 10)
-    client.create(f".smb-files/{_dead_owner()}", 10)
+    client.create(_dead_owner(client), 10)
     assert f"mounted at {files}" in run_smb("mount", files, **where).stdout
     assert "w" in names(files)
     assert [info.name for info in client.list()] == ["w"], "what a dead process of this host left half done"
@@ -383,12 +384,10 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
         assert said in done.stderr, done.stderr
 
 
-def _dead_owner() -> str:
-    from smb.files import tree
-
+def _dead_owner(client: smb.Client) -> str:
     process = subprocess.Popen(["true"])
     process.wait()
-    return tree._private_name().replace(f"-{os.getpid()}-", f"-{process.pid}-").partition("/")[2]
+    return private_name(client, "w").replace(f"-{os.getpid()}-", f"-{process.pid}-")
 
 
 def _stale(directory: Path) -> bool:

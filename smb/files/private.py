@@ -1,0 +1,46 @@
+"""Names of buffers on their way to a name, or without one: in the folder PRIVATE, which is not shown.
+
+It is at the root, or, for a client whose credentials are limited to namespaces, in that of the file in question.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import weakref
+from pathlib import Path
+
+from smb.client import Client
+from smb.errors import PermissionDeniedError
+from smb.files.names import PRIVATE
+
+_limited: weakref.WeakKeyDictionary[Client, bool] = weakref.WeakKeyDictionary()
+
+
+def private_name(client: Client, name: str, rest: str = "") -> str:
+    """Return a private name for what is to be, or was, called `name`: with that `rest`, by default one that nobody else
+    uses and that says whose it is (left_by_dead). Asks the coordinator once.
+    """
+    if client not in _limited:
+        try:
+            client.delete(f"{PRIVATE}/nothing", missing_ok=True)
+            _limited[client] = False
+        except PermissionDeniedError:
+            _limited[client] = True
+    start = name.partition("/")[0] + "/" if _limited[client] and "/" in name else ""
+    return f"{start}{PRIVATE}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
+
+
+def left_by_dead(name: str) -> bool:
+    """Whether it is a private name that a process of this host made, which is dead."""
+    _, private, rest = name.rpartition(f"{PRIVATE}/")
+    owner = rest.removeprefix(_process_start()).split("-")[0]
+    return bool(private) and rest.startswith(_process_start()) and owner.isdigit() and not Path("/proc", owner).exists()
+
+
+def _process_start() -> str:
+    host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())
+    # Process ids count within their name space; two containers of one host may have the same host's name.
+    return f"{host}-{Path('/proc/self/ns/pid').stat().st_ino}-"
