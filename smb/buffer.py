@@ -832,7 +832,7 @@ class Buffer(Place):
                     other._refresh(deadline)
             if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
                 opened_again = True
-                if all([buffer._open_again(deadline) for buffer in (self, *others)]):
+                if all(buffer._open_again(deadline) for buffer in (self, *others)):
                     ended = None
                     continue
             elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)

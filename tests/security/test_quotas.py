@@ -65,7 +65,7 @@ def test_a_rename_is_of_its_new_namespace(daemons: Daemons) -> None:
             lambda: client.rename_folder("other/folder", "full/folder"),
             lambda: client.displace("other/folder/a", "other/large", "team/aside"),
         ):
-            with pytest.raises(smb.OutOfMemoryError, match='rename of "other/.*namespace "'):
+            with pytest.raises(smb.OutOfMemoryError, match=r'rename of "other/.*namespace "'):
                 refused()
         assert [buffer.name for buffer in client.list()] == ["other/folder/a", "other/large", "team/first"]
         client.rename("team/first", "team/called")
