@@ -149,7 +149,9 @@ _TABLE = (
     Setting("cluster", "tls_key", str, None, "The own key, in place of key.pem there.", metavar="FILE"),
     Setting(
         "cluster", "insecure", bool, False,
-        "Listen to other machines without credentials: whoever reaches it may read, change and delete, and see the pages.", _switch,
+        "Listen to other machines without credentials: whoever reaches it may read, change and delete, and see the "
+        "pages.",
+        _switch,
     ),
     Setting(
         "cluster", "metrics_token_file", str, None,

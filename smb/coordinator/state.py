@@ -389,8 +389,8 @@ def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
 
 
 def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
-    """Give a record another name: what it takes of its servers stays as it is; it must fit the quota of a namespace that
-    it comes to.
+    """Give a record another name: what it takes of its servers stays as it is; it must fit the quota of a namespace
+    that it comes to.
     """
     named = replace(record, name=name)
     others = _without(state.buffers, record.key)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from smb.buffer import Buffer, BufferInfo
 from smb.client import Client
-from smb.files.names import PRIVATE, Form
+from smb.files.names import Form, is_private
 from smb.files.views import View, forms_of, may_be_empty, view_of
 
 FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
@@ -31,11 +31,13 @@ class Listing:
         """Return the listing of these."""
         folders: set[str] = set()
         for name in infos:
+            if is_private(name):
+                continue
             folder = name.rpartition("/")[0]
             while folder and folder not in folders:
                 folders.add(folder)
                 folder = folder.rpartition("/")[0]
-        return cls(infos, frozenset(folders - {PRIVATE}))
+        return cls(infos, frozenset(folders))
 
 
 class Catalogue:

@@ -24,7 +24,7 @@ from smb.client import Client
 from smb.engine import crc32c
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.files.contents import Live, Octets
-from smb.files.names import PRIVATE, Form
+from smb.files.names import Form, private_of
 from smb.files.views import Plan, View, header_bytes, plan_of, view_of
 
 BLOCK_BYTES = 16 << 20  # read while the one before is written
@@ -134,7 +134,7 @@ def copy_buffer(
     view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
     assert view is not None
     if source is target and buffer.versions == 1:
-        made = _beside(source, buffer, f"{PRIVATE}/copy-{os.urandom(8).hex()}")
+        made = _beside(source, buffer, f"{private_of(new_name)}/copy-{os.urandom(8).hex()}")
         return _named(target, made, new_name, replace)
     plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
@@ -261,7 +261,7 @@ def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
 def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
     """Return a copy of the buffer that nobody changes: that of the snapshot that was interrupted, or a new one."""
     asked = f"{buffer.info.id:x} {part.absolute()}"
-    name = f"{PRIVATE}/snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}"
+    name = f"{private_of(buffer.name)}/snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}"
     if part.exists():
         try:
             return client.open(name)
@@ -298,9 +298,9 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
 
 
 @contextmanager
-def _made(client: Client, plan: Plan) -> Iterator[Buffer]:
+def _made(client: Client, plan: Plan, wanted: str) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
-    name, metadata = f"{PRIVATE}/copy-{os.urandom(8).hex()}", plan.metadata or None
+    name, metadata = f"{private_of(wanted)}/copy-{os.urandom(8).hex()}", plan.metadata or None
     if plan.tensors is not None:
         buffer = client.create(name, tensors=plan.tensors, metadata=metadata)
     else:
@@ -314,7 +314,7 @@ def _made(client: Client, plan: Plan) -> Iterator[Buffer]:
 
 def _into_buffer(client: Client, source: Reads, plan: Plan, name: str, replace: bool, progress: Progress) -> Buffer:
     _check_free(client, name, replace)
-    with _made(client, plan) as buffer:
+    with _made(client, plan, name) as buffer:
         live = Live(buffer, plan.view)
         for offset, data in _blocks(source):
             live.write(offset, data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 _PATH = re.compile(r"(?P<name>[^@]+?)(?:@(?P<version>[0-9]+|raw))?(?P<suffix>\.npy|\.safetensors)?")
-PRIVATE = ".smb-files"  # the folder of buffers on their way to a name, or without one; not shown
+PRIVATE = ".smb-files"  # the folder, of each namespace, of buffers on their way to a name or without one; not shown
 
 
 class Form(str, Enum):
@@ -51,6 +51,17 @@ def meanings(path: str) -> tuple[Shown, ...]:
     return (Shown(path), Shown(name, Form(suffix))) if suffix and not name.endswith("/") else (Shown(path),)
 
 
+def private_of(name: str) -> str:
+    """Return the folder for what is to be, or was, a buffer of that name: who may use the one may use the other."""
+    namespace, slash, _ = name.partition("/")
+    return f"{namespace}/{PRIVATE}" if slash else PRIVATE
+
+
+def is_private(path: str) -> bool:
+    """Return whether that is such a folder, or in one."""
+    return PRIVATE in path.split("/")[:2]
+
+
 def parent_of(path: str) -> str:
     """Return the directory of a path; "" is the root."""
     return path.rpartition("/")[0]
@@ -69,7 +80,7 @@ def entries(directory: str, names: Iterable[str]) -> tuple[set[str], set[str]]:
     for name in names:
         if name.startswith(start):
             first, slash, _ = name[len(start) :].partition("/")
-            if first != PRIVATE or directory:
+            if not is_private(start + first):
                 (directories if slash else buffers).add(first)
     return directories, buffers
 

@@ -36,7 +36,7 @@ from smb.errors import Error, NotFoundError
 from smb.files.catalogue import Catalogue
 from smb.files.codes import as_os_errors, os_error, refuse
 from smb.files.contents import Draft, Frozen, FrozenFile, Live, Octets
-from smb.files.names import PRIVATE, Form, Shown, entries, files_of, meanings, parent_of
+from smb.files.names import PRIVATE, Form, Shown, entries, files_of, is_private, meanings, parent_of, private_of
 from smb.files.views import View, header_bytes, plan_of
 
 _COPY_BYTES = 8 << 20
@@ -236,7 +236,7 @@ class Tree:
                 parent = parent_of(parent)
         if not self._is_folder(parent):
             raise refuse(errno.ENOTDIR if parent and self._find(parent) else errno.ENOENT, path)
-        if path.split("/")[0] == PRIVATE:
+        if is_private(path):
             raise refuse(errno.EPERM, f"{PRIVATE} is where files are on their way")
         if len(path) > 255:
             raise refuse(errno.ENAMETOOLONG, path)
@@ -335,7 +335,7 @@ class Tree:
 
     def _take_away(self, name: str, node: _Node | None) -> None:
         if node is not None and node.handles and isinstance(node.content, Live):
-            node.displaced = _private_name()
+            node.displaced = _private_name(name)
             self.client.rename(name, node.displaced)
         else:
             self.client.delete(name)
@@ -379,7 +379,7 @@ class Tree:
             raise refuse(errno.EXDEV, f"{path!r} shows a buffer in another way than {new_path!r} would; copy it")
         new_name = new_path[: len(new_path) - len(form.value)]
         if victim is not None and victim.handles and isinstance(victim.content, Live):
-            victim.displaced = _private_name()
+            victim.displaced = _private_name(new_name)
             self.client.displace(name, new_name, victim.displaced)
         else:
             self.client.rename(name, new_name, replace=True)
@@ -432,8 +432,11 @@ class Tree:
         """Delete what processes of this host left half done when they were killed."""
         with as_os_errors():
             for name in builtins.list(self._catalogue.listing(missed=True).infos):
-                owner = name.removeprefix(_private_start() + "-").split("-")[0]
-                if name.startswith(_private_start() + "-") and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                if not is_private(name):
+                    continue
+                start = _private_start(name) + "-"
+                owner = name.removeprefix(start).split("-")[0]
+                if name.startswith(start) and owner.isdigit() and not Path(f"/proc/{owner}").exists():
                     self.client.delete(name, missing_ok=True)
                     self._catalogue.remove(name)
 
@@ -494,7 +497,7 @@ class Tree:
     def _made(self, path: str, data: Octets) -> Live:
         """Make a buffer with all its bytes in it, and only then give it its name."""
         plan = plan_of(path, data[: header_bytes(data[:16].tobytes())].tobytes(), data.size)
-        name, metadata = _private_name(), plan.metadata or None
+        name, metadata = _private_name(plan.name), plan.metadata or None
         if plan.tensors is not None:
             buffer = self.client.create(name, tensors=plan.tensors, metadata=metadata)
         else:
@@ -555,7 +558,7 @@ class Tree:
     # ---- inside
 
     def _find(self, path: str) -> _Found | None:
-        if not path or path.split("/")[0] == PRIVATE:
+        if not path or is_private(path):
             return None
         if path in self._hidden:
             self._end_hidden(path, self._hidden[path])
@@ -712,12 +715,12 @@ def _copy(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
         draft.write(offset, part)
 
 
-def _private_name() -> str:
+def _private_name(wanted: str) -> str:
     """Return a name that nobody else uses and that says whose it is: sweep() deletes those of the dead."""
-    return f"{_private_start()}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"{_private_start(wanted)}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def _private_start() -> str:
+def _private_start(wanted: str) -> str:
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())
     # Process ids count within their name space; two containers of one host may have the same host's name.
-    return f"{PRIVATE}/{host}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    return f"{private_of(wanted)}/{host}-{Path('/proc/self/ns/pid').stat().st_ino}"

@@ -360,7 +360,8 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
     files.mkdir()
     where = {"SMB_COORDINATOR": cluster.address}
     client.create("w", 10)
-    client.create(f".smb-files/{_dead_owner()}", 10)
+    client.create(_dead_owner("v"), 10)
+    client.create(_dead_owner("team/v"), 10)
     assert f"mounted at {files}" in run_smb("mount", files, **where).stdout
     assert "w" in names(files)
     assert [info.name for info in client.list()] == ["w"], "what a dead process of this host left half done"
@@ -383,12 +384,12 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
         assert said in done.stderr, done.stderr
 
 
-def _dead_owner() -> str:
+def _dead_owner(name: str) -> str:
     from smb.files import tree
 
     process = subprocess.Popen(["true"])
     process.wait()
-    return tree._private_name().replace(f"-{os.getpid()}-", f"-{process.pid}-").partition("/")[2]
+    return tree._private_name(name).replace(f"-{os.getpid()}-", f"-{process.pid}-")
 
 
 def _stale(directory: Path) -> bool:

@@ -158,8 +158,8 @@ def stopped_renewing(client: smb.Client) -> smb.Client:
 
 @pytest.mark.parametrize("short", ["2"], indirect=True)
 def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) -> None:
-    """A client that renews nothing gets new tokens by its next call, whatever that is, and no call is made twice; without
-    the coordinator, who could be asked whether it still may, it gets nothing.
+    """A client that renews nothing gets new tokens by its next call, whatever that is, and no call is made twice;
+    without the coordinator, who could be asked whether it still may, it gets nothing.
     """
     with short as cluster, smb.connect(cluster.address, transport="tcp", credentials=certificates / "client") as client:
         values = client.create("values", (40_000,))
@@ -206,8 +206,8 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
 
 @pytest.mark.parametrize("short", ["2"], indirect=True)
 def test_renamed_buffers_keep_their_tokens(short: smb.LocalCluster, certificates: Path) -> None:
-    """Handles of buffers that change their names with each other work past the life of the first tokens; who opens again
-    and again does not keep what is older from being renewed.
+    """Handles of buffers that change their names with each other work past the life of the first tokens; who opens
+    again and again does not keep what is older from being renewed.
     """
     with short as cluster, smb.connect(cluster.address, transport="tcp", credentials=certificates / "client") as client:
         one, other = client.create("team/one", (4,)), client.create("team/other", (4,))
@@ -236,7 +236,7 @@ def test_renamed_buffers_keep_their_tokens(short: smb.LocalCluster, certificates
 
 
 def refused_to_data(open_buffer: Any) -> Any:
-    """What a client's handles may not do here, so that the renewals are what keeps them going; opening anew they may."""
+    """What a client's handles may not do here, so that renewals alone keep them going; opening anew they may."""
 
     def ask(name: str, wait: float, timeout: float, known_id: int = 0) -> Any:
         assert not known_id, "a handle was refused"
@@ -246,8 +246,8 @@ def refused_to_data(open_buffer: Any) -> Any:
 
 
 def test_a_buffer_that_leaves_the_namespace_is_lost(connect_as: ConnectAs) -> None:
-    """Who is limited to a namespace gets no token for what was moved out of it, though it knows its id; what stays in it
-    is renamed under its hands.
+    """Who is limited to a namespace gets no token for what was moved out of it, though it knows its id; what stays in
+    it is renamed under its hands.
     """
     everybody, team = connect_as("client"), connect_as("of-team", "tcp")
     moved, kept = team.create("team/moved", (4,)), team.create("team/kept", (4,))

@@ -95,8 +95,8 @@ def test_who_shows_the_token(pages: Callable[..., Ask], token_file: Path) -> Non
         ask = pages(address, token_file, insecure)
         for shown in (f"Bearer {TOKEN}", f"bearer {TOKEN}", basic(f"me:{TOKEN}"), basic(f":{TOKEN}")):
             assert [ask(path, Authorization=shown) for path in PATHS] == [200] * len(PATHS), shown
-        for shown in ("", "Bearer", "Bearer ", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", TOKEN, basic(TOKEN), "Basic %",
-                      basic(f"{TOKEN}:"), f"Digest {TOKEN}", "Bearer \xff"):  # fmt: skip
+        for shown in ("", "Bearer", "Bearer ", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", TOKEN, basic(TOKEN),
+                      "Basic %", basic(f"{TOKEN}:"), f"Digest {TOKEN}", "Bearer \xff"):  # fmt: skip
             assert [ask(path, Authorization=shown) for path in PATHS] == [401] * len(PATHS), shown
         assert ask("/metrics") == 401
         assert ask("/healthz") == 200

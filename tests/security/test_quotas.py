@@ -51,8 +51,8 @@ def test_quotas_are_kept(daemons: Daemons) -> None:
 
 
 def test_a_rename_is_of_its_new_namespace(daemons: Daemons) -> None:
-    """What moves to a namespace, or is put aside there, counts there: no quota is passed by another name first. Within a
-    namespace, and out of one, everything may be renamed.
+    """What moves to a namespace, or is put aside there, counts there: no quota is passed by another name first. Within
+    a namespace, and out of one, everything may be renamed.
     """
     coordinator = daemons.coordinator("127.0.0.1:0", None, "--quota", "team=1MiB,2", "--quota", "full=1MiB,0")
     daemons.memory_server(coordinator.address, "server-0").address  # noqa: B018 - waits until it serves

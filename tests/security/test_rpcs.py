@@ -16,6 +16,8 @@ from smb.access import RULES, Role, caller_of, permit
 from smb.control import ANSWERED
 from smb.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
 from smb.errors import PermissionDeniedError
+from smb.files.copying import copy_buffer, restore, snapshot
+from smb.files.opened import open_file
 from smb.proto import control_pb2 as pb
 
 # Who may. Written down here once more, on purpose: a slip in the table of smb.access is seen.
@@ -214,6 +216,35 @@ def test_names_are_changed_inside_the_own_namespaces(connect_as: Any, team: smb.
     team.rename_folder("team/folder", "team/moved")
     team.displace("team/a", "team/b", "team/aside")
     assert [buffer.name for buffer in team.list()] == ["team/aside", "team/b", "team/moved/x"]
+
+
+def test_files_stay_in_the_own_namespaces(connect_as: Any, team: smb.Client, tmp_path: Path) -> None:
+    """Drafts, copies, snapshots and what is removed while it is open lie in the namespace of their name, so that who is
+    limited to one has files as everybody else; and none is left.
+    """
+    everybody = connect_as("client")
+    everybody.create("other/there", (4,))
+    with open_file("team/note", "wb", client=team) as file:
+        file.write(b"made")
+    with open_file("team/note", "wb", client=team) as file:
+        file.write(b"made anew")
+    with open_file("team/note", client=team) as file:
+        assert file.read() == b"made anew"
+    copy_buffer(team, "team/note", team, "team/copy")
+    path = tmp_path / "note"
+    snapshot(team, "team/copy", path)
+    restore(team, path, "team/restored")
+    assert path.read_bytes() == team.open("team/restored").read().tobytes() == b"made anew"
+    names = ["other/there", "team/copy", "team/note", "team/restored"]
+    assert [buffer.name for buffer in everybody.list()] == names
+    for refused in (
+        lambda: open_file("other/note", "wb", client=team).close(),
+        lambda: copy_buffer(team, "team/note", team, "other/copy"),
+        lambda: copy_buffer(team, "other/there", team, "team/stolen"),
+    ):
+        with pytest.raises((smb.PermissionDeniedError, PermissionError, FileNotFoundError)):
+            refused()
+    assert [buffer.name for buffer in everybody.list()] == names
 
 
 def test_health_needs_no_certificate(guarded: smb.LocalCluster) -> None:
