@@ -79,7 +79,7 @@ class _Node:
 
 
 class _Hidden:
-    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or something needs the name."""
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed."""
 
     def __init__(self, node: _Node | None, end: Callable[[_Hidden], None]) -> None:
         self.node = node
