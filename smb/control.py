@@ -157,7 +157,11 @@ class Coordinator:
                 if not _was_not_sent(error):
                     raise
             # Perhaps it is just being started, or started again: gRPC would go on failing until its next attempt.
-            grpc.channel_ready_future(self._channel).result(timeout=min(timeout, _COMES_BACK_S))
+            ready = grpc.channel_ready_future(self._channel)
+            try:
+                ready.result(timeout=min(timeout, _COMES_BACK_S))
+            finally:
+                ready.cancel()  # gRPC's thread that watches would otherwise find the channel closed one day, and complain
             return method(request, timeout=timeout)
         # gRPC's own tracebacks, chained, are 30 lines that say no more.
         except grpc.FutureTimeoutError:

@@ -189,12 +189,12 @@ def add_port(server: grpc.Server | grpc.aio.Server, address: str, credentials: C
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host names this machine alone. A name that can't be resolved does not."""
+    """Whether nobody else can reach what listens at the host: it is this machine's alone, or is no host at all."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        return all(ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in found)
-    except (OSError, ValueError):
-        return False
+    except OSError:
+        return True  # listening there will say why it can't be
+    return all(ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in found)
 
 
 def check_exposure(what: str, host: str, credentials: Credentials | None, insecure: bool) -> None:

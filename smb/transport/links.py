@@ -144,6 +144,7 @@ class Links:
         """Close all of them."""
         with self._lock:
             self._entries.clear()
+            self._dialers.clear()  # they have these links themselves, and who is in a circle goes late
 
     def _connect(self, entry: _Entry, where: Whereabouts, deadline: Deadline) -> Link:
         if entry.lane in _UNIX:

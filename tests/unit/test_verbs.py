@@ -7,7 +7,7 @@ import gc
 import os
 import socket
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from smb._engine import lib
 from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError
 from smb.layout import SegmentPlace
+from smb.tokens import Tokens
 from smb.transport.base import Deadline, NoWayError
 from smb.transport.links import Links
 from smb.transport.memory import WORTH_BYTES, ClientMemory
@@ -49,10 +50,14 @@ def test_ends_are_checked() -> None:
             End(**good | {name: value}).check()  # type: ignore[arg-type]
 
 
+def _never(*_: object) -> NoReturn:
+    raise AssertionError("nobody is to be reached")
+
+
 def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     """Without its device the transport leads nowhere, and says what is missing; no thread is started."""
     client = EngineClient(12345)
-    links = Links(client, lambda server: None)
+    links = Links(client, lambda server: None, Tokens(_never), _never)
     verbs = Verbs(client, links, 12345, Settings(device="none0"))
     place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = threading.active_count()
