@@ -713,7 +713,9 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         }
         at = &flight->next;
     }
-    if (half_sent || (parked && link_state_of(link) == LINK_UP))
+    if (half_sent || (parked && link_state_of(link) == LINK_UP)) {
         break_connection(link);
+        client_want_link(link, link_busy(link)); /* now: the driver may be about to sleep, and others' calls wait here */
+    }
     call_stream_finished(stream);
 }

@@ -26,6 +26,9 @@ A training process serves its own metrics if it is asked to: `SMB_CLIENT_METRICS
 `smb.train.Collector(client, "group")` tells of a whole training, from any process. Give Prometheus these addresses in
 a file of `targets/`, with the label `smb_role: client`.
 
+**Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, for whoever may
+scrape, of all namespaces. Who that is: [operating.md](operating.md#who-sees-the-pages).
+
 ## Labels are bounded
 
 `kind` is an operation (read, write, accumulate, ...), `transport` one of shm, tcp, unix, `class` a status of the

@@ -135,7 +135,7 @@ def copy_buffer(
     view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
     assert view is not None
     if source is target and buffer.versions == 1:
-        made = _beside(source, buffer, private_name(source, new_name))
+        made = _beside(source, buffer, private_name(new_name))
         return _named(target, made, new_name, replace)
     plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
@@ -262,7 +262,7 @@ def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
 def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
     """Return a copy of the buffer that nobody changes: that of the snapshot that was interrupted, or a new one."""
     asked = f"{buffer.info.id:x} {part.absolute()}"
-    name = private_name(client, buffer.name, f"snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}")
+    name = private_name(buffer.name, f"snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}")
     if part.exists():
         try:
             return client.open(name)
@@ -299,9 +299,9 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
 
 
 @contextmanager
-def _made(client: Client, plan: Plan) -> Iterator[Buffer]:
+def _made(client: Client, plan: Plan, wanted: str) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
-    name, metadata = private_name(client, plan.name), plan.metadata or None
+    name, metadata = private_name(wanted), plan.metadata or None
     if plan.tensors is not None:
         buffer = client.create(name, tensors=plan.tensors, metadata=metadata)
     else:
@@ -315,7 +315,7 @@ def _made(client: Client, plan: Plan) -> Iterator[Buffer]:
 
 def _into_buffer(client: Client, source: Reads, plan: Plan, name: str, replace: bool, progress: Progress) -> Buffer:
     _check_free(client, name, replace)
-    with _made(client, plan) as buffer:
+    with _made(client, plan, name) as buffer:
         live = Live(buffer, plan.view)
         for offset, data in _blocks(source):
             live.write(offset, data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 _PATH = re.compile(r"(?P<name>[^@]+?)(?:@(?P<version>[0-9]+|raw))?(?P<suffix>\.npy|\.safetensors)?")
-PRIVATE = ".smb-files"  # the folder of buffers on their way to a name, or without one; not shown
+PRIVATE = ".smb-files"  # the folder, of each namespace, of buffers on their way to a name or without one; not shown
 
 
 class Form(str, Enum):
@@ -49,6 +49,12 @@ def meanings(path: str) -> tuple[Shown, ...]:
     if version is not None:
         return (Shown(name, Form(suffix), int(version)),)
     return (Shown(path), Shown(name, Form(suffix))) if suffix and not name.endswith("/") else (Shown(path),)
+
+
+def private_of(name: str) -> str:
+    """Return the folder for what is to be, or was, a buffer of that name: who may use the one may use the other."""
+    namespace, slash, _ = name.partition("/")
+    return f"{namespace}/{PRIVATE}" if slash else PRIVATE
 
 
 def is_private(path: str) -> bool:

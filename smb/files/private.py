@@ -1,6 +1,6 @@
-"""Names of buffers on their way to a name, or without one: in the folder PRIVATE, which is not shown.
+"""Names of buffers on their way to a name, or without one: in a folder PRIVATE, which is not shown.
 
-It is at the root, or, for a client whose credentials are limited to namespaces, in that of the file in question.
+It is in the namespace of the file in question: who may use the one may use the other, and its quota counts both.
 """
 
 from __future__ import annotations
@@ -9,28 +9,16 @@ import os
 import re
 import secrets
 import socket
-import weakref
 from pathlib import Path
 
-from smb.client import Client
-from smb.errors import PermissionDeniedError
-from smb.files.names import PRIVATE
-
-_limited: weakref.WeakKeyDictionary[Client, bool] = weakref.WeakKeyDictionary()
+from smb.files.names import PRIVATE, private_of
 
 
-def private_name(client: Client, name: str, rest: str = "") -> str:
+def private_name(name: str, rest: str = "") -> str:
     """Return a private name for what is to be, or was, called `name`: with that `rest`, by default one that nobody else
-    uses and that says whose it is (left_by_dead). Asks the coordinator once.
+    uses and that says whose it is (left_by_dead).
     """
-    if client not in _limited:
-        try:
-            client.delete(f"{PRIVATE}/nothing", missing_ok=True)
-            _limited[client] = False
-        except PermissionDeniedError:
-            _limited[client] = True
-    start = name.partition("/")[0] + "/" if _limited[client] and "/" in name else ""
-    return f"{start}{PRIVATE}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
+    return f"{private_of(name)}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
 
 
 def left_by_dead(name: str) -> bool:

@@ -332,7 +332,7 @@ class Tree:
 
     def _take_away(self, name: str, node: _Node | None) -> None:
         if node is not None and node.handles and isinstance(node.content, Live):
-            node.displaced = private_name(self.client, name)
+            node.displaced = private_name(name)
             self.client.rename(name, node.displaced)
         else:
             self.client.delete(name)
@@ -376,7 +376,7 @@ class Tree:
             raise refuse(errno.EXDEV, f"{path!r} shows a buffer in another way than {new_path!r} would; copy it")
         new_name = new_path[: len(new_path) - len(form.value)]
         if victim is not None and victim.handles and isinstance(victim.content, Live):
-            victim.displaced = private_name(self.client, new_name)
+            victim.displaced = private_name(new_name)
             self.client.displace(name, new_name, victim.displaced)
         else:
             self.client.rename(name, new_name, replace=True)
@@ -490,7 +490,7 @@ class Tree:
     def _made(self, path: str, data: Octets) -> Live:
         """Make a buffer with all its bytes in it, and only then give it its name."""
         plan = plan_of(path, data[: header_bytes(data[:16].tobytes())].tobytes(), data.size)
-        name, metadata = private_name(self.client, plan.name), plan.metadata or None
+        name, metadata = private_name(plan.name), plan.metadata or None
         if plan.tensors is not None:
             buffer = self.client.create(name, tensors=plan.tensors, metadata=metadata)
         else:

@@ -361,7 +361,8 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
     files.mkdir()
     where = {"SMB_COORDINATOR": cluster.address}
     client.create("w", 10)
-    client.create(_dead_owner(client), 10)
+    client.create(_dead_owner("v"), 10)
+    client.create(_dead_owner("team/v"), 10)
     assert f"mounted at {files}" in run_smb("mount", files, **where).stdout
     assert "w" in names(files)
     assert [info.name for info in client.list()] == ["w"], "what a dead process of this host left half done"
@@ -384,10 +385,10 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
         assert said in done.stderr, done.stderr
 
 
-def _dead_owner(client: smb.Client) -> str:
+def _dead_owner(name: str) -> str:
     process = subprocess.Popen(["true"])
     process.wait()
-    return private_name(client, "w").replace(f"-{os.getpid()}-", f"-{process.pid}-")
+    return private_name(name).replace(f"-{os.getpid()}-", f"-{process.pid}-")
 
 
 def _stale(directory: Path) -> bool:

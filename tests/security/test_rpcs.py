@@ -16,10 +16,13 @@ from smb.access import RULES, Role, caller_of, permit
 from smb.control import ANSWERED
 from smb.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
 from smb.errors import PermissionDeniedError
+from smb.files.copying import copy_buffer, restore, snapshot
+from smb.files.opened import open_file
 from smb.proto import control_pb2 as pb
 
 # Who may. Written down here once more, on purpose: a slip in the table of smb.access is seen.
 USERS, WRITERS, SERVERS, COORDINATOR = "client reader operator", "client operator", "server-0", "coordinator"
+NOBODY = ""  # queue pairs reach more than a token grants
 MAY = {
     "Coordinator": {
         "OpenSession": USERS,
@@ -32,6 +35,7 @@ MAY = {
         "OpenBuffer": USERS,
         "ListBuffers": USERS,
         "DeleteBuffer": WRITERS,
+        "RenameBuffer": WRITERS,
         "ListServers": USERS,
         "Overview": USERS,
     },
@@ -39,6 +43,9 @@ MAY = {
         "CreateSegment": COORDINATOR,
         "DeleteSegment": COORDINATOR,
         "EndSessions": COORDINATOR,
+        "ConnectVerbs": NOBODY,
+        "OpenSegmentVerbs": NOBODY,
+        "CloseVerbs": NOBODY,
     },
 }
 STRANGERS = ("in the clear", "without one", "other/operator", "expired")
@@ -179,6 +186,65 @@ def test_a_certificate_may_be_limited_to_namespaces(connect_as: Any, team: smb.C
         pass
     team.delete("team/weights")
     assert len(everybody.list()) == 3
+
+
+def test_names_are_changed_inside_the_own_namespaces(connect_as: Any, team: smb.Client) -> None:
+    """Each name of a rename is asked: what is renamed, its new name, what is put aside; and those of folders."""
+    everybody, reader = connect_as("client"), connect_as("reader-of-team")
+    for name in ("other/there", "other/folder/x", "teams/there", "plain"):
+        everybody.create(name, (4,))
+    for name in ("team/a", "team/b", "team/folder/x"):
+        team.create(name, (4,))
+    before = [buffer.name for buffer in everybody.list()]
+    for refused in (
+        lambda: team.rename("other/there", "team/stolen"),
+        lambda: team.rename("plain", "team/stolen"),
+        lambda: team.rename("team/a", "other/put"),
+        lambda: team.rename("team/a", "put"),
+        lambda: team.rename("team/a", "other/there", replace=True),
+        lambda: team.displace("team/a", "team/b", "other/aside"),
+        lambda: team.displace("team/a", "other/there", "team/stolen"),
+        lambda: team.rename_folder("other/folder", "team/stolen"),
+        lambda: team.rename_folder("team/folder", "other/put"),
+        lambda: team.rename_folder("team", "teams"),
+        lambda: team.rename_folder("other", "team/stolen"),
+        lambda: reader.rename("team/a", "team/c"),
+    ):
+        with pytest.raises(smb.PermissionDeniedError, match=r"limited to team/|takes the role client"):
+            refused()
+    assert [buffer.name for buffer in everybody.list()] == before
+    team.rename_folder("team/folder", "team/moved")
+    team.displace("team/a", "team/b", "team/aside")
+    assert [buffer.name for buffer in team.list()] == ["team/aside", "team/b", "team/moved/x"]
+
+
+def test_files_stay_in_the_own_namespaces(connect_as: Any, team: smb.Client, tmp_path: Path) -> None:
+    """Drafts, copies, snapshots and what is removed while it is open lie in the namespace of their name, so that who is
+    limited to one has files as everybody else; and none is left.
+    """
+    everybody = connect_as("client")
+    everybody.create("other/there", (4,))
+    with open_file("team/note", "wb", client=team) as file:
+        file.write(b"made")
+    with open_file("team/note", "wb", client=team) as file:
+        file.write(b"made anew")
+    with open_file("team/note", client=team) as file:
+        assert file.read() == b"made anew"
+    copy_buffer(team, "team/note", team, "team/copy")
+    path = tmp_path / "note"
+    snapshot(team, "team/copy", path)
+    restore(team, path, "team/restored")
+    assert path.read_bytes() == team.open("team/restored").read().tobytes() == b"made anew"
+    names = ["other/there", "team/copy", "team/note", "team/restored"]
+    assert [buffer.name for buffer in everybody.list()] == names
+    for refused in (
+        lambda: open_file("other/note", "wb", client=team).close(),
+        lambda: copy_buffer(team, "team/note", team, "other/copy"),
+        lambda: copy_buffer(team, "other/there", team, "team/stolen"),
+    ):
+        with pytest.raises((smb.PermissionDeniedError, PermissionError, FileNotFoundError)):
+            refused()
+    assert [buffer.name for buffer in everybody.list()] == names
 
 
 def test_health_needs_no_certificate(guarded: smb.LocalCluster) -> None:

@@ -13,7 +13,7 @@ from safetensors.numpy import load, save
 
 import smb
 from smb.files.codes import as_os_errors
-from smb.files.names import PRIVATE, Form, Shown, entries, files_of, meanings
+from smb.files.names import Form, Shown, entries, files_of, is_private, meanings, private_of
 from smb.files.views import forms_of, header_bytes, npy_header, parse_safetensors, plan_of, safetensors_header, view_of
 from smb.tensors import TensorTable
 
@@ -42,7 +42,12 @@ def test_paths_mean(path: str, shown: list[Shown]) -> None:
 
 def test_directories_come_from_slashes() -> None:
     """A directory has what is right below it; what is on its way to a name is nobody's to see."""
-    names = ["a", "a/b", "a/c/d", "x/y", f"{PRIVATE}/1"]
+    names = ["a", "a/b", "a/c/d", "x/y", private_of("a") + "/1", private_of("x/y") + "/1"]
+    assert names[-2:] == [".smb-files/1", "x/.smb-files/1"]
+    assert [is_private(name) for name in (*names, "x/.smb-files", "a/b/.smb-files/c")] == [False] * 4 + [True] * 3 + [
+        False
+    ]
+    assert entries("x", names) == (set(), {"y"})
     assert entries("", names) == ({"a", "x"}, {"a"})
     assert entries("a", names) == ({"c"}, {"b"})
     assert entries("nowhere", names) == (set(), set())
