@@ -32,6 +32,7 @@ MAY = {
         "OpenBuffer": USERS,
         "ListBuffers": USERS,
         "DeleteBuffer": WRITERS,
+        "RenameBuffer": WRITERS,
         "ListServers": USERS,
         "Overview": USERS,
     },
@@ -39,6 +40,9 @@ MAY = {
         "CreateSegment": COORDINATOR,
         "DeleteSegment": COORDINATOR,
         "EndSessions": COORDINATOR,
+        "ConnectVerbs": USERS,
+        "OpenSegmentVerbs": USERS,
+        "CloseVerbs": USERS,
     },
 }
 STRANGERS = ("in the clear", "without one", "other/operator", "expired")
