@@ -158,6 +158,8 @@ class ControlService(MemoryServerServicer):
         """See control.proto."""
 
         def close() -> pb.CloseVerbsReply:
+            if request.session_id == 0:
+                raise InvalidArgumentError("session 0 is none")
             self._proved(request.session_id, request.token)
             self._rdma.close_connection(request.session_id)
             return pb.CloseVerbsReply()

@@ -38,7 +38,7 @@ from smb.transport.queues import (
 from smb.transport.records import FRAME_BYTES
 
 SLOTS = 8  # of 1 MiB a session: enough to have some on their way while others are added
-# A connection pins its slots, 8 MiB, in the journal's memory, which counts in no capacity: 2 GiB, half of the journal's.
+# A connection pins its slots, 8 MiB, in the journal's memory, which is in no capacity: 2 GiB, half of the journal's.
 CONNECTIONS_MAX = 256
 _OUT_BYTES = MESSAGE_BYTES // FRAME_BYTES * FRAME_BYTES
 

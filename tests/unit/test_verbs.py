@@ -16,6 +16,7 @@ from smb._engine import lib
 from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError
 from smb.layout import SegmentPlace
+from smb.tokens import Tokens
 from smb.transport.base import Deadline, NoWayError
 from smb.transport.links import Links
 from smb.transport.memory import WORTH_BYTES, ClientMemory
@@ -25,6 +26,14 @@ from smb.transport.records import HEADER, RECORD, answers, runs
 from smb.transport.verbs import Verbs
 
 _DEADLINE_S = 20.0
+
+
+def _no_coordinator(_kind: object, _name: str) -> Any:
+    raise AssertionError("nobody asks")
+
+
+def _no_tls(_server: str, _address: str, _seconds: float) -> int:
+    raise AssertionError("nobody asks")
 
 
 def test_settings_come_from_the_environment() -> None:
@@ -52,7 +61,7 @@ def test_ends_are_checked() -> None:
 def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     """Without its device the transport leads nowhere, and says what is missing; no thread is started."""
     client = EngineClient(12345)
-    links = Links(client, lambda server: None)
+    links = Links(client, lambda server: None, Tokens(_no_coordinator), _no_tls)
     verbs = Verbs(client, links, 12345, Settings(device="none0"))
     place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = threading.active_count()
