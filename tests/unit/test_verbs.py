@@ -7,7 +7,7 @@ import gc
 import os
 import socket
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -26,14 +26,6 @@ from smb.transport.records import HEADER, RECORD, answers, runs
 from smb.transport.verbs import Verbs
 
 _DEADLINE_S = 20.0
-
-
-def _no_coordinator(_kind: object, _name: str) -> Any:
-    raise AssertionError("nobody asks")
-
-
-def _no_tls(_server: str, _address: str, _seconds: float) -> int:
-    raise AssertionError("nobody asks")
 
 
 def test_settings_come_from_the_environment() -> None:
@@ -58,10 +50,14 @@ def test_ends_are_checked() -> None:
             End(**good | {name: value}).check()  # type: ignore[arg-type]
 
 
+def _never(*_: object) -> NoReturn:
+    raise AssertionError("nobody is to be reached")
+
+
 def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     """Without its device the transport leads nowhere, and says what is missing; no thread is started."""
     client = EngineClient(12345)
-    links = Links(client, lambda server: None, Tokens(_no_coordinator), _no_tls)
+    links = Links(client, lambda server: None, Tokens(_never), _never)
     verbs = Verbs(client, links, 12345, Settings(device="none0"))
     place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = threading.active_count()
