@@ -103,11 +103,16 @@ const struct grant *grants_find(const struct grants *grants, uint64_t segment)
     return found->segment ? found : NULL;
 }
 
-/* What has expired is left behind. */
+/* What has expired is left behind: room is for what lives. */
 static int grow(struct grants *grants)
 {
     uint64_t now_ns = smb_now_ns();
-    struct grants larger = {.room = grants->room ? 2 * grants->room : 8};
+    uint32_t live = 0;
+    for (uint32_t i = 0; i < grants->room; i++)
+        live += grants->entries[i].segment != 0 && grants->entries[i].expires_ns > now_ns;
+    struct grants larger = {.room = 8};
+    while (larger.room <= 3 * live) /* so that it is not soon full again */
+        larger.room *= 2;
     if (larger.room > GRANTS_MAX || !(larger.entries = calloc(larger.room, sizeof *larger.entries)))
         return SMB_OUT_OF_MEMORY;
     for (uint32_t i = 0; i < grants->room; i++) {

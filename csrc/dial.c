@@ -147,12 +147,26 @@ static int shake_hands(int fd, const struct smb_client *client, uint16_t lane, u
     return SMB_OK;
 }
 
+static bool same_token(const struct smb_token *one, const struct smb_token *other)
+{
+    return one->segment == other->segment && memcmp(one->secret, other->secret, SMB_KEY_BYTES) == 0;
+}
+
+/* One that is not good any more, unless a newer one has taken its place: of buffers that are gone none stays for ever. */
+static void forget_token(struct smb_link *link, uint32_t at, const struct smb_token *token)
+{
+    pthread_mutex_lock(&link->client->mutex);
+    if (same_token(&link->tokens[at], token))
+        link->tokens[at] = link->tokens[--link->token_count];
+    pthread_mutex_unlock(&link->client->mutex);
+}
+
 /* What the link was given so far, on a connection that is not the link's yet. One that the server does not take is no reason to
  * do without the others. */
 static int show_tokens(struct smb_link *link, int fd, bool by_reference, const struct access_connection *proof, uint64_t deadline_ns)
 {
     int status = SMB_OK;
-    for (uint32_t i = 0; status == SMB_OK; i++) {
+    for (uint32_t i = 0; status == SMB_OK;) {
         struct smb_token token;
         pthread_mutex_lock(&link->client->mutex);
         bool more = i < link->token_count;
@@ -170,8 +184,12 @@ static int show_tokens(struct smb_link *link, int fd, bool by_reference, const s
         status = exchange(fd, &frame, body, by_reference, deadline_ns, &reply, &passed);
         if (passed >= 0)
             close(passed);
-        if (status == SMB_DENIED)
+        if (status == SMB_DENIED) {
+            forget_token(link, i, &token); /* the last one has its place now */
             status = SMB_OK;
+        } else {
+            i++;
+        }
     }
     return status;
 }

@@ -151,7 +151,7 @@ static void take_over(struct loop *loop, struct connection *connection)
     if (loop->connections)
         loop->connections->previous = connection;
     loop->connections = connection;
-    loop->not_greeted += !connection->greeted;
+    loop->not_greeted += !connection->proven;
     if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, connection->fd, &event) != 0)
         drop_connection(loop, connection);
 }

@@ -41,6 +41,7 @@ def memserver(
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
     data_tls: Annotated[bool, option("memserver.data_tls")] = SETTINGS["memserver.data_tls"].default,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
+    metrics_token_file: Annotated[Path | None, option("cluster.metrics_token_file")] = None,
     log_level: Annotated[str, option("memserver.log_level")] = SETTINGS["memserver.log_level"].default,
 ) -> None:
     """Offer this host's memory to a cluster: serve segments until SIGTERM or Ctrl-C.
@@ -65,6 +66,7 @@ def memserver(
                 verbs=Settings.of(variables_of("verbs")) if verbs == "auto" else None,
                 credentials=found.find(credentials),
                 insecure=insecure,
+                metrics_token_file=metrics_token_file,
                 data_tls=data_tls,
             )
         )

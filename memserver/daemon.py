@@ -33,6 +33,7 @@ from memserver.registration import Asking, Identity, Registration
 from memserver.segments import Segments
 from memserver.shares import Names
 from memserver.tls import TlsListener
+from smb.admission import admission
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.credentials import Credentials, check_exposure
 from smb.daemon import Pages, end_with_owner, notify, watchdog_interval_s, write_ready_file
@@ -64,6 +65,7 @@ class Options:
     verbs: Settings | None = None  # None: no RDMA
     credentials: Credentials | None = None
     insecure: bool = False
+    metrics_token_file: Path | None = None
     data_tls: bool = False
 
 
@@ -135,7 +137,8 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     health = _Health(options, address, segments, life)
     buffers, clients = Names(), Names()
     registry.register(EngineMetrics(engine, segments, options.capacity_bytes, health.life, buffers, clients))
-    pages = Pages(options.metrics, registry, health.show)
+    admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(reachable,))
+    pages = Pages(options.metrics, registry, health.show, admit=admit)
     leaving.callback(pages.close)
     identity = Identity(
         name=options.name,

@@ -786,6 +786,7 @@ class Buffer(Place):
             token = fence.token
         deadline = Deadline(client.timeout, started)
         pause = _RETRY_FIRST_S
+        opened_again = False
         while True:
             if ended is None:
                 client.check_open()
@@ -829,6 +830,11 @@ class Buffer(Place):
                 for other in others:
                     other._forget(other._handle)
                     other._refresh(deadline)
+            if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
+                opened_again = True
+                if all(buffer._open_again(deadline) for buffer in (self, *others)):
+                    ended = None
+                    continue
             elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
             if not elsewhere or ended.sent or deadline.left() == 0.0:
                 raise self._error(opcode, ended)
@@ -1013,19 +1019,45 @@ class Buffer(Place):
             handle.set_link(index, place.id, self.layout.epoch, link)
         return handle
 
-    def _refresh(self, deadline: Deadline) -> None:
+    def _may_repeat(self, opcode: Opcode, refused: Outcome) -> bool:
+        """Whether a call of which a server refused a part is done once more with a newer token: where that does no part
+        of it twice. Readers have no token for anything else.
+        """
+        if opcode is Opcode.READ:
+            return True
+        place = self.layout.segments[refused.segment]
+        if self._client.coordinator.tokens.read_only(place.id):
+            return False
+        if opcode in (Opcode.WRITE, Opcode.FILL):
+            return True
+        try:
+            parts = self._client.engine.settle(refused.doubt, 0) if refused.doubt else []
+        except EngineError:
+            return False
+        return refused.bytes_applied == 0 and all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
+
+    def _open_again(self, deadline: Deadline) -> bool:
+        """Get newer tokens, which the next call shows; False where the coordinator does not answer."""
+        if not self._refresh(deadline):
+            return False
+        self._forget(self._handle)
+        return True
+
+    def _refresh(self, deadline: Deadline) -> bool:
+        """Ask where the buffer is now, and what it is called; False where the coordinator does not answer."""
         try:
             # By its id: it may have been renamed since.
             info = BufferInfo.of(
                 self._client.coordinator.open_buffer(self.name, 0.0, min(1.0, deadline.left()), self._info.id)
             )
         except (UnavailableError, TimeoutError):
-            return  # the coordinator is away: the servers may still be where they were
+            return False  # it is away: the servers may still be where they were
         except NotFoundError as error:
             raise NotFoundError(f"buffer {self.name!r} was deleted") from error
         if info.id != self._info.id:
             raise NotFoundError(f"buffer {self.name!r} was deleted and made anew; open it again")
         self._info = info
+        return True
 
     def _error(self, opcode: Opcode, outcome: Outcome) -> Error:
         place = self.layout.segments[outcome.segment]
@@ -1064,7 +1096,10 @@ class Buffer(Place):
         if outcome.status is Status.INVALID:
             return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
         if outcome.status is Status.DENIED:
-            return PermissionDeniedError(f"{asked}: {where} does not let this session in; {applied}")
+            return PermissionDeniedError(
+                f"{asked}: {where} does not let this session do it: it may only read, or its right has expired and the "
+                f"coordinator gave no newer one; {applied}"
+            )
         if outcome.status is Status.OUT_OF_MEMORY:
             return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
         return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")

@@ -136,8 +136,9 @@ class Coordinator:
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
         return float(reply.now)
 
-    def _open_again(self, kind: pb.Kind, name: str) -> pb.Buffer:
-        return self._opened(self._stub.OpenBuffer, pb.OpenBufferRequest(name=name, kind=kind), _RENEW_S)
+    def _open_again(self, kind: pb.Kind, name: str, known_id: int) -> pb.Buffer:
+        request = pb.OpenBufferRequest(name=name, kind=kind, id=known_id)
+        return self._opened(self._stub.OpenBuffer, request, _RENEW_S)
 
     def _opened(
         self, method: Callable[..., Any], request: pb.CreateBufferRequest | pb.OpenBufferRequest, timeout: float

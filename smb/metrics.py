@@ -1,7 +1,7 @@
 """A client's metrics for Prometheus: what this process does, and how long it takes.
 
 >>> import smb.metrics
->>> pages = smb.metrics.serve(client, "0.0.0.0:9480")  # GET /metrics, until pages.close()
+>>> pages = smb.metrics.serve(client, "127.0.0.1:9480")  # GET /metrics, until pages.close()
 
 or into a registry that is served already:
 
@@ -14,9 +14,11 @@ meanings: docs/metrics.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smb.metric_names import LATENCY_EDGES, OUTAGE_EDGES, counter, cumulative, gauge, histogram
+from smb.settings import switch_of, text_of
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -94,14 +96,19 @@ class Collector:
 def serve(client: Client, address: str = "127.0.0.1:0", *collectors: object) -> Pages:
     """Serve the client's metrics, and those of other collectors (smb.train.Collector), at GET /metrics of "host:port".
 
-    Port 0 picks a free one: `.address` of what is returned says which. Ends with its close(). Does not block. Raises
-    UnavailableError where the address cannot be had.
+    Port 0 picks a free one: `.address` of what is returned says which. Ends with its close(). Does not block. Beyond
+    this machine only for who shows the token of SMB_METRICS_TOKEN_FILE, or with SMB_INSECURE=1. Raises
+    UnavailableError where the address cannot be had, InvalidArgumentError for a bad token file.
     """
     from prometheus_client import CollectorRegistry
 
+    from smb.admission import admission
     from smb.daemon import Pages
 
     registry = CollectorRegistry()
     for collector in (Collector(client), *collectors):
         registry.register(collector)  # type: ignore[arg-type]
-    return Pages(address, registry, lambda: {"ok": not client.session_ended, "role": "client", "name": client.name})
+    token_file, insecure = text_of("cluster.metrics_token_file"), bool(switch_of("cluster.insecure"))
+    admit = admission(address, Path(token_file) if token_file else None, insecure=insecure)
+    health = {"role": "client", "name": client.name}
+    return Pages(address, registry, lambda: {"ok": not client.session_ended, **health}, admit=admit)

@@ -149,7 +149,12 @@ _TABLE = (
     Setting("cluster", "tls_key", str, None, "The own key, in place of key.pem there.", metavar="FILE"),
     Setting(
         "cluster", "insecure", bool, False,
-        "Listen to other machines without credentials: whoever reaches it may read, change and delete.", _switch,
+        "Listen to other machines without credentials: whoever reaches it may read, change and delete, and see the pages.", _switch,
+    ),
+    Setting(
+        "cluster", "metrics_token_file", str, None,
+        "A file with a secret word: who shows it sees the pages. Without one they are for this machine alone.",
+        metavar="FILE",
     ),
     Setting("client", "transport", str, "auto", "auto, shm, verbs or tcp; before what a program asks.", _transport),
     Setting("client", "checksum", bool, None, "A CRC-32C with every frame. Default: the coordinator's.", _switch),

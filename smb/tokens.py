@@ -32,7 +32,7 @@ _log = logging.getLogger("smb")
 
 @dataclass(slots=True)
 class _Opened:
-    buffer_id: int
+    name: str  # as last heard: buffers are renamed
     renew_at: float
     segments: list[int] = field(default_factory=list)
 
@@ -40,25 +40,32 @@ class _Opened:
 class Tokens:
     """All tokens of a client."""
 
-    def __init__(self, open_again: Callable[[pb.Kind, str], pb.Buffer]) -> None:
-        """`open_again` asks the coordinator for a buffer, lock or barrier by name."""
+    def __init__(self, open_again: Callable[[pb.Kind, str, int], pb.Buffer]) -> None:
+        """`open_again` asks the coordinator for a buffer by its id, whatever its name is now; for a lock or barrier by
+        name.
+        """
         self._open_again = open_again
         self.look_every_s = float("inf")
         self._followers: list[weakref.WeakMethod[Callable[[int], None]]] = []
         self._lock = threading.Lock()
         self._tokens: dict[int, Token] = {}
-        self._opened: dict[tuple[pb.Kind, str], _Opened] = {}
+        self._opened: dict[tuple[pb.Kind, int], _Opened] = {}  # by id: one name may be of several in turn
         self._shown: weakref.WeakKeyDictionary[Link, dict[int, Token]] = weakref.WeakKeyDictionary()
 
     def learn(self, buffer: pb.Buffer) -> None:
-        """Take note of the tokens that came with a buffer."""
+        """Take note of the tokens that came with a buffer.
+
+        They are due when the ones before them were: links that nobody shows the newer ones still live by those.
+        """
         given = [segment for segment in buffer.layout.segments if segment.HasField("token")]
         if not given:
             return
         life_s = min(segment.token.lifetime_ms for segment in given) / 1000
-        opened = _Opened(buffer.id, time.monotonic() + _RENEW_AT * life_s, [segment.id for segment in given])
+        renew_at = time.monotonic() + _RENEW_AT * life_s
         with self._lock:
-            self._opened[buffer.kind, buffer.name] = opened
+            before = self._opened.get((buffer.kind, buffer.id))
+            renew_at = min(renew_at, before.renew_at) if before else renew_at
+            self._opened[buffer.kind, buffer.id] = _Opened(buffer.name, renew_at, [segment.id for segment in given])
             for segment in given:
                 token = segment.token
                 self._tokens[segment.id] = Token(
@@ -117,21 +124,21 @@ class Tokens:
         now = time.monotonic()
         with self._lock:
             due = [(key, opened) for key, opened in self._opened.items() if opened.renew_at <= now]
-        for (kind, name), opened in due:
+        for (kind, number), opened in due:
             try:
-                buffer = self._open_again(kind, name)
+                opened.renew_at = float("inf")  # what is given for it now counts from now
+                buffer = self._open_again(kind, opened.name, number)
             except (NotFoundError, PermissionDeniedError) as error:
-                _log.debug("no token for %s any more: %s", name, error)
-                self._forget((kind, name))
+                _log.debug("no token for %s any more: %s", opened.name, error)
+                self._forget((kind, number))
                 continue
             except Error as error:
-                _log.debug("the token for %s was not renewed: %s", name, error)
+                _log.debug("the token for %s was not renewed: %s", opened.name, error)
                 opened.renew_at = time.monotonic() + _RETRY_S
                 continue
-            if buffer.id != opened.buffer_id or not any(s.HasField("token") for s in buffer.layout.segments):
-                self._forget((kind, name))
+            if buffer.id != number or not any(s.HasField("token") for s in buffer.layout.segments):
+                self._forget((kind, number))
                 continue
-            self.learn(buffer)
             for segment_id in opened.segments:
                 self._show_again(segment_id)
 
@@ -152,7 +159,7 @@ class Tokens:
             if call is not None:
                 call(segment_id)
 
-    def _forget(self, key: tuple[pb.Kind, str]) -> None:
+    def _forget(self, key: tuple[pb.Kind, int]) -> None:
         with self._lock:
             gone = self._opened.pop(key).segments
             for segment_id in gone:

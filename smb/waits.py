@@ -60,11 +60,30 @@ class Home:
         Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
         server was not reached for the client's timeout).
         """
+        try:
+            return self._ask(asked, opcode, argument, words, wait)
+        except PermissionDeniedError:  # nothing was done: our token may have expired
+            if not self._open_again():
+                raise
+            return self._ask(asked, opcode, argument, words, wait)
+
+    def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Told:
         asking = self.start(opcode, argument, words)
         try:
             return self.finish(asked, asking, wait)
         finally:
             asking.end()
+
+    def _open_again(self) -> bool:
+        """Get a newer token, which the next request shows. False: there is none, or it would give no more."""
+        if self._client.coordinator.tokens.read_only(self._place.id):
+            return False
+        try:
+            self._place = self._relocate()
+        except (UnavailableError, TimeoutError):
+            return False
+        self._link = None
+        return True
 
     def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> Asking:
         """Send the request and return at once; `finish` it, then `end` it."""
@@ -149,7 +168,10 @@ def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> No
     try:
         askings.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
         for home, asking in askings:
-            home.finish(asked, asking, 0.0)
+            try:
+                home.finish(asked, asking, 0.0)
+            except PermissionDeniedError:
+                home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token
     finally:
         for _, asking in askings:
             asking.end()

@@ -33,6 +33,7 @@ def coordinator(
     token_lifetime: Annotated[float, option("coordinator.token_lifetime")] = _TOKEN_LIFETIME_S,
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
+    metrics_token_file: Annotated[Path | None, option("cluster.metrics_token_file")] = None,
     log_level: Annotated[str, option("coordinator.log_level")] = SETTINGS["coordinator.log_level"].default,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C.
@@ -52,6 +53,7 @@ def coordinator(
             checksum=checksum,
             credentials=found.find(credentials),
             insecure=insecure,
+            metrics_token_file=metrics_token_file,
             token_lifetime_s=token_lifetime,
             quotas=parse_quotas(quota or ()),
         )

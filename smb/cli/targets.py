@@ -12,8 +12,10 @@ from typing import Annotated
 
 import typer
 
+from smb.admission import read_token
 from smb.config import parse_address
 from smb.errors import UnavailableError
+from smb.settings import text_of
 
 _TIMEOUT_S = 5.0
 
@@ -52,7 +54,7 @@ def targets(
 def _read(metrics: str) -> str:
     url = f"http://{metrics}/targets"
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(_asking(url), timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http, as above
             text: str = answer.read().decode()
         json.loads(text)
     except (urllib.error.URLError, OSError, ValueError) as error:
@@ -60,6 +62,12 @@ def _read(metrics: str) -> str:
             f"no coordinator tells its targets at {url} ({error}); is this the address of its --metrics?"
         ) from None
     return text
+
+
+def _asking(url: str) -> urllib.request.Request:
+    token_file = text_of("cluster.metrics_token_file")
+    headers = {"Authorization": f"Bearer {read_token(Path(token_file))}"} if token_file else {}
+    return urllib.request.Request(url, headers=headers)  # noqa: S310 - http: it says so itself
 
 
 def _write(output: Path, text: str) -> None:

@@ -17,6 +17,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from smb.access import AioGuard
+from smb.admission import admission
 from smb.cluster import reachable
 from smb.config import format_address, parse_address
 from smb.coordinator.answers import Answers
@@ -68,6 +69,7 @@ class Options:
     checksum: bool = False
     credentials: Credentials | None = None
     insecure: bool = False
+    metrics_token_file: Path | None = None
     token_lifetime_s: float = LIFETIME_S
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
 
@@ -136,7 +138,8 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
             return Answer("200 OK", "application/json", targets(ledger.state, _shown_to_others(pages.address, host)))
         return dashboard(path, query)
 
-    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), route)
+    admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
+    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), route, admit)
     leaving.callback(pages.close)
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)

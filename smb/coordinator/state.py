@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from smb.access import namespace_of
 from smb.config import check_weight
 from smb.control import SessionEndedError
 from smb.coordinator.events import (
@@ -312,11 +313,7 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, event.new_id, now)
-    if state.quotas:
-        try:
-            check_quota(state.quotas, state.buffers.values(), record)
-        except OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{creation.asked}: {error}") from None
+    _check_quota(state, state.buffers.values(), record, creation.asked)
     return _add(state, record), (SaveBuffer(record), MakeSegments(record))
 
 
@@ -362,12 +359,12 @@ def _buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
             raise AlreadyExistsError(
                 f'{asked}: a buffer "{event.displaced_name}" exists, so none can be put aside there'
             )
-        state, effects = _called(state, there, event.displaced_name)
+        state, effects = _called(state, there, event.displaced_name, asked)
     elif there is not None:
         if not event.replace or not there.ready:
             raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
         state, effects = _remove(state, there), (DropSegments(there.segments),)
-    state, renamed = _called(state, record, event.new_name)
+    state, renamed = _called(state, record, event.new_name, asked)
     return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
 
 
@@ -385,16 +382,21 @@ def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
     for record in records:
         new_name = new_folder + record.name[len(folder) :]
         check_name(Kind.BUFFER, new_name)
-        state, renamed = _called(state, record, new_name)
+        state, renamed = _called(state, record, new_name, asked)
         effects += renamed
     effects.append(Report(logging.INFO, f'renamed {len(records)} buffers "{folder}..." to "{new_folder}..."'))
     return state, tuple(effects)
 
 
-def _called(state: State, record: BufferRecord, name: str) -> Step:
-    """Give a record another name: what it takes of its servers stays as it is."""
+def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
+    """Give a record another name: what it takes of its servers stays as it is; it must fit the quota of a namespace that
+    it comes to.
+    """
     named = replace(record, name=name)
-    buffers = {**_without(state.buffers, record.key), named.key: named}
+    others = _without(state.buffers, record.key)
+    if namespace_of(name) != namespace_of(record.name):
+        _check_quota(state, others.values(), named, asked)
+    buffers = {**others, named.key: named}
     # In this order: where one record takes the name that another one leaves, its save is the later change of that key.
     return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
 
@@ -498,6 +500,13 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
     )
     if differs:
         raise AlreadyExistsError(f'a buffer "{existing.name}" exists, but {differs}')
+
+
+def _check_quota(state: State, there: Iterable[BufferRecord], wanted: BufferRecord, asked: str) -> None:
+    try:
+        check_quota(state.quotas, there, wanted)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{asked}: {error}") from None
 
 
 def _check_room_for_metadata(state: State, creation: Creation) -> None:

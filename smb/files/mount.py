@@ -385,6 +385,8 @@ def serve(
             f"{directory} can't be mounted: libfuse said so above (code {error}); is it an empty directory of yours, "
             f"and may you use /dev/fuse? --allow-other needs user_allow_other in /etc/fuse.conf"
         ) from None
+    finally:
+        tree.end_hidden()
 
 
 def _read_ahead(directory: Path) -> None:

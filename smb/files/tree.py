@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from smb.files.names import PRIVATE, Form, Shown, entries, files_of, meanings, p
 from smb.files.views import View, header_bytes, plan_of
 
 _COPY_BYTES = 8 << 20
-_HIDDEN_S = 0.05
+_HIDDEN_S = 1.0
 _log = logging.getLogger("smb")
 
 
@@ -78,6 +78,16 @@ class _Node:
         self.lock = threading.RLock()
 
 
+class _Hidden:
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or something needs the name."""
+
+    def __init__(self, node: _Node | None, end: Callable[[_Hidden], None]) -> None:
+        self.node = node
+        self.timer = threading.Timer(_HIDDEN_S, end, (self,))
+        self.timer.daemon = True
+        self.timer.start()
+
+
 class Tree:
     """The files of a client's cluster. Thread-safe.
 
@@ -94,7 +104,7 @@ class Tree:
         self._nodes: dict[str, _Node] = {}
         self._folders: set[str] = set()  # made with mkdir, or left empty: no buffer is below them
         self._modified: dict[str, int] = {}
-        self._hidden: dict[str, _Node | None] = {}  # paths that hide() took away, and the cluster still has
+        self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, Status] = {}
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
 
@@ -287,10 +297,7 @@ class Tree:
             status = self.status(path)
             node = self._nodes.pop(path, None)
             if self._find(path) is not None:
-                self._hidden[path] = node
-                timer = threading.Timer(_HIDDEN_S, self._end_hidden, (path,))
-                timer.daemon = True
-                timer.start()
+                self._hidden[path] = _Hidden(node, lambda hidden: self._end_hidden(path, hidden))
             if node is not None:
                 node.removed = True
                 node.path = alias
@@ -304,18 +311,27 @@ class Tree:
         with self._lock:
             self._aliases.pop(alias, None)
 
-    def _end_hidden(self, path: str) -> None:
-        """Take a hidden file's name away in the cluster."""
+    def end_hidden(self) -> None:
+        """Take all hidden files' names away in the cluster: before this process ends."""
+        for path, hidden in builtins.list(self._hidden.items()):
+            self._end_hidden(path, hidden)
+
+    def _end_hidden(self, path: str, hidden: _Hidden) -> None:
         with self._lock:
-            if path not in self._hidden:
-                return
-            node = self._hidden.pop(path)
-            found = self._find(path)
+            if self._hidden.get(path) is not hidden:
+                return  # it is over, and the path may be hidden anew: for something else
+            self._unhide(path)
             try:
+                found = self._find(path)
                 if found is not None:
-                    self._take_away(found.shown.name, node)
+                    self._take_away(found.shown.name, hidden.node)
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
+
+    def _unhide(self, path: str) -> _Node | None:
+        hidden = self._hidden.pop(path)
+        hidden.timer.cancel()
+        return hidden.node
 
     def _take_away(self, name: str, node: _Node | None) -> None:
         if node is not None and node.handles and isinstance(node.content, Live):
@@ -334,7 +350,7 @@ class Tree:
             if path == new_path:
                 self.status(path)
                 return
-            victim = self._hidden.pop(new_path) if new_path in self._hidden else self._nodes.get(new_path)
+            victim = self._unhide(new_path) if new_path in self._hidden else self._nodes.get(new_path)
             node = self._nodes.get(path)
             if node is not None:
                 self.commit(node, empty=True)
@@ -518,7 +534,8 @@ class Tree:
             finally:
                 if self._nodes.get(node.path) is node:
                     del self._nodes[node.path]
-                found = self._find(node.path) if node.written and not node.removed else None
+                alive = node.written and not node.removed and node.path not in self._hidden
+                found = self._find(node.path) if alive else None
                 if found is not None:
                     self._modified[found.shown.name] = node.modified
                 displaced, node.displaced = node.displaced, ""
@@ -541,7 +558,7 @@ class Tree:
         if not path or path.split("/")[0] == PRIVATE:
             return None
         if path in self._hidden:
-            self._end_hidden(path)
+            self._end_hidden(path, self._hidden[path])
         shown = meanings(path)
         for missed in (False, True):
             infos = self._catalogue.listing(missed=missed).infos

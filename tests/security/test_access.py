@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import smb
 from smb.control import Coordinator
 from smb.credentials import is_loopback, load_directory
+from smb.engine import EngineError, Lane, Status
 from smb.proto import control_pb2 as pb
 from tests.support.daemons import wait_for
 
@@ -80,7 +82,7 @@ def test_a_session_is_its_clients(guarded: smb.LocalCluster, certificates: Path)
     """Who knows another session's id can neither end it, nor renew it, nor get tokens for it."""
     mine = Coordinator(guarded.address, load_directory(certificates / "client"))
     thief = Coordinator(guarded.address, load_directory(certificates / "operator"))
-    session_id, _ = mine.open_session("mine", 5)
+    session_id, _, _ = mine.open_session("mine", 5)
     thief.open_session("thief", 5)
     for theft in (
         lambda: thief.close_session(session_id, 5),
@@ -131,15 +133,15 @@ def test_tokens_are_renewed_and_daemons_restarted(short: smb.LocalCluster, certi
             wait_for(lambda: failures or done[0] >= goal, "more calls")
             assert not failures
 
-        first = client.coordinator.tokens._opened[pb.BUFFER, "counter"]
-        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, "counter"] is not first, "renewed token")
+        first = client.coordinator.tokens._opened[pb.BUFFER, counter.info.id]
+        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, counter.info.id] is not first, "renewed token")
         cluster.servers[0].kill()
         cluster.servers[0].start()
         goes_on(100)
         cluster.coordinator.kill()
         cluster.coordinator.start()
-        second = client.coordinator.tokens._opened[pb.BUFFER, "counter"]
-        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, "counter"] is not second, "renewed token")
+        second = client.coordinator.tokens._opened[pb.BUFFER, counter.info.id]
+        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, counter.info.id] is not second, "renewed token")
         goes_on(100)
         stop.set()
         thread.join()
@@ -147,26 +149,115 @@ def test_tokens_are_renewed_and_daemons_restarted(short: smb.LocalCluster, certi
         assert counter.fetch_add(0, 0) == done[0]
 
 
+def stopped_renewing(client: smb.Client) -> smb.Client:
+    """Its thread is dead, as of a process that was stopped: from here on its tokens run out."""
+    client._stop.set()
+    client._renewal.join()
+    return client
+
+
 @pytest.mark.parametrize("short", ["2"], indirect=True)
 def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) -> None:
-    """A client that renews nothing (its thread is dead, or it was stopped) gets nothing after the token's life; opening
-    again gives it a new one.
+    """A client that renews nothing gets new tokens by its next call, whatever that is, and no call is made twice; without
+    the coordinator, who could be asked whether it still may, it gets nothing.
     """
     with short as cluster, smb.connect(cluster.address, transport="tcp", credentials=certificates / "client") as client:
-        buffer = client.create("b", (4,))
-        buffer.fill(1)
-        client._stop.set()
-        client._renewal.join()
+        values = client.create("values", (40_000,))
+        counter = client.create("counter", (2,), dtype="int64")
+        published = client.create("published", (4,), versions=2)
+        lock = client.lock("lock", ttl=60)
+        for use in (values.read, lambda: counter.fetch_add(0, 1), published.read, lock.acquire, lock.release):
+            use()
+        stopped_renewing(client)
+        secrets = dict(client.coordinator.tokens._tokens)
 
-        def refused() -> bool:
+        def expired() -> bool:
+            place = values.layout.segments[0]
+            link = client._links._entries[place.server, Lane.TCP_DATA].link
             try:
-                buffer.read()
-            except smb.PermissionDeniedError:
-                return True
+                link.authorize(secrets[place.id], 1000)
+            except EngineError as error:
+                return error.status is Status.DENIED
             return False
 
-        wait_for(refused, "end of the token")
-        assert client.open("b").read().sum() == 4
+        for _ in range(2):
+            wait_for(expired, "end of the tokens")
+            secrets = dict(client.coordinator.tokens._tokens)
+            values.fill(1)
+            values.accumulate(np.ones(40_000, np.float32))
+            assert values.read().sum() == 80_000
+            before = counter.fetch_add(1, 5)
+            assert counter.fetch_add(1, 0) == before + 5
+            published.publish(np.ones(4, np.float32))
+            assert published.read().sum() == 4
+            with lock:
+                pass
+            secrets = dict(client.coordinator.tokens._tokens)
+        cluster.coordinator.kill()
+        wait_for(expired, "end of the tokens")
+        for refused in (
+            values.read,
+            lambda: counter.fetch_add(1, 1),
+            lambda: published.publish(np.ones(4, np.float32)),
+        ):
+            with pytest.raises(smb.PermissionDeniedError):
+                refused()
+
+
+@pytest.mark.parametrize("short", ["2"], indirect=True)
+def test_renamed_buffers_keep_their_tokens(short: smb.LocalCluster, certificates: Path) -> None:
+    """Handles of buffers that change their names with each other work past the life of the first tokens; who opens again
+    and again does not keep what is older from being renewed.
+    """
+    with short as cluster, smb.connect(cluster.address, transport="tcp", credentials=certificates / "client") as client:
+        one, other = client.create("team/one", (4,)), client.create("team/other", (4,))
+        one.fill(1)
+        other.fill(2)
+        lock = one.lock(ttl=60)
+        with lock:
+            pass
+        tokens = client.coordinator.tokens
+        seen: dict[int, set[float]] = {one.info.id: set(), other.info.id: set()}
+        client.rename("team/one", "team/aside")
+        client.rename("team/other", "team/one")
+        client.rename("team/aside", "team/other")
+
+        def renewed() -> bool:
+            client.open("team/one")
+            for number, generations in seen.items():
+                generations.add(tokens._opened[pb.BUFFER, number].renew_at)
+            return all(len(generations) >= 4 for generations in seen.values())
+
+        client.coordinator.open_buffer = refused_to_data(client.coordinator.open_buffer)  # type: ignore[method-assign]
+        wait_for(renewed, "renewed tokens of both")
+        assert (one.read().tolist(), other.read().tolist()) == ([1] * 4, [2] * 4)
+        with lock:
+            pass
+
+
+def refused_to_data(open_buffer: Any) -> Any:
+    """What a client's handles may not do here, so that the renewals are what keeps them going; opening anew they may."""
+
+    def ask(name: str, wait: float, timeout: float, known_id: int = 0) -> Any:
+        assert not known_id, "a handle was refused"
+        return open_buffer(name, wait, timeout)
+
+    return ask
+
+
+def test_a_buffer_that_leaves_the_namespace_is_lost(connect_as: ConnectAs) -> None:
+    """Who is limited to a namespace gets no token for what was moved out of it, though it knows its id; what stays in it
+    is renamed under its hands.
+    """
+    everybody, team = connect_as("client"), connect_as("of-team", "tcp")
+    moved, kept = team.create("team/moved", (4,)), team.create("team/kept", (4,))
+    team.rename("team/kept", "team/called")
+    everybody.rename("team/moved", "other/moved")
+    assert team.coordinator.open_buffer("team/kept", 0, 5, kept.info.id).name == "team/called"
+    with pytest.raises(smb.PermissionDeniedError, match="not yours"):
+        team.coordinator.open_buffer("team/moved", 0, 5, moved.info.id)
+    with pytest.raises(smb.NotFoundError):
+        team.open("team/moved")
 
 
 def test_no_secret_is_told(certificates: Path, tmp_path: Path) -> None:

@@ -50,6 +50,32 @@ def test_quotas_are_kept(daemons: Daemons) -> None:
     assert names == ["other/a", "plain", "team/second", "team/third", "third/a"]
 
 
+def test_a_rename_is_of_its_new_namespace(daemons: Daemons) -> None:
+    """What moves to a namespace, or is put aside there, counts there: no quota is passed by another name first. Within a
+    namespace, and out of one, everything may be renamed.
+    """
+    coordinator = daemons.coordinator("127.0.0.1:0", None, "--quota", "team=1MiB,2", "--quota", "full=1MiB,0")
+    daemons.memory_server(coordinator.address, "server-0").address  # noqa: B018 - waits until it serves
+    with smb.connect(coordinator.address) as client:
+        client.create("other/large", (200_000,))
+        client.create("other/folder/a", (4,))
+        client.create("team/first", (150_000,))
+        for refused in (
+            lambda: client.rename("other/large", "team/large"),
+            lambda: client.rename_folder("other/folder", "full/folder"),
+            lambda: client.displace("other/folder/a", "other/large", "team/aside"),
+        ):
+            with pytest.raises(smb.OutOfMemoryError, match=r'rename of "other/.*namespace "'):
+                refused()
+        assert [buffer.name for buffer in client.list()] == ["other/folder/a", "other/large", "team/first"]
+        client.rename("team/first", "team/called")
+        client.rename("other/large", "team/called", replace=True)  # what it replaces makes room
+        client.rename("other/folder/a", "team/small")
+        client.displace("team/called", "team/small", "team/aside")
+        client.rename("team/small", "plain")
+        assert [buffer.name for buffer in client.list()] == ["plain", "team/aside"]
+
+
 def test_quotas_as_text() -> None:
     """What is no quota is refused by name."""
     assert parse_quotas(["a=1KiB", "*=0,5"]) == {"a": Quota(1024, None), "*": Quota(0, 5)}

@@ -40,7 +40,7 @@ MAY = {
         "CreateSegment": COORDINATOR,
         "DeleteSegment": COORDINATOR,
         "EndSessions": COORDINATOR,
-        "ConnectVerbs": USERS,
+        "ConnectVerbs": USERS,  # with the proof of a token: test_verbs_keys.py
         "OpenSegmentVerbs": USERS,
         "CloseVerbs": USERS,
     },
@@ -183,6 +183,36 @@ def test_a_certificate_may_be_limited_to_namespaces(connect_as: Any, team: smb.C
         pass
     team.delete("team/weights")
     assert len(everybody.list()) == 3
+
+
+def test_names_are_changed_inside_the_own_namespaces(connect_as: Any, team: smb.Client) -> None:
+    """Each name of a rename is asked: what is renamed, its new name, what is put aside; and those of folders."""
+    everybody, reader = connect_as("client"), connect_as("reader-of-team")
+    for name in ("other/there", "other/folder/x", "teams/there", "plain"):
+        everybody.create(name, (4,))
+    for name in ("team/a", "team/b", "team/folder/x"):
+        team.create(name, (4,))
+    before = [buffer.name for buffer in everybody.list()]
+    for refused in (
+        lambda: team.rename("other/there", "team/stolen"),
+        lambda: team.rename("plain", "team/stolen"),
+        lambda: team.rename("team/a", "other/put"),
+        lambda: team.rename("team/a", "put"),
+        lambda: team.rename("team/a", "other/there", replace=True),
+        lambda: team.displace("team/a", "team/b", "other/aside"),
+        lambda: team.displace("team/a", "other/there", "team/stolen"),
+        lambda: team.rename_folder("other/folder", "team/stolen"),
+        lambda: team.rename_folder("team/folder", "other/put"),
+        lambda: team.rename_folder("team", "teams"),
+        lambda: team.rename_folder("other", "team/stolen"),
+        lambda: reader.rename("team/a", "team/c"),
+    ):
+        with pytest.raises(smb.PermissionDeniedError, match=r"limited to team/|takes the role client"):
+            refused()
+    assert [buffer.name for buffer in everybody.list()] == before
+    team.rename_folder("team/folder", "team/moved")
+    team.displace("team/a", "team/b", "team/aside")
+    assert [buffer.name for buffer in team.list()] == ["team/aside", "team/b", "team/moved/x"]
 
 
 def test_health_needs_no_certificate(guarded: smb.LocalCluster) -> None:

@@ -87,7 +87,7 @@ def proof(
     buffer = pb.Buffer(name="w", id=5, layout=pb.Layout(epoch=EPOCH))
     buffer.layout.segments.add(id=segment_id, server=SERVER)
     Maker(bytes(32), lifetime_s, clock=lambda: NOW_S).add_to(buffer, session_id, may_write=may_write)
-    tokens = Tokens(lambda _kind, _name: buffer)
+    tokens = Tokens(lambda *_asked: buffer)
     tokens.learn(buffer)
     made = tokens.proof(segment_id, session_id)
     assert made is not None

@@ -1,0 +1,471 @@
+"""`torch.distributed.checkpoint` on buffers: a model and its optimizer, saved by some ranks and loaded by any others.
+
+    dcp.save(state, storage_writer=smb.torch.checkpoint.Writer(client, "run/ckpt"))
+    dcp.load(state, storage_reader=smb.torch.checkpoint.Reader(client, "run/ckpt"))
+
+A checkpoint NAME is two buffers of bytes. NAME.<save>.data has the tensors' pieces as ranks have them, one rank's
+behind the other's, each piece at a multiple of 64 bytes. NAME is the index: JSON (which tensors there are, and where
+their pieces lie), then what is no tensor, each in torch's form that `weights_only` loads. The index is made under
+NAME.<save>.index, and gets its name in one step when all ranks have written all: before, NAME is the former checkpoint.
+
+Nothing here unpickles what came from a server: the index is JSON; what is no tensor passes torch's restricted loader,
+and DCP's planner, which loads by pickle, is given bytes that were made anew in this process.
+"""
+
+# torch says what arguments there are.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.tensors import ALIGNMENT_BYTES
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.client import Client
+
+METADATA = "smb.checkpoint"  # of an index: {"data": the other buffer's name, "json": bytes of JSON}
+_FORMAT = 1
+_PACK_BYTES = 8 << 20  # small tensors travel together, up to so many bytes a call
+_CALLS_MAX = 4  # under way at once, of a rank
+_SAVE = r"\.[0-9a-f]{16}\.(data|index)"
+_OPENINGS_MAX = 10
+
+
+class Writer(StorageWriter):
+    """Saves into the cluster of `client` under `name`; `dcp.save(..., checkpoint_id=)` gives another name.
+
+    Each rank has one, with a client of its own. `servers` and `stripe` are Client.create's, for the tensors. Saving
+    over a checkpoint takes memory for both. One save of a name at a time: a later one takes away what an earlier one, killed
+    or still under way, has written so far. With `dcp.async_save` the call returns when the state is copied into this
+    process's memory, and the rest happens in a thread (not in a process: a client stays where it is).
+    Raises CheckpointException, torch's, with what each rank met: OutOfMemoryError, UnavailableError, and
+    InvalidArgumentError for an object that torch.load(weights_only=True) would refuse.
+    """
+
+    def __init__(self, client: Client, name: str, *, servers: Any = None, stripe: Any = None) -> None:
+        self._client = client
+        self._name = name
+        self._options = {"servers": servers, "stripe": stripe}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The name."""
+        return self._name
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it can be a name."""
+        return isinstance(checkpoint_id, str)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See torch: a save begins."""
+        if checkpoint_id:
+            self._name = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See torch. Raises InvalidArgumentError where ranks are to save without each other."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgumentError(
+                f"save {self._name!r}: without collectives each rank would make an index of its own; leave "
+                f"use_collectives=True"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """See torch."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """See torch: the memory of all ranks' tensors is made, and each told its places in it."""
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            raise InvalidArgumentError(f"save {self._name!r}: plans can't be cached; leave enable_plan_caching=False")
+        end = 0
+        offsets: list[list[int]] = []
+        for plan in plans:
+            offsets.append([])
+            for item in plan.items:
+                offsets[-1].append(end)
+                end += _padded(_nbytes_of(item))
+        _sweep(self._client, self._name)
+        data = f"{self._name}.{secrets.token_hex(8)}.data"
+        self._client.create(data, max(end, 1), "uint8", **self._options)
+        return [replace(plan, storage_data=_Places(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """See torch: this rank's tensors are written. Blocks. What is no tensor goes to the coordinator."""
+        places: _Places = plan.storage_data
+        results: list[WriteResult] = []
+        packer = _Packer(self._client.open(places.data))
+        for item, offset in zip(plan.items, places.offsets, strict=True):
+            content = planner.resolve_data(item)
+            if isinstance(content, io.BytesIO):
+                blob = content.getvalue()
+                _safe_bytes(f"save {self._name!r}: {item.index.fqn!r}", blob)
+                results.append(WriteResult(item.index, len(blob), blob))
+                continue
+            octets = _octets_of(content.detach().cpu().contiguous())
+            if octets.size != _nbytes_of(item):
+                raise InvalidArgumentError(
+                    f"save {self._name!r}: {item.index.fqn!r} has {octets.size} bytes, planned were {_nbytes_of(item)}"
+                )
+            packer.add(offset, octets)
+            results.append(WriteResult(item.index, octets.size, (places.data, offset)))
+        packer.finish()
+        return _done(results)
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """See torch: the checkpoint appears, and the former one goes away."""
+        blobs, places, data = bytearray(), {}, ""
+        for result in (result for rank in results for result in rank):
+            if isinstance(result.storage_data, bytes):
+                places[result.index] = len(blobs), len(result.storage_data)
+                blobs += result.storage_data
+            else:
+                data, offset = result.storage_data
+                places[result.index] = offset, result.size_in_bytes
+        text = json.dumps(_index_of(self._name, metadata, places), separators=(",", ":")).encode()
+        made = f"{self._name}.{secrets.token_hex(8)}.index"
+        index = self._client.create(
+            made, len(text) + len(blobs), "uint8", metadata={METADATA: {"data": data, "json": len(text)}}
+        )
+        index.write(np.frombuffer(text + blobs, np.uint8))
+        self._client.rename(made, self._name, replace=True)
+        _sweep(self._client, self._name)
+
+
+class Reader(StorageReader):
+    """Loads what a Writer saved, into any ranks and any sharding. Each rank has one, with a client of its own.
+
+    All ranks load the same checkpoint, whole: where another one takes its place meanwhile, the load fails with
+    CheckpointException and NotFoundError in it, and is to be called again. `dcp.load(..., checkpoint_id=)` gives
+    another name.
+    """
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self._name = name
+        self._index: _Index | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The name."""
+        return self._name
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it can be a name."""
+        return isinstance(checkpoint_id, str)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See torch: a load begins."""
+        if checkpoint_id:
+            self._name = os.fspath(checkpoint_id)
+        self._index = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        """Return what the checkpoint has. Raises NotFoundError, and InvalidArgumentError where it is none."""
+        self._index = _read_index(self._client, self._name)
+        return self._index.metadata
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See torch. Raises InvalidArgumentError where ranks are to load without each other."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgumentError(f"load {self._name!r}: leave use_collectives=True, as it was saved")
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """See torch: this rank tells which checkpoint it found."""
+        return replace(plan, storage_data=self._found.data)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See torch: all ranks are to load the same."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise NotFoundError(f"load {self._name!r}: another one took its place meanwhile; load again")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """See torch: this rank's parts are read. Blocks."""
+        index, asked = self._found, f"load {self._name!r}"
+        under_way: deque[tuple[Future[Any], Callable[[], None]]] = deque()
+        try:
+            buffer = self._client.open(index.data)
+            for item in plan.items:
+                place = index.places[item.storage_index]
+                if item.type == LoadItemType.BYTE_IO:
+                    blob = index.blobs[place[0] : place[0] + place[1]]
+                    planner.load_bytes(item, io.BytesIO(_safe_bytes(f"{asked}: {item.storage_index.fqn!r}", blob)))
+                    continue
+                _start_read(buffer, index, item, planner, under_way)
+                while len(under_way) > _CALLS_MAX:
+                    _end_read(under_way)
+            while under_way:
+                _end_read(under_way)
+        except NotFoundError as error:
+            raise NotFoundError(f"{asked}: another one took its place meanwhile; load again ({error})") from error
+        return _done(None)
+
+    @property
+    def _found(self) -> _Index:
+        assert self._index is not None, "torch reads the metadata first"
+        return self._index
+
+
+def delete(client: Client, name: str, *, missing_ok: bool = False) -> None:
+    """Delete a checkpoint, and what killed saves of its name left. Raises NotFoundError unless missing_ok."""
+    client.delete(name, missing_ok=missing_ok)
+    _sweep(client, name)
+
+
+# ---- places
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Of a rank's plan: the buffer of the tensors, and where each item begins in it."""
+
+    data: str
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What a checkpoint has. `places`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
+
+    metadata: dcp.Metadata
+    places: dict[dcp.MetadataIndex, tuple[int, int]]
+    data: str
+    blobs: bytes
+
+
+def _nbytes_of(item: WriteItem) -> int:
+    """Bytes of a piece of a tensor; 0 for what is none."""
+    if item.type == WriteItemType.BYTE_IO:
+        return 0
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * _itemsize(item.tensor_data.properties.dtype)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=dtype).element_size()
+
+
+def _sweep(client: Client, name: str) -> None:
+    """Delete all of the name's saves but the one that its index is about."""
+    try:
+        current = client.open(name).metadata.get(METADATA, {}).get("data")
+    except NotFoundError:
+        current = None
+    for info in client.list():
+        if info.name != current and info.name.startswith(name) and re.fullmatch(_SAVE, info.name[len(name) :]):
+            client.delete(info.name, missing_ok=True)
+
+
+# ---- the index
+
+
+def _index_of(name: str, metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, tuple[int, int]]) -> dict[str, Any]:
+    """Return the metadata as JSON. Raises InvalidArgumentError for a planner's data that is none."""
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            pieces = [
+                [list(chunk.offsets), list(chunk.sizes), places[dcp.MetadataIndex(fqn, chunk.offsets)][0]]
+                for chunk in entry.chunks
+            ]
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[fqn] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
+        else:
+            objects[fqn] = places[dcp.MetadataIndex(fqn)]
+    paths = metadata.planner_data or {}
+    if not isinstance(paths, dict) or not all(
+        isinstance(part, (str, int)) for path in paths.values() for part in cast(Iterable[Any], path)
+    ):
+        raise InvalidArgumentError(f"save {name!r}: the planner's data maps no names to paths, as DCP's own does")
+    return {
+        "format": _FORMAT,
+        "tensors": tensors,
+        "objects": objects,
+        "paths": {fqn: list(path) for fqn, path in paths.items()},
+    }
+
+
+def _read_index(client: Client, name: str) -> _Index:
+    for _ in range(_OPENINGS_MAX):
+        index = client.open(name)
+        mark = index.metadata.get(METADATA)
+        if not isinstance(mark, dict) or not isinstance(mark.get("json"), int) or not isinstance(mark.get("data"), str):
+            raise InvalidArgumentError(f"load {name!r}: this buffer is no checkpoint of smb.torch.checkpoint")
+        try:
+            content = index.read().tobytes()
+        except NotFoundError:
+            continue  # another checkpoint took its place
+        try:
+            return _parsed(json.loads(content[: mark["json"]]), mark["data"], content[mark["json"] :])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Error(f"load {name!r}: its index can't be read: {error!r}") from error
+    raise NotFoundError(f"load {name!r}: it was replaced {_OPENINGS_MAX} times while it was read; load again")
+
+
+def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
+    if text["format"] != _FORMAT:
+        raise ValueError(f"it is of format {text['format']}; this is {_FORMAT}")
+    entries: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, tuple[int, int]] = {}
+    for fqn, tensor in text["tensors"].items():
+        dtype = getattr(torch, tensor["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{fqn} has no dtype, but {tensor['dtype']}")
+        chunks = []
+        for begins, extents, offset in tensor["pieces"]:
+            begin, sizes = torch.Size(begins), torch.Size(extents)
+            chunks.append(dcp.ChunkStorageMetadata(begin, sizes))
+            places[dcp.MetadataIndex(fqn, begin)] = int(offset), math.prod(sizes) * _itemsize(dtype)
+        properties = dcp.TensorProperties(dtype=dtype)
+        entries[fqn] = dcp.TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+    for fqn, (offset, nbytes) in text["objects"].items():
+        entries[fqn] = dcp.BytesStorageMetadata()
+        places[dcp.MetadataIndex(fqn)] = int(offset), int(nbytes)
+    paths = {fqn: tuple(path) for fqn, path in text["paths"].items()}
+    return _Index(dcp.Metadata(entries, planner_data=paths, storage_meta=dcp.StorageMeta()), places, data, blobs)
+
+
+def _safe_bytes(asked: str, blob: bytes) -> bytes:
+    """Return an object's bytes, made anew from what torch's restricted loader read."""
+    try:
+        value = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{asked} is no object that torch.load(weights_only=True) takes: leave it out, make it of tensors, "
+            f"numbers, strings, lists and dicts, or allow its class by torch.serialization.add_safe_globals ({error})"
+        ) from error
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+# ---- bytes
+
+
+class _Packer:
+    """Writes pieces whose places ascend: neighbours that are small together, a few calls at a time."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._pack = bytearray()
+        self._begin = 0
+        self._calls: deque[Future[None]] = deque()
+
+    def add(self, offset: int, octets: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        if self._pack and offset + octets.size - self._begin > _PACK_BYTES:
+            self._send()
+        if octets.size > _PACK_BYTES:
+            self._write(octets, offset)
+            return
+        if not self._pack:
+            self._begin = offset
+        self._pack += bytes(offset - self._begin - len(self._pack))
+        self._pack += octets.data
+
+    def finish(self) -> None:
+        """Return when all is at the servers."""
+        if self._pack:
+            self._send()
+        while self._calls:
+            self._calls.popleft().result()
+
+    def _send(self) -> None:
+        pack, self._pack = self._pack, bytearray()
+        self._write(np.frombuffer(pack, np.uint8), self._begin)
+
+    def _write(self, octets: np.ndarray[Any, np.dtype[np.uint8]], offset: int) -> None:
+        while len(self._calls) >= _CALLS_MAX:
+            self._calls.popleft().result()
+        self._calls.append(self._buffer.write_async(octets, offset))
+
+
+def _start_read(
+    buffer: Buffer,
+    index: _Index,
+    item: ReadItem,
+    planner: LoadPlanner,
+    under_way: deque[tuple[Future[Any], Callable[[], None]]],
+) -> None:
+    """Begin to read what an item is about: of its piece all rows (along the first dimension) that are wanted."""
+    target = planner.resolve_tensor(item).detach()
+    entry = index.metadata.state_dict_metadata[item.storage_index.fqn]
+    assert isinstance(entry, dcp.TensorStorageMetadata)
+    sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
+    lengths, begins = tuple(item.lengths), tuple(item.storage_offsets)
+    if target.shape != item.lengths:
+        raise InvalidArgumentError(f"{item.storage_index.fqn!r}: {list(target.shape)} is not {list(item.lengths)}")
+    if target.numel() == 0:
+        planner.commit_tensor(item, target)
+        return
+    shape = (lengths[0], *sizes[1:]) if lengths else ()
+    row_bytes = math.prod(sizes[1:]) * _itemsize(entry.properties.dtype)
+    offset = index.places[item.storage_index][0] + (begins[0] * row_bytes if begins else 0)
+    in_place = (
+        target.device.type == "cpu"
+        and target.is_contiguous()
+        and (target.dtype, tuple(target.shape)) == (entry.properties.dtype, shape)
+    )
+    rows = target if in_place else torch.empty(shape, dtype=entry.properties.dtype)
+
+    def end() -> None:
+        if not in_place:
+            part = rows
+            for dimension, (begin, length) in enumerate(zip(begins[1:], lengths[1:], strict=True), 1):
+                part = part.narrow(dimension, begin, length)
+            target.copy_(part)
+        planner.commit_tensor(item, target)
+
+    octets = _octets_of(rows)
+    under_way.append((buffer.read_async(offset, octets.size, out=octets), end))
+
+
+def _end_read(under_way: deque[tuple[Future[Any], Callable[[], None]]]) -> None:
+    call, end = under_way.popleft()
+    call.result()
+    end()
+
+
+def _octets_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a contiguous tensor's bytes, without a copy."""
+    return cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else np.empty(0, np.uint8)
+
+
+def _done(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,198 @@
+"""torch.distributed.checkpoint on buffers, with torch's own library and processes: what is loaded is what was saved."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import smb
+import smb.torch.checkpoint
+from tests.fault.long import LIMIT_S, seed
+
+pytestmark = [
+    pytest.mark.timeout(LIMIT_S),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+SOURCES = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
+    with smb.LocalCluster(servers=2, capacity="160MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
+    with smb.connect(cluster.address, timeout=30) as connected:
+        yield connected
+        for info in connected.list():
+            connected.delete(info.name, missing_ok=True)
+
+
+def start_ranks(
+    what: str, world: int, client: smb.Client, store: Path, number: int, name: str = "run/ckpt"
+) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.checkpoints", what, *map(str, (rank, world, store))]
+            + [client.coordinator.address, name, str(number)],
+            cwd=SOURCES, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+def run_ranks(what: str, world: int, client: smb.Client, store: Path, number: int) -> list[str]:
+    told = []
+    for process in start_ranks(what, world, client, store, number):
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        told.append(out)
+    return told
+
+
+def names(client: smb.Client) -> list[str]:
+    return [info.name for info in client.list()]
+
+
+def load(client: smb.Client, state: dict[str, Any], name: str = "c") -> None:
+    dcp.load(state, storage_reader=smb.torch.checkpoint.Reader(client, name))
+
+
+def save(client: smb.Client, state: dict[str, Any], name: str = "c") -> None:
+    dcp.save(state, storage_writer=smb.torch.checkpoint.Writer(client, name))
+
+
+def failure(error: pytest.ExceptionInfo[dcp.CheckpointException]) -> BaseException:
+    return error.value.failures[0][0]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("save 1", 4), ("save 4", 2), ("async 2", 1)])
+def test_other_ranks_load_what_some_saved(client: smb.Client, tmp_path: Path, saved: str, loaded: int) -> None:
+    """A model and its AdamW, sharded by rows and columns, are equal to the last bit on another number of ranks; an
+    asynchronous save is of the values at its call."""
+    number = seed() % 1000
+    what, world = saved.split()
+    run_ranks(what, int(world), client, tmp_path / "one", number)
+    told = run_ranks("load", loaded, client, tmp_path / "two", number)
+    assert all(int(line.split()[1]) > 7_000_000 for line in told), told
+    assert len(names(client)) == 2
+
+
+def test_a_killed_rank_leaves_the_former_checkpoint(client: smb.Client, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a save over another one: that is whole, and the next save takes the rest away."""
+    number = seed() % 1000
+    run_ranks("save", 1, client, tmp_path / "one", number)
+    ranks = start_ranks("kill", 2, client, tmp_path / "two", number + 100)
+    assert ranks[1].wait(100) == -signal.SIGKILL
+    ranks[0].kill()  # it waits for the other
+    for rank in ranks:
+        rank.communicate()
+    assert len(names(client)) == 3, "nothing was half written: nothing was tested"
+    assert "same" in run_ranks("load", 1, client, tmp_path / "three", number)[0]
+    run_ranks("save", 1, client, tmp_path / "four", number + 100)
+    assert len(names(client)) == 2
+    assert "same" in run_ranks("load", 1, client, tmp_path / "five", number + 100)[0]
+
+
+def test_all_dtypes_and_shapes(client: smb.Client) -> None:
+    """Elements of any kind, empty tensors, single elements, transposed ones, objects are as they were; then a smaller
+    checkpoint takes the place."""
+    dtypes = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64,
+              torch.float8_e4m3fn)  # fmt: skip
+    state: dict[str, Any] = {
+        f"t{at}": torch.randint(0, 2, (3, 5), dtype=torch.uint8).to(dtype) for at, dtype in enumerate(dtypes)
+    }
+    state |= {"empty": torch.empty(0, 4), "one": torch.tensor(2.5), "turned": torch.randn(6, 4).t()}
+    state["object"] = {"deep": [1, 2.5, None, "x"], "flag": True}
+    save(client, state)
+    other = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for key, value in state.items()}
+    other["object"] = {"deep": [0, 0.0, None, ""], "flag": False}
+    load(client, other)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert other[key].dtype == value.dtype
+            assert torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (other[key], value)))
+    assert other["object"] == state["object"]
+    save(client, {"one": torch.tensor(1.0)})
+    load(client, other_one := {"one": torch.tensor(0.0)})
+    assert other_one["one"] == 1
+
+
+def test_what_is_no_checkpoint_or_not_safe_is_refused(client: smb.Client) -> None:
+    """Nothing there; a buffer that is none; a pickle in the place of an object, which is not run, neither when it is
+    saved nor when it is loaded; a save that fails leaves the former one."""
+    with pytest.raises(dcp.CheckpointException) as none:
+        load(client, {"x": torch.zeros(1)}, "nowhere")
+    assert isinstance(failure(none), smb.NotFoundError)
+    client.create("plain", 10)
+    with pytest.raises(dcp.CheckpointException, match="no checkpoint"):
+        load(client, {"x": torch.zeros(1)}, "plain")
+    save(client, {"x": "before"})
+    with pytest.raises(dcp.CheckpointException, match="weights_only"):
+        save(client, {"x": _Boom()})
+    state = {"x": ""}
+    load(client, state)
+    assert state == {"x": "before"}
+    evil = io.BytesIO()
+    torch.save(_Boom(), evil)
+    index = client.open("c")
+    mark = index.metadata["smb.checkpoint"]
+    text = index.read()[: mark["json"]].tobytes().replace(b'"x":[0,', b'"x":[0,%d],"y":[0,' % len(evil.getvalue()))
+    forged = np.frombuffer(text + evil.getvalue(), np.uint8)
+    metadata = {"smb.checkpoint": {"data": mark["data"], "json": len(text)}}
+    client.create("forged", forged.size, "uint8", metadata=metadata).write(forged)
+    with pytest.raises(dcp.CheckpointException, match="weights_only"):
+        load(client, {"x": ""}, "forged")
+    assert _Boom.ran == 0
+
+
+class _Boom:
+    ran = 0
+
+    def __reduce__(self) -> Any:
+        return _ran, ()
+
+
+def _ran() -> None:
+    _Boom.ran += 1
+
+
+def test_replaced_while_it_is_loaded(client: smb.Client) -> None:
+    """A reader that has the index of a checkpoint which another one replaced gets an error and no mix; the next load
+    works."""
+    save(client, {"x": torch.ones(5)})
+
+    class Late(smb.torch.checkpoint.Reader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            save(client, {"x": torch.full((5,), 2.0)})
+            return super().read_data(plan, planner)
+
+    state = {"x": torch.zeros(5)}
+    with pytest.raises(dcp.CheckpointException, match="load again"):
+        dcp.load(state, storage_reader=Late(client, "c"))
+    load(client, state)
+    assert state["x"].tolist() == [2.0] * 5
+    smb.torch.checkpoint.delete(client, "c")
+    assert names(client) == []
+
+
+def test_no_room_for_it(client: smb.Client) -> None:
+    """A save that does not fit says so, and the former one is whole."""
+    save(client, {"x": torch.ones(5)})
+    with pytest.raises(dcp.CheckpointException) as full:
+        save(client, {"x": torch.empty(400 << 20, dtype=torch.uint8)})
+    assert isinstance(failure(full), smb.OutOfMemoryError)
+    load(client, state := {"x": torch.zeros(5)})
+    assert state["x"].tolist() == [1.0] * 5
