@@ -46,6 +46,7 @@ LEFT_OUT = {
     "integration/test_async.py": "futures over the same calls",
     "integration/test_asynchronous.py": _TRAINING,
     "integration/test_bench.py": "compares with sockets; perf/verbs.py measures verbs",
+    "integration/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
     "integration/test_cli.py": _ELSEWHERE,
     "integration/test_contribution.py": _TRAINING,
     "integration/test_coordinator.py": _ELSEWHERE,
