@@ -36,9 +36,10 @@ fuzz:
 	@$(MAKE) --no-print-directory -C tests/fuzz long RUNS=$(RUNS)
 
 # The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
-# soft ones; it installs what it needs (Debian packages, root or sudo). One of them: make verbs TESTS=tests/verbs/test_device.py
+# soft ones; it installs what it needs (Debian packages, root or sudo). LONG=1: all of the latter, not just what covers each
+# operation. One of them: make verbs TESTS=tests/verbs/test_device.py
 verbs: $(VENV)/test-installed
-	$(BIN)/python -m tests.verbs.run $(if $(VM),--vm) $(TESTS)
+	$(if $(LONG),SMB_LONG=1) $(BIN)/python -m tests.verbs.run $(if $(VM),--vm) $(TESTS)
 
 # The fault tests with large numbers: hours on a small machine. One of them: make fault TESTS=tests/fault/test_random_kills.py
 fault: $(VENV)/test-installed

@@ -152,6 +152,24 @@ void smb_server_guard(struct smb_server *server)
     server->guarded = true;
 }
 
+int smb_server_check_proof(struct smb_server *server, uint64_t session, const struct smb_token *shown, uint64_t *left_ns)
+{
+    struct access_connection control = {.session = session, .lane = ACCESS_CONTROL_LANE};
+    struct smb_frame frame = {.segment = shown->segment, .epoch = shown->epoch, .session = session};
+    uint8_t payload[SMB_AUTHORIZE_BYTES];
+    struct grant grant;
+    if (!access_ready(&server->keys))
+        return SMB_BUSY;
+    smb_store64(payload, shown->rights | (uint64_t)shown->generation << 32);
+    smb_store64(payload + 8, shown->expires_ms);
+    memcpy(payload + 16, shown->secret, SMB_KEY_BYTES);
+    int status = access_check(&server->keys, &control, &frame, payload, &grant);
+    uint64_t now_ns = smb_now_ns();
+    if (status == SMB_OK)
+        *left_ns = grant.expires_ns > now_ns ? grant.expires_ns - now_ns : 0;
+    return status;
+}
+
 int smb_server_set_key(struct smb_server *server, uint32_t generation, const uint8_t key[SMB_KEY_BYTES], uint64_t now_ms)
 {
     struct access_keys *keys = &server->keys;

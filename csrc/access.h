@@ -27,6 +27,8 @@ struct access_connection {
     uint64_t session;
     uint16_t lane;
 };
+/* The lane of proofs for the control plane, which TLS keeps from others; there is no such connection. Nonce and instance are 0. */
+enum { ACCESS_CONTROL_LANE = 0xFFFF };
 
 /* The payload of AUTHORIZE. The token's segment and epoch, and the session, are the frame's. */
 void access_store(const struct smb_token *token, const struct access_connection *connection, uint8_t payload[SMB_AUTHORIZE_BYTES]);

@@ -494,7 +494,7 @@ static enum step next_request(struct connection *connection)
         const uint8_t *payload = header + SMB_FRAME_BYTES;
         if (here < SMB_FRAME_BYTES + frame.payload)
             return receive_more(connection);
-        connection->in_start += SMB_FRAME_BYTES + frame.payload;
+        connection->in_start += is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload; /* of a record the small part */
         if (checksum && !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
             return refuse(connection, SMB_CHECKSUM);
         return authorize(connection, &frame, payload);

@@ -44,12 +44,12 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uin
     return status != SMB_OK ? status : failure != 0 ? SMB_DISCONNECTED : SMB_OK;
 }
 
-/* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. *passed_fd gets a descriptor that
- * came along, or -1. */
-static int exchange(int fd, const struct smb_frame *request, const uint8_t *body, uint64_t deadline_ns, struct smb_frame *reply,
-                    int *passed_fd)
+/* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. It travels by record where that is
+ * said. *passed_fd gets a descriptor that came along, or -1. */
+static int exchange(int fd, const struct smb_frame *request, const uint8_t *body, bool by_record, uint64_t deadline_ns,
+                    struct smb_frame *reply, int *passed_fd)
 {
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES + SMB_CHECKSUM_BYTES];
+    uint8_t bytes[SMB_RECORD_BYTES] = {0};
     struct smb_frame asked = *request;
     uint32_t checked = SMB_FRAME_BYTES + (body ? SMB_AUTHORIZE_BYTES : 0);
     asked.payload = checked - SMB_FRAME_BYTES + smb_frame_checksum_bytes(request);
@@ -57,7 +57,9 @@ static int exchange(int fd, const struct smb_frame *request, const uint8_t *body
     if (body)
         memcpy(bytes + SMB_FRAME_BYTES, body, SMB_AUTHORIZE_BYTES);
     smb_store_checksum(bytes + checked, smb_crc32c(0, bytes, checked));
-    size_t whole = SMB_FRAME_BYTES + asked.payload;
+    size_t whole = by_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + asked.payload;
+    if (by_record)
+        smb_store64(bytes + SMB_RECORD_ENDS_AT, SMB_NO_SLOT);
     for (size_t done = 0; done < whole;) {
         ssize_t n = send(fd, bytes + done, whole - done, MSG_NOSIGNAL | MSG_DONTWAIT);
         int status = n < 0 && errno != EAGAIN && errno != EINTR ? SMB_LINK_LOST
@@ -135,7 +137,7 @@ static int shake_hands(int fd, const struct smb_client *client, uint16_t lane, u
     struct smb_frame hello = {.opcode = SMB_HELLO, .flags = client_frame_flags(client), .lane = lane, .session = client->session};
     struct smb_frame reply;
     int passed = -1;
-    int status = exchange(fd, &hello, NULL, deadline_ns, &reply, &passed);
+    int status = exchange(fd, &hello, NULL, false, deadline_ns, &reply, &passed);
     if (passed >= 0)
         close(passed);
     if (status != SMB_OK)
@@ -161,7 +163,7 @@ static void forget_token(struct smb_link *link, uint32_t at, const struct smb_to
 
 /* What the link was given so far, on a connection that is not the link's yet. One that the server does not take is no reason to
  * do without the others. */
-static int show_tokens(struct smb_link *link, int fd, const struct access_connection *proof, uint64_t deadline_ns)
+static int show_tokens(struct smb_link *link, int fd, bool by_reference, const struct access_connection *proof, uint64_t deadline_ns)
 {
     int status = SMB_OK;
     for (uint32_t i = 0; status == SMB_OK;) {
@@ -179,7 +181,7 @@ static int show_tokens(struct smb_link *link, int fd, const struct access_connec
         struct smb_frame reply;
         int passed = -1;
         access_store(&token, proof, body);
-        status = exchange(fd, &frame, body, deadline_ns, &reply, &passed);
+        status = exchange(fd, &frame, body, by_reference, deadline_ns, &reply, &passed);
         if (passed >= 0)
             close(passed);
         if (status == SMB_DENIED) {
@@ -294,7 +296,7 @@ static int hand_over_connection(struct smb_link *link, int fd, bool by_reference
         pthread_mutex_lock(&link->client->mutex);
         link->proof = proof;
         pthread_mutex_unlock(&link->client->mutex);
-        status = show_tokens(link, fd, &proof, deadline_ns);
+        status = show_tokens(link, fd, by_reference, &proof, deadline_ns);
     }
     if (status != SMB_OK) {
         int saved = errno;
@@ -360,7 +362,7 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
                                 .sequence = link->made++, .segment = segment_id, .epoch = epoch};
     struct smb_frame reply;
     int fd = -1;
-    int status = exchange(link->fd, &request, NULL, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
+    int status = exchange(link->fd, &request, NULL, false, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
     if (status == SMB_OK && fd < 0)
         status = SMB_PROTOCOL;
     if (status == SMB_OK)

@@ -301,6 +301,9 @@ void smb_server_guard(struct smb_server *server);
 /* The key of a generation of tokens, shared with the coordinator, and what the coordinator's clock says now, in milliseconds since
  * 1970. The oldest of three is forgotten for a fourth. */
 int smb_server_set_key(struct smb_server *server, uint32_t generation, const uint8_t key[32], uint64_t now_ms);
+/* What a client shows on the control plane for keys of RDMA: `shown->secret` is its proof (access.h). SMB_OK: the coordinator gave
+ * the session that token, and it is good for *left_ns from now. SMB_DENIED; SMB_BUSY before a key is known. */
+int smb_server_check_proof(struct smb_server *server, uint64_t session, const struct smb_token *shown, uint64_t *left_ns);
 /* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is left then. */
 int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch, int dtype,
                               uint64_t data_bytes, uint32_t chunk_bytes);

@@ -1,4 +1,8 @@
-"""The gRPC service for the coordinator: make and drop segments, end sessions. Runs in a few threads of gRPC's pool."""
+"""The gRPC service: segments and the end of sessions, for the coordinator; queue pairs and keys of RDMA, for clients.
+
+Runs in a few threads of gRPC's pool. Where tokens are asked for, a client proves one with each call about RDMA, as it
+does on every connection of its data: its certificate alone gives it nothing.
+"""
 
 # gRPC calls methods by the names of the .proto.
 # ruff: noqa: N802
@@ -6,13 +10,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from memserver.engine import SegmentForm
+from memserver.engine import NotReadyError, SegmentForm
 from memserver.rdma import Place, Rdma
 from memserver.segments import Segments
 from smb.access import Guard
@@ -20,17 +26,20 @@ from smb.config import format_address
 from smb.credentials import Credentials, add_port
 from smb.daemon import GRPC_SERVER_OPTIONS
 from smb.dtypes import DTYPES
+from smb.engine import Token
 from smb.errors import (
     AlreadyExistsError,
     Error,
     InvalidArgumentError,
     NotFoundError,
     OutOfMemoryError,
+    PermissionDeniedError,
     UnavailableError,
 )
 from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
+from smb.tokens import RIGHT_WRITE
 from smb.transport.queues import End
 
 THREADS = 4  # creations of large segments must not keep drops waiting
@@ -42,16 +51,22 @@ _CODES: dict[type[Error], grpc.StatusCode] = {
     AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
     NotFoundError: grpc.StatusCode.NOT_FOUND,
     OutOfMemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    NotReadyError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 Reply = TypeVar("Reply")
+# (session, what it shows of a token and the proof) -> seconds that it is good for; PermissionDeniedError.
+CheckProof: TypeAlias = Callable[[int, Token], float]
 
 
 class ControlService(MemoryServerServicer):
     """control.proto's MemoryServer; its comments there are the reference."""
 
-    def __init__(self, segments: Segments, rdma: Rdma) -> None:
+    def __init__(self, segments: Segments, rdma: Rdma, check_proof: CheckProof | None = None) -> None:
+        """check_proof None: no tokens are asked for."""
         self._segments = segments
         self._rdma = rdma
+        self._check_proof = check_proof
 
     def CreateSegment(self, request: pb.CreateSegmentRequest, context: grpc.ServicerContext) -> pb.CreateSegmentReply:
         """See control.proto."""
@@ -94,6 +109,7 @@ class ControlService(MemoryServerServicer):
 
         def connect() -> pb.ConnectVerbsReply:
             self._check_session(request.session_id)
+            self._proved(request.session_id, request.token)
             client = request.client
             theirs = End(client.number, client.gid, client.lid, client.packet_sequence, client.mtu, client.reads)
             end, slots = self._rdma.connect(request.session_id, theirs)
@@ -117,7 +133,13 @@ class ControlService(MemoryServerServicer):
 
         def open_segment() -> pb.OpenSegmentVerbsReply:
             self._check_session(request.session_id)
-            opened = self._rdma.open_segment(request.session_id, request.segment_id, request.epoch, request.writable)
+            if self._check_proof is not None and request.token.segment_id != request.segment_id:
+                raise PermissionDeniedError(f"keys for segment {request.segment_id:016x} take its own token")
+            left_s = self._proved(request.session_id, request.token)
+            epoch = request.epoch if self._check_proof is None else request.token.epoch
+            writable = request.writable and (self._check_proof is None or bool(request.token.rights & RIGHT_WRITE))
+            until = time.monotonic() + left_s
+            opened = self._rdma.open_segment(request.session_id, request.segment_id, epoch, writable, until)
             if request.segment_id not in self._segments.ids():  # dropped meanwhile
                 self._rdma.forget_segment(request.segment_id)
                 raise NotFoundError(f"segment {request.segment_id:016x} was dropped")
@@ -136,10 +158,22 @@ class ControlService(MemoryServerServicer):
         """See control.proto."""
 
         def close() -> pb.CloseVerbsReply:
+            if request.session_id == 0:
+                raise InvalidArgumentError("session 0 is none")
+            self._proved(request.session_id, request.token)
             self._rdma.close_connection(request.session_id)
             return pb.CloseVerbsReply()
 
         return _answer(context, close)
+
+    def _proved(self, session_id: int, shown: pb.TokenProof) -> float:
+        """Return for how many seconds the session may use what it shows. Raises as Engine.check_proof."""
+        if self._check_proof is None:
+            return math.inf
+        return self._check_proof(
+            session_id,
+            Token(shown.segment_id, shown.epoch, shown.rights, shown.generation, shown.expires_at_ms, shown.proof),
+        )
 
     def _check_session(self, session_id: int) -> None:
         if session_id == 0:
@@ -151,12 +185,20 @@ class ControlService(MemoryServerServicer):
 class ControlServer:
     """Serves the ControlService. `close` it."""
 
-    def __init__(self, host: str, segments: Segments, rdma: Rdma, credentials: Credentials | None = None) -> None:
-        """Listen on a free port of the host and serve. Raises UnavailableError."""
+    def __init__(
+        self,
+        host: str,
+        segments: Segments,
+        rdma: Rdma,
+        credentials: Credentials | None = None,
+        check_proof: CheckProof | None = None,
+    ) -> None:
+        """Listen on a free port of the host and serve; check_proof goes with credentials. Raises UnavailableError."""
         guards: list[grpc.ServerInterceptor[Any, Any]] = [] if credentials is None else [Guard()]
         pool = ThreadPoolExecutor(THREADS, "control")
         self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
-        add_MemoryServerServicer_to_server(ControlService(segments, rdma), self._server)  # type: ignore[no-untyped-call]
+        service = ControlService(segments, rdma, check_proof)
+        add_MemoryServerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]
         self.port = add_port(self._server, format_address(host, 0), credentials)
         if self.port == 0:
             raise UnavailableError(f"cannot listen on {host} for the coordinator")

@@ -144,10 +144,13 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         engine.guard()
     data_port = _listen(engine, numeric, port, options, leaving)
     engine.listen_unix(place.socket_path)
-    rdma = Rdma(engine, instance_id, options.verbs)
+    rdma = Rdma(engine, instance_id, None if options.data_tls else options.verbs)
+    if options.data_tls:
+        rdma.why_not = "its data goes over TLS alone (--data-tls), and RDMA encrypts nothing"
     leaving.callback(rdma.close)
     segments.on_drop, segments.on_end = rdma.forget_segment, rdma.end_session
-    control = ControlServer(numeric, segments, rdma, options.credentials)
+    check_proof = engine.check_proof if options.credentials is not None else None
+    control = ControlServer(numeric, segments, rdma, options.credentials, check_proof)
     leaving.callback(control.close)
     reachable, advertised_port = _advertised(options.advertise)
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smb._engine import ffi, lib
-from smb.engine import KINDS, TRANSPORTS, Latency, latencies_of, status_name
+from smb.engine import KINDS, TRANSPORTS, Latency, Token, latencies_of, status_name
 from smb.errors import (
     AlreadyExistsError,
     Error,
     InvalidArgumentError,
     NotFoundError,
     OutOfMemoryError,
+    PermissionDeniedError,
     UnavailableError,
 )
 
@@ -82,6 +83,10 @@ class Counters:
     recovered_locks: int
     segments: int
     segment_bytes: int
+
+
+class NotReadyError(UnavailableError):
+    """Not yet: no key of tokens is known."""
 
 
 # What was done, as uint64[2, transports, opcodes]: operations, and bytes.
@@ -196,6 +201,26 @@ class Engine:
         if len(key) != lib.SMB_KEY_BYTES:
             raise InvalidArgumentError(f"a key of {len(key)} bytes; there are {lib.SMB_KEY_BYTES}")
         _check(lib.smb_server_set_key(self._server, generation, key, now_ms), "take a key")
+
+    def check_proof(self, session_id: int, shown: Token) -> float:
+        """Return for how many seconds more the session may use a token; its `secret` is the proof that it has it.
+
+        Raises PermissionDeniedError; NotReadyError before any key is known.
+        """
+        token, left = ffi.new("struct smb_token *"), ffi.new("uint64_t *")
+        token.segment, token.epoch, token.rights = shown.segment_id, shown.epoch, shown.rights
+        token.generation, token.expires_ms = shown.generation, shown.expires_at_ms
+        status = lib.SMB_DENIED
+        if len(shown.secret) == lib.SMB_KEY_BYTES:
+            ffi.memmove(token.secret, shown.secret, lib.SMB_KEY_BYTES)
+            status = lib.smb_server_check_proof(self._server, session_id, token, left)
+        if status == lib.SMB_BUSY:
+            raise NotReadyError("this memory server has not heard from the coordinator yet")
+        if status != lib.SMB_OK:
+            raise PermissionDeniedError(
+                f"session {session_id:016x} has not proved a token for segment {shown.segment_id:016x} that is good now"
+            )
+        return int(left[0]) / 1e9
 
     def create_segment(self, path: Path, form: SegmentForm) -> None:
         """Make the file and serve it. Blocks while its pages are zeroed.

@@ -5,21 +5,24 @@ payloads to and reads answers from, and of the segments that it opened the data 
 chunks' states (read-only). All that the server's CPU has to do comes as a message: the record goes to the engine's loop
 over a socketpair, its answer back the same way. What a card reads and writes by itself is not seen here.
 
-Keys end, before the memory they are for is given back, with the session, with its connection (the slots'), and with the
-segment. The daemon's end ends all of them.
+Keys end, before the memory they are for is given back, with the session, with its connection (the slots'), with the
+segment, and where tokens are asked for when the token that they were given for has expired. The daemon's end ends all.
 
-Threads: gRPC's make and end connections, under `_lock`; the progress thread has the queues.
+Threads: gRPC's make and end connections, under `_lock`; the progress thread has the queues; one ends keys in time,
+from the first that has an end.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 
 from memserver.engine import CHUNK_BYTES_MAX, Engine, HeldSegment, Slots
-from smb.errors import InvalidArgumentError, UnavailableError
+from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 from smb.transport.progress import Progress
 from smb.transport.queues import (
     MESSAGE_BYTES,
@@ -35,6 +38,8 @@ from smb.transport.queues import (
 from smb.transport.records import FRAME_BYTES
 
 SLOTS = 8  # of 1 MiB a session: enough to have some on their way while others are added
+# A connection pins its slots, 8 MiB, in the journal's memory, which is in no capacity: 2 GiB, half of the journal's.
+CONNECTIONS_MAX = 256
 _OUT_BYTES = MESSAGE_BYTES // FRAME_BYTES * FRAME_BYTES
 
 _log = logging.getLogger("memserver")
@@ -186,6 +191,7 @@ class _Segment:
     data: Region
     states: Region
     writable: bool
+    until: float  # time.monotonic
 
     def close(self) -> None:
         self.data.close()
@@ -205,9 +211,15 @@ class _Session:
 class Rdma:
     """All sessions with RDMA. Methods may be called from any thread and block for some milliseconds."""
 
-    def __init__(self, engine: Engine, instance_id: int, settings: Settings | None) -> None:
+    def __init__(
+        self, engine: Engine, instance_id: int, settings: Settings | None, connections_max: int = CONNECTIONS_MAX
+    ) -> None:
         """Settings of None: RDMA is switched off. Never raises for want of a device: `why_not` says."""
         self.instance_id = instance_id
+        self._connections_max = connections_max
+        self._look = threading.Event()  # at the keys' ends
+        self._ending: threading.Thread | None = None
+        self._stopping = False
         self._engine = engine
         self._lock = threading.Lock()
         self._sessions: dict[int, _Session] = {}
@@ -238,6 +250,11 @@ class Rdma:
             self._end_peer(session)
             if session.ended:
                 raise UnavailableError("the session has ended")
+            if self.connections() >= self._connections_max:
+                raise OutOfMemoryError(
+                    f"this memory server has {self._connections_max} RDMA connections, and no more slots for payloads: "
+                    f"each takes {SLOTS * CHUNK_BYTES_MAX >> 20} MiB of locked memory; there is TCP"
+                )
             try:
                 peer = _Peer(self._engine, session.domain)
             except NoDeviceError as error:
@@ -252,8 +269,11 @@ class Rdma:
             self._moving().add(peer)
         return end, slots
 
-    def open_segment(self, session_id: int, segment_id: int, epoch: int, writable: bool) -> Opened:
-        """Register a segment for the session; the same again gives the same keys.
+    def open_segment(
+        self, session_id: int, segment_id: int, epoch: int, writable: bool, until: float = math.inf
+    ) -> Opened:
+        """Register a segment for the session; the same again gives the same keys, until the later of both times
+        (time.monotonic).
 
         Raises NotFoundError, InvalidArgumentError (of another epoch; a session that has no connection), TransportError.
         """
@@ -271,6 +291,9 @@ class Rdma:
             if known is None:
                 known = self._register(session.domain, segment_id, epoch, writable)
                 session.segments[segment_id] = known
+            known.until = max(known.until, until)
+        if until != math.inf:
+            self._end_in_time()
         form, held = known.held.form, known.held
         if form.epoch != epoch:
             raise InvalidArgumentError(f"segment {segment_id:016x} is of epoch {form.epoch}, not {epoch}")
@@ -297,7 +320,7 @@ class Rdma:
         except BaseException:
             held.close()
             raise
-        return _Segment(held, data, states, writable)
+        return _Segment(held, data, states, writable, -math.inf)
 
     def close_connection(self, session_id: int) -> None:
         """End the session's connection: nothing that it sent arrives when this returns."""
@@ -334,10 +357,37 @@ class Rdma:
         with self._lock:
             sessions, self._sessions = list(self._sessions.values()), {}
             self._device = None
+            self._stopping = True
+            ending = self._ending
         for session in sessions:
             self._end(session)
+        self._look.set()
+        if ending is not None:
+            ending.join()
         if self._progress is not None:
             self._progress.close()
+
+    def _end_in_time(self) -> None:
+        with self._lock:
+            if self._ending is None and not self._stopping:
+                self._ending = threading.Thread(target=self._end_expired, name="rdma-keys", daemon=True)
+                self._ending.start()
+        self._look.set()
+
+    def _end_expired(self) -> None:
+        while not self._stopping:
+            soonest, now = math.inf, time.monotonic()
+            with self._lock:
+                sessions = list(self._sessions.values())
+            for session in sessions:
+                with session.lock:
+                    for segment_id, segment in list(session.segments.items()):
+                        if segment.until <= now:
+                            session.segments.pop(segment_id).close()
+                        else:
+                            soonest = min(soonest, segment.until)
+            self._look.wait(None if soonest == math.inf else max(0.0, soonest - time.monotonic()))
+            self._look.clear()
 
     def _session(self, session_id: int) -> _Session:
         with self._lock:

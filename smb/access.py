@@ -79,7 +79,6 @@ _USERS = frozenset({Role.CLIENT, Role.READER, Role.OPERATOR})
 _WRITERS = frozenset({Role.CLIENT, Role.OPERATOR})
 _SERVER = Rule(frozenset({Role.SERVER}), own=True)
 _COORDINATOR = Rule(frozenset({Role.COORDINATOR}))
-_NOBODY = Rule(frozenset())
 
 # tests/security fails where an RPC of control.proto is not here.
 RULES: Mapping[str, Rule] = {
@@ -99,9 +98,10 @@ RULES: Mapping[str, Rule] = {
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/DeleteSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/EndSessions": _COORDINATOR,
-    "/smb.v1.MemoryServer/ConnectVerbs": _NOBODY,  # its keys are not narrowed to what a token grants
-    "/smb.v1.MemoryServer/OpenSegmentVerbs": _NOBODY,
-    "/smb.v1.MemoryServer/CloseVerbs": _NOBODY,
+    # With the proof of a token too, which says of which session, and of which segments what: memserver/control.py.
+    "/smb.v1.MemoryServer/ConnectVerbs": Rule(_USERS),
+    "/smb.v1.MemoryServer/OpenSegmentVerbs": Rule(_USERS),
+    "/smb.v1.MemoryServer/CloseVerbs": Rule(_USERS),
 }
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)

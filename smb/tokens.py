@@ -8,7 +8,9 @@ anything to do. Threads: any; `_lock` guards the books and is never held while a
 
 from __future__ import annotations
 
+import hmac
 import logging
+import struct
 import threading
 import time
 import weakref
@@ -23,6 +25,7 @@ RIGHT_READ, RIGHT_WRITE = 1, 2
 _RENEW_AT = 0.5  # of its life: as long may the coordinator be away
 _RETRY_S = 1.0
 _SHOW_MS = 3000
+_CONTROL_LANE = 0xFFFF  # of proofs on the control plane: csrc/access.h
 
 _log = logging.getLogger("smb")
 
@@ -43,6 +46,7 @@ class Tokens:
         """
         self._open_again = open_again
         self.look_every_s = float("inf")
+        self._followers: list[weakref.WeakMethod[Callable[[int], None]]] = []
         self._lock = threading.Lock()
         self._tokens: dict[int, Token] = {}
         self._opened: dict[tuple[pb.Kind, int], _Opened] = {}  # by id: one name may be of several in turn
@@ -72,6 +76,30 @@ class Tokens:
         """Whether we were told that we may not write there."""
         token = self._tokens.get(segment_id)
         return token is not None and not token.rights & RIGHT_WRITE
+
+    def follow(self, call: Callable[[int], None]) -> None:
+        """Have a method called with each segment whose token was renewed, or is none any more; it may block."""
+        self._followers.append(weakref.WeakMethod(call))
+
+    def proof(self, segment_id: int, session_id: int) -> pb.TokenProof | None:
+        """Return what shows a memory server's control service that the session has the segment's token; None: it has
+        none.
+
+        It goes there over TLS, and is good for as long as the token.
+        """
+        with self._lock:
+            token = self._tokens.get(segment_id)
+        if token is None:
+            return None
+        text = struct.pack("<16sQQQQ", b"smb proof 1", 0, 0, session_id, _CONTROL_LANE)
+        return pb.TokenProof(
+            segment_id=segment_id,
+            epoch=token.epoch,
+            rights=token.rights,
+            generation=token.generation,
+            expires_at_ms=token.expires_at_ms,
+            proof=hmac.digest(token.secret, text, "sha256"),
+        )
 
     def show(self, link: Link, segment_id: int, timeout_ms: int) -> None:
         """Have a link's server let us use a segment, if that takes a token that it has not seen. EngineError."""
@@ -123,10 +151,20 @@ class Tokens:
                     self.show(link, segment_id, _SHOW_MS if link.connected() else 0)
             except EngineError as error:
                 _log.debug("a renewed token was not shown: %s", error)
+        self._tell(segment_id)
+
+    def _tell(self, segment_id: int) -> None:
+        for follower in self._followers:
+            call = follower()
+            if call is not None:
+                call(segment_id)
 
     def _forget(self, key: tuple[pb.Kind, int]) -> None:
         with self._lock:
-            for segment_id in self._opened.pop(key).segments:
+            gone = self._opened.pop(key).segments
+            for segment_id in gone:
                 self._tokens.pop(segment_id, None)
                 for shown in self._shown.values():
                     shown.pop(segment_id, None)
+        for segment_id in gone:
+            self._tell(segment_id)

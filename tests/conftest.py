@@ -46,6 +46,8 @@ def connect(cluster: smb.LocalCluster) -> Iterator[Connect]:
     clients: list[smb.Client] = []
 
     def make(transport: str = "auto", **options: float) -> smb.Client:
+        if SLOWNESS != 1:
+            options.setdefault("timeout", 10.0 * SLOWNESS)
         clients.append(smb.connect(cluster.address, transport=transport, **options))
         return clients[-1]
 

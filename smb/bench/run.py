@@ -87,7 +87,8 @@ def _cluster(config: BenchConfig) -> Iterator[str]:
 
 @contextmanager
 def _limit(client: smb.Client, transport: str) -> Iterator[Limit]:
-    """What to compare with: memory for shm, a bare socket for tcp on loopback, nothing for other hosts or a mix."""
+    """What to compare with: memory for shm, a bare socket for tcp on loopback, nothing for RDMA (perftest is
+    a program of its own), other hosts or a mix."""
     if transport == "auto":
         with _temporary_buffer(client, 1, "float32", servers=None) as probe:
             reached = set(probe.transports)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from smb.bench import BenchConfig, Measurement
 
-TRANSPORTS = ("auto", "shm", "tcp")
+TRANSPORTS = ("auto", "shm", "verbs", "tcp")
 
 
 def bench(
@@ -24,8 +24,8 @@ def bench(
         list[str] | None,
         typer.Option(
             "--transport",
-            help="auto, shm or tcp; may be repeated. Default: shm and tcp; where --coordinator or SMB_COORDINATOR "
-            "names a cluster: auto, the way that clients take by themselves.",
+            help="auto, shm, verbs (RDMA) or tcp; may be repeated. Default: shm and tcp; where --coordinator or "
+            "SMB_COORDINATOR names a cluster: auto, the way that clients take by themselves.",
             show_default=False,
         ),
     ] = None,
@@ -43,7 +43,8 @@ def bench(
 
     Of write, read, accumulate and fetch_add; the bytes are checked. The limit is measured in the same run, in turns
     with ours: for shm one copy by the processor (or one in-place addition), for tcp a bare socket that moves the same
-    bytes between two processes. Runs a cluster of its own unless --coordinator or SMB_COORDINATOR names one.
+    bytes between two processes; for verbs docs/rdma.md says what to run. Runs a cluster of its own unless --coordinator
+    or SMB_COORDINATOR names one.
     """
     from smb.bench import BenchConfig, run_bench
 

@@ -10,6 +10,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import ipaddress
+import logging
 import os
 import re
 import resource
@@ -104,7 +105,7 @@ def choose_gid(gids: list[Gid], link_layer: str) -> Gid | None:
 def _import_pyverbs() -> tuple[str | None, str]:
     """Return its version and "", or None and what to do."""
     try:
-        importlib.import_module("pyverbs.device")
+        _import_quietly("pyverbs.device")
     except ImportError as error:
         return None, _how_to_get_pyverbs(error)
     try:
@@ -114,6 +115,18 @@ def _import_pyverbs() -> tuple[str | None, str]:
     ):  # Debian's has no such data; it comes with the library of its version
         found = re.search(r"/libibverbs\.so\.1\.\d+\.(\d[\d.]*)$", Path("/proc/self/maps").read_text(), re.M)
         return found[1] if found else "unknown", ""
+
+
+def _import_quietly(name: str) -> None:
+    """Import it; the logging of the process stays as it is: pyverbs would have all of it printed, from INFO on."""
+    root = logging.getLogger()
+    level, ours = root.level, logging.NullHandler()
+    root.addHandler(ours)  # where there is a handler, basicConfig does nothing
+    try:
+        importlib.import_module(name)
+    finally:
+        root.removeHandler(ours)
+        root.setLevel(level)
 
 
 def _how_to_get_pyverbs(error: ImportError, debian: Path = DEBIAN) -> str:

@@ -51,6 +51,7 @@ class _Server:
     carrier: Carrier | None = None
     rights: dict[int, Right] = field(default_factory=dict)  # the carrier's, by segment
     opened: dict[int, int] = field(default_factory=dict)  # segments that were asked for, and their epochs
+    reached: dict[int, None] = field(default_factory=dict)  # segments there that we want, the newest last
     refusal: str = ""
     refused_until: float = 0.0
     failures: int = 0
@@ -100,12 +101,15 @@ class Verbs:
         weakref.finalize(self, self._parts.close)
         self._closed = False
         links.dial(Lane.VERBS_DATA, self)
+        links.tokens.follow(self._renewed)
 
     # ---- Transport
 
     def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
         """See Transport."""
         device = self._open_device()
+        if place.tls:
+            raise NoWayError(f"{place.server} has its data go over TLS, and RDMA encrypts nothing")
         server = self._server(place.server)
         if server.refused_until > time.monotonic():
             raise NoWayError(server.refusal)
@@ -219,6 +223,9 @@ class Verbs:
 
     def _link(self, place: SegmentPlace, deadline: Deadline) -> Link:
         server = self._server(place.server)
+        with self._lock:
+            server.reached.pop(place.id, None)
+            server.reached[place.id] = None
         try:
             return self._links.reach(place, Lane.VERBS_DATA, deadline)
         except NoAnswerError:
@@ -236,7 +243,8 @@ class Verbs:
         memory = self.memory()
         queue = self._make_queue(memory)
         try:
-            reply = self._ask(server, where.control_address, "ConnectVerbs", _connect_request(self._session_id, queue))
+            request = _connect_request(self._session_id, queue, self._any_proof(server))
+            reply = self._ask(server, where.control_address, "ConnectVerbs", request)
             peer = reply.server
             queue.connect(End(peer.number, peer.gid, peer.lid, peer.packet_sequence, peer.mtu, peer.reads).check())
             slots = [Place(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
@@ -258,8 +266,31 @@ class Verbs:
             raise
 
     def _tell_closed(self, server: _Server, address: str) -> None:
+        request = pb.CloseVerbsRequest(session_id=self._session_id, token=self._any_proof(server))
         with contextlib.suppress(Error):
-            self._ask(server, address, "CloseVerbs", pb.CloseVerbsRequest(session_id=self._session_id))
+            self._ask(server, address, "CloseVerbs", request)
+
+    def _any_proof(self, server: _Server) -> pb.TokenProof | None:
+        """Return the proof of one of our tokens for that server, the last that we got; None: it asks for none."""
+        with self._lock:
+            reached = list(reversed(server.reached))
+        proofs = (self._links.tokens.proof(segment_id, self._session_id) for segment_id in reached)
+        return next((proof for proof in proofs if proof is not None), None)
+
+    def _renewed(self, segment_id: int) -> None:
+        """The segment has another token, or none: its keys last as long as what they were given for."""
+        with self._lock:
+            servers = [server for server in self._servers.values() if segment_id in server.opened]
+        for server in servers:
+            rights, deadline = server.rights, Deadline(_HELLO_MS / 1000)
+            if segment_id not in rights or self._over_tcp(server):
+                continue
+            try:
+                epoch = server.opened[segment_id]
+                rights[segment_id] = self._ask_right(server, server.channel_address, segment_id, epoch, deadline)
+            except (Error, KeyError) as error:  # from here on the server's gate decides
+                rights.pop(segment_id, None)
+                _log.debug("keys for segment %016x were not renewed: %s", segment_id, error)
 
     def _make_queue(self, memory: ClientMemory) -> Queue:
         try:
@@ -300,8 +331,9 @@ class Verbs:
 
     def _ask_right(self, server: _Server, address: str, segment_id: int, epoch: int, deadline: Deadline) -> Right:
         request = pb.OpenSegmentVerbsRequest(
-            session_id=self._session_id, segment_id=segment_id, epoch=epoch, writable=True
-        )
+            session_id=self._session_id, segment_id=segment_id, epoch=epoch, writable=True,
+            token=self._links.tokens.proof(segment_id, self._session_id),
+        )  # fmt: skip
         opened = self._ask(server, address, "OpenSegmentVerbs", request, deadline)
         return Right(
             epoch, opened.dtype, opened.data.nbytes, opened.data.address, opened.data.key, opened.writable,
@@ -331,6 +363,8 @@ class Verbs:
                 raise NotFoundError(text) from None
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 raise NoWayError(f"memory server {server.name} knows no RDMA") from None
+            if code is grpc.StatusCode.FAILED_PRECONDITION:
+                raise NoAnswerError(text) from None
             if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
                 raise NoAnswerError(text) from None
             raise NoWayError(text) from None
@@ -338,10 +372,11 @@ class Verbs:
             raise NoWayError("the client is closed") from error
 
 
-def _connect_request(session_id: int, queue: Queue) -> pb.ConnectVerbsRequest:
+def _connect_request(session_id: int, queue: Queue, token: pb.TokenProof | None) -> pb.ConnectVerbsRequest:
     end = queue.end()
     return pb.ConnectVerbsRequest(
         session_id=session_id,
+        token=token,
         client=pb.VerbsEnd(
             number=end.number, gid=end.gid, lid=end.lid, packet_sequence=end.packet_sequence, mtu=end.mtu,
             reads=end.reads,

@@ -4,7 +4,7 @@
 #include <sys/socket.h>
 
 #include "access.h"
-#include "rig.h"
+#include "pump.h"
 #include "sha256.h"
 #include "wire.h"
 
@@ -173,6 +173,124 @@ static void tokens_follow_the_link(void)
     take_down(&rigged);
 }
 
+/* ---- by record ---------------------------------------------------------------------------------------------------- */
+
+enum { BREAKS = 6 };
+
+struct by_record {
+    struct rigged rigged;
+    struct pump pumps[2 * BREAKS];
+    int made;
+};
+
+/* Gives the link another connection whenever it has none; the first ones break too. */
+static void *tend_by_record(void *argument)
+{
+    struct by_record *self = argument;
+    uint64_t id, instance;
+    while (smb_client_wait_down(self->rigged.client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
+        struct pump *pump = &self->pumps[self->made++];
+        pump->break_after = self->made < BREAKS ? 9 : 0; /* HELLO and three tokens are four of these */
+        pump_start(pump, self->rigged.rig.servers[0]);
+        CHECK_EQ(smb_link_resume_reference(self->rigged.link, pump->client_end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    }
+    return NULL;
+}
+
+/* Tokens are shown by record on a connection that is there, and again on each one that follows it: no call is refused. */
+static void tokens_travel_by_record(void)
+{
+    static struct by_record self;
+    static int64_t found[ELEMENTS];
+    struct rigged *rigged = &self.rigged;
+    struct smb_recovery recovery;
+    uint64_t instance;
+    pthread_t tender;
+    rig_start(&rigged->rig, LAYOUT, SMB_INT64);
+    struct smb_server *server = rigged->rig.servers[0];
+    CHECK_EQ(smb_server_open_journal(server, scratch_path("journal"), &recovery), SMB_OK);
+    smb_server_guard(server);
+    CHECK_EQ(smb_server_set_key(server, 4, key, 1000000), SMB_OK);
+    CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
+    pump_start(&self.pumps[self.made++], server);
+    self.pumps[0].break_after = 20;
+    CHECK_EQ(smb_client_connect_reference(rigged->client, self.pumps[0].client_end, 5, RIG_TIMEOUT_MS, &rigged->link, &instance), SMB_OK);
+    CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link), SMB_OK);
+    for (uint64_t i = 0; i < 3; i++) { /* more than one, so that one record follows another */
+        struct smb_token token = token_of(rig_segment_id(0, 0) + i, 3, 2000000);
+        CHECK_EQ(smb_link_authorize(rigged->link, &token, RIG_TIMEOUT_MS), SMB_OK);
+    }
+    CHECK_EQ(pthread_create(&tender, NULL, tend_by_record, &self), 0);
+    for (int i = 0; i < CALLS / 10; i++)
+        must(rigged->buffer, add());
+    must(rigged->buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], CALLS / 10);
+    CHECK(self.made >= BREAKS);
+    smb_buffer_destroy(rigged->buffer);
+    smb_client_close(rigged->client);
+    pthread_join(tender, NULL);
+    smb_link_close(rigged->link);
+    smb_client_destroy(rigged->client);
+    for (int i = 0; i < self.made; i++)
+        pump_join(&self.pumps[i]);
+    rig_stop(&rigged->rig);
+}
+
+/* Without a token a record gets nothing either. */
+static void records_without_a_token(void)
+{
+    struct rigged rigged;
+    static struct pump pump;
+    uint64_t instance;
+    rig_start(&rigged.rig, LAYOUT, SMB_INT64);
+    smb_server_guard(rigged.rig.servers[0]);
+    CHECK_EQ(smb_server_set_key(rigged.rig.servers[0], 4, key, 1000000), SMB_OK);
+    CHECK_EQ(smb_client_create(SESSION, &rigged.client), SMB_OK);
+    pump_start(&pump, rigged.rig.servers[0]);
+    CHECK_EQ(smb_client_connect_reference(rigged.client, pump.client_end, 5, RIG_TIMEOUT_MS, &rigged.link, &instance), SMB_OK);
+    CHECK_EQ(smb_buffer_create(rigged.client, &LAYOUT, SMB_INT64, &rigged.buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged.buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged.link), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
+    struct smb_token reader = token_of(rig_segment_id(0, 0), SMB_RIGHT_READ, 2000000);
+    CHECK_EQ(smb_link_authorize(rigged.link, &reader, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
+    static int64_t found[ELEMENTS];
+    must(rigged.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    take_down(&rigged);
+    pump_join(&pump);
+}
+
+/* On the control plane a proof is good for its session, its segment, its rights and its time alone; and what was proved on a
+ * connection is no proof there. */
+static void proofs_for_the_control_plane(void)
+{
+    struct rig rig;
+    uint64_t left_ns = 0;
+    rig_start(&rig, LAYOUT, SMB_INT64);
+    struct smb_server *server = rig.servers[0];
+    struct smb_token token = token_of(5, SMB_RIGHT_READ, 2000000), shown = token;
+    uint8_t payload[SMB_AUTHORIZE_BYTES];
+    access_store(&token, &(struct access_connection){.session = SESSION, .lane = ACCESS_CONTROL_LANE}, payload);
+    memcpy(shown.secret, payload + 16, SMB_KEY_BYTES);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_BUSY);
+    CHECK_EQ(smb_server_set_key(server, 4, key, 1000000), SMB_OK);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_OK);
+    CHECK(left_ns > 900000000000 && left_ns <= 1000000000000);
+    CHECK_EQ(smb_server_check_proof(server, SESSION + 1, &shown, &left_ns), SMB_DENIED);
+    struct smb_token wrong[5] = {shown, shown, shown, shown, shown};
+    wrong[0].segment++, wrong[1].rights |= SMB_RIGHT_WRITE, wrong[2].expires_ms++, wrong[3].epoch++, wrong[4].secret[0] ^= 1;
+    for (int i = 0; i < 5; i++)
+        CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[i], &left_ns), SMB_DENIED);
+    access_store(&token, &(struct access_connection){.session = SESSION, .lane = 5}, payload);
+    memcpy(wrong[4].secret, payload + 16, SMB_KEY_BYTES);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[4], &left_ns), SMB_DENIED);
+    CHECK_EQ(smb_server_set_key(server, 4, key, 2000000), SMB_OK); /* its time is over */
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_DENIED);
+    rig_stop(&rig);
+}
+
 /* Hundreds of grants on one connection; each is found, those that expired make room. */
 static void grants_of_many_segments(void)
 {
@@ -217,6 +335,7 @@ static void sha256_of_known_texts(void)
 int main(void)
 {
     static const struct test tests[] = {TEST(rights_on_a_link), TEST(tokens_follow_the_link), TEST(grants_of_many_segments),
-                                        TEST(sha256_of_known_texts)};
+                                        TEST(tokens_travel_by_record), TEST(records_without_a_token),
+                                        TEST(proofs_for_the_control_plane), TEST(sha256_of_known_texts)};
     return RUN_TESTS(tests);
 }

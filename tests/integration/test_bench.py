@@ -77,6 +77,20 @@ def test_a_cluster_of_the_environment_is_measured_by_name() -> None:
             assert {line["transport"] for line in json.loads(result.stdout)} == {"tcp" if options else "shm"}
 
 
+def test_verbs_are_measured_or_it_says_why_not() -> None:
+    """Without the device `smb bench --transport verbs` ends with what is missing, and measures nothing else instead."""
+    result = subprocess.run(
+        [sys.executable, "-m", "smb.cli.main", "bench", "--transport", "verbs", "--sizes", "8", "--seconds", "0.01"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "SMB_VERBS_DEVICE": "none0"},
+    )
+    assert result.returncode != 0
+    assert "no RDMA here: " in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
 def test_sizes_that_are_no_elements_are_refused() -> None:
     """A size that is no multiple of an element is refused before anything starts."""
     with pytest.raises(InvalidArgumentError, match="size 6: must be a multiple of 4"):

@@ -22,7 +22,6 @@ from smb.proto import control_pb2 as pb
 
 # Who may. Written down here once more, on purpose: a slip in the table of smb.access is seen.
 USERS, WRITERS, SERVERS, COORDINATOR = "client reader operator", "client operator", "server-0", "coordinator"
-NOBODY = ""  # queue pairs reach more than a token grants
 MAY = {
     "Coordinator": {
         "OpenSession": USERS,
@@ -43,9 +42,9 @@ MAY = {
         "CreateSegment": COORDINATOR,
         "DeleteSegment": COORDINATOR,
         "EndSessions": COORDINATOR,
-        "ConnectVerbs": NOBODY,
-        "OpenSegmentVerbs": NOBODY,
-        "CloseVerbs": NOBODY,
+        "ConnectVerbs": USERS,  # with the proof of a token: test_verbs_keys.py
+        "OpenSegmentVerbs": USERS,
+        "CloseVerbs": USERS,
     },
 }
 STRANGERS = ("in the clear", "without one", "other/operator", "expired")

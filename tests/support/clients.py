@@ -20,6 +20,7 @@ from tests.support.ways import FAR, SLOWNESS
 
 PERIOD = 251
 DEADLINE_S = 60.0 * SLOWNESS
+TIMEOUT_S = 30.0 * SLOWNESS  # of one call
 TURN = 1 << 32  # what is accumulated to a counter beside its tickets: the low half stays theirs
 # Each with a fresh interpreter; where that takes 10 s to import us, a fork of one that did.
 _context = multiprocessing.get_context("spawn" if SLOWNESS == 1 else "forkserver")
@@ -84,7 +85,7 @@ def _run(results: Any, number: int, function: Callable[..., Any], barrier: Any, 
 
 def add(barrier: Any, address: str, transport: str, name: str, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     """Add the pattern to each range in turn; return the transports used."""
-    with smb.connect(address, transport=transport, timeout=30) as client:
+    with smb.connect(address, transport=transport, timeout=TIMEOUT_S) as client:
         buffer = client.open(name)
         buffer.read(0, 1)
         barrier.wait(DEADLINE_S)
@@ -105,7 +106,7 @@ def add_ones(barrier: Any, address: str, transport: str, times: int) -> int:
 
 def count_up(barrier: Any, address: str, transport: str, name: str, times: int) -> list[int]:
     """fetch_add 1 and, in between, accumulate TURN to the same element; return the tickets drawn."""
-    with smb.connect(address, transport=transport, timeout=30) as client:
+    with smb.connect(address, transport=transport, timeout=TIMEOUT_S) as client:
         buffer = client.open(name)
         buffer.read(0, 1)
         barrier.wait(DEADLINE_S)
@@ -118,7 +119,7 @@ def count_up(barrier: Any, address: str, transport: str, name: str, times: int) 
 
 def create_or_open(barrier: Any, address: str, name: str) -> int:
     """Create with exist_ok as the others do at the same moment, and draw a ticket; return the buffer's id."""
-    with smb.connect(address, timeout=30) as client:
+    with smb.connect(address, timeout=TIMEOUT_S) as client:
         barrier.wait(DEADLINE_S)
         buffer = client.create(name, 100, "int64", exist_ok=True)
         buffer.fetch_add(0, 1)
@@ -128,7 +129,7 @@ def create_or_open(barrier: Any, address: str, name: str) -> int:
 def swap_up(barrier: Any, address: str, transport: str, name: str, times: int) -> int:
     """Count up by compare_swap; return how often another was faster."""
     lost = 0
-    with smb.connect(address, transport=transport, timeout=30) as client:
+    with smb.connect(address, transport=transport, timeout=TIMEOUT_S) as client:
         buffer = client.open(name)
         seen = int(buffer.read(0, 1)[0])
         barrier.wait(DEADLINE_S)
@@ -141,7 +142,7 @@ def swap_up(barrier: Any, address: str, transport: str, name: str, times: int) -
 
 def add_whole(barrier: Any, address: str, transport: str, name: str, times: int) -> None:
     """Add ones to the whole buffer."""
-    with smb.connect(address, transport=transport, timeout=30) as client:
+    with smb.connect(address, transport=transport, timeout=TIMEOUT_S) as client:
         buffer = client.open(name)
         ones = np.ones(buffer.size, buffer.dtype)
         barrier.wait(DEADLINE_S)
@@ -152,7 +153,7 @@ def add_whole(barrier: Any, address: str, transport: str, name: str, times: int)
 def read_whole(barrier: Any, address: str, transport: str, name: str, last: int) -> int:
     """Read until every element is `last`; return how many chunks, of all that were seen, were not uniform."""
     torn = 0
-    with smb.connect(address, transport=transport, timeout=30) as client:
+    with smb.connect(address, transport=transport, timeout=TIMEOUT_S) as client:
         buffer = client.open(name)
         per_chunk = buffer.layout.chunk_bytes // buffer.dtype.itemsize
         barrier.wait(DEADLINE_S)
@@ -165,7 +166,7 @@ def read_whole(barrier: Any, address: str, transport: str, name: str, last: int)
 
 def add_forever(address: str, transport: str, name: str, running: Any) -> None:
     """Add until killed."""
-    with smb.connect(address, transport=transport, timeout=30) as client:
+    with smb.connect(address, transport=transport, timeout=TIMEOUT_S) as client:
         buffer = client.open(name)
         ones = np.ones(buffer.size, buffer.dtype)
         while True:
@@ -235,7 +236,7 @@ def arrive(messages: Any, address: str, name: str, parties: int) -> None:
 class Adders:
     """Processes that add to a lane of their own and to a common one until told to stop."""
 
-    def __init__(self, address: str, ways: Sequence[str], count: int, timeout: float = 30.0) -> None:
+    def __init__(self, address: str, ways: Sequence[str], count: int, timeout: float = TIMEOUT_S) -> None:
         """Create the lanes and start one process for each way."""
         self.address = address
         self.ways = ways
@@ -243,7 +244,7 @@ class Adders:
         self._stop = _context.Event()
         self._progress = [_context.Value("q", 0, lock=False) for _ in ways]
         self._failures: Any = _context.Queue()
-        with smb.connect(address) as client:
+        with smb.connect(address, timeout=TIMEOUT_S) as client:
             for name in (*(f"lane-{i}" for i in range(len(ways))), "common"):
                 client.create(name, count, "int64", stripe="64KiB")
         self.processes = [
@@ -284,7 +285,7 @@ class Adders:
 
     def drop(self) -> None:
         """Delete the lanes."""
-        with smb.connect(self.address) as client:
+        with smb.connect(self.address, timeout=TIMEOUT_S) as client:
             for name in (*(f"lane-{i}" for i in range(len(self.ways))), "common"):
                 client.delete(name)
 

@@ -130,6 +130,22 @@ def test_how_to_get_pyverbs_depends_on_what_is_there(tmp_path: Path) -> None:
     assert "built for cpython-27" in devices._how_to_get_pyverbs(gone, tmp_path)
 
 
+def test_looking_leaves_the_logging_of_the_process_alone(tmp_path: Path) -> None:
+    """pyverbs configures the root logger when it is imported; a program that uses us has its own say in that."""
+    package = tmp_path / "pyverbs"
+    package.mkdir()
+    (package / "__init__.py").write_text("import logging\nlogging.basicConfig(level=logging.INFO)\n")
+    (package / "device.py").write_text("imported = True\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import logging; from smb.transport.devices import look\n"
+        "look(); assert sys.modules['pyverbs.device'].imported\n"
+        "print(logging.root.handlers, logging.root.level)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert told.split() == ["[]", "30"]
+
+
 def test_importing_imports_no_pyverbs() -> None:
     """Whoever has pyverbs does not pay for it before verbs is used."""
     code = "import smb.transport.devices, sys; sys.exit('pyverbs' in sys.modules)"

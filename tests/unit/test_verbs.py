@@ -95,6 +95,7 @@ def test_adjoining_requests_are_one_run() -> None:
     assert runs(made[:3], 10, kinds[:3]) == [(0, 1), (1, 2), (2, 3)]
     assert runs(made[:3], 1 << 20, np.array([1, 0, 0])) == [(0, 1), (1, 3)]
     assert runs(made[:0], 1 << 20, kinds[:0]) == []
+    assert runs(records((1, 0, 0, 0)), 1 << 20, kinds[:1]) == [(0, 1)]  # without a range: AUTHORIZE, WATERMARK
 
 
 def test_answers_name_their_requests() -> None:

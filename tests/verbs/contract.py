@@ -5,13 +5,20 @@ Files of tests/integration, tests/fault and tests/regressions; tests/unit/test_c
 
 from __future__ import annotations
 
-OVER_VERBS = (
+# Always: what covers each operation and each promise once.
+_EACH_TIME = (
     "integration/test_transports.py",
     "integration/test_exact_sums.py",
-    "integration/test_direct.py",
     "integration/test_locks.py",
-    "integration/test_barriers.py",
     "integration/test_versions.py",
+    "regressions/test_fence_after_restart.py",
+    "regressions/test_gone_source.py",
+    "regressions/test_lost_memory.py",
+)
+# With SMB_LONG=1 (make verbs LONG=1): an hour and more in the virtual machine.
+_WHEN_LONG = (
+    "integration/test_direct.py",
+    "integration/test_barriers.py",
     "integration/test_tensors.py",
     "integration/test_exactly_once.py",
     "integration/test_reconnect.py",
@@ -19,10 +26,14 @@ OVER_VERBS = (
     "integration/test_api.py",
     "integration/test_apply.py",
     "integration/test_publish.py",
-    "regressions/test_fence_after_restart.py",
-    "regressions/test_gone_source.py",
-    "regressions/test_lost_memory.py",
 )
+OVER_VERBS = (*_EACH_TIME, *_WHEN_LONG)
+
+
+def chosen(long: bool) -> tuple[str, ...]:
+    """Return the files to run over verbs now."""
+    return OVER_VERBS if long else _EACH_TIME
+
 
 _LONG = (
     "minutes in the virtual machine, and nothing that its parts, which run over verbs, do not do; SMB_TEST_FAR=verbs"
@@ -35,6 +46,7 @@ LEFT_OUT = {
     "integration/test_async.py": "futures over the same calls",
     "integration/test_asynchronous.py": _TRAINING,
     "integration/test_bench.py": "compares with sockets; perf/verbs.py measures verbs",
+    "integration/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
     "integration/test_cli.py": _ELSEWHERE,
     "integration/test_contribution.py": _TRAINING,
     "integration/test_coordinator.py": _ELSEWHERE,
