@@ -94,6 +94,7 @@ class SharedMemory:
         try:
             yield
         except EngineError as error:
-            if error.status is Status.TIMEOUT or error.errno == errno.ECONNREFUSED:  # what a killed server leaves
+            # What a killed server leaves: a socket without a listener, or a connection that it never accepted.
+            if error.status is Status.TIMEOUT or error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
                 raise NoAnswerError(f"nobody answers at the socket {place.unix_path}: {error}") from error
             raise NoWayError(f"the socket at {place.unix_path} does not let us in: {error}") from error

@@ -64,6 +64,10 @@ def test_configuration_is_sound(tmp_path: Path) -> None:
         shutil.copy(DEPLOY / rules, tmp_path)
     kubernetes = yaml.safe_load((DEPLOY / "prometheus-kubernetes.yml").read_text())
     assert kubernetes["scrape_configs"][0].pop("kubernetes_sd_configs") == [{"role": "pod"}]
+    token = tmp_path / "token"  # promtool wants it to be there
+    token.write_text("secret")
+    assert kubernetes["scrape_configs"][0]["authorization"].pop("credentials_file").startswith("/etc/prometheus/")
+    kubernetes["scrape_configs"][0]["authorization"]["credentials_file"] = str(token)
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(kubernetes))
     promtool("check", "config", tmp_path / "prometheus.yml")
 

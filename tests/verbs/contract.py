@@ -92,6 +92,7 @@ LEFT_OUT = {
     "regressions/test_deleted_memory.py": "tests/verbs/test_refusals.py has it for keys",
     "regressions/test_foreign_coordinator.py": _ELSEWHERE,
     "regressions/test_given_up_write.py": "is about shared memory",
+    "regressions/test_killed_while_connecting.py": "is about shared memory",
     "regressions/test_killed_while_waking.py": "is about shared memory",
     "regressions/test_link_after_its_client.py": "is about links of the engine",
     "regressions/test_parked_once.py": "is about shared memory",
