@@ -294,34 +294,6 @@ def test_a_peer_that_does_not_read(small: smb.LocalCluster) -> None:
         client.delete("unread")
 
 
-def test_what_a_kill_left_half_made() -> None:
-    """A server that was killed within an addition tells that it finished it; without its journal, that it could not."""
-    ones = np.ones(1 << 20, np.float32)
-    with (
-        smb.LocalCluster(servers=1, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport="tcp", timeout=3.0) as client,
-    ):
-        server = cluster.servers[0]
-        buffer = client.create("w", ones.size)
-        (journal,) = Path(buffer.layout.segments[0].unix_path).parent.rglob("*journal*")
-
-        def killed(*, forget: bool) -> str:
-            adding = [client.submit(lambda: buffer.accumulate(ones)) for _ in range(4)]
-            wait_for(lambda: any(future.done() for future in adding), "an addition")
-            server.kill()
-            if forget:
-                journal.unlink()
-            server.start()
-            for future in adding:
-                future.exception(60)
-            return server.metrics
-
-        wait_for(
-            lambda: value(killed(forget=False), "smb_server_recovered_changes") >= 1, "a kill within an addition", 60
-        )
-        wait_for(lambda: value(killed(forget=True), "smb_server_torn_chunks") >= 1, "one without its journal", 60)
-
-
 def test_targets(small: smb.LocalCluster, tmp_path: Path) -> None:
     """The coordinator lists itself and its servers for Prometheus; `smb targets` writes the same into a file, and says
     so where there is no coordinator."""
