@@ -63,6 +63,7 @@ class TlsListener:
         try:
             peer.settimeout(HANDSHAKE_S)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.getpeername()  # see smb.transport.tls
             secured = self._context.wrap_socket(peer, server_side=True)
             self._adopt(pump.start(secured, "tls-pump"))
         except (OSError, Error) as error:

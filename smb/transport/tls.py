@@ -25,6 +25,7 @@ def connect(credentials: Credentials | None, server: str, address: str, timeout:
         raise UnavailableError(f"{where} can't be reached: {error.strerror or error}") from error
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.getpeername()  # of a connection that is reset already ssl would leave a socket unclosed
         secured = credentials.client_context().wrap_socket(plain, server_hostname=server_name(server))
     except ssl.SSLError as error:
         plain.close()

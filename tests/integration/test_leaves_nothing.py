@@ -97,7 +97,7 @@ def test_closed_clients_leave_no_thread_and_no_descriptor() -> None:
         before = open_descriptors()
         for _ in range(10):
             use()
-        wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("smb")], "end of our threads")
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("smb")] == []
         wait_for(lambda: open_descriptors() <= before, "closed descriptor")
 
 

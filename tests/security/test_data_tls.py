@@ -63,9 +63,6 @@ def test_calls_over_tls(client: smb.Client) -> None:
         pass
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # a socket whose peer died in the handshake
 def test_a_restarted_server_is_found_again(secured: smb.LocalCluster, client: smb.Client) -> None:
     """A connection that breaks is made again with TLS, and what was under way counts once."""
     counter = client.create("counter", (1,), dtype="int64", servers=["server-1"])
