@@ -45,6 +45,9 @@ class Daemon:
         self._options = dict(options)
         self._ready = directory / f"{name}.ready"
         self._process: subprocess.Popen[bytes] | None = None
+        self._kept: list[socket.socket] = []
+        for option in ("listen", "metrics"):
+            self._keep_port(option)
 
     @property
     def pid(self) -> int:
@@ -57,6 +60,23 @@ class Daemon:
     def running(self) -> bool:
         """Whether the process lives."""
         return self._process is not None and self._process.poll() is None
+
+    def _keep_port(self, option: str) -> None:
+        """Choose a port where the option leaves it open, and keep it for as long as the daemon may be started again.
+
+        A socket that is bound and does not listen keeps the port from everybody whom the system gives one (a server on
+        port 0, a connection going out), and lets the daemon, which asks for this very port with SO_REUSEADDR, have it.
+        """
+        host, port = parse_address(self._options[option])
+        if port != 0:
+            return
+        with contextlib.suppress(OSError):  # no address of this host: the daemon says so better
+            family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            kept = socket.socket(family, kind, protocol)
+            self._kept.append(kept)
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            kept.bind(where)
+            self._options[option] = format_address(host, kept.getsockname()[1])
 
     def spawn(self) -> None:
         """Start the process, on its old address if it had one."""
@@ -87,9 +107,6 @@ class Daemon:
         ready = json.loads(self._ready.read_text())
         host, port = parse_address(ready["address"])
         self.address, self.metrics = format_address(reachable(host), port), ready["metrics"]
-        # The host stays as it was asked: all of this host's addresses are not the one by which others reach it.
-        listen = format_address(parse_address(self._options["listen"])[0], port)
-        self._options |= {"listen": listen, "metrics": self.metrics}
 
     def start(self) -> None:
         """Start it again and wait until it serves, under the same name and address, with the memory it left."""
@@ -103,6 +120,14 @@ class Daemon:
     def terminate(self) -> None:
         """End it with SIGTERM and wait; with SIGKILL if that takes too long."""
         self._end(signal.SIGTERM)
+
+    def release(self) -> None:
+        """End it as `terminate` does, for good: its ports are anybody's again."""
+        try:
+            self.terminate()
+        finally:
+            for kept in self._kept:
+                kept.close()
 
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
@@ -214,7 +239,7 @@ class LocalCluster:
         """End all daemons and remove what they left. Doing it twice does nothing."""
         for daemon in [*self.servers, *([self.coordinator] if hasattr(self, "coordinator") else [])]:
             with contextlib.suppress(ProcessLookupError):
-                daemon.terminate()
+                daemon.release()
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
         self._directories.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import signal
 import socket
 import struct
 import subprocess
@@ -21,7 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import smb
 import smb.metrics
 from smb.metric_names import CLIENT, COORDINATOR, METRICS, SERVER
-from tests.support.daemons import wait_for
+from tests.support.builds import build
+from tests.support.daemons import running_daemons, wait_for
 from tests.support.raw import Dtype, Flag, Frame, Op, Opcode, RawClient, scale_bits
 
 ROOT = Path(__file__).parents[2]
@@ -292,6 +294,35 @@ def test_a_peer_that_does_not_read(small: smb.LocalCluster) -> None:
             wait_for(lambda: value(server, "smb_server_send_backlog_bytes") > 0, "a backlog")
         wait_for(lambda: value(server, "smb_server_send_backlog_bytes") == 0, "its end")
         client.delete("unread")
+
+
+@pytest.mark.parametrize(
+    ("journal", "found"), [("kept", "smb_server_recovered_changes"), ("lost", "smb_server_torn_chunks")]
+)
+def test_what_a_kill_left_half_made(tmp_path: Path, journal: str, found: str) -> None:
+    """A server that was killed within a chunk's addition tells that it finished it; without its journal, that it could
+    not."""
+    other = {"smb_server_recovered_changes", "smb_server_torn_chunks"} - {found}
+    failing = build("failpoints").environment
+    with running_daemons(tmp_path) as daemons:
+        coordinator = daemons.coordinator()
+        daemons.variables = failing | {"SMB_ENGINE_FAILPOINT": "journal.block_changed"}
+        server = daemons.memory_server(coordinator.address, "m")
+        assert server.address
+        with smb.connect(coordinator.address, transport="tcp", timeout=60.0) as client:
+            buffer = client.create("w", 65536)
+            adding = buffer.accumulate_async(np.ones(65536, np.float32))
+            assert server.wait() == -signal.SIGKILL, "the failpoint did not fire"
+            server.kill()
+            if journal == "lost":
+                (file,) = daemons.memory.glob("*journal*")
+                file.unlink()
+            daemons.variables = failing
+            server = daemons.memory_server(coordinator.address, "m")
+            assert (server.metric(found), server.metric(*other)) == (1, 0)
+            adding.result()
+            if journal == "kept":
+                assert (buffer.read() == 1).all()
 
 
 def test_targets(small: smb.LocalCluster, tmp_path: Path) -> None:

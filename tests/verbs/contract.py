@@ -97,5 +97,6 @@ LEFT_OUT = {
     "regressions/test_link_after_its_client.py": "is about links of the engine",
     "regressions/test_parked_once.py": "is about shared memory",
     "regressions/test_slow_connect.py": _ELSEWHERE,
+    "regressions/test_taken_port.py": _ELSEWHERE,
     "regressions/test_training.py": _TRAINING,
 }
