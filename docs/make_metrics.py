@@ -19,7 +19,7 @@ its runbook in [operating.md](operating.md#alerts).
 
     smb up                                             # or real daemons; the log says where metrics are served
     sed 's/COORDINATOR:9470/127.0.0.1:PORT/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
-    prometheus --config.file=deploy/prometheus/mine.yml --storage.tsdb.path=/tmp/prometheus
+    prometheus --config.file=deploy/prometheus/mine.yml --storage.tsdb.path=prometheus-data
 
 A training process serves its own metrics if it is asked to: `SMB_CLIENT_METRICS=HOST:PORT` in its environment,
 `smb.metrics.serve(client, "HOST:PORT")`, or `smb.metrics.Collector(client)` in a registry of its own;

@@ -4,12 +4,9 @@ doubled.
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,8 +17,7 @@ import smb
 from smb.engine import Lane
 from tests.fault.long import LIMIT_S, seed, times
 from tests.support.checkers import Run, check_at_rest, delta
-from tests.support.daemons import running_daemons
-from tests.support.proxy import Fault, Plan, Proxy, RandomPlan
+from tests.support.proxy import Fault, RandomPlan, behind_a_proxy
 from tests.support.raw import HEADER, Opcode
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
@@ -29,24 +25,6 @@ pytestmark = pytest.mark.timeout(LIMIT_S)
 COUNT = 700
 OPERATIONS = times(2000, 100_000)
 EVERY = 9.0  # frames for one fault
-
-
-@contextlib.contextmanager
-def behind_a_proxy(directory: Path, plan: Plan) -> Iterator[tuple[str, Proxy]]:
-    """A cluster of one server that says its address is the proxy's."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    proxy = Proxy(port, plan)
-    try:
-        with running_daemons(directory) as daemons:
-            address = daemons.coordinator().address
-            server = daemons.memory_server(
-                address, "a", "--listen", f"127.0.0.1:{port}", "--advertise", f"127.0.0.1:{proxy.port}"
-            )
-            assert server.address == f"127.0.0.1:{proxy.port}"
-            yield address, proxy
-    finally:
-        proxy.close()
 
 
 def make_weights(client: smb.Client) -> None:

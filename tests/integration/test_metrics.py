@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import signal
@@ -24,6 +25,7 @@ import smb.metrics
 from smb.metric_names import CLIENT, COORDINATOR, METRICS, SERVER
 from tests.support.builds import build
 from tests.support.daemons import running_daemons, wait_for
+from tests.support.proxy import Fault, behind_a_proxy
 from tests.support.raw import Dtype, Flag, Frame, Op, Opcode, RawClient, scale_bits
 
 ROOT = Path(__file__).parents[2]
@@ -294,6 +296,83 @@ def test_a_peer_that_does_not_read(small: smb.LocalCluster) -> None:
             wait_for(lambda: value(server, "smb_server_send_backlog_bytes") > 0, "a backlog")
         wait_for(lambda: value(server, "smb_server_send_backlog_bytes") == 0, "its end")
         client.delete("unread")
+
+
+def test_what_the_coordinator_knows(small: smb.LocalCluster) -> None:
+    """Buffers, locks and barriers, being made and made, and what they take of which server; a server whose coordinator
+    was killed registers again, and the next run tells when it began and how long it took to read its store."""
+    coordinator, server = small.coordinator, small.servers[0]
+    here, of_server = coordinator.metrics, {"server": "server-0"}
+    names = ("buffers", "locks", "barriers", "buffer_bytes", "allocated_bytes", "free_bytes", "server_allocated_bytes")
+
+    def now() -> dict[str, float]:
+        return {name: value(here, f"smb_coordinator_{name}") for name in names}
+
+    with smb.connect(small.address) as client:
+        before = now()
+        os.kill(server.pid, signal.SIGSTOP)  # it answers nothing: what is made there stays half made
+        try:
+            creating = client.submit(lambda: client.create("known", (1000,)))
+            wait_for(lambda: value(here, "smb_coordinator_pending_buffers") == 1, "a pending buffer")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        creating.result(30)
+        wait_for(lambda: value(here, "smb_coordinator_pending_buffers") == 0, "a buffer that is there")
+        with client.lock("known-lock"):
+            client.barrier("known-barrier", 1)
+        after = now()
+        for name in ("buffers", "locks", "barriers"):
+            assert after[name] == before[name] + 1, name
+        assert after["buffer_bytes"] == before["buffer_bytes"] + 4000
+        taken = after["allocated_bytes"] - before["allocated_bytes"]
+        assert taken > 4000
+        assert after["server_allocated_bytes"] - before["server_allocated_bytes"] == taken
+        assert before["free_bytes"] - after["free_bytes"] == taken
+        assert value(here, "smb_coordinator_server_capacity_bytes", **of_server) == 16 << 20
+        client.delete("known")
+        wait_for(lambda: now()["buffers"] == before["buffers"], "its end")
+
+        started = value(here, "smb_coordinator_start_time_seconds")
+        coordinator.kill()
+        moves(server.metrics, "smb_server_leases_lost_total", coordinator.start)
+        assert started < value(here, "smb_coordinator_start_time_seconds") <= time.time()
+        assert 0 < value(here, "smb_coordinator_recovery_seconds") < 10
+
+
+class Breaks:
+    """Of a proxy: what to do with the next answer to a FETCH_ADD, once."""
+
+    def __init__(self) -> None:
+        self.next: Fault | None = None
+
+    def __call__(self, reply: bool, header: bytes) -> Fault | None:
+        if not reply or header[3] != Opcode.FETCH_ADD:
+            return None
+        fault, self.next = self.next, None
+        return fault
+
+
+def test_a_client_counts_what_it_repeats(tmp_path: Path) -> None:
+    """A request whose answer got lost is sent again, and one whose answer was spoilt on the way as well."""
+    plan = Breaks()
+    with (
+        behind_a_proxy(tmp_path, plan) as (address, _),
+        smb.connect(address, transport="tcp", checksum=True, timeout=30.0) as client,
+        smb.metrics.serve(client) as pages,
+    ):
+        counter = client.create("counter", (1,), "int64")
+        for number, (fault, moved) in enumerate(
+            (
+                (Fault("cut reply"), "smb_client_repeated_frames_total"),
+                (Fault("flip reply", 8 * 40), "smb_client_spoilt_answers_total"),
+            )
+        ):
+            plan.next = fault
+            before = value(pages.address, "smb_client_repeated_frames_total")
+            moves(pages.address, moved, lambda: counter.fetch_add(0, 1))
+            assert plan.next is None
+            assert value(pages.address, "smb_client_repeated_frames_total") == before + 1
+            assert counter.read() == [number + 1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import smb
 import smb.train
-from tests.support.training import Crew
+from tests.support.training import Crew, together
 
 Connect = Callable[..., smb.Client]
 
@@ -42,6 +42,32 @@ def test_metrics(connect: Connect) -> None:
     assert [of("smb_training_refused_contributions_total", worker) for worker in (0, 1)] == [0, 1]
     assert [of("smb_training_staleness_max_count", worker) for worker in (0, 1)] == [0, 2]
     assert (of("smb_training_norm", 0) or 0) > 1
+    assert [of("smb_training_staleness_count", worker) for worker in (0, 1)] == [0, 2]
+    assert (of("smb_training_bytes_total", 0) or 0) > 2 * crew.values[0].nbytes
+    clock = of("smb_training_clock_count", 0) or 0
+    crew.step(0)
+    assert (of("smb_training_clock_count", 0) or 0) > clock
     assert of("smb_training_alive", 1) == 1
     crew.close()
     assert of("smb_training_alive", 1) == 0
+
+
+def test_metrics_of_who_was_late_and_who_was_given_up(connect: Connect) -> None:
+    """A contribution after its round was closed counts as dropped, a member that comes back after its lease as one
+    that joined again."""
+    client = connect()
+    registry = CollectorRegistry()
+    registry.register(smb.train.Collector(client, "run"))
+
+    def total(name: str) -> float:
+        return sum(s.value for family in registry.collect() for s in family.samples if s.name == name)
+
+    crew = Crew(connect, 3, smb.train.BSP(quorum=2))
+    together(lambda: crew.step(0), lambda: crew.step(1))
+    assert total("smb_training_dropped_contributions_total") == 0
+    crew.step(2)
+    assert total("smb_training_dropped_contributions_total") == 1
+    assert total("smb_training_rejoins_total") == 0
+    crew.workers[2]._group.rejoin()
+    assert total("smb_training_rejoins_total") == 1
+    crew.close()

@@ -16,7 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from tests.support.daemons import running_daemons
 from tests.support.raw import HEADER, Opcode
 
 _PAYLOAD = struct.Struct("<I")
@@ -155,6 +157,26 @@ class Proxy:
                 sink.sendall(frame)
             case _:
                 raise AssertionError(fault.name)
+
+
+@contextlib.contextmanager
+def behind_a_proxy(directory: Path, plan: Plan) -> Iterator[tuple[str, Proxy]]:
+    """A cluster of one server that says its address is the proxy's."""
+    with socket.socket() as kept:  # bound and not listening: nobody but the server gets the port
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = int(kept.getsockname()[1])
+        proxy = Proxy(port, plan)
+        try:
+            with running_daemons(directory) as daemons:
+                address = daemons.coordinator().address
+                server = daemons.memory_server(
+                    address, "a", "--listen", f"127.0.0.1:{port}", "--advertise", f"127.0.0.1:{proxy.port}"
+                )
+                assert server.address == f"127.0.0.1:{proxy.port}"
+                yield address, proxy
+        finally:
+            proxy.close()
 
 
 def _frames(source: socket.socket) -> Iterator[tuple[bytes, bytes]]:
