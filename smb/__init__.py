@@ -7,7 +7,7 @@
 ...     latest = weights.read()
 """
 
-from smb.buffer import Buffer, BufferInfo
+from smb.buffer import Buffer
 from smb.client import Client, ServerInfo, connect
 from smb.cluster import LocalCluster
 from smb.errors import (
@@ -25,6 +25,7 @@ from smb.errors import (
 )
 from smb.feedback import ErrorFeedback
 from smb.files.opened import open_file
+from smb.info import BufferInfo
 from smb.layout import Layout
 from smb.lock import Lock
 from smb.tensors import Tensor

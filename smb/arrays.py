@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import reprlib
+import weakref
 from typing import Any, cast
 
 import numpy as np
 
 from smb.dtypes import DTYPES, Dtype
-from smb.engine import address_of, memory_at, memory_of
+from smb.engine import address_of, memory_at, memory_of, unmap
 from smb.errors import InvalidArgumentError
 
 _CPU_DEVICES = (1, 3)  # kDLCPU, and kDLCUDAHost: pinned memory of the host
@@ -231,3 +232,20 @@ def _strides_are_dense(tensor: _DLTensor, shape: tuple[int, ...]) -> bool:
             return False
         expected *= shape[i]
     return True
+
+
+class _MappedMemory:
+    """Owns a mapping; numpy arrays on it keep it alive."""
+
+    def __init__(self, address: int, nbytes: int, length: int) -> None:
+        # Not at exit: other threads may still use it then, and the process's end unmaps anyway.
+        weakref.finalize(self, unmap, address, nbytes).atexit = False
+        self.__array_interface__ = {"version": 3, "shape": (length,), "typestr": "|u1", "data": (address, False)}
+
+
+def mapped_array(
+    address: int, mapped: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the memory of `mapped` bytes at `address` as an array; unmapped when nobody has it any more."""
+    length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return np.asarray(_MappedMemory(address, mapped, length)).view(dtype).reshape(shape)

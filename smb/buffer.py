@@ -2,128 +2,56 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import operator
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from smb import arrays, engine, metadata
-from smb.dtypes import DTYPES, OPS, SPARSE_WIRE, WIRES, Dtype
+from smb import arrays, metadata
+from smb.dtypes import SPARSE_WIRE
 from smb.engine import (
     NOWHERE,
     AskOpcode,
-    BufferHandle,
-    Doubt,
     DoubtState,
     EngineError,
     Opcode,
-    Outcome,
-    Place,
-    Status,
     direct,
-    memory_at,
     memory_of,
 )
 from smb.errors import (
     Error,
     InvalidArgumentError,
-    LockLostError,
-    NotFoundError,
-    OutOfMemoryError,
-    PermissionDeniedError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
 )
 from smb.feedback import ErrorFeedback, Sending, SparseSending
-from smb.layout import Layout, SegmentPlace
+from smb.info import BufferInfo
+from smb.layout import Layout
 from smb.lock import PUBLISHER_LOCK, Lock
+from smb.outcomes import Failed, ranges_of
 from smb.pins import Pin
-from smb.proto import control_pb2 as pb
+from smb.route import Route, signed
 from smb.rules import hyper_of, rule_of
 from smb.tensors import Tensor, TensorTable, tensor_of
-from smb.transport.base import Deadline, Way
-from smb.transport.choose import describe
-from smb.waits import SESSION_ENDED, Home, raise_fences, wait_ms
+from smb.transport.base import Deadline
+from smb.waits import raise_fences, wait_ms
 
 if TYPE_CHECKING:
     from smb.client import Client
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Result = TypeVar("Result")
 
 # Short, for these are all over.
 _READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
-_RETRY_FIRST_S = 0.02
-_RETRY_MAX_S = 0.5
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
 _PUBLISH_TTL_S = 10.0
 _PUBLISH_WAIT_MAX_S = 86400.0
 
-_LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
-_ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
 
-_log = logging.getLogger("smb")
-
-
-@dataclass(frozen=True, slots=True)
-class BufferInfo:
-    """What the coordinator knows of a buffer. `created` is seconds since 1970, `nbytes` bytes."""
-
-    name: str
-    id: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    nbytes: int
-    layout: Layout
-    created: float
-    versions: int
-    copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
-    wire: str = "exact"  # how its elements travel unless a call says
-    metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; of one that was listed, ""
-
-    @classmethod
-    def of(cls, buffer: pb.Buffer) -> BufferInfo:
-        """Return it from the coordinator's message."""
-        dtype = DTYPES[buffer.dtype]
-        places = tuple(
-            SegmentPlace(
-                s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id, s.control_address, s.data_tls
-            )
-            for s in buffer.layout.segments
-        )
-        layout = Layout(
-            buffer.layout.epoch,
-            2 * buffer.copy_stride_bytes or buffer.nbytes,
-            dtype.itemsize,
-            buffer.layout.stripe_bytes,
-            buffer.layout.chunk_bytes,
-            places,
-        )
-        return cls(
-            buffer.name,
-            buffer.id,
-            tuple(buffer.shape),
-            dtype.numpy,
-            buffer.nbytes,
-            layout,
-            buffer.created_at,
-            buffer.versions or 1,
-            buffer.copy_stride_bytes,
-            buffer.wire or "exact",
-            buffer.metadata,
-        )
-
-
-class Buffer(Place):
+class Buffer(Route):
     """A named array of `shape` and `dtype` in the memory servers. Made by Client.create and Client.open.
 
     An acknowledged call counts exactly once, also when connections break and servers are killed and restarted
@@ -154,22 +82,8 @@ class Buffer(Place):
     """
 
     def __init__(self, client: Client, info: BufferInfo) -> None:
-        self._client = client
-        self._info = info
-        self._dtype: Dtype = DTYPES[info.dtype.name]
-        # Kept, as they are looked up at every call that is not direct.
-        self._itemsize = self._dtype.itemsize
-        self._wire = WIRES[info.wire]
-        self._size = info.nbytes // self._itemsize
-        self._plain = info.versions == 1
-        self._lock = threading.Lock()  # while ways are looked for; calls in progress keep the handle they began with
-        self._handle: BufferHandle | None = None
-        self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
+        super().__init__(client, info)
         self._table: TensorTable | None = None  # once somebody asks
-        self._homes: tuple[Home, ...] = ()
-        self._ways: tuple[Way, ...] = ()
-        self._note: Callable[[Any], None] | None = None  # RDMA wants to know which arrays are moved
-        self._ask_first = False  # the coordinator, before ways are looked for again: a server may have moved
 
     # ---- what it is
 
@@ -323,7 +237,7 @@ class Buffer(Place):
             address, nbytes = handle.map()
         except EngineError as error:
             raise TransportError(f"{self._asked('view')}: the memory can't be mapped: {error}; use read()") from error
-        return _array_at(address, nbytes, self.shape, self.dtype)
+        return arrays.mapped_array(address, nbytes, self.shape, self.dtype)
 
     # ---- changing in place
 
@@ -481,7 +395,7 @@ class Buffer(Place):
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
         index, value = self._counter("fetch_add", index, value)
-        return _signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
+        return signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
 
     @direct(Opcode.COMPARE_SWAP)
     def compare_swap(self, index: int, expected: int, new: int) -> int:
@@ -490,7 +404,7 @@ class Buffer(Place):
         It was done if and only if the result equals `expected`.
         """
         index, expected, new = self._counter("compare_swap", index, expected, new)
-        return _signed(self._call(Opcode.COMPARE_SWAP, index, 1, argument=new & _MASK, expected=expected & _MASK))
+        return signed(self._call(Opcode.COMPARE_SWAP, index, 1, argument=new & _MASK, expected=expected & _MASK))
 
     # ---- locks and versions
 
@@ -577,7 +491,7 @@ class Buffer(Place):
         """
         asked = self._asked("settle")
         outcome = getattr(error, "_outcome", None)
-        if not isinstance(outcome, _Failed) or outcome.buffer is not self:
+        if not isinstance(outcome, Failed) or outcome.buffer is not self:
             raise InvalidArgumentError(
                 f"{asked}: {error!r} is not of a change of this buffer that may have been applied"
             )
@@ -591,7 +505,7 @@ class Buffer(Place):
         if any(state is DoubtState.UNKNOWN for _, _, state in parts):
             raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
         missing = [(at, length) for at, length, state in parts if state is DoubtState.NOT_APPLIED]
-        ranges = _ranges(missing, self._dtype.itemsize)
+        ranges = ranges_of(missing, self._dtype.itemsize)
         sending, outcome.sending = outcome.sending, None
         if sending is None:
             return [] if outcome.settled else ranges
@@ -652,7 +566,7 @@ class Buffer(Place):
     def _leave_to_settle(self, error: Error, sending: Sending | SparseSending) -> bool:
         """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
         failed = getattr(error, "_outcome", None)
-        if not isinstance(failed, _Failed):
+        if not isinstance(failed, Failed):
             return False
         try:
             missing = self.settle(error, timeout=0)
@@ -664,247 +578,6 @@ class Buffer(Place):
         failed.settled = True
         sending.put_back(missing)
         return True
-
-    def _asked(self, call: str) -> str:
-        return f"{call} of buffer {self.name!r}"
-
-    def _readable(self, array: Any, call: str) -> arrays.Memory:
-        try:
-            return arrays.readable(array, self._dtype)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error.__cause__
-
-    def _writable(self, out: Any, count: int, call: str) -> arrays.Memory:
-        if self._note is not None:
-            self._note(out)
-        try:
-            return arrays.writable(out, self._dtype, count)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error.__cause__
-
-    def _source(self, array: Any, call: str) -> tuple[Any, int, Any]:
-        """Return (place, elements, what keeps it alive and has its shape) of an array to be read from."""
-        if self._note is not None:
-            self._note(array)
-        if type(array) is np.ndarray and array.dtype is self._info.dtype and array.flags.c_contiguous:
-            return memory_of(array), array.size, array
-        memory = self._readable(array, call)
-        return memory.place, memory.count, memory
-
-    def _range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
-        """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""
-        if type(offset) is type(count) is int and 0 <= offset <= self._size and 0 < count <= self._size - offset:
-            return offset, count
-        try:
-            offset = operator.index(offset)
-            count = operator.index(count) if count is not None else self.size - offset
-        except TypeError as error:
-            raise InvalidArgumentError(
-                f"{self._asked(call)}: {count!r} elements from element {offset!r}: these are not whole numbers"
-            ) from error
-        if not 0 <= offset <= self.size or not 0 < count <= self.size - offset:
-            raise InvalidArgumentError(
-                f"{self._asked(call)}: {count} elements from element {offset} are not inside its {self.size} elements"
-            )
-        return offset, count
-
-    def _counter(self, call: str, index: int, *values: int) -> tuple[int, ...]:
-        """Return index and values as Python's integers."""
-        if self._dtype.name != "int64":
-            raise InvalidArgumentError(f"{self._asked(call)}: it is {self._dtype.name}; counters need an int64 buffer")
-        index, _ = self._range(index, 1, call)
-        try:
-            integers = tuple(operator.index(value) for value in values)
-        except TypeError as error:
-            raise InvalidArgumentError(f"{self._asked(call)}: {values} are not whole numbers") from error
-        for value in integers:
-            if not _LOWEST <= value <= _HIGHEST:
-                raise InvalidArgumentError(f"{self._asked(call)}: {value} does not fit 64 bits")
-        return index, *integers
-
-    def _wire_of(self, wire: str, call: str) -> int:
-        if wire not in WIRES:
-            raise InvalidArgumentError(f"{self._asked(call)}: there is no wire {wire!r}; there are {', '.join(WIRES)}")
-        if WIRES[wire] and self._dtype.name != "float32":
-            raise InvalidArgumentError(
-                f"{self._asked(call)}: wire={wire!r} is for float32 buffers, and it is {self._dtype.name}"
-            )
-        return WIRES[wire]
-
-    def _op(self, op: str, scale: float, call: str) -> int:
-        if type(scale) is float and self._dtype.numpy.kind not in "iu" and op in OPS:
-            return OPS[op]
-        if op not in OPS:
-            raise InvalidArgumentError(f"{self._asked(call)}: there is no op {op!r}; there are {', '.join(OPS)}")
-        try:
-            accepted = engine.op_accepts(self._dtype.number, OPS[op], scale)
-            # It travels as a double: beyond 2**53 an integer may have been rounded.
-            accepted = accepted and (self.dtype.kind not in "iu" or int(float(scale)) == scale)
-        except (TypeError, OverflowError) as error:
-            raise InvalidArgumentError(f"{self._asked(call)}: scale={scale!r} is no number") from error
-        if not accepted:
-            raise InvalidArgumentError(
-                f"{self._asked(call)}: scale={scale} is no {self._dtype.name}; integer buffers take integer scales "
-                f"that a double holds exactly"
-            )
-        return OPS[op]
-
-    def _call(
-        self,
-        opcode: Opcode,
-        offset: int,
-        count: int,
-        source: Any = NOWHERE,
-        sink: Any = NOWHERE,
-        *,
-        op: int = 0,
-        scale: float = 1.0,
-        argument: int = 0,
-        expected: int = 0,
-        others: tuple[Buffer, ...] = (),
-        hyper: Mapping[str, float] | None = None,
-        fence: Lock | None = None,
-        token: int = 0,
-        wire: int = 0,
-        indices: Array | None = None,
-        ended: Outcome | None = None,
-        started: float | None = None,
-    ) -> int:
-        """Do one call on the engine, or go on with one that has `ended`. Broken connections are its links' to
-        mend (transport/links.py)."""
-        client, handle = self._client, self._handle
-        start, nbytes = offset * self._itemsize, count * self._itemsize
-        if self._info.versions > 1 and opcode is not Opcode.READ and not token:
-            raise InvalidArgumentError(
-                f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
-            )
-        if fence is not None:
-            if fence.buffer is not self:
-                raise InvalidArgumentError(
-                    f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
-                )
-            token = fence.token
-        deadline = Deadline(client.timeout, started)
-        pause = _RETRY_FIRST_S
-        opened_again = False
-        while True:
-            if ended is None:
-                client.check_open()
-                if token or wire or others:
-                    gated = bool(token) or opcode is Opcode.APPLY
-                    handle = self._gated(deadline) if gated else self._handle or self._ensure(deadline)
-                    theirs = [
-                        other._gated(deadline) if gated else other._handle or other._ensure(deadline)
-                        for other in others
-                    ]
-                    done = handle.transfer_gated(
-                        opcode,
-                        start,
-                        nbytes,
-                        deadline.left_ms(),
-                        source=source,
-                        sink=sink,
-                        op=op,
-                        scale=scale,
-                        argument=argument,
-                        others=theirs,
-                        hyper=hyper,
-                        token=token,
-                        wire=wire,
-                        indices=NOWHERE if indices is None else engine.memory_of(indices),
-                        entries=0 if indices is None else indices.size,
-                    )
-                else:
-                    handle = self._handle or self._ensure(deadline)
-                    done = handle.transfer(
-                        opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
-                    )
-                if isinstance(done, int):
-                    return done
-                ended = done
-            if ended.status is Status.LOCK_LOST and fence is not None:
-                fence.lose(token)
-            if ended.status is Status.NOT_FOUND:
-                self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
-                self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
-                for other in others:
-                    other._forget(other._handle)
-                    other._refresh(deadline)
-            if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
-                opened_again = True
-                if all(buffer._open_again(deadline) for buffer in (self, *others)):
-                    ended = None
-                    continue
-            elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
-            if not elsewhere or ended.sent or deadline.left() == 0.0:
-                raise self._error(opcode, ended)
-            self._forget(handle)
-            for other in others:
-                other._forget(other._handle)
-            ended = None
-            time.sleep(min(pause, deadline.left()))
-            pause = min(2 * pause, _RETRY_MAX_S)
-
-    def _go_on(
-        self, started: float, opcode: int, offset: int, count: int, source: int, sink: int, op: int, scale: float,
-        argument: int, expected: int, status: int, segment: int, bytes_applied: int, sent: int, doubt: int,
-    ) -> int:  # fmt: skip
-        """Go on with a `direct` method's call that failed: in the words of csrc/smb.h, addresses as integers."""
-        ended = engine.outcome_of(status, segment, bytes_applied, sent, doubt)
-        result = self._call(
-            Opcode(opcode), offset, count, memory_at(source), memory_at(sink), op=op, scale=scale, argument=argument,
-            expected=expected, ended=ended, started=started,
-        )  # fmt: skip
-        return _signed(result)
-
-    def _forget(self, handle: BufferHandle | None) -> None:
-        """Look for new ways at the next call, unless another thread has done so already."""
-        with self._lock:
-            if handle is not None and handle in (self._handle, self._gated_handle):
-                self._disarm()
-                self._handle = self._gated_handle = None
-                self._homes = ()
-                self._ask_first = True
-
-    def _gated(self, deadline: Deadline) -> BufferHandle:
-        """Return a handle all of whose segments are reached through their servers."""
-        self._ensure(deadline)
-        with self._lock:
-            if self._gated_handle is None:
-                self._gated_handle = self._until_reached(self._attach_gated, deadline)
-            return self._gated_handle
-
-    def _new_handle(self) -> BufferHandle:
-        layout = self._info.layout
-        return BufferHandle(
-            self._client.engine,
-            layout.nbytes,
-            layout.stripe_bytes,
-            layout.chunk_bytes,
-            len(layout.segments),
-            self._dtype.number,
-        )
-
-    def _sync_homes(self) -> tuple[Home, ...]:
-        """What to ask about locks and versions: the home first, then the other segments."""
-        homes = self._homes
-        if not homes:
-            layout = self._info.layout
-            homes = self._homes = tuple(
-                Home(
-                    self._client,
-                    f"of buffer {self.name!r}",
-                    place,
-                    layout.epoch,
-                    functools.partial(self._relocated, index),
-                )
-                for index, place in enumerate(layout.segments)
-            )
-        return homes
-
-    def _relocated(self, index: int) -> SegmentPlace:
-        self._refresh(Deadline(1.0))
-        return self.layout.segments[index]
 
     def _copy_base(self, version: int) -> int:
         """First element of the copy in which a version lies."""
@@ -962,181 +635,8 @@ class Buffer(Place):
             if max(latest, writing) < version + 2:  # else a restarted server had forgotten the pin
                 return version
 
-    def _ensure(self, deadline: Deadline) -> BufferHandle:
-        """Return a handle all of whose segments are reachable."""
-        with self._lock:
-            if self._handle is None:
-                self._handle = self._until_reached(self._attach, deadline)
-                if self._plain and not self._wire and self._note is None:
-                    self._handle.arm(
-                        self, self._client.switch, self._size, self._itemsize, self._info.dtype.char,
-                        self._client.timeout_ms,
-                    )  # fmt: skip
-            return self._handle
-
-    def _until_reached(self, attach: Callable[[Deadline], BufferHandle], deadline: Deadline) -> BufferHandle:
-        """Return what `attach` does, waiting for servers that come back, and asking where they are now."""
-        pause = _RETRY_FIRST_S
-        while True:
-            self._client.check_open()
-            asked = self._ask_first
-            if asked:
-                self._refresh(deadline)
-            try:
-                return attach(deadline)
-            except TransportError:
-                self._ask_first = True
-                if asked:
-                    raise
-            except UnavailableError as error:
-                self._ask_first = True
-                if deadline.left() <= pause:
-                    raise UnavailableError(f"buffer {self.name!r} can't be reached: {error}") from error
-                time.sleep(pause)
-                pause = min(2 * pause, _RETRY_MAX_S)
-
-    def _attach(self, deadline: Deadline) -> BufferHandle:
-        """Find the best way to every segment."""
-        layout = self._info.layout
-        try:
-            ways = tuple(self._client.reach(place, layout.epoch, deadline) for place in layout.segments)
-        except NotFoundError as error:
-            self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
-            raise UnavailableError(f"buffer {self.name!r}: {error}; {_LOST}") from error
-        handle = self._new_handle()
-        for index, (place, way) in enumerate(zip(layout.segments, ways, strict=True)):
-            way.apply(handle, index, place, layout.epoch)
-        self._ways = ways
-        self._note = self._client.verbs.note if any(way.transport == "verbs" for way in ways) else None
-        _log.info('buffer "%s": %s', self.name, describe(list(zip(layout.segments, ways, strict=True))))
-        return handle
-
-    def _attach_gated(self, deadline: Deadline) -> BufferHandle:
-        """Find a way through its server to every segment."""
-        handle = self._new_handle()
-        for index, place in enumerate(self.layout.segments):
-            link = self._client.reach_gated(place, deadline)
-            handle.set_link(index, place.id, self.layout.epoch, link)
-        return handle
-
-    def _may_repeat(self, opcode: Opcode, refused: Outcome) -> bool:
-        """Whether a call of which a server refused a part is done once more with a newer token: where that does no part
-        of it twice. Readers have no token for anything else.
-        """
-        if opcode is Opcode.READ:
-            return True
-        place = self.layout.segments[refused.segment]
-        if self._client.coordinator.tokens.read_only(place.id):
-            return False
-        if opcode in (Opcode.WRITE, Opcode.FILL):
-            return True
-        try:
-            parts = self._client.engine.settle(refused.doubt, 0) if refused.doubt else []
-        except EngineError:
-            return False
-        return refused.bytes_applied == 0 and all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
-
-    def _open_again(self, deadline: Deadline) -> bool:
-        """Get newer tokens, which the next call shows; False where the coordinator does not answer."""
-        if not self._refresh(deadline):
-            return False
-        self._forget(self._handle)
-        return True
-
-    def _refresh(self, deadline: Deadline) -> bool:
-        """Ask where the buffer is now, and what it is called; False where the coordinator does not answer."""
-        try:
-            # By its id: it may have been renamed since.
-            info = BufferInfo.of(
-                self._client.coordinator.open_buffer(self.name, 0.0, min(1.0, deadline.left()), self._info.id)
-            )
-        except (UnavailableError, TimeoutError):
-            return False  # it is away: the servers may still be where they were
-        except NotFoundError as error:
-            raise NotFoundError(f"buffer {self.name!r} was deleted") from error
-        if info.id != self._info.id:
-            raise NotFoundError(f"buffer {self.name!r} was deleted and made anew; open it again")
-        self._info = info
-        return True
-
-    def _error(self, opcode: Opcode, outcome: Outcome) -> Error:
-        place = self.layout.segments[outcome.segment]
-        asked = f"{opcode.name.lower()} of buffer {self.name!r}"
-        where = f"memory server {place.server} at {place.address}"
-        applied = (
-            "nothing was applied" if not outcome.sent else
-            "reading can be repeated" if opcode is Opcode.READ else
-            f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
-            f"buffer.settle(error) finds out"
-        )  # fmt: skip
-        error = self._error_of(asked, where, applied, opcode, outcome)
-        if opcode is not Opcode.READ and outcome.sent:
-            error._outcome = _Failed(self, outcome.doubt)  # type: ignore[attr-defined] # for settle
-        return error
-
-    def _error_of(self, asked: str, where: str, applied: str, opcode: Opcode, outcome: Outcome) -> Error:
-        if outcome.status is Status.TIMEOUT:
-            return TimeoutError(f"{asked}: no answer from {where} within {self._client.timeout:g} s; {applied}")
-        if outcome.status is Status.NOT_FOUND:
-            lost = _ONE_LOST if opcode in (Opcode.ACCUMULATE_FROM, Opcode.APPLY) else _LOST
-            return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
-        if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
-            return UnavailableError(
-                f"{asked}: the connection to {where} was lost, and not made again within {self._client.timeout:g} s; "
-                f"{applied}"
-            )
-        if outcome.status is Status.LOCK_LOST:
-            return LockLostError(
-                f"{asked}: the lock that it is fenced with was lost, and may be another's; nothing was applied"
-            )
-        if outcome.status is Status.EVICTED:
-            return UnavailableError(f"{asked}: {where} has forgotten how far this session had come; {applied}")
-        if outcome.status is Status.SESSION_ENDED:
-            return UnavailableError(f"{asked}: {SESSION_ENDED}; {applied}")
-        if outcome.status is Status.INVALID:
-            return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
-        if outcome.status is Status.DENIED:
-            return PermissionDeniedError(
-                f"{asked}: {where} does not let this session do it: it may only read, or its right has expired and the "
-                f"coordinator gave no newer one; {applied}"
-            )
-        if outcome.status is Status.OUT_OF_MEMORY:
-            return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
-        return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
-
-
-@dataclass(slots=True)
-class _Failed:
-    """A change that may have been applied, of which its error tells settle."""
-
-    buffer: Buffer
-    doubt: Doubt | None
-    sending: Sending | SparseSending | None = None  # what it took out of a residual; put back once
-    settled: bool = False
-
-
-def _all_alive(ways: tuple[Way, ...]) -> bool:
-    return all(way.link is None or way.link.alive() for way in ways)
-
-
-def _ranges(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
-    """(offset, length) in bytes as ranges of elements, sorted, neighbours joined."""
-    ranges: list[range] = []
-    for at, length in sorted(parts):
-        start, stop = at // itemsize, (at + length) // itemsize
-        if ranges and ranges[-1].stop == start:
-            ranges[-1] = range(ranges[-1].start, stop)
-        else:
-            ranges.append(range(start, stop))
-    return ranges
-
 
 _MASK = 2**64 - 1
-_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value > _HIGHEST else value
 
 
 def _same_placement(a: Layout, b: Layout) -> bool:
@@ -1146,17 +646,3 @@ def _same_placement(a: Layout, b: Layout) -> bool:
         b.chunk_bytes,
         [place.server for place in b.segments],
     )
-
-
-class _MappedMemory:
-    """Owns a mapping; numpy arrays on it keep it alive."""
-
-    def __init__(self, address: int, nbytes: int, length: int) -> None:
-        # Not at exit: other threads may still use it then, and the process's end unmaps anyway.
-        weakref.finalize(self, engine.unmap, address, nbytes).atexit = False
-        self.__array_interface__ = {"version": 3, "shape": (length,), "typestr": "|u1", "data": (address, False)}
-
-
-def _array_at(address: int, mapped: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return np.asarray(_MappedMemory(address, mapped, length)).view(dtype).reshape(shape)

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from smb.buffer import Buffer, BufferInfo
+from smb.buffer import Buffer
 from smb.config import parse_address, parse_bytes
 from smb.control import Coordinator, SessionEndedError
 from smb.credentials import Credentials, find
 from smb.dtypes import WIRES, dtype_of
 from smb.engine import AskOpcode, EngineClient, Link, Switch
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError, UnavailableError
+from smb.info import BufferInfo
 from smb.layout import SegmentPlace
 from smb.lock import Lock, Renewals
 from smb.metadata import JSON, encode

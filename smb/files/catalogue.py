@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from smb.buffer import Buffer, BufferInfo
+from smb.buffer import Buffer
 from smb.client import Client
 from smb.files.names import Form, is_private
 from smb.files.views import View, forms_of, may_be_empty, view_of
+from smb.info import BufferInfo
 
 FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
 # What is not there, and what a directory has, is asked for anew, unless that would keep the coordinator busy.

@@ -24,7 +24,7 @@ from typing import cast
 
 import numpy as np
 
-from smb.buffer import Buffer, BufferInfo
+from smb.buffer import Buffer
 from smb.client import Client
 from smb.coordinator.records import Kind
 from smb.coordinator.request import check_name
@@ -35,6 +35,7 @@ from smb.files.contents import Draft, Frozen, FrozenFile, Live, Octets
 from smb.files.names import PRIVATE, Form, Shown, entries, files_of, is_private, meanings, parent_of
 from smb.files.private import left_by_dead, private_name
 from smb.files.views import View, header_bytes, plan_of
+from smb.info import BufferInfo
 
 _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0

@@ -1,0 +1,91 @@
+"""What is said of a call that failed, and what settle needs to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smb.engine import Doubt, Opcode, Outcome, Status
+from smb.errors import (
+    Error,
+    InvalidArgumentError,
+    LockLostError,
+    OutOfMemoryError,
+    PermissionDeniedError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    TransportError,
+    UnavailableError,
+)
+from smb.feedback import Sending, SparseSending
+from smb.waits import SESSION_ENDED
+
+if TYPE_CHECKING:
+    from smb.route import Route
+
+LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
+_ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
+
+
+@dataclass(slots=True)
+class Failed:
+    """A change that may have been applied, of which its error tells settle."""
+
+    buffer: Route  # that of which the call was
+    doubt: Doubt | None
+    sending: Sending | SparseSending | None = None  # what it took out of a residual; put back once
+    settled: bool = False
+
+
+def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
+    """(offset, length) in bytes as ranges of elements, sorted, neighbours joined."""
+    ranges: list[range] = []
+    for at, length in sorted(parts):
+        start, stop = at // itemsize, (at + length) // itemsize
+        if ranges and ranges[-1].stop == start:
+            ranges[-1] = range(ranges[-1].start, stop)
+        else:
+            ranges.append(range(start, stop))
+    return ranges
+
+
+def error_of(opcode: Opcode, outcome: Outcome, asked: str, where: str, timeout: float) -> Error:
+    """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds), what became of it."""
+    applied = _applied(opcode, outcome)
+    if outcome.status is Status.TIMEOUT:
+        return TimeoutError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
+    if outcome.status is Status.NOT_FOUND:
+        lost = _ONE_LOST if opcode in (Opcode.ACCUMULATE_FROM, Opcode.APPLY) else LOST
+        return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
+    if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
+        return UnavailableError(
+            f"{asked}: the connection to {where} was lost, and not made again within {timeout:g} s; {applied}"
+        )
+    if outcome.status is Status.LOCK_LOST:
+        return LockLostError(
+            f"{asked}: the lock that it is fenced with was lost, and may be another's; nothing was applied"
+        )
+    if outcome.status is Status.EVICTED:
+        return UnavailableError(f"{asked}: {where} has forgotten how far this session had come; {applied}")
+    if outcome.status is Status.SESSION_ENDED:
+        return UnavailableError(f"{asked}: {SESSION_ENDED}; {applied}")
+    if outcome.status is Status.INVALID:
+        return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
+    if outcome.status is Status.DENIED:
+        return PermissionDeniedError(
+            f"{asked}: {where} does not let this session do it: it may only read, or its right has expired and the "
+            f"coordinator gave no newer one; {applied}"
+        )
+    if outcome.status is Status.OUT_OF_MEMORY:
+        return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
+    return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
+
+
+def _applied(opcode: Opcode, outcome: Outcome) -> str:
+    if not outcome.sent:
+        return "nothing was applied"
+    if opcode is Opcode.READ:
+        return "reading can be repeated"
+    return (
+        f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
+        f"buffer.settle(error) finds out"
+    )
