@@ -64,6 +64,7 @@ Result = TypeVar("Result")
 _READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
+_REFUSED_WAIT_MS = 1000  # for the answers to the other parts of a call of which one was refused
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
 _PUBLISH_TTL_S = 10.0
 _PUBLISH_WAIT_MAX_S = 86400.0
@@ -1028,13 +1029,17 @@ class Buffer(Place):
         place = self.layout.segments[refused.segment]
         if self._client.coordinator.tokens.read_only(place.id):
             return False
-        if opcode in (Opcode.WRITE, Opcode.FILL):
-            return True
+        return opcode in (Opcode.WRITE, Opcode.FILL) or self._nothing_applied(refused, 0)
+
+    def _nothing_applied(self, refused: Outcome, wait_ms: int) -> bool:
+        """Whether it is known, or told within that time, that no part of a refused call was applied, or will be."""
+        if refused.bytes_applied or not refused.doubt:
+            return not refused.sent
         try:
-            parts = self._client.engine.settle(refused.doubt, 0) if refused.doubt else []
+            parts = self._client.engine.settle(refused.doubt, wait_ms)
         except EngineError:
             return False
-        return refused.bytes_applied == 0 and all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
+        return all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
 
     def _open_again(self, deadline: Deadline) -> bool:
         """Get newer tokens, which the next call shows; False where the coordinator does not answer."""
@@ -1063,9 +1068,11 @@ class Buffer(Place):
         place = self.layout.segments[outcome.segment]
         asked = f"{opcode.name.lower()} of buffer {self.name!r}"
         where = f"memory server {place.server} at {place.address}"
+        refused = outcome.status is Status.DENIED  # each part by itself, and the others' answers are on their way
         applied = (
             "nothing was applied" if not outcome.sent else
             "reading can be repeated" if opcode is Opcode.READ else
+            "nothing was applied" if refused and self._nothing_applied(outcome, _REFUSED_WAIT_MS) else
             f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
             f"buffer.settle(error) finds out"
         )  # fmt: skip
@@ -1096,10 +1103,12 @@ class Buffer(Place):
         if outcome.status is Status.INVALID:
             return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
         if outcome.status is Status.DENIED:
-            return PermissionDeniedError(
-                f"{asked}: {where} does not let this session do it: it may only read, or its right has expired and the "
-                f"coordinator gave no newer one; {applied}"
-            )
+            tokens, place_id = self._client.coordinator.tokens, self.layout.segments[outcome.segment].id
+            why = (
+                "it may only read it" if opcode is not Opcode.READ and tokens.read_only(place_id) else
+                "its right has expired and the coordinator gave no newer one"
+            )  # fmt: skip
+            return PermissionDeniedError(f"{asked}: {where} does not let this session do it: {why}; {applied}")
         if outcome.status is Status.OUT_OF_MEMORY:
             return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
         return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
