@@ -48,9 +48,12 @@ def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
     return ranges
 
 
-def error_of(opcode: Opcode, outcome: Outcome, asked: str, where: str, timeout: float) -> Error:
-    """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds), what became of it."""
-    applied = _applied(opcode, outcome)
+def error_of(
+    opcode: Opcode, outcome: Outcome, asked: str, where: str, applied: str, *, reader: bool, timeout: float
+) -> Error:
+    """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds; `reader`: the session may
+    read it only), and what of it was `applied`.
+    """
     if outcome.status is Status.TIMEOUT:
         return TimeoutError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
     if outcome.status is Status.NOT_FOUND:
@@ -71,21 +74,8 @@ def error_of(opcode: Opcode, outcome: Outcome, asked: str, where: str, timeout: 
     if outcome.status is Status.INVALID:
         return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
     if outcome.status is Status.DENIED:
-        return PermissionDeniedError(
-            f"{asked}: {where} does not let this session do it: it may only read, or its right has expired and the "
-            f"coordinator gave no newer one; {applied}"
-        )
+        why = "it may only read it" if reader else "its right has expired and the coordinator gave no newer one"
+        return PermissionDeniedError(f"{asked}: {where} does not let this session do it: {why}; {applied}")
     if outcome.status is Status.OUT_OF_MEMORY:
         return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
     return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")
-
-
-def _applied(opcode: Opcode, outcome: Outcome) -> str:
-    if not outcome.sent:
-        return "nothing was applied"
-    if opcode is Opcode.READ:
-        return "reading can be repeated"
-    return (
-        f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
-        f"buffer.settle(error) finds out"
-    )

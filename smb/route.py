@@ -37,6 +37,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
+_REFUSED_WAIT_MS = 1000  # for the answers to the other parts of a call of which one was refused
 
 _log = logging.getLogger("smb")
 
@@ -278,13 +279,17 @@ class Route(Arguments):
         place = self._info.layout.segments[refused.segment]
         if self._client.coordinator.tokens.read_only(place.id):
             return False
-        if opcode in (Opcode.WRITE, Opcode.FILL):
-            return True
+        return opcode in (Opcode.WRITE, Opcode.FILL) or self._nothing_applied(refused, 0)
+
+    def _nothing_applied(self, refused: Outcome, wait_ms: int) -> bool:
+        """Whether it is known, or told within that time, that no part of a refused call was applied, or will be."""
+        if refused.bytes_applied or not refused.doubt:
+            return not refused.sent
         try:
-            parts = self._client.engine.settle(refused.doubt, 0) if refused.doubt else []
+            parts = self._client.engine.settle(refused.doubt, wait_ms)
         except EngineError:
             return False
-        return refused.bytes_applied == 0 and all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
+        return all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
 
     def _open_again(self, deadline: Deadline) -> bool:
         """Get newer tokens, which the next call shows; False where the coordinator does not answer."""
@@ -312,7 +317,17 @@ class Route(Arguments):
     def _error(self, opcode: Opcode, outcome: Outcome) -> Error:
         place = self._info.layout.segments[outcome.segment]
         where = f"memory server {place.server} at {place.address}"
-        error = error_of(opcode, outcome, self._asked(opcode.name.lower()), where, self._client.timeout)
+        refused = outcome.status is Status.DENIED  # each part by itself, and the others' answers are on their way
+        applied = (
+            "nothing was applied" if not outcome.sent else
+            "reading can be repeated" if opcode is Opcode.READ else
+            "nothing was applied" if refused and self._nothing_applied(outcome, _REFUSED_WAIT_MS) else
+            f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
+            f"buffer.settle(error) finds out"
+        )  # fmt: skip
+        reader = opcode is not Opcode.READ and self._client.coordinator.tokens.read_only(place.id)
+        asked = self._asked(opcode.name.lower())
+        error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=self._client.timeout)
         if opcode is not Opcode.READ and outcome.sent:
             error._outcome = Failed(self, outcome.doubt)  # type: ignore[attr-defined] # for settle
         return error

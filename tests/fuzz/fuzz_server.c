@@ -1,6 +1,7 @@
 /* A real server, spoken to over its socket by several connections: frames that are right, nearly right, and bytes that are
- * none; tokens, good and bad; sessions that repeat themselves, take over their own lane, and end. Whatever comes, it goes on serving, and the segment
- * that no frame changes keeps its bytes. */
+ * none; tokens, good and bad; sessions that repeat themselves, take over their own lane, and end; sessions whose requests are records, with
+ * payloads in slots, in somebody else's, or in none, that change after they were sent. Whatever comes, it goes on serving, and the segment that
+ * no frame changes and the slots that are nobody's keep their bytes. */
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -11,30 +12,35 @@
 #include "segment.h"
 #include "wire.h"
 
-enum { WITNESS = 0x1111, SCRATCH = 0x2222, FLOATS = 0x3333, STEPS = 0x4444 /* three of them */, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, FRAME_MAX = 64 + 8 + 2 * CHUNK + 4 };
+enum { WITNESS = 0x1111, SCRATCH = 0x2222, FLOATS = 0x3333, STEPS = 0x4444 /* three of them */, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, SLOTS = 2, FRAME_MAX = 64 + 8 + 2 * CHUNK + 4 };
 
 struct peer {
     int fd; /* -1: none now */
     uint64_t session;
     uint64_t sequence;
     uint64_t nonce;
+    struct smb_slots *slots; /* by reference; of this connection */
 };
 
 static const uint8_t key[SMB_KEY_BYTES] = {1, 2, 3};
 
 static struct smb_server *server;
 static struct smb_segment *witness;
+static struct smb_slots *bystander; /* slots as a client's are, between theirs */
 static char socket_path[128];
 static uint64_t sessions;
-static uint64_t good_answers[SMB_OPCODE_COUNT];
+static uint64_t good_answers[2][SMB_OPCODE_COUNT]; /* the second: by reference */
 static uint64_t told[SMB_OPCODE_COUNT]; /* what it last answered: tokens, rounds, versions, to be said back to it */
 
 /* Input that reaches nothing proves nothing. */
 static void tell_reached(void)
 {
-    for (int opcode = SMB_READ; opcode < SMB_OPCODE_COUNT; opcode++)
-        printf("%s%llu", opcode == SMB_READ ? "  answered OK, by opcode: " : " ", (unsigned long long)good_answers[opcode]);
-    printf("\n");
+    static const char *const titles[] = {"  answered OK, by opcode: ", "  and by reference: "};
+    for (int how = 0; how < 2; how++) {
+        for (int opcode = SMB_READ; opcode < SMB_OPCODE_COUNT; opcode++)
+            printf("%s%llu", opcode == SMB_READ ? titles[how] : " ", (unsigned long long)good_answers[how][opcode]);
+        printf("\n");
+    }
 }
 
 static uint8_t pattern(uint64_t i)
@@ -63,6 +69,9 @@ static void start(void)
     uint8_t *bytes = smb_segment_data(witness);
     for (uint64_t i = 0; i < BYTES; i++)
         bytes[i] = pattern(i);
+    MUST(smb_server_take_slots(server, SLOTS, &bystander) == SMB_OK);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        memset(smb_slots_payload(bystander, i), 77, SMB_CHUNK_BYTES_MAX);
     atexit(tell_reached);
 }
 
@@ -71,15 +80,24 @@ static void check_witness(void)
     const uint8_t *bytes = smb_segment_data(witness);
     for (uint64_t i = 0; i < BYTES; i++)
         MUST(bytes[i] == pattern(i));
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        const uint8_t *payload = smb_slots_payload(bystander, i);
+        MUST(payload[0] == 77 && memcmp(payload, payload + 1, SMB_CHUNK_BYTES_MAX - 1) == 0);
+    }
 }
 
-static void count_answer(const uint8_t *bytes)
+static void count_answer(const struct peer *peer, const uint8_t *bytes)
 {
     struct smb_frame frame;
     if (smb_frame_parse(bytes, &frame) != SMB_OK || !(frame.flags & SMB_FLAG_REPLY) || frame.status != SMB_OK)
         return;
-    good_answers[frame.opcode]++;
+    good_answers[peer->slots != NULL][frame.opcode]++;
     told[frame.opcode] = frame.argument;
+}
+
+static bool by_reference(const struct peer *peer)
+{
+    return peer->session % 8 == 2 || peer->session % 8 >= 6;
 }
 
 /* Every fourth session has checksums. */
@@ -108,7 +126,7 @@ static void show_tokens(struct peer *peer)
 {
     static const uint64_t granted[] = {SCRATCH, FLOATS, STEPS, STEPS + 1, STEPS + 2, WITNESS};
     enum { COUNT = sizeof granted / sizeof *granted };
-    uint8_t bytes[COUNT * (SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES + SMB_CHECKSUM_BYTES)];
+    uint8_t bytes[COUNT * SMB_RECORD_BYTES] = {0};
     uint8_t *at = bytes;
     struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = flags_of(peer), .session = peer->session, .lane = 3, .epoch = EPOCH};
     frame.payload = SMB_AUTHORIZE_BYTES + smb_frame_checksum_bytes(&frame);
@@ -118,7 +136,7 @@ static void show_tokens(struct peer *peer)
         store_token(peer, granted[i], SMB_RIGHT_READ | (granted[i] == WITNESS ? 0 : SMB_RIGHT_WRITE), at + SMB_FRAME_BYTES);
         if (frame.flags & SMB_FLAG_CHECKSUM)
             smb_store_checksum(at + SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES, smb_crc32c(0, at, SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES));
-        at += SMB_FRAME_BYTES + frame.payload;
+        at += peer->slots ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload;
     }
     ssize_t whole = at - bytes, answer = SMB_FRAME_BYTES + (ssize_t)smb_frame_checksum_bytes(&frame);
     MUST(write(peer->fd, bytes, (size_t)whole) == whole);
@@ -127,13 +145,26 @@ static void show_tokens(struct peer *peer)
         MUST(smb_frame_parse(bytes + i * answer, &frame) == SMB_OK && frame.status == SMB_OK);
 }
 
-/* A connection of the same session is of the same lane: it fences the one before. */
-static void peer_connect(struct peer *peer)
+static void reach_server(struct peer *peer)
 {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
+    int ends[2];
+    if (by_reference(peer)) {
+        MUST(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+        MUST(smb_server_take_slots(server, SLOTS, &peer->slots) == SMB_OK);
+        MUST(smb_server_adopt_reference(server, ends[0], peer->slots) == SMB_OK);
+        peer->fd = ends[1];
+        return;
+    }
     strcpy(name.sun_path, socket_path);
     peer->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     MUST(peer->fd >= 0 && connect(peer->fd, (struct sockaddr *)&name, sizeof name) == 0);
+}
+
+/* A connection of the same session is of the same lane: it fences the one before. */
+static void peer_connect(struct peer *peer)
+{
+    reach_server(peer);
     struct smb_frame hello = {.opcode = SMB_HELLO, .flags = flags_of(peer), .session = peer->session, .lane = 3};
     hello.payload = smb_frame_checksum_bytes(&hello);
     uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
@@ -143,8 +174,8 @@ static void peer_connect(struct peer *peer)
     MUST(write(peer->fd, bytes, (size_t)count) == count);
     MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count && smb_frame_parse(bytes, &hello) == SMB_OK);
     peer->nonce = hello.offset;
-    if (peer->session % 16 == 7)
-        return; /* this one has nothing to show */
+    if (peer->session % 16 == 7 || peer->session % 16 == 9)
+        return; /* these have nothing to show */
     show_tokens(peer);
 }
 
@@ -155,7 +186,7 @@ static void peer_listen(struct peer *peer, bool to_the_end)
     ssize_t count;
     while ((count = recv(peer->fd, bytes, sizeof bytes, to_the_end ? 0 : MSG_DONTWAIT)) > 0)
         if (count == (ssize_t)sizeof bytes)
-            count_answer(bytes); /* data in between is taken for what it is not, and not counted */
+            count_answer(peer, bytes); /* data in between is taken for what it is not, and not counted */
 }
 
 static void peer_leave(struct peer *peer)
@@ -166,6 +197,9 @@ static void peer_leave(struct peer *peer)
     peer_listen(peer, true);
     close(peer->fd);
     peer->fd = -1;
+    if (peer->slots)
+        smb_slots_release(peer->slots);
+    peer->slots = NULL;
 }
 
 static uint32_t payload_of(const struct smb_frame *frame)
@@ -349,9 +383,48 @@ static size_t make_frame(struct input *input, struct peer *peer, uint8_t *bytes)
     return count;
 }
 
+/* A whole frame as a record: elements in a slot, which is one of its own or is not; the rest in its small part. */
+static uint8_t *make_record(struct input *input, const struct peer *peer, uint8_t *bytes, size_t count)
+{
+    static const uint64_t wrong[] = {SLOTS, 63, 1U << 31, (uint64_t)1 << 32, SMB_NO_SLOT - 1, SMB_NO_SLOT};
+    uint64_t which = take(input, 1), slot = which < 224 ? which % SLOTS : wrong[which % (sizeof wrong / sizeof *wrong)];
+    uint8_t *payload = smb_slots_payload(peer->slots, slot < SLOTS ? (uint32_t)slot : 0);
+    uint8_t opcode = bytes[3], *small = bytes + SMB_RECORD_SMALL_AT;
+    size_t body = count > SMB_FRAME_BYTES ? count - SMB_FRAME_BYTES : 0, token = 0;
+    if (opcode == SMB_WRITE || opcode == SMB_ACCUMULATE) {
+        token = bytes[6] & SMB_FLAG_FENCED && body >= SMB_TOKEN_BYTES ? SMB_TOKEN_BYTES : 0;
+        memcpy(payload, small + token, body - token);
+        body = token;
+    }
+    if (body < SMB_RECORD_SMALL_BYTES)
+        memset(small + body, 0, SMB_RECORD_SMALL_BYTES - body);
+    memset(bytes + SMB_RECORD_ENDS_AT, 0, SMB_RECORD_ENDS_BYTES);
+    smb_store64(bytes + SMB_RECORD_ENDS_AT, slot);
+    return payload;
+}
+
+static void speak_by_reference(struct peer *peer, struct input *input)
+{
+    static uint8_t bytes[FRAME_MAX];
+    uint64_t how = take(input, 1);
+    uint8_t *payload = make_record(input, peer, bytes, make_frame(input, peer, bytes));
+    size_t count = how % 32 == 2 ? take(input, 1) % SMB_RECORD_BYTES : SMB_RECORD_BYTES; /* what follows is read as its rest */
+    bool sent = send(peer->fd, bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)count;
+    if (how >= 128) /* nobody keeps a network card from that */
+        memset(payload, (int)take(input, 1), SMB_CHUNK_BYTES_MAX / 64);
+    if (sent)
+        peer_listen(peer, false);
+    else
+        peer_leave(peer);
+}
+
 static void speak(struct peer *peer, struct input *input)
 {
     static uint8_t bytes[FRAME_MAX];
+    if (peer->slots) {
+        speak_by_reference(peer, input);
+        return;
+    }
     size_t count = make_frame(input, peer, bytes);
     if (send(peer->fd, bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)count)
         peer_leave(peer); /* closed by the server, or full: what waits there has been told */

@@ -78,6 +78,24 @@ def test_a_reader_only_reads(connect_as: ConnectAs) -> None:
     assert writer.open("plain").read().sum() == 32
 
 
+@pytest.mark.parametrize("count", [8, 700_001])
+def test_a_readers_change_is_refused_in_plain_words(connect_as: ConnectAs, count: int) -> None:
+    """The error names the buffer and the right, and says that nothing was applied, however many parts were sent."""
+    array = np.ones(count, "int64")
+    written = connect_as("client").create("weights", count, "int64")
+    buffer = connect_as("reader").open("weights")
+    said = "buffer 'weights': memory server .* it may only read it; nothing was applied$"
+    for change in (
+        lambda: buffer.write(array),
+        lambda: buffer.accumulate(array),
+        lambda: buffer.fill(1),
+        lambda: buffer.fetch_add(0, 1),
+    ):
+        with pytest.raises(smb.PermissionDeniedError, match=said):
+            change()
+    assert not written.read().any()
+
+
 def test_a_session_is_its_clients(guarded: smb.LocalCluster, certificates: Path) -> None:
     """Who knows another session's id can neither end it, nor renew it, nor get tokens for it."""
     mine = Coordinator(guarded.address, load_directory(certificates / "client"))

@@ -3,9 +3,9 @@
     python -m tests.verbs.run [--vm] [PYTEST ARGUMENT...]
 
 Installs the Debian packages that are missing, makes Debian's pyverbs importable in the environment that runs this, and
-runs tests/verbs and tests of every transport over verbs (contract.py; all of them with SMB_LONG=1), or what the
-arguments name. Its exit status is pytest's; 127 where neither way can be gone, with what is missing. --vm: in the
-virtual machine in any case.
+runs tests/verbs, tests of every transport over verbs (contract.py; all of them with SMB_LONG=1) and what needs netem,
+or what the arguments name. Its exit status is pytest's; 127 where neither way can be gone, with what is missing. --vm:
+in the virtual machine in any case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from smb.transport.devices import DEBIAN
 from tests.verbs import vm
-from tests.verbs.contract import chosen
+from tests.verbs.contract import OF_THE_KERNEL, chosen
 
 LONG = os.environ.get("SMB_LONG") == "1"
 LIMIT_S = 14_400.0 if LONG else 3600.0  # of all tests; a loaded machine takes several times as long as a quiet one
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--vm", action="store_true")
     given, arguments = parser.parse_known_args()
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
-        arguments += ["tests/verbs", *(f"tests/{file}" for file in chosen(LONG))]
+        arguments += ["tests/verbs", *(f"tests/{file}" for file in (*chosen(LONG), *OF_THE_KERNEL))]
     command = [sys.executable, "-m", "pytest", *arguments]
     variables = {"SMB_TEST_VERBS": "required", "SMB_TEST_FAR": "verbs"}
     problem: vm.VmError | None = None

@@ -45,7 +45,10 @@ PACKAGES = (
     "python3-pyverbs",
     "perftest",
 )
-MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "veth", "sch_netem", "crc32_generic", "rdma_rxe", "rdma_ucm")
+MODULES = (
+    *("virtio_pci", "9pnet_virtio", "9p", "overlay", "veth", "sch_netem", "crc32_generic", "rdma_rxe", "rdma_ucm"),
+    "bridge",  # perf/netlab.py's
+)
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TZ", "CI", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 PASSED_ON_PREFIXES = ("PYTHON", "PYTEST", "PYENV", "SMB_", "LC_")
 
@@ -103,14 +106,15 @@ def install_packages() -> None:
             )
 
 
+def recipe() -> str:
+    """Return what kernel and initial files are made by."""
+    return "\n".join((MAKE_FILES, *MODULES, (HERE / "guest-init.sh").read_text()))
+
+
 def has_files() -> bool:
-    """Return whether kernel and initial files are there, and of this version of guest-init.sh."""
-    made = CACHE / "initrd"
-    return (
-        made.exists()
-        and (CACHE / "vmlinux").exists()
-        and made.stat().st_mtime > (HERE / "guest-init.sh").stat().st_mtime
-    )
+    """Return whether kernel and initial files are there, made as they are made now."""
+    made = CACHE / "recipe"
+    return made.exists() and made.read_text() == recipe()
 
 
 def setup() -> None:
@@ -129,7 +133,8 @@ def setup() -> None:
             raise VmError(127, "the kernel's package can't be had or unpacked; 'apt-get update' as root may help")
         (folder / "vmlinux").write_bytes(_unpacked((folder / "vmlinuz").read_bytes()))
         CACHE.mkdir(parents=True, exist_ok=True)
-        for file in ("vmlinux", "initrd"):  # under their names only when complete
+        (folder / "recipe").write_text(recipe())
+        for file in ("vmlinux", "initrd", "recipe"):  # under their names only when complete, the recipe last
             shutil.copyfile(folder / file, CACHE / f"{file}.new")
             (CACHE / f"{file}.new").replace(CACHE / file)
         print(f"verbs-vm: {(folder / 'version').read_text().strip()}", file=sys.stderr)
