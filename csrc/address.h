@@ -49,8 +49,8 @@ static inline bool address_is_here(int fd)
     struct address ours, peers;
     socklen_t ours_length = sizeof ours.name, peers_length = sizeof peers.name;
     if (getsockname(fd, &ours.name.any, &ours_length) != 0 || getpeername(fd, &peers.name.any, &peers_length) != 0 ||
-        ours.name.any.sa_family != peers.name.any.sa_family)
-        return false;
+        ours.name.any.sa_family != peers.name.any.sa_family || ours.name.any.sa_family == AF_UNIX)
+        return false; /* a pair of Unix sockets: TLS is behind it, and any host */
     return ours.name.any.sa_family == AF_INET
                ? ours.name.v4.sin_addr.s_addr == peers.name.v4.sin_addr.s_addr
                : memcmp(&ours.name.v6.sin6_addr, &peers.name.v6.sin6_addr, sizeof ours.name.v6.sin6_addr) == 0;

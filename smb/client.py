@@ -37,9 +37,10 @@ from smb.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
 from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport import tls
 from smb.transport.base import Deadline, Way
-from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, make_transports
+from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, for_each, make_transports
 from smb.transport.links import Links, Outages, Whereabouts
 from smb.transport.queues import Settings
+from smb.transport.tcp import Tcp
 from smb.transport.verbs import Verbs
 from smb.waits import SESSION_ENDED, Home, wait_ms
 
@@ -454,9 +455,13 @@ class Client:
         if self._pid != _current_pid:
             raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
-        """Return the way to a segment."""
-        return choose(self._transports, place, epoch, deadline)
+    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[Way, ...]:
+        """Return the way to each segment."""
+        return for_each(
+            places,
+            lambda place: choose(self._transports, place, epoch, deadline),
+            lambda way: way.transport == Tcp.name and way.link is not None and not way.link.is_here(),
+        )
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return a link on which changes of a segment go through its server."""

@@ -218,7 +218,7 @@ class Route(Arguments):
         """Find the best way to every segment."""
         layout = self._info.layout
         try:
-            ways = tuple(self._client.reach(place, layout.epoch, deadline) for place in layout.segments)
+            ways = self._client.reach(layout.segments, layout.epoch, deadline)
         except NotFoundError as error:
             self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
             raise UnavailableError(f"buffer {self._info.name!r}: {error}; {LOST}") from error

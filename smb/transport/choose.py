@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from smb.engine import EngineClient, Link
@@ -15,6 +16,8 @@ from smb.transport.tcp import Tcp
 from smb.transport.verbs import Verbs
 
 Found = TypeVar("Found")
+
+_AT_ONCE_MAX = 64  # threads that wait for servers far away
 
 CHOICES = ("auto", "shm", "verbs", "tcp")
 
@@ -35,6 +38,22 @@ def make_transports(choice: str, client: EngineClient, links: Links, verbs: Verb
     if choice == "tcp":
         return (Tcp(links),)
     return (SharedMemory(client, links), verbs, Tcp(links))
+
+
+def for_each(
+    places: Sequence[SegmentPlace], ask: Callable[[SegmentPlace], Found], far: Callable[[Found], bool]
+) -> tuple[Found, ...]:
+    """Return what `ask` gives for each place, in order; if the first is `far`, the others are asked at the same time.
+
+    On this host a way is there sooner than a thread; over a network it takes round trips, which should not add up.
+    Raises what the first place in order does that fails, once all that were asked have answered.
+    """
+    first = ask(places[0])
+    rest = places[1:]
+    if not rest or not far(first):
+        return (first, *map(ask, rest))
+    with ThreadPoolExecutor(min(len(rest), _AT_ONCE_MAX), "smb-reach") as threads:
+        return (first, *threads.map(ask, rest))
 
 
 def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from smb.errors import InvalidArgumentError, TransportError, UnavailableError
 from smb.layout import SegmentPlace
 from smb.transport.base import Deadline, NoAnswerError, NoWayError, Way
-from smb.transport.choose import CHOICES, check_choice, choose, describe
+from smb.transport.choose import CHOICES, check_choice, choose, describe, for_each
 
 
 class Fixed:
@@ -81,3 +83,35 @@ def test_deadlines_run_out() -> None:
     assert 0 < Deadline(100).left() <= 100
     assert 99_000 < Deadline(100).left_ms() <= 100_000
     assert Deadline(1e9).left_ms() == 2**31
+
+
+def test_servers_far_away_are_asked_at_the_same_time() -> None:
+    """All but the first wait for each other here, and get to their end; answers come in order, near ones one by one."""
+    places = [place(name) for name in "abcd"]
+    together = threading.Barrier(3)
+
+    def ask(one: SegmentPlace) -> str:
+        if one is not places[0]:
+            together.wait(20)
+        return one.server
+
+    assert for_each(places, ask, lambda _: True) == tuple("abcd")
+    threads = for_each(places, lambda _: threading.get_ident(), lambda _: False)
+    assert set(threads) == {threading.get_ident()}
+
+
+def test_what_fails_far_away_is_raised() -> None:
+    """Whichever it is, also the first, after which nobody else is asked."""
+    places = [place(name) for name in "abcd"]
+    for failing in "abcd":
+        asked: list[str] = []
+
+        def ask(one: SegmentPlace, failing: str = failing, asked: list[str] = asked) -> str:
+            asked.append(one.server)
+            if one.server == failing:
+                raise UnavailableError(f"{one.server} is down")
+            return one.server
+
+        with pytest.raises(UnavailableError, match=f"{failing} is down"):
+            for_each(places, ask, lambda _: True)
+        assert failing != "a" or asked == ["a"]
