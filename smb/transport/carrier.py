@@ -149,6 +149,14 @@ class Carrier:
         """See Pump."""
         self._queue.take_event()
 
+    def awaits(self) -> bool:
+        """See Pump."""
+        return self._unanswered > 0
+
+    def probe(self) -> None:
+        """See Pump."""
+        self._queue.probe()
+
     def turn(self) -> bool:
         """See Pump."""
         if self.closed:

@@ -194,6 +194,8 @@ class Echo:
         self.event = os.eventfd(0, os.EFD_NONBLOCK)
         self.closed = False
         self.turns = 0
+        self.probed = threading.Event()
+        self.owed = False
         self.fails = False
 
     def queue_fd(self) -> int:
@@ -213,6 +215,12 @@ class Echo:
 
     def take_event(self) -> None:
         os.eventfd_read(self.event)
+
+    def awaits(self) -> bool:
+        return self.owed
+
+    def probe(self) -> None:
+        self.probed.set()
 
     def turn(self) -> bool:
         self.turns += 1
@@ -252,7 +260,25 @@ def test_the_thread_sleeps_wakes_and_outlives_faults() -> None:
         assert pumps[3].theirs.recv(1) == b"c"
     turns = pumps[3].turns
     assert turns < 100_000
+    assert not pumps[3].probed.is_set()
     progress.close()
     assert all(pump.closed for pump in pumps)
     for pump in pumps:
+        pump.theirs.close()
+
+
+def test_a_peer_that_owes_an_answer_is_probed_again_and_again() -> None:
+    """A card notices that its peer is gone only by sending: it sends for as long as an answer is awaited, while nothing
+    else happens, and to nobody else."""
+    progress = Progress("test")
+    owing, other = Echo(), Echo()
+    owing.owed = True
+    for pump in (owing, other):
+        progress.add(pump)
+    for _ in range(2):
+        assert owing.probed.wait(_DEADLINE_S)
+        owing.probed.clear()
+    progress.close()
+    assert not other.probed.is_set()
+    for pump in (owing, other):
         pump.theirs.close()

@@ -16,7 +16,7 @@ import smb
 from smb.transport.devices import Port
 from tests.integration.test_transports import hidden_socket
 from tests.support.clients import Adders, add_forever, add_whole, make_event, pattern, run_together, spawn
-from tests.support.daemons import cluster_metric, wait_for
+from tests.support.daemons import cluster_metric, stop, wait_for
 from tests.support.ways import SLOWNESS
 from tests.verbs.conftest import Cable
 
@@ -117,6 +117,27 @@ def test_a_server_killed_under_load(cluster: smb.LocalCluster, ports: tuple[Port
             np.testing.assert_array_equal(client.open(f"lane-{number}").read(), count * delta)
         np.testing.assert_array_equal(client.open("common").read(), sum(done) * delta)
     adders.drop()
+
+
+@pytest.mark.verbs("a memory server that dies owing an answer, of which its card says nothing")
+def test_a_server_that_dies_owing_an_answer(cluster: smb.LocalCluster, ports: tuple[Port, Port]) -> None:
+    """What a stopped server's card has acknowledged is asked again of its next run, though nothing was left to be sent
+    when it was killed; it counts once."""
+    ones = np.ones(COUNT, np.int64)
+    with smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S) as client:
+        buffer = client.create("w", COUNT, "int64", servers=["server-0"])
+        buffer.accumulate(ones)
+        (carrier,) = client.verbs.carriers()
+        stop(cluster.servers[0].pid)
+        future = buffer.accumulate_async(ones)
+        wait_for(carrier.awaits, "request under way")
+        asked = time.monotonic()
+        wait_for(lambda: time.monotonic() > asked + 1, "time in which the card acknowledges")
+        assert not future.done()
+        restart(cluster, 0, ports[0])
+        future.result(TIMEOUT_S)
+        np.testing.assert_array_equal(buffer.read(), 2 * ones)
+        client.delete("w")
 
 
 @pytest.mark.verbs("a server's restart under a client that stays: verbs again, by new keys")
