@@ -121,6 +121,10 @@ class _Peer:
         """See Pump."""
         self.queue.take_event()
 
+    def short(self) -> bool:
+        """See Pump. It shares nothing."""
+        return False
+
     def awaits(self) -> bool:
         """See Pump. A client owes nothing: one that is gone loses its session."""
         return False

@@ -50,6 +50,9 @@ class Pump(Protocol):
     def take_event(self) -> None:
         """Called when queue_fd is readable."""
 
+    def short(self) -> bool:
+        """Return whether its last turn ended for want of what other pumps have in use."""
+
     def awaits(self) -> bool:
         """Return whether the peer owes an answer."""
 
@@ -69,6 +72,7 @@ class Progress:
         self._pumps: dict[int, Pump] = {}  # by both descriptors
         self._active: dict[Pump, float] = {}  # and when it last moved something
         self._reading: dict[Pump, bool] = {}
+        self._short: set[Pump] = set()  # asleep, until another one moves something
         self._probe_at = 0.0
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -122,8 +126,10 @@ class Progress:
                 self._epoll.unregister(fd)
         self._active.pop(pump, None)
         self._reading.pop(pump, None)
+        self._short.discard(pump)
         if not pump.closed:
             pump.close()
+        self._wake_short()
 
     def _run(self) -> None:
         try:
@@ -170,10 +176,19 @@ class Progress:
                 pump.arm()
                 if not self._turn(pump):  # what came before it was armed
                     self._active.pop(pump, None)
+                    if pump.short():
+                        self._short.add(pump)
                 if pump.closed:
                     self._drop(pump)
         if self._active:
             time.sleep(0)
+
+    def _wake_short(self) -> None:
+        """What one pump gives back may be what others wait for, and nothing of their own will tell them."""
+        now = time.monotonic()
+        for pump in self._short:
+            self._active[pump] = now
+        self._short.clear()
 
     def _patience(self) -> float:
         """Return how long to sleep at most, in seconds; -1: until something happens."""
@@ -197,6 +212,8 @@ class Progress:
             _log.exception("an RDMA connection is closed after a fault")
             pump.close()
             return False
+        if moved:
+            self._wake_short()
         if not pump.closed and pump.wants_socket() != self._reading[pump]:
             self._reading[pump] = not self._reading[pump]
             events = select.EPOLLRDHUP | (select.EPOLLIN if self._reading[pump] else 0)

@@ -24,6 +24,7 @@ from smb.transport.progress import Progress
 from smb.transport.queues import End, Settings
 from smb.transport.records import HEADER, RECORD, answers, runs
 from smb.transport.verbs import Verbs
+from tests.support.daemons import wait_for
 
 _DEADLINE_S = 20.0
 
@@ -196,6 +197,7 @@ class Echo:
         self.turns = 0
         self.probed = threading.Event()
         self.owed = False
+        self.wanting: threading.Event | None = None  # it moves nothing before this is set
         self.fails = False
 
     def queue_fd(self) -> int:
@@ -208,13 +210,16 @@ class Echo:
         self.close()
 
     def wants_socket(self) -> bool:
-        return True
+        return not self.short()
 
     def arm(self) -> None:
         pass
 
     def take_event(self) -> None:
         os.eventfd_read(self.event)
+
+    def short(self) -> bool:
+        return self.wanting is not None and not self.wanting.is_set()
 
     def awaits(self) -> bool:
         return self.owed
@@ -226,6 +231,8 @@ class Echo:
         self.turns += 1
         if self.fails:
             raise RuntimeError("on purpose")
+        if self.short():
+            return False
         try:
             data = self.ours.recv(100)
         except BlockingIOError:
@@ -281,4 +288,25 @@ def test_a_peer_that_owes_an_answer_is_probed_again_and_again() -> None:
     progress.close()
     assert not other.probed.is_set()
     for pump in (owing, other):
+        pump.theirs.close()
+
+
+def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
+    """A pump that waits for what another one has in use, and that nothing of its own will wake, has its turn again."""
+    progress = Progress("test")
+    wanting, other = Echo(), Echo()
+    wanting.wanting = threading.Event()
+    for pump in (wanting, other):
+        pump.theirs.settimeout(_DEADLINE_S)
+        progress.add(pump)
+    wanting.theirs.send(b"a")
+    other.theirs.send(b"b")
+    assert other.theirs.recv(1) == b"b"
+    wait_for(lambda: wanting in progress._short, "sleep")
+    wanting.wanting.set()
+    other.theirs.send(b"c")
+    assert other.theirs.recv(1) == b"c"
+    assert wanting.theirs.recv(1) == b"a"
+    progress.close()
+    for pump in (wanting, other):
         pump.theirs.close()

@@ -202,6 +202,20 @@ def test_auto_takes_verbs_where_there_is_no_shared_memory(cluster: smb.LocalClus
         client.delete("w")
 
 
+@pytest.mark.verbs("two servers' transfers through the memory that both are staged in")
+def test_more_than_can_be_staged_at_once(cluster: smb.LocalCluster) -> None:
+    """New arrays of many stripes, which are copied through the client's few blocks, from and to two servers at once:
+    who finds no block free goes on when the other one has given some back."""
+    with smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S) as client:
+        buffer = client.create("w", 8 << 17, "int64", stripe="64KiB", servers=2)  # 64 times 64 KiB at each
+        for round_ in range(3):
+            buffer.write(np.arange(buffer.size) + round_)
+            np.testing.assert_array_equal(buffer.read(), np.arange(buffer.size) + round_)
+            buffer.accumulate(np.ones(buffer.size, np.int64))
+        assert not client.verbs.memory().registered_bytes
+        client.delete("w")
+
+
 @pytest.mark.verbs("no processor time of an idle daemon")
 def test_an_idle_daemon_uses_no_processor(cluster: smb.LocalCluster) -> None:
     """With a client that is connected and silent a daemon sleeps: what is used is the renewal of leases."""
