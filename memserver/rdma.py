@@ -121,6 +121,18 @@ class _Peer:
         """See Pump."""
         self.queue.take_event()
 
+    def short(self) -> bool:
+        """See Pump. It shares nothing."""
+        return False
+
+    def awaits(self) -> bool:
+        """See Pump. A client owes nothing: one that is gone loses its session."""
+        return False
+
+    def probe(self) -> None:
+        """See Pump."""
+        self.queue.probe()
+
     def turn(self) -> bool:
         """See Pump."""
         if self.closed:

@@ -3,9 +3,10 @@
     python -m perf.verbs [--bytes 64MiB] [--rounds 5] [--posting]
 
 The first needs an RDMA device and perftest (ib_write_bw, ib_read_bw): real ones, or the virtual machine of tests/verbs.
-Ours and perftest take turns; every figure is the median of the rounds, and the bytes are checked. --posting needs no
-device: it runs the client's side of the transport over a queue that completes at once and moves nothing, which is the
-processor time that Python takes for a transfer, whatever the network.
+Ours and perftest take turns; every figure is the median of the rounds, and the bytes are checked. Afterwards a memory
+server with a silent client by RDMA, and one without any, are watched doing nothing. --posting needs no device: it runs
+the client's side of the transport over a queue that completes at once and moves nothing, which is the processor time
+that Python takes for a transfer, whatever the network.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MIB = 1 << 20
 CHUNK_BYTES = 256 << 10
 PERFTEST_PORT = 18515
 DEADLINE_S = 120.0
+IDLE_S = 20.0
 _LISTENING = "0A"  # of /proc/net/tcp
 
 
@@ -65,13 +67,13 @@ def main() -> int:
 
 
 def beside_perftest(nbytes: int, rounds: int, server: Port, client: Port) -> dict[str, Any]:
-    """Return MiB/s of ours and of perftest, their ratio, and our processor time for each MiB."""
+    """Return MiB/s of ours and of perftest, their ratio, our processor time for each MiB, and an idle server's."""
     smb.cluster._START_S = DEADLINE_S  # a virtual machine is slow
     os.environ["SMB_VERBS_DEVICE"] = server.device
-    with smb.LocalCluster(servers=1, capacity=2 * nbytes + (32 << 20)) as cluster:
+    with smb.LocalCluster(servers=2, capacity=2 * nbytes + (32 << 20)) as cluster:
         os.environ["SMB_VERBS_DEVICE"] = client.device
         with smb.connect(cluster.address, transport="verbs", timeout=DEADLINE_S) as one:
-            buffer = one.create("bench", nbytes // 4, "float32", servers=1)
+            buffer = one.create("bench", nbytes // 4, "float32", servers=["server-0"])
             source, sink = one.empty(nbytes // 4), one.empty(nbytes // 4)
             source[:] = np.arange(nbytes // 4) % 4093
             calls: dict[str, Callable[[], object]] = {
@@ -91,6 +93,7 @@ def beside_perftest(nbytes: int, rounds: int, server: Port, client: Port) -> dic
                     theirs[name].append(perftest(f"ib_{name}_bw", nbytes, server, client))
             np.testing.assert_array_equal(sink, source)
             assert buffer.transports == ("verbs",), buffer.transports
+            idle = idle_shares(cluster, IDLE_S)
     table: dict[str, Any] = {"bytes": nbytes, "rounds": rounds, "server": str(server), "client": str(client)}
     for name in calls:
         mine, limit = statistics.median(ours[name]), statistics.median(theirs[name])
@@ -101,7 +104,27 @@ def beside_perftest(nbytes: int, rounds: int, server: Port, client: Port) -> dic
             "client's user time, us/MiB": round(1e6 * statistics.median(used[name])),
             "all": [[round(a, 1), round(b, 1)] for a, b in zip(ours[name], theirs[name], strict=True)],
         }
+    table["idle server's share of a processor"] = {
+        "with a silent client": round(idle["server-0"], 4),
+        "without any": round(idle["server-1"], 4),
+    }
     return table
+
+
+def idle_shares(cluster: smb.LocalCluster, seconds: float) -> dict[str, float]:
+    """Return which share of a processor each memory server uses while nobody wants anything of it."""
+
+    def used() -> dict[str, float]:
+        found = {}
+        for server in cluster.servers:
+            fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+            found[server.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return found
+
+    before, began = used(), time.monotonic()
+    time.sleep(seconds)
+    after, took = used(), time.monotonic() - began
+    return {name: (after[name] - before[name]) / took for name in before}
 
 
 def perftest(tool: str, nbytes: int, server: Port, client: Port) -> float:

@@ -121,6 +121,7 @@ class Carrier:
         self._outgoing = bytearray()  # records that wait for a message
         self._answers = bytearray()
         self._unanswered = 0
+        self._short = False
         queue.on_message = self._take_message
 
     # ---- progress.Pump
@@ -149,6 +150,18 @@ class Carrier:
         """See Pump."""
         self._queue.take_event()
 
+    def short(self) -> bool:
+        """See Pump: of blocks, which all carriers of a client share."""
+        return self._short
+
+    def awaits(self) -> bool:
+        """See Pump."""
+        return self._unanswered > 0
+
+    def probe(self) -> None:
+        """See Pump."""
+        self._queue.probe()
+
     def turn(self) -> bool:
         """See Pump."""
         if self.closed:
@@ -161,6 +174,7 @@ class Carrier:
         moved |= self._receive()
         if self.closed:
             return False
+        self._short = False
         self._start()
         self._send()
         self._answer()
@@ -259,7 +273,7 @@ class Carrier:
         key = self._memory.key_of(here, nbytes)
         staged = key is None
         if staged:
-            block = self._memory.take_block(self)
+            block = self._take_block()
             if block is None:
                 return None
             length, fits = 0, 0
@@ -274,6 +288,11 @@ class Carrier:
             self._items.popleft()
         assert key is not None
         return _Run(records[:most], right, here, key, staged, item.attempts)
+
+    def _take_block(self) -> int | None:
+        block = self._memory.take_block(self)
+        self._short |= block is None
+        return block
 
     def _start_reads(self) -> bool:
         taken = self._take_runs(_READ, _JOB_BYTES, lambda count: count <= len(self._looks))
@@ -367,7 +386,7 @@ class Carrier:
             source_key = self._memory.key_of(source, source_bytes) if source_bytes else 0
             sink_key = self._memory.key_of(sink, sink_bytes) if sink_bytes else 0
             if source_key is None or sink_key is None:
-                taken = self._memory.take_block(self)
+                taken = self._take_block()
                 if taken is None:
                     return False
                 block = taken

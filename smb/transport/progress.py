@@ -2,6 +2,9 @@
 
 It looks again for a short while after something happened, as a wake-up costs more than a look, and then sleeps until a
 descriptor is ready: no processor is used by whoever has nothing to do. It gives the GIL up after each round.
+
+A card says that its peer is gone only where it has something to send. So who waits for a peer's answer and nothing else
+has the card ask, once a second: else a server that dies between a request and its answer would be waited for for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 _SPIN_S = 50e-6
+PROBE_S = 1.0
 
 _log = logging.getLogger("smb")
 
@@ -46,6 +50,15 @@ class Pump(Protocol):
     def take_event(self) -> None:
         """Called when queue_fd is readable."""
 
+    def short(self) -> bool:
+        """Return whether its last turn ended for want of what other pumps have in use."""
+
+    def awaits(self) -> bool:
+        """Return whether the peer owes an answer."""
+
+    def probe(self) -> None:
+        """Have the card find out whether the peer is still there; the queue pair fails if not."""
+
     def close(self) -> None:
         """Let go of everything; `closed` from here on."""
 
@@ -59,6 +72,8 @@ class Progress:
         self._pumps: dict[int, Pump] = {}  # by both descriptors
         self._active: dict[Pump, float] = {}  # and when it last moved something
         self._reading: dict[Pump, bool] = {}
+        self._short: set[Pump] = set()  # asleep, until another one moves something
+        self._probe_at = 0.0
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -111,8 +126,10 @@ class Progress:
                 self._epoll.unregister(fd)
         self._active.pop(pump, None)
         self._reading.pop(pump, None)
+        self._short.discard(pump)
         if not pump.closed:
             pump.close()
+        self._wake_short()
 
     def _run(self) -> None:
         try:
@@ -130,7 +147,7 @@ class Progress:
             os.close(self._wake)
 
     def _round(self) -> None:
-        for fd, events in self._epoll.poll(0 if self._active else -1):
+        for fd, events in self._epoll.poll(0 if self._active else self._patience()):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
                 with self._lock:
@@ -148,6 +165,8 @@ class Progress:
                     pump.hang_up()
                 self._active[pump] = time.monotonic()
         now = time.monotonic()
+        if now >= self._probe_at:
+            self._probe(now)
         for pump, since in list(self._active.items()):
             if self._turn(pump):
                 self._active[pump] = now
@@ -157,10 +176,32 @@ class Progress:
                 pump.arm()
                 if not self._turn(pump):  # what came before it was armed
                     self._active.pop(pump, None)
+                    if pump.short():
+                        self._short.add(pump)
                 if pump.closed:
                     self._drop(pump)
         if self._active:
             time.sleep(0)
+
+    def _wake_short(self) -> None:
+        """What one pump gives back may be what others wait for, and nothing of their own will tell them."""
+        now = time.monotonic()
+        for pump in self._short:
+            self._active[pump] = now
+        self._short.clear()
+
+    def _patience(self) -> float:
+        """Return how long to sleep at most, in seconds; -1: until something happens."""
+        if not any(pump.awaits() for pump in self._pumps.values()):
+            return -1
+        return max(0.0, self._probe_at - time.monotonic())
+
+    def _probe(self, now: float) -> None:
+        self._probe_at = now + PROBE_S
+        for pump in set(self._pumps.values()):
+            if not pump.closed and pump.awaits():
+                pump.probe()
+                self._active[pump] = now
 
     def _turn(self, pump: Pump) -> bool:
         if pump.closed:
@@ -171,6 +212,8 @@ class Progress:
             _log.exception("an RDMA connection is closed after a fault")
             pump.close()
             return False
+        if moved:
+            self._wake_short()
         if not pump.closed and pump.wants_socket() != self._reading[pump]:
             self._reading[pump] = not self._reading[pump]
             events = select.EPOLLRDHUP | (select.EPOLLIN if self._reading[pump] else 0)

@@ -24,6 +24,7 @@ from smb.transport.progress import Progress
 from smb.transport.queues import End, Settings
 from smb.transport.records import HEADER, RECORD, answers, runs
 from smb.transport.verbs import Verbs
+from tests.support.daemons import wait_for
 
 _DEADLINE_S = 20.0
 
@@ -194,6 +195,9 @@ class Echo:
         self.event = os.eventfd(0, os.EFD_NONBLOCK)
         self.closed = False
         self.turns = 0
+        self.probed = threading.Event()
+        self.owed = False
+        self.wanting: threading.Event | None = None  # it moves nothing before this is set
         self.fails = False
 
     def queue_fd(self) -> int:
@@ -206,7 +210,7 @@ class Echo:
         self.close()
 
     def wants_socket(self) -> bool:
-        return True
+        return not self.short()
 
     def arm(self) -> None:
         pass
@@ -214,10 +218,21 @@ class Echo:
     def take_event(self) -> None:
         os.eventfd_read(self.event)
 
+    def short(self) -> bool:
+        return self.wanting is not None and not self.wanting.is_set()
+
+    def awaits(self) -> bool:
+        return self.owed
+
+    def probe(self) -> None:
+        self.probed.set()
+
     def turn(self) -> bool:
         self.turns += 1
         if self.fails:
             raise RuntimeError("on purpose")
+        if self.short():
+            return False
         try:
             data = self.ours.recv(100)
         except BlockingIOError:
@@ -252,7 +267,46 @@ def test_the_thread_sleeps_wakes_and_outlives_faults() -> None:
         assert pumps[3].theirs.recv(1) == b"c"
     turns = pumps[3].turns
     assert turns < 100_000
+    assert not pumps[3].probed.is_set()
     progress.close()
     assert all(pump.closed for pump in pumps)
     for pump in pumps:
+        pump.theirs.close()
+
+
+def test_a_peer_that_owes_an_answer_is_probed_again_and_again() -> None:
+    """A card notices that its peer is gone only by sending: it sends for as long as an answer is awaited, while nothing
+    else happens, and to nobody else."""
+    progress = Progress("test")
+    owing, other = Echo(), Echo()
+    owing.owed = True
+    for pump in (owing, other):
+        progress.add(pump)
+    for _ in range(2):
+        assert owing.probed.wait(_DEADLINE_S)
+        owing.probed.clear()
+    progress.close()
+    assert not other.probed.is_set()
+    for pump in (owing, other):
+        pump.theirs.close()
+
+
+def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
+    """A pump that waits for what another one has in use, and that nothing of its own will wake, has its turn again."""
+    progress = Progress("test")
+    wanting, other = Echo(), Echo()
+    wanting.wanting = threading.Event()
+    for pump in (wanting, other):
+        pump.theirs.settimeout(_DEADLINE_S)
+        progress.add(pump)
+    wanting.theirs.send(b"a")
+    other.theirs.send(b"b")
+    assert other.theirs.recv(1) == b"b"
+    wait_for(lambda: wanting in progress._short, "sleep")
+    wanting.wanting.set()
+    other.theirs.send(b"c")
+    assert other.theirs.recv(1) == b"c"
+    assert wanting.theirs.recv(1) == b"a"
+    progress.close()
+    for pump in (wanting, other):
         pump.theirs.close()

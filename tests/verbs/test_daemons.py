@@ -16,7 +16,7 @@ import smb
 from smb.transport.devices import Port
 from tests.integration.test_transports import hidden_socket
 from tests.support.clients import Adders, add_forever, add_whole, make_event, pattern, run_together, spawn
-from tests.support.daemons import cluster_metric, wait_for
+from tests.support.daemons import cluster_metric, stop, wait_for
 from tests.support.ways import SLOWNESS
 from tests.verbs.conftest import Cable
 
@@ -119,6 +119,27 @@ def test_a_server_killed_under_load(cluster: smb.LocalCluster, ports: tuple[Port
     adders.drop()
 
 
+@pytest.mark.verbs("a memory server that dies owing an answer, of which its card says nothing")
+def test_a_server_that_dies_owing_an_answer(cluster: smb.LocalCluster, ports: tuple[Port, Port]) -> None:
+    """What a stopped server's card has acknowledged is asked again of its next run, though nothing was left to be sent
+    when it was killed; it counts once."""
+    ones = np.ones(COUNT, np.int64)
+    with smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S) as client:
+        buffer = client.create("w", COUNT, "int64", servers=["server-0"])
+        buffer.accumulate(ones)
+        (carrier,) = client.verbs.carriers()
+        stop(cluster.servers[0].pid)
+        future = buffer.accumulate_async(ones)
+        wait_for(carrier.awaits, "request under way")
+        asked = time.monotonic()
+        wait_for(lambda: time.monotonic() > asked + 1, "time in which the card acknowledges")
+        assert not future.done()
+        restart(cluster, 0, ports[0])
+        future.result(TIMEOUT_S)
+        np.testing.assert_array_equal(buffer.read(), 2 * ones)
+        client.delete("w")
+
+
 @pytest.mark.verbs("a server's restart under a client that stays: verbs again, by new keys")
 def test_after_a_restart_it_is_verbs_again(cluster: smb.LocalCluster, ports: tuple[Port, Port]) -> None:
     """A client whose servers were restarted goes on with new queue pairs and keys, past the server's processor."""
@@ -178,6 +199,20 @@ def test_auto_takes_verbs_where_there_is_no_shared_memory(cluster: smb.LocalClus
         buffer.write(np.arange(COUNT))
         np.testing.assert_array_equal(buffer.read(), np.arange(COUNT))
         assert buffer.transports == ("shm", "verbs")
+        client.delete("w")
+
+
+@pytest.mark.verbs("two servers' transfers through the memory that both are staged in")
+def test_more_than_can_be_staged_at_once(cluster: smb.LocalCluster) -> None:
+    """New arrays of many stripes, which are copied through the client's few blocks, from and to two servers at once:
+    who finds no block free goes on when the other one has given some back."""
+    with smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S) as client:
+        buffer = client.create("w", 8 << 17, "int64", stripe="64KiB", servers=2)  # 64 times 64 KiB at each
+        for round_ in range(3):
+            buffer.write(np.arange(buffer.size) + round_)
+            np.testing.assert_array_equal(buffer.read(), np.arange(buffer.size) + round_)
+            buffer.accumulate(np.ones(buffer.size, np.int64))
+        assert not client.verbs.memory().registered_bytes
         client.delete("w")
 
 

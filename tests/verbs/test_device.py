@@ -201,8 +201,9 @@ def test_a_broken_cable_is_noticed_and_a_new_queue_pair_works(
 
 
 @pytest.mark.verbs("error of a peer that is gone")
-@pytest.mark.parametrize("operation", ["write", "read"])
-@pytest.mark.parametrize("nbytes", [8, SIZE])
+@pytest.mark.parametrize(
+    ("operation", "nbytes"), [("write", 0), ("write", 8), ("read", 8), ("write", SIZE), ("read", SIZE)]
+)
 def test_a_peer_that_is_gone_is_noticed(pair: tuple[Endpoint, Endpoint], operation: str, nbytes: int) -> None:
     """Once the other end's queue pair is destroyed, as at its process's death, requests fail after the repetitions."""
     near, far = pair
