@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from smb.buffer import Buffer
 from smb.client import Client
 from smb.engine import crc32c
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
-from smb.files.contents import Live, Octets
+from smb.files.contents import Live, Octets, Reads
 from smb.files.names import Form
 from smb.files.private import private_name
 from smb.files.views import Plan, View, header_bytes, plan_of, view_of
@@ -31,16 +31,6 @@ from smb.files.views import Plan, View, header_bytes, plan_of, view_of
 BLOCK_BYTES = 16 << 20  # read while the one before is written
 _PIN_S = 30.0
 Progress = Callable[[int, int], None]  # (bytes done, of)
-
-
-class Reads(Protocol):
-    """What bytes are copied from."""
-
-    nbytes: int
-
-    def read_into(self, offset: int, out: Octets) -> int:
-        """Fill `out`."""
-        ...
 
 
 @dataclass
