@@ -10,10 +10,11 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 enum { PAGE = 4096, CHUNK_STATE_BYTES = 64, FORMAT_VERSION = 2, READ_ATTEMPTS = 8, LOCK_SPINS = 2000, SYNC_OFFSET = 2048,
-       MARKED_RETRY_NS = 1000000 };
+       MARKED_RETRY_NS = 1000000, ZEROS = 256 << 10 };
 static const uint64_t MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
 
 /* Locks of another C library, or of another word size, lie differently in memory: such a process must not share them. */
@@ -160,17 +161,34 @@ static int initialise_locks(struct smb_segment *segment)
     return failed ? SMB_SYSTEM : SMB_OK;
 }
 
-/* All pages now: a tmpfs that is full must fail here, not as SIGBUS at some later store. */
-static int allocate_file(int fd, uint64_t bytes)
+static int no_pages(int failure)
 {
-    int failure;
-    do
-        failure = posix_fallocate(fd, 0, (off_t)bytes);
-    while (failure == EINTR);
-    if (failure == 0)
-        return SMB_OK;
     errno = failure;
     return failure == ENOSPC || failure == EFBIG || failure == ENOMEM ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
+}
+
+/* All pages now: a tmpfs that is full must fail here, not as SIGBUS at some later store. Zeros are written, where the file system
+ * takes writes (hugetlbfs does not): pages of fallocate would each be zeroed at its first fault, which takes longer. */
+static int allocate_file(int fd, uint64_t bytes)
+{
+    static uint8_t zeros[ZEROS]; /* nobody writes here */
+    struct statvfs space;
+    if (fstatvfs(fd, &space) == 0 && space.f_blocks != 0 && bytes / space.f_frsize > space.f_bfree)
+        return no_pages(ENOSPC); /* before all that there is was taken; ramfs has no blocks, and no end */
+    for (uint64_t done = 0; done < bytes;) {
+        uint64_t left = bytes - done;
+        ssize_t written = pwrite(fd, zeros, left < sizeof zeros ? (size_t)left : sizeof zeros, (off_t)done);
+        if (written > 0) {
+            done += (uint64_t)written;
+        } else if (written < 0 && errno == EINVAL && done == 0) {
+            int failure = posix_fallocate(fd, 0, (off_t)bytes);
+            if (failure != EINTR)
+                return failure == 0 ? SMB_OK : no_pages(failure);
+        } else if (written == 0 || errno != EINTR) {
+            return no_pages(written == 0 ? EIO : errno);
+        }
+    }
+    return SMB_OK;
 }
 
 int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes,

@@ -47,7 +47,8 @@ def restore(
 ) -> None:
     """Make a buffer of a file: of a .npy an array, of a .safetensors named tensors.
 
-    It is checked against FILE.crc32c where there is one. The buffer appears when it is whole.
+    It is checked against FILE.crc32c where there is one. The buffer appears when it is whole. Called again after it was
+    interrupted, it goes on.
     """
     from smb.files import copying
 

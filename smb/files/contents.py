@@ -1,14 +1,9 @@
-"""Where an open file's bytes are: in the memory servers, in a copy of one version, or in a draft on this host."""
+"""Where an open file's bytes are: in the memory servers, or in a copy of one version (or in a draft: draft.py)."""
 
 from __future__ import annotations
 
 import errno
-import mmap
-import os
-import tempfile
-import weakref
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +15,16 @@ from smb.files.views import View
 Octets = np.ndarray[Any, np.dtype[np.uint8]]  # one-dimensional, contiguous
 _SNAPSHOT_TRIES = 5
 _PIN_S = 30.0
+
+
+class Reads(Protocol):
+    """What bytes are copied from."""
+
+    nbytes: int
+
+    def read_into(self, offset: int, out: Octets) -> int:
+        """Fill `out` from a byte on; return how much of it, less at the end."""
+        ...
 
 
 class BufferBytes:
@@ -118,23 +123,22 @@ class Live:
             if not piece.header:
                 self._bytes.write(piece.start + inside, data[first:last])
 
-    def takes(self, data: Octets) -> bool:
+    def takes(self, source: Reads) -> bool:
         """Whether the file can be replaced by these bytes: as many, with the header that it has."""
-        return data.size == self.nbytes and all(
-            piece.header == data[piece.at : piece.at + piece.length].tobytes()
-            for piece in self._view.pieces
-            if piece.header
-        )
+        for piece in self._view.pieces:
+            header = np.empty(len(piece.header), np.uint8)
+            if source.nbytes != self.nbytes or source.read_into(piece.at, header) != header.size:
+                return False
+            if header.tobytes() != piece.header:
+                return False
+        return source.nbytes == self.nbytes
 
-    def replace(self, data: Octets) -> None:
-        """Write all of the file, bytes that it takes; one with two versions is published."""
-        if self.buffer.versions == 1:
-            self.write(0, data)
-            return
+    def publish(self, source: Reads) -> None:
+        """Make bytes that it takes the next version of a buffer with two."""
         values = np.zeros(self.buffer.nbytes, np.uint8)
         for piece in self._view.pieces:
             if not piece.header:
-                values[piece.start : piece.start + piece.length] = data[piece.at : piece.at + piece.length]
+                source.read_into(piece.at, values[piece.start : piece.start + piece.length])
         self.buffer.publish(values.view(self.buffer.dtype))
 
 
@@ -162,40 +166,6 @@ class FrozenFile:
             begin = piece.start + inside
             out[first:last] = source[begin : begin + last - first]
         return max(0, min(out.size, self.nbytes - offset))
-
-
-class Draft:
-    """A file whose size is not known yet: its bytes lie in a temporary file of this host without a name."""
-
-    def __init__(self, directory: str | None) -> None:
-        self._fd, path = tempfile.mkstemp(prefix="smb-draft-", dir=directory)
-        # When nobody holds it any more: a read by another thread must not find the number with another file.
-        weakref.finalize(self, os.close, self._fd)
-        Path(path).unlink()
-        self.nbytes = 0
-
-    def read_into(self, offset: int, out: Octets) -> int:
-        """As Live's."""
-        return os.preadv(self._fd, [out.data], offset)
-
-    def write(self, offset: int, data: Octets) -> None:
-        """Replace bytes; the file grows as needed, with zeros where nothing was written."""
-        done = 0
-        while done < data.size:
-            done += os.pwrite(self._fd, data.data[done:], offset + done)
-        self.nbytes = max(self.nbytes, offset + data.size)
-
-    def truncate(self, nbytes: int) -> None:
-        """Cut it, or let it grow with zeros."""
-        os.ftruncate(self._fd, nbytes)
-        self.nbytes = nbytes
-
-    def mapped(self) -> Octets:
-        """Return all of it, as an array that is not to be written to; the draft must not shrink while it is used."""
-        if self.nbytes == 0:
-            return np.empty(0, np.uint8)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # at once, instead of at a fault for every few pages
-        return np.frombuffer(mmap.mmap(self._fd, self.nbytes, flags=flags, prot=mmap.PROT_READ), np.uint8)
 
 
 def _copied(buffer: Buffer, version: int | None) -> tuple[int, Octets]:

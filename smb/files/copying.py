@@ -2,71 +2,41 @@
 
 A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
 among themselves (no bytes travel) and that is deleted at the end. Beside FILE lies FILE.crc32c: the CRC-32C of each
-block, from which an interrupted snapshot goes on and by which restore checks what it reads.
+block, from which an interrupted snapshot goes on and by which restore checks what it reads. A restore that is under
+way has its own (restoring.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
 from smb.engine import crc32c
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
-from smb.files.contents import Live, Octets
+from smb.errors import (
+    AlreadyExistsError,
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - smb's
+    UnavailableError,
+)
+from smb.files.contents import Live, Octets, Reads
 from smb.files.names import Form
 from smb.files.private import private_name
+from smb.files.sums import BLOCK_BYTES, State, Sums, state_of
 from smb.files.views import Plan, View, header_bytes, plan_of, view_of
 
-BLOCK_BYTES = 16 << 20  # read while the one before is written
 _PIN_S = 30.0
 Progress = Callable[[int, int], None]  # (bytes done, of)
-
-
-class Reads(Protocol):
-    """What bytes are copied from."""
-
-    nbytes: int
-
-    def read_into(self, offset: int, out: Octets) -> int:
-        """Fill `out`."""
-        ...
-
-
-@dataclass
-class Sums:
-    """What is known of a file's blocks: of which source, how long, the CRC-32C of each."""
-
-    source: str
-    nbytes: int
-    blocks: list[int] = field(default_factory=list)
-
-    def to_text(self) -> str:
-        """Return the text of the file beside it."""
-        lines = [json.dumps({"crc32c": 1, "source": self.source, "nbytes": self.nbytes, "block": BLOCK_BYTES})]
-        return "\n".join([*lines, *(f"{block:08x}" for block in self.blocks), ""])
-
-    @staticmethod
-    def of_text(text: str) -> Sums:
-        """Read it. Raises InvalidArgumentError."""
-        try:
-            head, *blocks = text.splitlines()
-            told = json.loads(head)
-            if told["crc32c"] != 1 or told["block"] != BLOCK_BYTES:
-                raise ValueError("another version")
-            return Sums(told["source"], told["nbytes"], [int(block, 16) for block in blocks])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidArgumentError(f"the checksums can't be read: {error!r}") from None
 
 
 def sums_path(path: Path) -> Path:
@@ -109,7 +79,8 @@ def restore(
 
     It has its name once all is in it; with `replace` it takes the place of another one in the same step. What is read
     is checked against FILE.crc32c where there is one. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong
-    checksum; nothing is left behind then.
+    checksum; nothing is left behind then. Called again after it was interrupted (by a signal, or as servers were away)
+    it goes on where it stopped, if the file is what it was; but not where FILE's directory takes no files.
     """
     with LocalFile(path) as source:
         sums = Sums.of_text(sums_path(path).read_text()) if sums_path(path).exists() else None
@@ -119,7 +90,10 @@ def restore(
             )
         plan = _plan(path.name, name, source)
         checked = source if sums is None else _Checked(source, sums.blocks, str(path))
-        return _into_buffer(client, checked, plan, name, replace, progress)
+        with state_of(path, f"{client.coordinator.address} {name}") as state:
+            if state is None:
+                return _into_buffer(client, checked, plan, name, replace, progress)
+            return _restored(client, checked, plan, name, replace, progress, state)
 
 
 def copy_buffer(
@@ -298,18 +272,21 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
     return plan_of(name.removesuffix(suffix) + suffix, head.tobytes(), source.nbytes)
 
 
+def _create(client: Client, name: str, plan: Plan) -> Buffer:
+    metadata = plan.metadata or None
+    if plan.tensors is not None:
+        return client.create(name, tensors=plan.tensors, metadata=metadata)
+    return client.create(name, plan.shape, plan.dtype, metadata=metadata)
+
+
 @contextmanager
 def _made(client: Client, plan: Plan, wanted: str) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
-    name, metadata = private_name(wanted), plan.metadata or None
-    if plan.tensors is not None:
-        buffer = client.create(name, tensors=plan.tensors, metadata=metadata)
-    else:
-        buffer = client.create(name, plan.shape, plan.dtype, metadata=metadata)
+    buffer = _create(client, private_name(wanted), plan)
     try:
         yield buffer
     except BaseException:
-        client.delete(name, missing_ok=True)
+        client.delete(buffer.name, missing_ok=True)
         raise
 
 
@@ -324,6 +301,58 @@ def _into_buffer(client: Client, source: Reads, plan: Plan, name: str, replace: 
     return client.open(name)
 
 
+def _restored(
+    client: Client, source: Reads, plan: Plan, name: str, replace: bool, progress: Progress, state: State
+) -> Buffer:
+    """Make a buffer of a file, going on where the one before was interrupted."""
+    private = private_name(name, f"restore-{state.key}")
+    sums, buffer = state.sums(), _open(client, private)
+    # A kill between the last two steps: the buffer has its name already.
+    named = _open(client, name) if buffer is None and sums is not None else None
+    if named is not None and sums is not None and sums.source == state.tag(named, plan):
+        state.end()
+        return named
+    _check_free(client, name, replace)
+    if buffer is None or sums is None or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums):
+        client.delete(private, missing_ok=True)
+        buffer = _create(client, private, plan)
+        sums = Sums(state.tag(buffer, plan), source.nbytes)
+    state.begin(sums)
+    try:
+        live = Live(buffer, plan.view)
+        progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
+        for offset, data in _blocks(source, len(sums.blocks)):
+            live.write(offset, data)
+            state.add(crc32c(data.data))
+            progress(offset + data.size, source.nbytes)
+        client.rename(private, name, replace=replace)
+    except (KeyboardInterrupt, UnavailableError, TimeoutError):
+        raise  # to be called again
+    except BaseException:
+        client.delete(private, missing_ok=True)
+        state.end()
+        raise
+    state.end()
+    return client.open(name)
+
+
+def _is_as_told(source: Reads, sums: Sums) -> bool:
+    """Whether a file still begins with the blocks that were taken from it."""
+    data = np.empty(min(BLOCK_BYTES, source.nbytes), np.uint8)
+    for index, block in enumerate(sums.blocks):
+        part = data[: max(0, source.nbytes - index * BLOCK_BYTES)]
+        if source.read_into(index * BLOCK_BYTES, part) != part.size or crc32c(part.data) != block:
+            return False
+    return sums.nbytes == source.nbytes
+
+
+def _open(client: Client, name: str) -> Buffer | None:
+    try:
+        return client.open(name)
+    except NotFoundError:
+        return None
+
+
 def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
     try:
         client.rename(made.name, name, replace=replace)
@@ -335,10 +364,6 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
 
 def _check_free(client: Client, name: str, replace: bool) -> None:
     """Refuse before anything is copied; the rename at the end is what counts."""
-    if replace:
-        return
-    try:
-        client.open(name)
-    except NotFoundError:
+    if replace or _open(client, name) is None:
         return
     raise AlreadyExistsError(f"a buffer {name!r} exists; choose another name, delete it, or have it replaced")

@@ -28,7 +28,8 @@ from smb.client import Client
 from smb.errors import Error
 from smb.files.codes import refuse
 from smb.files.contents import Octets
-from smb.files.tree import OpenFile, Status, Tree
+from smb.files.handles import OpenFile
+from smb.files.tree import Status, Tree
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request of each
 _BLOCK_BYTES = 4096

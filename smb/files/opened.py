@@ -14,7 +14,8 @@ from smb.client import Client
 from smb.errors import InvalidArgumentError
 from smb.files.codes import refuse
 from smb.files.contents import Octets
-from smb.files.tree import OpenFile, Tree
+from smb.files.handles import OpenFile
+from smb.files.tree import Tree
 
 SCHEME = "softmem://"
 _FLAGS = {

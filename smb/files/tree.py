@@ -17,10 +17,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -30,8 +29,10 @@ from smb.coordinator.records import Kind
 from smb.coordinator.request import check_name
 from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.files.catalogue import Catalogue
-from smb.files.codes import as_os_errors, os_error, refuse
-from smb.files.contents import Draft, Frozen, FrozenFile, Live, Octets
+from smb.files.codes import as_os_errors, refuse
+from smb.files.contents import Frozen, FrozenFile, Live, Octets
+from smb.files.draft import Draft
+from smb.files.handles import Node, OpenFile
 from smb.files.names import PRIVATE, Form, Shown, entries, files_of, is_private, meanings, parent_of
 from smb.files.private import left_by_dead, private_name
 from smb.files.views import View, header_bytes, plan_of
@@ -59,27 +60,10 @@ class _Found:
     view: View
 
 
-class _Node:
-    """A file that is open, or a draft that is not a buffer yet. All handles of one path share it."""
-
-    def __init__(self, path: str, content: Live | Draft, modified: int) -> None:
-        self.path = path
-        self.content = content
-        self.modified = modified
-        self.written = 0  # when, 0: not since it was opened
-        self.changed = False  # a draft that is not in the cluster
-        self.handles = 0
-        self.removed = False  # no path leads to it any more
-        self.short = False  # a write into the draft found no room: it is no whole file any more
-        self.displaced = ""  # the name that its buffer has since
-        self.base_bytes = 0  # of the file that the draft replaces: it needs no more room than that
-        self.lock = threading.RLock()
-
-
 class _Hidden:
     """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed."""
 
-    def __init__(self, node: _Node | None, end: Callable[[_Hidden], None]) -> None:
+    def __init__(self, node: Node | None, end: Callable[[_Hidden], None]) -> None:
         self.node = node
         self.timer = threading.Timer(_HIDDEN_S, end, (self,))
         self.timer.daemon = True
@@ -99,7 +83,7 @@ class Tree:
         self._drafts = drafts
         self._catalogue = Catalogue(client)
         self._lock = threading.RLock()
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Node] = {}
         self._folders: set[str] = set()  # made with mkdir, or left empty: no buffer is below them
         self._modified: dict[str, int] = {}
         self._hidden: dict[str, _Hidden] = {}
@@ -184,7 +168,7 @@ class Tree:
                 node.handles += 1
                 return OpenFile(self, node, None, flags, path)
 
-    def _opened(self, path: str, flags: int, *, truncate: bool) -> _Node:
+    def _opened(self, path: str, flags: int, *, truncate: bool) -> Node:
         node = self._nodes.get(path)
         if node is not None and isinstance(node.content, Live) and not self._is_current(node.content):
             self._orphan(path)  # another process deleted or replaced it: this is about the new one
@@ -207,11 +191,11 @@ class Tree:
             self._catalogue.remove(live.buffer.name)
             return False
 
-    def _node(self, path: str, found: _Found | None, truncate: bool) -> _Node:
+    def _node(self, path: str, found: _Found | None, truncate: bool) -> Node:
         now = time.time_ns()
         if found is None:
             self._check_new(path)
-            node = _Node(path, Draft(self._drafts), now)
+            node = Node(path, Draft(self._drafts), now)
             node.changed = True
             return node
         buffer = self._catalogue.open(found.shown.name)
@@ -219,7 +203,7 @@ class Tree:
         if view is None:
             raise refuse(errno.ENOENT, path)
         modified = self._modified.get(found.shown.name, round(1e9 * buffer.info.created))
-        node = _Node(path, Live(buffer, view), modified)
+        node = Node(path, Live(buffer, view), modified)
         node.base_bytes = view.nbytes
         if truncate:
             node.content, node.changed, node.modified = Draft(self._drafts), True, now
@@ -326,12 +310,12 @@ class Tree:
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
 
-    def _unhide(self, path: str) -> _Node | None:
+    def _unhide(self, path: str) -> Node | None:
         hidden = self._hidden.pop(path)
         hidden.timer.cancel()
         return hidden.node
 
-    def _take_away(self, name: str, node: _Node | None) -> None:
+    def _take_away(self, name: str, node: Node | None) -> None:
         if node is not None and node.handles and isinstance(node.content, Live):
             node.displaced = private_name(name)
             self.client.rename(name, node.displaced)
@@ -371,7 +355,7 @@ class Tree:
                 self._nodes[new_path] = node
             self._keep_folder(path)
 
-    def _rename_buffer(self, found: _Found, path: str, new_path: str, victim: _Node | None) -> None:
+    def _rename_buffer(self, found: _Found, path: str, new_path: str, victim: Node | None) -> None:
         form, name = found.shown.form, found.shown.name
         if found.shown.version is not None or not new_path.endswith(form.value):
             raise refuse(errno.EXDEV, f"{path!r} shows a buffer in another way than {new_path!r} would; copy it")
@@ -436,7 +420,7 @@ class Tree:
 
     # ---- for OpenFile
 
-    def write_node(self, node: _Node, offset: int, data: Octets) -> None:
+    def write_node(self, node: Node, offset: int, data: Octets) -> None:
         """Write into a file that may have to grow for it."""
         with node.lock:
             end = offset + data.size
@@ -449,21 +433,21 @@ class Tree:
             node.content.write(offset, data)
             node.modified = node.written = time.time_ns()
 
-    def truncate_node(self, node: _Node, nbytes: int) -> None:
+    def truncate_node(self, node: Node, nbytes: int) -> None:
         """Set a file's size."""
         with node.lock:
             if nbytes == node.content.nbytes:
                 return
             if isinstance(node.content, Live):
                 live, node.content = node.content, Draft(self._drafts)
-                _copy(live, node.content, nbytes)
+                _draw(live, node.content, nbytes)
             self._check_room(node, nbytes)
             node.content.truncate(nbytes)
             node.short = False
             node.changed = True
             node.modified = time.time_ns()
 
-    def commit(self, node: _Node, *, empty: bool = False) -> None:
+    def commit(self, node: Node, *, empty: bool = False) -> None:
         """Make a draft a buffer: that of its name where it has the same size, else a new one in its place. One
         without a byte only if `empty`: a shell closes copies of its descriptor before a program writes to it.
         """
@@ -473,32 +457,32 @@ class Tree:
                 return
             if node.short:
                 raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
-            data = draft.mapped()
             found = self._find(node.path)
             live = None
             if found is not None and found.view.nbytes == draft.nbytes:
                 live = Live(self._catalogue.open(found.shown.name), found.view)
-            if live is not None and data.size and live.takes(data):
-                live.replace(data)
+            if live is None or not draft.nbytes or not live.takes(draft):
+                live = self._made(node.path, draft)
+            elif live.buffer.versions == 1:
+                _copy(draft, live)
             else:
-                live = self._made(node.path, data)
+                live.publish(draft)
             if live.buffer.versions == 1:
                 node.content = live
             node.changed = False
             node.base_bytes = live.nbytes
             self._modified[live.buffer.name] = node.modified
 
-    def _made(self, path: str, data: Octets) -> Live:
+    def _made(self, path: str, draft: Draft) -> Live:
         """Make a buffer with all its bytes in it, and only then give it its name."""
-        plan = plan_of(path, data[: header_bytes(data[:16].tobytes())].tobytes(), data.size)
+        plan = plan_of(path, draft.head(header_bytes(draft.head(16))), draft.nbytes)
         name, metadata = private_name(plan.name), plan.metadata or None
         if plan.tensors is not None:
             buffer = self.client.create(name, tensors=plan.tensors, metadata=metadata)
         else:
             buffer = self.client.create(name, plan.shape, plan.dtype, metadata=metadata)
         try:
-            if data.size:
-                Live(buffer, plan.view).write(0, data)
+            _copy(draft, Live(buffer, plan.view))
             self.client.rename(name, plan.name, replace=True)
         except BaseException:
             self.client.delete(name, missing_ok=True)
@@ -510,14 +494,14 @@ class Tree:
             self._catalogue.remove(path)
         return Live(buffer, plan.view)
 
-    def discard_node(self, node: _Node) -> None:
+    def discard_node(self, node: Node) -> None:
         """Forget a draft that is not in the cluster."""
         with self._lock, node.lock:
             if node.changed:
                 self._nodes.pop(node.path, None)
                 node.removed = True
 
-    def close_node(self, node: _Node) -> None:
+    def close_node(self, node: Node) -> None:
         """One handle less. A draft that could not become a buffer is given up with the last one."""
         with as_os_errors(), self._lock:
             node.handles -= 1
@@ -539,12 +523,12 @@ class Tree:
                 if displaced:
                     self.client.delete(displaced, missing_ok=True)
 
-    def _detach(self, node: _Node, source: Live | FrozenFile) -> None:
+    def _detach(self, node: Node, source: Live | FrozenFile) -> None:
         draft = Draft(self._drafts)
-        _copy(source, draft, source.nbytes)
+        _draw(source, draft, source.nbytes)
         node.content = draft
 
-    def _check_room(self, node: _Node, nbytes: int) -> None:
+    def _check_room(self, node: Node, nbytes: int) -> None:
         if nbytes > node.base_bytes and nbytes > self._catalogue.space()[1]:
             node.short = True
             raise refuse(errno.ENOSPC, f"{node.path!r}: the memory servers have no room for {nbytes} bytes")
@@ -600,106 +584,13 @@ class Tree:
             self._folders.add(parent)
 
 
-class OpenFile:
-    """One opening of a file. Thread-safe. Made by Tree.open; close it."""
-
-    def __init__(self, tree: Tree, node: _Node | None, frozen: FrozenFile | None, flags: int, path: str) -> None:
-        self._tree = tree
-        self._path = path
-        self._node = node
-        self._frozen = frozen
-        self._append = bool(flags & os.O_APPEND)
-        self._closed = False
-        self.readable = flags & os.O_ACCMODE != os.O_WRONLY
-        self.writable = flags & os.O_ACCMODE != os.O_RDONLY
-
-    @property
-    def nbytes(self) -> int:
-        """The file's size."""
-        return self._content.nbytes
-
-    @property
-    def path(self) -> str | None:
-        """Where it is found now; None once it was removed."""
-        if self._node is None:
-            return self._path
-        return None if self._node.removed else self._node.path
-
-    @property
-    def modified(self) -> int:
-        """When it was changed last, ns since 1970."""
-        return self._node.modified if self._node is not None else time.time_ns()
-
-    @property
-    def changeable(self) -> bool:
-        """Whether what it reads may differ from what another opening of the same path reads: not to be cached."""
-        return self._frozen is not None
-
-    def read_into(self, offset: int, out: Octets) -> int:
-        """Fill `out` with the bytes from `offset` on; return how many there were. ESTALE once the buffer is gone."""
-        if not self.readable:
-            raise refuse(errno.EBADF, "the file is open for writing alone")
-        while True:
-            content = self._frozen or cast(_Node, self._node).content
-            try:
-                return content.read_into(offset, out)
-            except Error as error:  # no context manager: this is the path that must be fast
-                if self._content is content:
-                    raise os_error(error, gone=errno.ESTALE) from error
-
-    def write(self, offset: int, data: Octets) -> int:
-        """Write bytes at `offset`, or with O_APPEND at the end; return where they end."""
-        if self._node is None or not self.writable:
-            raise refuse(errno.EBADF, "the file is open for reading alone")
-        try:
-            with self._node.lock:
-                if self._append:
-                    offset = self._node.content.nbytes
-                if data.size:
-                    self._tree.write_node(self._node, offset, data)
-                return offset + data.size
-        except Error as error:
-            raise os_error(error, gone=errno.ESTALE) from error
-
-    def truncate(self, nbytes: int) -> None:
-        """Set the size."""
-        if self._node is None or not self.writable:
-            raise refuse(errno.EBADF, "the file is open for reading alone")
-        with self._errors():
-            self._tree.truncate_node(self._node, nbytes)
-
-    def flush(self) -> None:
-        """Make what was written the cluster's: when this returns, others read it."""
-        if self._node is not None and self.writable:
-            with self._errors():
-                self._tree.commit(self._node)
-
-    def discard(self) -> None:
-        """Give up a draft: what was there before stays."""
-        if self._node is not None:
-            self._tree.discard_node(self._node)
-
-    def close(self) -> None:
-        """Give it back. Call flush() before, which tells whether it worked. Closing twice does nothing."""
-        if not self._closed:
-            self._closed = True
-            if self._node is not None:
-                self._tree.close_node(self._node)
-
-    @property
-    def _content(self) -> Live | Draft | FrozenFile:
-        if self._frozen is not None:
-            return self._frozen
-        assert self._node is not None
-        return self._node.content
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        with as_os_errors(gone=errno.ESTALE):
-            yield
+def _copy(draft: Draft, live: Live) -> None:
+    """Write all of a draft into a buffer that takes it."""
+    for offset, data in draft.pieces():
+        live.write(offset, data)
 
 
-def _copy(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
+def _draw(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
     """Copy a file's first bytes into an empty draft."""
     total = min(nbytes, source.nbytes)
     piece = np.empty(min(_COPY_BYTES, total), np.uint8)

@@ -59,22 +59,12 @@ _SAVE = r"\.[0-9a-f]{16}\.(data|index)"
 _OPENINGS_MAX = 10
 
 
-class Writer(StorageWriter):
-    """Saves into the cluster of `client` under `name`; `dcp.save(..., checkpoint_id=)` gives another name.
+class _OfName:
+    """What torch asks of a writer and of a reader alike: which checkpoint it is about."""
 
-    Each rank has one, with a client of its own. `servers` and `stripe` are Client.create's, for the tensors. Saving
-    over a checkpoint takes memory for both. One save of a name at a time: a later one takes away what an earlier
-    one, killed or still under way, has written so far. With `dcp.async_save` the call returns when the state is
-    copied into this process's memory, and the rest happens in a thread (not in a process: a client stays where it is).
-    Raises CheckpointException, torch's, with what each rank met: OutOfMemoryError, UnavailableError, and
-    InvalidArgumentError for an object that torch.load(weights_only=True) would refuse.
-    """
-
-    def __init__(self, client: Client, name: str, *, servers: Any = None, stripe: Any = None) -> None:
+    def __init__(self, client: Client, name: str) -> None:
         self._client = client
         self._name = name
-        self._options = {"servers": servers, "stripe": stripe}
-        self._data = ""  # of the save under way, where this is the coordinator
 
     @property
     def checkpoint_id(self) -> str:
@@ -87,9 +77,26 @@ class Writer(StorageWriter):
         return isinstance(checkpoint_id, str)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See torch: a save begins."""
+        """See torch: a save or a load begins."""
         if checkpoint_id:
             self._name = os.fspath(checkpoint_id)
+
+
+class Writer(_OfName, StorageWriter):
+    """Saves into the cluster of `client` under `name`; `dcp.save(..., checkpoint_id=)` gives another name.
+
+    Each rank has one, with a client of its own. `servers` and `stripe` are Client.create's, for the tensors. Saving
+    over a checkpoint takes memory for both. One save of a name at a time: a later one takes away what an earlier
+    one, killed or still under way, has written so far. With `dcp.async_save` the call returns when the state is
+    copied into this process's memory, and the rest happens in a thread (not in a process: a client stays where it is).
+    Raises CheckpointException, torch's, with what each rank met: OutOfMemoryError, UnavailableError, and
+    InvalidArgumentError for an object that torch.load(weights_only=True) would refuse.
+    """
+
+    def __init__(self, client: Client, name: str, *, servers: Any = None, stripe: Any = None) -> None:
+        super().__init__(client, name)
+        self._options = {"servers": servers, "stripe": stripe}
+        self._data = ""  # of the save under way, where this is the coordinator
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch. Raises InvalidArgumentError where ranks are to save without each other."""
@@ -160,7 +167,7 @@ class Writer(StorageWriter):
         _sweep(self._client, self._name)
 
 
-class Reader(StorageReader):
+class Reader(_OfName, StorageReader):
     """Loads what a Writer saved, into any ranks and any sharding. Each rank has one, with a client of its own.
 
     All ranks load the same checkpoint, whole: where another one takes its place meanwhile, the load fails with
@@ -169,24 +176,12 @@ class Reader(StorageReader):
     """
 
     def __init__(self, client: Client, name: str) -> None:
-        self._client = client
-        self._name = name
+        super().__init__(client, name)
         self._index: _Index | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The name."""
-        return self._name
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a name."""
-        return isinstance(checkpoint_id, str)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See torch: a load begins."""
-        if checkpoint_id:
-            self._name = os.fspath(checkpoint_id)
+        super().reset(checkpoint_id)
         self._index = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:

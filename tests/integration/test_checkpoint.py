@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import smb
 import smb.torch.checkpoint
 from tests.fault.long import LIMIT_S, seed
+from tests.support.daemons import tidy
 
 pytestmark = [
     pytest.mark.timeout(LIMIT_S),
@@ -33,10 +34,8 @@ def cluster() -> Iterator[smb.LocalCluster]:
 
 @pytest.fixture
 def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
-    with smb.connect(cluster.address, timeout=30) as connected:
+    with tidy(cluster, timeout=30) as connected:
         yield connected
-        for info in connected.list():
-            connected.delete(info.name, missing_ok=True)
 
 
 def run_ranks(phases: str, client: smb.Client, place: Path, number: int, name: str = "run/ckpt") -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +14,35 @@ import pytest
 from safetensors.numpy import load_file
 
 import smb
-from smb.files import copying
+from smb.files import copying, sums
 from tests.conftest import Connect
 
-BLOCK = copying.BLOCK_BYTES
+# Says how far it is after each block, and waits after the one that it was told; its parent kills it there.
+_KILLED = """
+import sys, time
+from pathlib import Path
+import smb
+from smb.files import copying, sums
+copying.BLOCK_BYTES = sums.BLOCK_BYTES = 1 << 16
+what, address, path, name, last = sys.argv[1:]
+
+def progress(done, _):
+    if done >> 16 == int(last):
+        print("here", flush=True)
+        time.sleep(100)
+
+with smb.connect(address) as client:
+    if what == "restore":
+        copying.restore(client, Path(path), name, progress=progress)
+    else:
+        copying.snapshot(client, name, Path(path), progress=progress)
+"""
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(sums, "BLOCK_BYTES", 1 << 16)
 
 
 def test_snapshot_and_restore(client: smb.Client, tmp_path: Path) -> None:
@@ -70,6 +94,117 @@ def test_a_snapshot_goes_on_where_it_was_interrupted(client: smb.Client, tmp_pat
     assert first[0] == 4 << 16
     assert np.array_equal(np.load(path), values)
     assert [info.name for info in client.list()] == ["w"]
+
+
+def kill(what: str, client: smb.Client, path: Path, name: str, last: int) -> None:
+    """SIGKILL to a process that snapshots or restores, after so many blocks."""
+    command = [sys.executable, "-c", _KILLED, what, client.coordinator.address, str(path), name, str(last)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+
+
+def beginnings(call: Callable[[copying.Progress], object]) -> int:
+    """The number of blocks that a call finds done."""
+    seen: list[int] = []
+    call(lambda done, _: seen.append(done))
+    return seen[0] >> 16
+
+
+def test_killed_tools_go_on(client: smb.Client, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a snapshot, and of a restore: called again they go on after the blocks that are done,
+    and nothing of them is left; nobody sees the buffer before it is whole.
+    """
+    values = np.random.default_rng(2).random(200_000, dtype=np.float32)
+    client.create("w", values.size).write(values)
+    path = tmp_path / "w.npy"
+    kill("snapshot", client, path, "w", 5)
+    assert not path.exists()
+    assert beginnings(lambda progress: copying.snapshot(client, "w", path, progress=progress)) == 5
+    kill("restore", client, path, "again", 7)
+    with pytest.raises(smb.NotFoundError):
+        client.open("again")
+    assert beginnings(lambda progress: copying.restore(client, path, "again", progress=progress)) == 7
+    assert np.array_equal(client.open("again").read(), values)
+    assert [info.name for info in client.list()] == ["again", "w"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["w.npy", "w.npy.crc32c"]
+
+
+@pytest.mark.parametrize("change", ["a byte of what is done", "its length", "its dtype", "the buffer"])
+def test_a_restore_of_something_else_begins_anew(client: smb.Client, tmp_path: Path, change: str) -> None:
+    """A file that changed since the kill is noticed, and so is a buffer that is gone; what is made is the file as it is
+    now. A byte behind what is done is simply read.
+    """
+    path = tmp_path / "w.npy"
+    values = np.arange(100_000, dtype=np.float32)
+    np.save(path, values)
+    kill("restore", client, path, "w", 3)
+    if change == "a byte of what is done":
+        values[100] = -1
+    elif change == "its length":
+        values = values[:-1]
+    elif change == "its dtype":
+        values = values.view(np.int32)
+    else:
+        (left,) = client.list()
+        client.delete(left.name)
+    np.save(path, values)
+    assert beginnings(lambda progress: copying.restore(client, path, "w", progress=progress)) == 0
+    assert np.array_equal(client.open("w").read(), values)
+    np.save(path, values)
+    kill("restore", client, path, "w2", 3)
+    values[-1] = 5
+    np.save(path, values)
+    assert beginnings(lambda progress: copying.restore(client, path, "w2", progress=progress)) == 3
+    assert np.array_equal(client.open("w2").read(), values)
+    assert [info.name for info in client.list()] == ["w", "w2"]
+
+
+def test_a_restore_is_one_processes(client: smb.Client, tmp_path: Path) -> None:
+    """A second one of the same file to the same name is refused while one is under way; a state that can't be read is
+    none; one that is refused, or fails, leaves nothing.
+    """
+    path = tmp_path / "w.bin"
+    path.write_bytes(os.urandom(300_000))
+    again: list[str] = []
+
+    def second(_done: int, _total: int) -> None:
+        if not again:
+            with pytest.raises(smb.Error, match="another process is at it") as caught:
+                copying.restore(client, path, "w")
+            again.append(str(caught.value))
+
+    copying.restore(client, path, "w", progress=second)
+    assert again
+    with pytest.raises(smb.AlreadyExistsError):
+        copying.restore(client, path, "w")
+    assert list(tmp_path.iterdir()) == [path]
+    kill("restore", client, path, "w2", 2)
+    (state,) = tmp_path.glob("*.restore")
+    state.write_text("nonsense\n")
+    assert beginnings(lambda progress: copying.restore(client, path, "w2", progress=progress)) == 0
+    assert client.open("w2").read().tobytes() == path.read_bytes()
+    assert [info.name for info in client.list()] == ["w", "w2"]
+
+
+def test_a_restore_that_was_killed_at_its_very_end(
+    client: smb.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the buffer has its name already: called again it says so by returning it, and takes the state away."""
+    path = tmp_path / "w.bin"
+    path.write_bytes(os.urandom(300_000))
+
+    def stop(_self: sums.State) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sums.State, "end", stop)
+        with pytest.raises(KeyboardInterrupt):
+            copying.restore(client, path, "w")
+    made = client.open("w").info.id
+    assert copying.restore(client, path, "w").info.id == made
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_spoilt_file_is_not_restored(client: smb.Client, tmp_path: Path) -> None:

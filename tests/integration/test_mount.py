@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import smb
 from smb.files.private import private_name
 from tests.fault.long import LIMIT_S, seed, times
-from tests.support.daemons import wait_for
+from tests.support.daemons import tidy, wait_for
 
 _MISSING = [
     what
@@ -47,10 +47,8 @@ def cluster() -> Iterator[smb.LocalCluster]:
 
 @pytest.fixture
 def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
-    with smb.connect(cluster.address, timeout=60) as connected:
+    with tidy(cluster, timeout=60) as connected:
         yield connected
-        for info in connected.list():
-            connected.delete(info.name, missing_ok=True)
 
 
 def run_smb(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -34,6 +34,15 @@ def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEAD
     return value
 
 
+@contextmanager
+def tidy(cluster: smb.LocalCluster, timeout: float) -> Iterator[smb.Client]:
+    """A client, at whose end the cluster has no buffer."""
+    with smb.connect(cluster.address, timeout=timeout) as client:
+        yield client
+        for info in client.list():
+            client.delete(info.name, missing_ok=True)
+
+
 def stop(pid: int) -> None:
     """SIGSTOP, and wait until it has its effect: a thread that runs on another core goes on for a moment."""
     os.kill(pid, signal.SIGSTOP)
