@@ -23,7 +23,7 @@ import smb
 from smb.files.mountpoint import unmount
 
 NBYTES = 256 << 20
-ROUNDS = 5
+ROUNDS = 9
 CALL_ROUNDS = 40  # of open_file, which takes 0.03 s
 RESULTS = Path(__file__).parent / "results" / "files.md"
 

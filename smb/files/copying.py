@@ -31,7 +31,7 @@ from smb.errors import (
 )
 from smb.files.contents import Live, Octets, Reads
 from smb.files.names import Form
-from smb.files.private import private_name
+from smb.files.private import create, private_name
 from smb.files.sums import BLOCK_BYTES, State, Sums, state_of
 from smb.files.views import Plan, View, header_bytes, plan_of, view_of
 
@@ -272,17 +272,10 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
     return plan_of(name.removesuffix(suffix) + suffix, head.tobytes(), source.nbytes)
 
 
-def _create(client: Client, name: str, plan: Plan) -> Buffer:
-    metadata = plan.metadata or None
-    if plan.tensors is not None:
-        return client.create(name, tensors=plan.tensors, metadata=metadata)
-    return client.create(name, plan.shape, plan.dtype, metadata=metadata)
-
-
 @contextmanager
 def _made(client: Client, plan: Plan, wanted: str) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
-    buffer = _create(client, private_name(wanted), plan)
+    buffer = create(client, private_name(wanted), plan)
     try:
         yield buffer
     except BaseException:
@@ -315,7 +308,7 @@ def _restored(
     _check_free(client, name, replace)
     if buffer is None or sums is None or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums):
         client.delete(private, missing_ok=True)
-        buffer = _create(client, private, plan)
+        buffer = create(client, private, plan)
         sums = Sums(state.tag(buffer, plan), source.nbytes)
     state.begin(sums)
     try:

@@ -65,10 +65,15 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
 
 
 def split_url(name: str) -> tuple[str | None, str]:
-    """Return ("host:port" or None, path) of softmem://HOST:PORT/PATH, softmem:///PATH or PATH."""
+    """Return ("host:port" or None, path) of softmem://HOST:PORT/PATH, softmem://PATH or PATH.
+
+    No name has a colon. Some libraries (datasets) put the scheme before a path that they stripped of its address.
+    """
     if not name.startswith(SCHEME):
         return None, name.strip("/")
     address, _, path = name[len(SCHEME) :].partition("/")
+    if address and ":" not in address:
+        return None, name[len(SCHEME) :].strip("/")
     return address or None, path.strip("/")
 
 

@@ -9,9 +9,16 @@ import os
 import re
 import secrets
 import socket
+import time
 from pathlib import Path
 
+from smb.buffer import Buffer
+from smb.client import Client
+from smb.errors import UnavailableError
 from smb.files.names import PRIVATE, private_of
+from smb.files.views import Plan
+
+_AGAIN_S = 0.2
 
 
 def private_name(name: str, rest: str = "") -> str:
@@ -19,6 +26,23 @@ def private_name(name: str, rest: str = "") -> str:
     uses and that says whose it is (left_by_dead).
     """
     return f"{private_of(name)}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
+
+
+def create(client: Client, name: str, plan: Plan) -> Buffer:
+    """Make the buffer that a file becomes. Where servers are away it waits for them as calls on buffers do, for the
+    client's timeout. Raises as Client.create.
+    """
+    end = time.monotonic() + client.timeout
+    metadata = plan.metadata or None
+    while True:
+        try:
+            if plan.tensors is not None:
+                return client.create(name, tensors=plan.tensors, metadata=metadata)
+            return client.create(name, plan.shape, plan.dtype, metadata=metadata)
+        except UnavailableError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_AGAIN_S)
 
 
 def left_by_dead(name: str) -> bool:

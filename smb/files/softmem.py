@@ -1,6 +1,7 @@
 """The fsspec filesystem `softmem`: pandas, zarr, torch and datasets read and write buffers by a URL, without a mount.
 
-softmem://HOST:PORT/NAME, or softmem:///NAME with $SMB_COORDINATOR. Registered as an entry point of fsspec.
+softmem://HOST:PORT/NAME, or softmem://NAME with $SMB_COORDINATOR or the option `coordinator`. Registered as an entry
+point of fsspec.
 """
 
 # fsspec says what arguments there are.

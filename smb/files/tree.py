@@ -34,7 +34,7 @@ from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.draft import Draft
 from smb.files.handles import Node, OpenFile
 from smb.files.names import PRIVATE, Form, Shown, entries, files_of, is_private, meanings, parent_of
-from smb.files.private import left_by_dead, private_name
+from smb.files.private import create, left_by_dead, private_name
 from smb.files.views import View, header_bytes, plan_of
 from smb.info import BufferInfo
 
@@ -476,11 +476,8 @@ class Tree:
     def _made(self, path: str, draft: Draft) -> Live:
         """Make a buffer with all its bytes in it, and only then give it its name."""
         plan = plan_of(path, draft.head(header_bytes(draft.head(16))), draft.nbytes)
-        name, metadata = private_name(plan.name), plan.metadata or None
-        if plan.tensors is not None:
-            buffer = self.client.create(name, tensors=plan.tensors, metadata=metadata)
-        else:
-            buffer = self.client.create(name, plan.shape, plan.dtype, metadata=metadata)
+        name = private_name(plan.name)
+        buffer = create(self.client, name, plan)
         try:
             _copy(draft, Live(buffer, plan.view))
             self.client.rename(name, plan.name, replace=True)

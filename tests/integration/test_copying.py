@@ -265,3 +265,34 @@ def test_copies_between_clusters(client: smb.Client) -> None:
         with pytest.raises(smb.OutOfMemoryError):
             copying.copy_buffer(client, "large", there, "large")
         assert [info.name for info in there.list()] == ["d/copy"]
+
+
+def test_the_commands(cluster: smb.LocalCluster, connect: Connect, tmp_path: Path) -> None:
+    """smb snapshot, restore and cp as a user types them, between clusters too: the bytes, a progress bar unless told
+    not to, and one line that says what is wrong.
+    """
+    client = connect()
+    values = np.random.default_rng(3).random(50_000, dtype=np.float32)
+    client.create("w", values.size).write(values)
+
+    def command(*words: object, fails: bool = False) -> str:
+        asked = [sys.executable, "-m", "smb.cli.main", *map(str, words), "-c", cluster.address]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode != 0) == fails, done.stderr
+        return done.stderr
+
+    with smb.LocalCluster(servers=1, capacity="16MiB") as other, smb.connect(other.address) as there:
+        assert "200.1/200.1 kB" in command("snapshot", "w", tmp_path / "w.npy")
+        assert command("restore", tmp_path / "w.npy", "r", "--quiet") == ""
+        command("cp", "r", f"softmem://{other.address}/d/w")
+        command("cp", f"softmem://{other.address}/d/w", tmp_path / "back.npy")
+        assert np.array_equal(np.load(tmp_path / "back.npy"), values)
+        assert np.array_equal(there.open("d/w").read(), values)
+    assert np.array_equal(client.open("r").read(), values)
+    for words, said in (
+        (("restore", tmp_path / "w.npy", "r"), "exists"),
+        (("restore", tmp_path / "nobody", "x"), "there is no file"),
+        (("cp", "nobody", "x"), "nobody"),
+        (("cp", "r", tmp_path / "w.npy"), "--replace"),
+    ):
+        assert said in command(*words, fails=True)

@@ -345,9 +345,14 @@ def test_a_server_killed_under_a_cp_harms_nothing(
             _, told = copy.communicate(timeout=60)
         assert copy.returncode == 0, told
         assert killed, "it was over before a server was killed: nothing was tested"
+    cluster.servers[0].kill()  # a new file becomes a buffer when cp closes it: that waits for the server
+    with subprocess.Popen(["cp", tmp_path / "plain", files / "new"]) as new:
+        cluster.servers[0].start()
+        assert new.wait(60) == 0
     process.send_signal(signal.SIGTERM)
     end_mount(process, files)
     assert not is_mounted(files)
+    assert client.open("new").read().tobytes() == data
     assert (tmp_path / "back").read_bytes() == data
     assert client.open("w").read().tobytes() == data
 

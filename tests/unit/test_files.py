@@ -14,6 +14,7 @@ from safetensors.numpy import load, save
 import smb
 from smb.files.codes import as_os_errors
 from smb.files.names import Form, Shown, entries, files_of, is_private, meanings, private_of
+from smb.files.opened import split_url
 from smb.files.views import forms_of, header_bytes, npy_header, parse_safetensors, plan_of, safetensors_header, view_of
 from smb.tensors import TensorTable
 
@@ -170,3 +171,21 @@ def test_errors_have_a_number(error: smb.Error, kind: type[OSError], number: int
     with pytest.raises(kind, match="x") as caught, as_os_errors():
         raise error
     assert caught.value.errno == number
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "path"),
+    [
+        ("run/w", None, "run/w"),
+        ("/run/w/", None, "run/w"),
+        ("softmem://host:7070/run/w", "host:7070", "run/w"),
+        ("softmem://[::1]:7070/w", "[::1]:7070", "w"),
+        ("softmem:///run/w", None, "run/w"),
+        ("softmem://run/w", None, "run/w"),
+        ("softmem://w", None, "w"),
+        ("softmem://host:7070", "host:7070", ""),
+    ],
+)
+def test_urls(url: str, address: str | None, path: str) -> None:
+    """What has a colon is an address, as no name has one; else it is of the cluster that one is connected to."""
+    assert split_url(url) == (address, path)
