@@ -634,36 +634,56 @@ static int send_buffer_bytes(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, &length) == 0 ? bytes : -1;
 }
 
-/* TCP connections of this process, clients' and servers' ends, that are bounded as those within one host are. */
-static int bounded_ends(void)
+static bool has_reno(int fd)
 {
-    int like = socket(AF_INET, SOCK_STREAM, 0), bytes = SEND_BUFFER_HERE_BYTES, count = 0;
+    char name[16] = "";
+    socklen_t length = sizeof name;
+    return getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &length) == 0 && strcmp(name, "reno") == 0;
+}
+
+/* TCP connections of this process, clients' and servers' ends, that are as those within one host: bounded, not paced. */
+struct ends {
+    int bounded, reno;
+};
+
+static struct ends ends_of_connections(void)
+{
+    int like = socket(AF_INET, SOCK_STREAM, 0), bytes = SEND_BUFFER_HERE_BYTES;
+    struct ends ends = {0};
     CHECK(setsockopt(like, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes) == 0);
     for (int fd = 0; fd < 256; fd++) {
         struct address peer;
         socklen_t length = sizeof peer.name;
-        count += getpeername(fd, &peer.name.any, &length) == 0 && peer.name.any.sa_family == AF_INET &&
-                 send_buffer_bytes(fd) == send_buffer_bytes(like);
+        if (getpeername(fd, &peer.name.any, &length) != 0 || peer.name.any.sa_family != AF_INET)
+            continue;
+        ends.bounded += send_buffer_bytes(fd) == send_buffer_bytes(like);
+        ends.reno += has_reno(fd);
     }
     close(like);
-    return count;
+    return ends;
 }
 
-static void send_buffers_are_bounded_within_a_host(void)
+static void connections_within_a_host_are_bounded_and_not_paced(void)
 {
     static struct rig rig;
     static struct reach reach;
     rig_start(&rig, LAYOUT, SMB_INT64);
     reach_make(&reach, &rig, BY_TCP, 9);
     int bounded = address_may_have(SEND_BUFFER_HERE_BYTES) ? 2 * RIG_SERVERS * RIG_CONNECTIONS : 0;
-    CHECK(bounded_ends() == bounded);
+    struct ends near = ends_of_connections();
+    CHECK_EQ(near.bounded, bounded);
+    CHECK_EQ(near.reno, 2 * RIG_SERVERS * RIG_CONNECTIONS);
     /* Another address of loopback has the ends of a connection differ, as over a network. */
     uint16_t port;
     uint64_t instance;
     struct smb_link *link;
     CHECK(smb_server_listen_tcp(rig.servers[0], "0.0.0.0", 0, &port) == SMB_OK);
     CHECK(smb_client_connect_tcp(reach.client, "127.0.0.2", port, 7, RIG_TIMEOUT_MS, &link, &instance) == SMB_OK);
-    CHECK(bounded_ends() == bounded);
+    struct ends all = ends_of_connections();
+    int fresh = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK_EQ(all.bounded, near.bounded);
+    CHECK_EQ(all.reno, near.reno + (has_reno(fresh) ? 2 : 0)); /* where it is the system's own */
+    close(fresh);
     smb_link_close(link);
     reach_end(&reach);
     rig_stop(&rig);
@@ -690,7 +710,7 @@ int main(void)
         TEST(deletion_under_traffic),
         TEST(counters_are_true),
         TEST(contiguous_view),
-        TEST(send_buffers_are_bounded_within_a_host),
+        TEST(connections_within_a_host_are_bounded_and_not_paced),
     };
     return RUN_TESTS(tests);
 }
