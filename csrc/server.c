@@ -14,7 +14,7 @@
 
 enum {
     EVENTS_PER_WAIT = 64,
-    APART_MAX = 16, /* requests: a loop that found its peer on another core so often goes there */
+    APART_MAX = 16, /* requests: a loop whose peers were on one other core so often in a row goes there */
     SPIN_NS = 50000 /* after its last event a loop looks again for this long before it sleeps: a wake-up costs more */
 };
 
@@ -148,7 +148,8 @@ static void go_to(int core)
 static void look_where_peer_is(struct loop *loop, const struct connection *connection)
 {
     int core = connection->here ? address_other_core(connection->fd) : -1;
-    loop->apart = core >= 0 ? loop->apart + 1 : 0;
+    loop->apart = core < 0 ? 0 : core == loop->peers_core ? loop->apart + 1 : 1;
+    loop->peers_core = core;
     if (loop->apart == APART_MAX) {
         go_to(core);
         loop->apart = 0;

@@ -134,7 +134,8 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
-    uint32_t apart;               /* how often in a row, after much was moved, a peer of this host was on another core */
+    uint32_t apart;               /* how often in a row, after much was moved, peers of this host were on another core, */
+    int peers_core;               /* that one; -1: on ours */
     bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
 };

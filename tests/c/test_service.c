@@ -1,5 +1,8 @@
 /* Servers and clients in one process: every operation in every way gives what plain arrays give. */
+#include <dirent.h>
 #include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -689,6 +692,78 @@ static void connections_within_a_host_are_bounded_and_not_paced(void)
     rig_stop(&rig);
 }
 
+/* ---- cores */
+
+/* Sets the mask of this thread, which those that it starts inherit, to core `core` of `all`; returns its number in the system. */
+static int stay_on(const cpu_set_t *all, int core)
+{
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (CPU_ISSET(cpu, all) && core-- == 0) {
+            CPU_SET(cpu, &one);
+            CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+            return cpu;
+        }
+    }
+    return -1;
+}
+
+/* Of the threads of this process but this one, how many have that mask. */
+static int threads_with(const cpu_set_t *mask)
+{
+    int count = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    for (struct dirent *task = readdir(tasks); task; task = readdir(tasks)) {
+        cpu_set_t its;
+        int thread = atoi(task->d_name);
+        count += thread > 0 && thread != getpid() && sched_getaffinity(thread, sizeof its, &its) == 0 && CPU_EQUAL(&its, mask);
+    }
+    closedir(tasks);
+    return count;
+}
+
+static void large_calls_from_two_cores(bool confined)
+{
+    enum { LARGE = 256 << 10, CALLS = 500 };
+    struct rig rig;
+    struct reach reach;
+    cpu_set_t all, given;
+    CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
+    given = all;
+    if (confined) {
+        CPU_ZERO(&given);
+        CPU_SET(stay_on(&all, 0), &given);
+    }
+    rig_start(&rig, (struct smb_layout){LARGE, LARGE, LARGE, 1}, SMB_INT64);
+    int threads = threads_with(&given);
+    CHECK(threads > 0);
+    reach_make(&reach, &rig, BY_TCP, 31);
+    uint8_t *source = calloc(1, LARGE);
+    for (int core = 0; core < CPU_COUNT(&all) && core < 2; core++) { /* of which one is not the loop's */
+        stay_on(&all, core);
+        for (int i = 0; i < CALLS; i++)
+            must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LARGE, .source = source});
+    }
+    CHECK(sched_setaffinity(0, sizeof all, &all) == 0);
+    free(source);
+    reach_end(&reach); /* and with it threads that the client started */
+    CHECK_EQ(threads_with(&given), threads);
+    rig_stop(&rig);
+}
+
+/* A loop goes to the core of a client that sends much, and is free to leave it again: its mask is what it was. */
+static void loops_are_not_bound_to_a_core(void)
+{
+    large_calls_from_two_cores(false);
+}
+
+/* One that was given a core does not leave it for the client's. */
+static void loops_stay_where_they_may_be(void)
+{
+    large_calls_from_two_cores(true);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -711,6 +786,8 @@ int main(void)
         TEST(counters_are_true),
         TEST(contiguous_view),
         TEST(connections_within_a_host_are_bounded_and_not_paced),
+        TEST(loops_are_not_bound_to_a_core),
+        TEST(loops_stay_where_they_may_be),
     };
     return RUN_TESTS(tests);
 }
