@@ -189,8 +189,8 @@ def how_many_connections(quick: bool) -> Answer:
         limit=f"Memory is the limit: {last['used_kib']:.0f} KiB for a connection that has added once (its staging "
         f"memory in the journal, kept until it closes), {last['connected_kib']:.1f} KiB before. Idle ones do not slow "
         f"a busy one: 8 bytes take {last['small_p50_us'] / rows[0]['small_p50_us']:.2f} times as long beside "
-        f"{len(handles)} of them as alone. A daemon takes 4096 connections; a client on its host has two. (Calls in turn go to the engine without "
-        "smb.Buffer, so they are to be compared among each other.)",
+        f"{len(handles)} of them as alone. A daemon takes 4096 connections; a client on its host has two. (Calls "
+        "in turn go to the engine without smb.Buffer, so they are to be compared among each other.)",
         lines=[
             Line("8 B beside idle ones", "connections", "small_p50_us"),
             Line("8 B, each connection in turn", "connections", "turn_p50_us"),
