@@ -5,6 +5,8 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
@@ -67,13 +69,26 @@ static inline bool address_may_have(int bytes)
     return known && most >= bytes;
 }
 
-/* Of a connected TCP socket. Over a network the system sizes the buffer, by the bandwidth and the delay that it finds. Failure
- * costs time, not correctness. */
-static inline void address_bound_send_buffer(int fd)
+/* Of a connected TCP socket that leads to this host: what it holds is bounded, and nothing paces it. Congestion control by BBR, some
+ * systems' own, has a timer between one burst and the next, at the rate that it believes in: up to half the speed on loopback, where
+ * nothing is ever congested. Over a network the system decides both, by the bandwidth and the delay that it finds. Failure costs
+ * time, not correctness. */
+static inline void address_suit_loopback(int fd)
 {
     int bytes = SEND_BUFFER_HERE_BYTES;
-    if (address_is_here(fd) && address_may_have(bytes))
+    if (!address_is_here(fd))
+        return;
+    setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", strlen("reno"));
+    if (address_may_have(bytes))
         setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
+}
+
+/* The core from which the socket was last sent something, over loopback its peer's, if that is not the caller's own; else -1. */
+static inline int address_other_core(int fd)
+{
+    int core = -1;
+    socklen_t length = sizeof core;
+    return getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &core, &length) == 0 && core != sched_getcpu() ? core : -1;
 }
 
 #endif

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #ifndef SMB_BULK_CALL_BYTES
-#define SMB_BULK_CALL_BYTES (1 << 20) /* tests of small calls have less */
+#define SMB_BULK_CALL_BYTES (512 << 10) /* tests of small calls have less */
 #endif
 
 enum {
@@ -350,7 +350,7 @@ static void sleep_driver(struct smb_client *client, const struct call *own, uint
 static bool much_is_under_way(const struct smb_client *client)
 {
     for (const struct smb_link *link = client->active; link; link = link->next)
-        if (second_has(client, link) || link_is_bulk(link))
+        if (second_has(client, link) || link_sleeps_at_once(link))
             return true;
     return false;
 }

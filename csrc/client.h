@@ -35,6 +35,7 @@ enum {
     ATOMICS_FLYING_MAX = 4, /* fetch_add and compare_swap: a record keeps the results of the last RECORD_RESULTS */
     LINK_IN_BYTES = 4096,
     SPIN_BYTES_MAX = 128 << 10, /* who awaits more sleeps at once: spinning keeps the core that the other end needs, or the cache */
+    SPIN_APART_MAX = 512 << 10, /* where the other end has a core of its own: to be woken takes as long as to receive 256 KiB */
     STREAM_BURST = 8       /* frames of one stream before the next stream of the link has its turn */
 };
 _Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
@@ -223,8 +224,8 @@ void link_enqueue(struct smb_link *link, struct stream *stream);
 /* Sends and receives what is possible now. true: something moved. */
 bool link_progress(struct smb_link *link);
 bool link_busy(const struct smb_link *link);
-/* Much is under way: what comes next takes a while. */
-bool link_is_bulk(const struct smb_link *link);
+/* Much is under way: what comes next takes a while, or needs this core. */
+bool link_sleeps_at_once(const struct smb_link *link);
 bool link_wants_output(const struct smb_link *link);
 /* The descriptor to be polled, -1 for none. */
 int link_fd(const struct smb_link *link);

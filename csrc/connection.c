@@ -40,11 +40,12 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
     if (transport == SMB_TRANSPORT_TCP) {
         int on = 1; /* an answer must not wait for the next one; failure costs time, not correctness */
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        address_bound_send_buffer(fd);
+        address_suit_loopback(fd);
     }
     connection->loop = loop;
     connection->fd = fd;
     connection->transport = transport;
+    connection->here = transport == SMB_TRANSPORT_TCP && address_is_here(fd);
     connection->opened_ns = smb_now_ns();
     connection->pass_fd = -1;
     pthread_mutex_init(&connection->turn, NULL);

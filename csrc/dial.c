@@ -116,7 +116,7 @@ static int open_tcp(const char *address, uint16_t port, uint64_t deadline_ns, in
     setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     int status = connect_to(*fd, &peer.name.any, peer.length, deadline_ns);
     if (status == SMB_OK)
-        address_bound_send_buffer(*fd);
+        address_suit_loopback(*fd);
     return status;
 }
 

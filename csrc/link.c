@@ -1,4 +1,5 @@
 /* One lane to a server: frames in flight, sent in order, answered in any, over as many connections as it takes. */
+#include "address.h"
 #include "flight.h"
 
 #include <errno.h>
@@ -116,9 +117,9 @@ bool link_busy(const struct smb_link *link)
     return link->queue_head || link->unsent || link->sent || link->watermark_count > 0;
 }
 
-bool link_is_bulk(const struct smb_link *link)
+bool link_sleeps_at_once(const struct smb_link *link)
 {
-    return link->flying_bytes >= SPIN_BYTES_MAX;
+    return link->flying_bytes >= (link->here && link->fd >= 0 && address_other_core(link->fd) >= 0 ? SPIN_APART_MAX : SPIN_BYTES_MAX);
 }
 
 bool link_wants_output(const struct smb_link *link)

@@ -14,6 +14,7 @@
 
 enum {
     EVENTS_PER_WAIT = 64,
+    APART_MAX = 16, /* requests: a loop whose peers were on one other core so often in a row goes there */
     SPIN_NS = 50000 /* after its last event a loop looks again for this long before it sleeps: a wake-up costs more */
 };
 
@@ -133,8 +134,32 @@ static bool move_connection(struct loop *loop, struct connection *connection)
     return !fenced;
 }
 
+/* To the core of a peer that much came from, so that it stays in that core's cache; from there the scheduler may move us again. */
+static void go_to(int core)
+{
+    cpu_set_t all, one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    if (sched_getaffinity(0, sizeof all, &all) == 0 && CPU_ISSET(core, &all) && sched_setaffinity(0, sizeof one, &one) == 0)
+        sched_setaffinity(0, sizeof all, &all);
+}
+
+/* Before anything is answered: what the peer sends because of an answer counts as sent from our own core. */
+static void look_where_peer_is(struct loop *loop, const struct connection *connection)
+{
+    int core = connection->here ? address_other_core(connection->fd) : -1;
+    loop->apart = core < 0 ? 0 : core == loop->peers_core ? loop->apart + 1 : 1;
+    loop->peers_core = core;
+    if (loop->apart == APART_MAX) {
+        go_to(core);
+        loop->apart = 0;
+    }
+}
+
 static void serve(struct loop *loop, struct connection *connection)
 {
+    if (loop->was_bulk)
+        look_where_peer_is(loop, connection);
     if (connection_turn(connection)) {
         if (!move_connection(loop, connection))
             arm(loop, connection);
@@ -348,13 +373,14 @@ static int wait_ms(const struct loop *loop)
 static int wait_for_events(struct loop *loop, struct epoll_event *events, uint64_t last_event_ns)
 {
     int timeout = wait_ms(loop);
-    int count = loop->bulk ? 0 : epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
-    /* Whoever moves much spins in vain: it keeps the core that the other end needs, or the cache that both could share. */
-    while (count == 0 && timeout != 0 && !loop->bulk && smb_now_ns() - last_event_ns < SPIN_NS) {
+    /* Whoever moves much spins in vain where the other end needs this core, or finds its bytes in this core's cache. */
+    bool spins = !loop->bulk || loop->apart > 0;
+    int count = spins ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0) : 0;
+    while (count == 0 && timeout != 0 && spins && smb_now_ns() - last_event_ns < SPIN_NS) {
         sched_yield(); /* the peer that we wait for may have been put on this very core: measured 6 times the latency */
         count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
     }
-    return count == 0 && (timeout != 0 || loop->bulk) ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, timeout) : count;
+    return count == 0 && (timeout != 0 || !spins) ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, timeout) : count;
 }
 
 static void *run_loop(void *argument)
@@ -364,6 +390,7 @@ static void *run_loop(void *argument)
     uint64_t last_event_ns = 0, last_retry_ns = 0, last_check_ns = smb_now_ns();
     while (!atomic_load_explicit(&loop->stop, memory_order_acquire)) {
         int count = wait_for_events(loop, events, last_event_ns);
+        loop->was_bulk = loop->bulk;
         loop->bulk = false;
         uint64_t now_ns = loop->clock_ns = smb_now_ns();
         if (count > 0)

@@ -134,6 +134,9 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
+    uint32_t apart;               /* how often in a row, after much was moved, peers of this host were on another core, */
+    int peers_core;               /* that one; -1: on ours */
+    bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
 };
 
@@ -243,6 +246,7 @@ struct connection {
     struct loop *destination;           /* set by HELLO: it is to be served there, where its session has fewer connections */
     int fd;
     int transport;
+    bool here;                          /* TCP, and the peer is on this host */
     enum connection_wait wait;
     uint32_t armed;                     /* epoll events asked for now */
     bool in_list;                       /* linked in `again` or `parked` */

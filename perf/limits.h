@@ -23,6 +23,7 @@ struct plan {
     bool polling;     /* sockets: never sleep */
     unsigned connections;   /* of each client, each with a part of the array and a thread on both sides */
     uint64_t buffer_bytes;  /* SO_SNDBUF and SO_RCVBUF; 0: the system's own */
+    bool reno;              /* TCP: that congestion control, which does not pace what it sends; else the system's own */
     uint64_t piece_bytes;   /* what the server adds at once */
 };
 

@@ -138,15 +138,21 @@ def _sample(case: Case, out: bytes, *, served: bool) -> Sample:
 def _sockets(family: str, over: str, buffers: Sequence[int]) -> list[Limit]:
     title = "TCP" if family == TCP else "Unix"
     limits = []
-    for polling in (0, 1):
-        for connections in (1, 2):
-            if polling and connections > 1 and (os.cpu_count() or 1) < 4:
-                continue  # four pollers, a core for each of which there is not
-            for buffer_bytes in buffers:
+    for polling, connections in ((0, 1), (0, 2), (1, 1), (1, 2)):
+        if polling and connections > 1 and (os.cpu_count() or 1) < 4:
+            continue  # four pollers, a core for each of which there is not
+        for buffer_bytes in buffers:
+            for reno in (0, 1) if family == TCP and buffer_bytes <= SMALL_BYTES else (0,):
                 name = f"bare {title} socket{'s'[: connections > 1]}, {'polling' if polling else 'blocking'}"
                 name += f", {connections} connections" if connections > 1 else ""
                 name += f", {buffer_bytes >> 10} KiB buffers" if buffer_bytes else ""
-                options = {"polling": polling, "connections": connections, "buffer_bytes": buffer_bytes}
+                name += ", reno" if reno else ""
+                options = {
+                    "polling": polling,
+                    "connections": connections,
+                    "buffer_bytes": buffer_bytes,
+                    "reno": reno,
+                }
                 limits.append(Limit(name, family, over, **options))
     return limits
 

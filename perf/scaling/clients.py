@@ -15,7 +15,7 @@ import smb
 from perf.scaling.fleet import Fleet, Process, ask_all
 from perf.scaling.report import Answer, Column, Line
 from perf.scaling.runs import OPERATIONS, run_calls
-from smb.engine import BufferHandle, EngineClient, Lane, Link, Opcode
+from smb.engine import BufferHandle, EngineClient, Lane, Link, Opcode, memory_at
 
 MIB = 1 << 20
 PROCESSES_MAX = 8  # more clients than that are threads of these
@@ -132,10 +132,10 @@ def how_many_connections(quick: bool) -> Answer:
             before = fleet.server_resident_bytes("server0")
             fresh = [connect() for _ in range(count - len(handles))]
             for handle in fresh:  # an answer: it is accepted and has its state
-                check(handle.transfer(Opcode.READ, 0, 8, 20_000, sink=element.ctypes.data))
+                check(handle.transfer(Opcode.READ, 0, 8, 20_000, sink=memory_at(element.ctypes.data)))
             connected = fleet.server_resident_bytes("server0")
             for handle in fresh:  # the memory that a connection takes at its first addition, it keeps
-                check(handle.transfer(Opcode.ACCUMULATE, 0, chunk, 20_000, source=source.ctypes.data, op=1))
+                check(handle.transfer(Opcode.ACCUMULATE, 0, chunk, 20_000, source=memory_at(source.ctypes.data), op=1))
             used = fleet.server_resident_bytes("server0")
             handles += fresh
             if fresh:
@@ -160,7 +160,7 @@ def how_many_connections(quick: bool) -> Answer:
                 turns = (handles[i % len(handles)] for i in range(times + len(handles)))
                 in_turn = _latencies(
                     lambda turns=turns: check(  # type: ignore[misc]
-                        next(turns).transfer(Opcode.READ, 0, 8, 20_000, sink=element.ctypes.data)
+                        next(turns).transfer(Opcode.READ, 0, 8, 20_000, sink=memory_at(element.ctypes.data))
                     ),
                     times,
                 )
@@ -189,8 +189,8 @@ def how_many_connections(quick: bool) -> Answer:
         limit=f"Memory is the limit: {last['used_kib']:.0f} KiB for a connection that has added once (its staging "
         f"memory in the journal, kept until it closes), {last['connected_kib']:.1f} KiB before. Idle ones do not slow "
         f"a busy one: 8 bytes take {last['small_p50_us'] / rows[0]['small_p50_us']:.2f} times as long beside "
-        f"{len(handles)} of them as alone. A daemon takes 4096 connections. (Calls in turn go to the engine without "
-        "smb.Buffer, so they are to be compared among each other.)",
+        f"{len(handles)} of them as alone. A daemon takes 4096 connections; a client on its host has two. (Calls "
+        "in turn go to the engine without smb.Buffer, so they are to be compared among each other.)",
         lines=[
             Line("8 B beside idle ones", "connections", "small_p50_us"),
             Line("8 B, each connection in turn", "connections", "turn_p50_us"),
