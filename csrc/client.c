@@ -612,7 +612,8 @@ int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_a
     made->ask = *ask;
     made->call.deadline_ns = UINT64_MAX;
     made->call.streams = &made->stream;
-    made->call.stream_count = made->call.streams_left = 1;
+    made->call.stream_count = 1;
+    made->call.streams_left = 1;
     made->stream = (struct stream){.call = &made->call, .link = link_retain(link), .ask = &made->ask, .told = &made->told,
                                    .have_piece = true, .segment_id = ask->segment, .epoch = ask->epoch};
     client_submit(link->client, &made->call);

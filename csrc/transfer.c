@@ -518,7 +518,8 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
     }
     bool local = false;
     call.streams = streams;
-    call.stream_count = call.streams_left = make_streams(buffer, request, &call, streams, &local);
+    call.stream_count = make_streams(buffer, request, &call, streams, &local);
+    call.streams_left = call.stream_count;
     if (call.stream_count > 0) {
         *link = streams[0].link;
         client_run(buffer->client, &call, local ? local_step : NULL, &work);
