@@ -260,3 +260,37 @@ def test_torch_checkpoints_through_it(files: SoftmemFileSystem, cluster: smb.Loc
     assert torch.equal(other.weight, model.weight)
     assert files.exists("run/step-1/.metadata")
     fsspec.filesystem("softmem", coordinator=cluster.address).tree.client.close()
+
+
+def test_data_libraries_use_it(
+    files: SoftmemFileSystem, cluster: smb.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pandas, zarr and datasets write and read files by their URL, as in any other filesystem of fsspec."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # read at the first import
+    monkeypatch.setenv("SMB_COORDINATOR", cluster.address)  # load_dataset gives filesystems no address
+    SoftmemFileSystem.clear_instance_cache()  # another test closed those
+    import datasets
+    import pandas
+    import zarr
+
+    url = f"softmem://{cluster.address}/data"
+    frame = pandas.DataFrame({"step": range(100), "loss": np.linspace(1, 0, 100)})
+    frame.to_csv(f"{url}/run.csv", index=False)
+    pandas.testing.assert_frame_equal(pandas.read_csv(f"{url}/run.csv"), frame)
+    frame.to_parquet(f"{url}/run.parquet")
+    pandas.testing.assert_frame_equal(pandas.read_parquet(f"{url}/run.parquet"), frame)
+
+    values = np.arange(10_000, dtype=np.float32).reshape(100, 100)
+    written = zarr.open(f"{url}/w.zarr", mode="w", shape=values.shape, chunks=(30, 100), dtype="f4")
+    written[:] = values
+    assert np.array_equal(zarr.open(f"{url}/w.zarr", mode="r")[:], values)
+
+    made = datasets.Dataset.from_dict({"x": list(range(50))})
+    made.save_to_disk(f"{url}/set")
+    assert datasets.load_from_disk(f"{url}/set")["x"][:] == list(range(50))
+    loaded = datasets.load_dataset("csv", data_files="softmem://data/run.csv", split="train", cache_dir=str(tmp_path))
+    assert loaded["step"][:] == list(range(100))
+    assert "data/set" in files.ls("data", detail=False)
+    for known in (fsspec.filesystem("softmem", coordinator=cluster.address), fsspec.filesystem("softmem")):
+        known.tree.client.close()
+    SoftmemFileSystem.clear_instance_cache()
