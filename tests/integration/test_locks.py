@@ -15,7 +15,7 @@ import smb
 from tests.conftest import Connect
 from tests.support.clients import hold_lock, in_process
 from tests.support.daemons import wait_for, waiting
-from tests.support.ways import EACH_WAY, FAR
+from tests.support.ways import EACH_WAY, FAR, SLOWNESS
 
 
 def test_a_lock_has_one_holder(client: smb.Client, connect: Connect) -> None:
@@ -170,14 +170,14 @@ def test_a_lock_survives_its_server(fragile: smb.LocalCluster, transport: str) -
     """kill -9 and restart of the home: the holder holds on, those who wait are still in line, tokens go on growing."""
     order: list[str] = []
     with (
-        smb.connect(fragile.address, transport=transport) as holder,
-        smb.connect(fragile.address, transport=transport) as waiter,
+        smb.connect(fragile.address, transport=transport, timeout=10 * SLOWNESS) as holder,
+        smb.connect(fragile.address, transport=transport, timeout=10 * SLOWNESS) as waiter,
     ):
-        with holder.lock("home", ttl=20) as lock:
+        with holder.lock("home", ttl=20 * SLOWNESS) as lock:
             first = lock.token
 
             def wait() -> None:
-                with waiter.lock("home", timeout=20) as next_lock:
+                with waiter.lock("home", timeout=20 * SLOWNESS) as next_lock:
                     order.append("waiter")
                     assert next_lock.token > first
 

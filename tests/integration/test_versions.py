@@ -11,7 +11,7 @@ import pytest
 import smb
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
-from tests.support.ways import FAR, MIXED
+from tests.support.ways import FAR, MIXED, SLOWNESS
 
 SIZE = 300_000
 
@@ -193,8 +193,8 @@ def test_a_publication_survives_its_server() -> None:
     """kill -9 and restart of the home: what was published stays, who waits goes on waiting, the next number follows."""
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport=FAR, timeout=30) as publisher,
-        smb.connect(cluster.address, transport=FAR, timeout=30) as reader,
+        smb.connect(cluster.address, transport=FAR, timeout=30 * SLOWNESS) as publisher,
+        smb.connect(cluster.address, transport=FAR, timeout=30 * SLOWNESS) as reader,
     ):
         buffer = publisher.create("w", SIZE, "int64", versions=2, stripe="64KiB")
         mine = reader.open("w")

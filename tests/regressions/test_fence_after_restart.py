@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 import smb
-from tests.support.ways import FAR
+from tests.support.ways import FAR, SLOWNESS
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto", FAR])
 def test_a_fenced_change_finds_the_server_that_was_restarted(transport: str) -> None:
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport=transport) as client,
+        smb.connect(cluster.address, transport=transport, timeout=10 * SLOWNESS) as client,
     ):
         buffer = client.create("weights", 40_000, stripe="64KiB")
         buffer.fill(1)
-        with buffer.lock(ttl=60) as lock:
+        with buffer.lock(ttl=60 * SLOWNESS) as lock:
             for server in cluster.servers:
                 server.kill()
                 server.start()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import smb
-from tests.support.ways import EACH_WAY, FAR
+from tests.support.ways import EACH_WAY, FAR, SLOWNESS
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_buffer_that_is_gone_is_the_one_named(cluster: smb.LocalCluster, tra
 
 def test_lost_memory_of_one_of_two_condemns_neither(cluster: smb.LocalCluster) -> None:
     """Where a server came back without the source's memory, the error names both and tells how to find out which."""
-    with smb.connect(cluster.address, transport=FAR, timeout=2) as client:
+    with smb.connect(cluster.address, transport=FAR, timeout=2 * SLOWNESS) as client:
         target = client.create("target", 100, servers=["server-0"])
         before = set(cluster.memory_directory.glob("*.segment"))
         source = client.create("source", like=target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import smb
-from tests.support.ways import EACH_WAY
+from tests.support.ways import EACH_WAY, SLOWNESS
 
 
 @pytest.mark.parametrize("transport", EACH_WAY)
@@ -13,8 +13,8 @@ def test_lost_memory_is_not_called_deletion(transport: str) -> None:
     """UnavailableError names the server and says that the memory is lost; NotFoundError comes only after a delete."""
     with (
         smb.LocalCluster(servers=1) as cluster,
-        smb.connect(cluster.address, timeout=2.0) as owner,
-        smb.connect(cluster.address, transport=transport, timeout=2.0) as client,
+        smb.connect(cluster.address, timeout=2 * SLOWNESS) as owner,
+        smb.connect(cluster.address, transport=transport, timeout=2 * SLOWNESS) as client,
     ):
         owner.create("weights", (1000,))
         cluster.servers[0].kill()
