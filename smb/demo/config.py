@@ -81,7 +81,8 @@ class WorkerTask:
     """What one training process needs to know. Travels as JSON on its command line.
 
     coordinator None: train alone, sharing nothing. samples counts those of all workers together. learning_rate is a
-    factor of the trainer's, host the name of the one to be on ("": this one's own).
+    factor of the trainer's, host the name of the one to be on ("": this one's own). Once `waits_from` samples are
+    claimed it waits to be killed: a short training could be over before anybody looked.
     """
 
     name: str
@@ -100,6 +101,7 @@ class WorkerTask:
     learning_rate: float = 1.0
     nesterov: bool = False
     host: str = ""
+    waits_from: int | None = None
 
     def to_json(self) -> str:
         """Return the task as one line."""

@@ -27,6 +27,8 @@ CLAIMED = "demo-claimed-samples"
 CAPACITY = "64MiB"
 _POLL_SECONDS = 0.1
 _EVALUATE_SECONDS = 0.4
+_VICTIM = 2  # the number of the worker that is killed
+_KILL_LATE = 0.2  # of the samples: how late it may be
 
 
 @dataclass
@@ -154,7 +156,7 @@ class _SharedTraining:
         while any(worker.running for worker in self._fleet.workers):
             self._listen()
             self.view.share = min(1.0, self._samples_claimed() / self._task.samples)
-            self._kill_and_join(workers[1], latecomer)
+            self._kill_and_join(workers[_VICTIM - 1], latecomer)
             if time.monotonic() - self._evaluated >= _EVALUATE_SECONDS:
                 self._note_accuracy()
         seconds = time.monotonic() - self._began
@@ -164,12 +166,13 @@ class _SharedTraining:
 
     def _start_worker(self) -> Worker:
         number = len(self._fleet.workers) + 1
-        hosts = self.view.config.recipe.hosts
+        config, hosts = self.view.config, self.view.config.recipe.hosts
         task = replace(
             self._task,
             name=f"worker-{number}",
-            order_seed=1000 * self.view.config.seed + number,
+            order_seed=1000 * config.seed + number,
             host=f"host-{number % hosts}" if hosts > 1 else "",
+            waits_from=round((config.kill_at + _KILL_LATE) * self._task.samples) if number == _VICTIM else None,
         )
         self.rates[task.name] = []
         return self._fleet.start(task)

@@ -89,6 +89,9 @@ def train_shared(trainer: Trainer, task: WorkerTask) -> None:
             reporter = Reporter(worker)
             reporter.report("joined")
             while (before := claimed.fetch_add(0, portion)) < task.samples:
+                if task.waits_from is not None and before + portion >= task.waits_from:
+                    sys.stdin.read()  # for SIGKILL, or the end of who would send it
+                    return
                 losses = []
                 for _ in range(PORTION_BATCHES):
                     losses.append(trainer.step(before / task.samples))

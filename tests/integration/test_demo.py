@@ -13,9 +13,9 @@ import torch
 import smb
 from smb.cli import demo as demo_command
 from smb.cli import main as cli
-from smb.demo import DemoConfig, DemoResult, run_demo
+from smb.demo import DemoConfig, DemoResult, run, run_demo
 from smb.demo.config import WorkerTask
-from smb.demo.fleet import Fleet
+from smb.demo.fleet import Fleet, Worker
 from smb.demo.recipes import RECIPES
 from smb.demo.run import DemoView
 
@@ -55,6 +55,19 @@ def test_short_form_learns(number: int, scheme: str) -> None:
     assert [worker.status for worker in result.workers] == ["done", "killed", "done"]
     killed_at = next(event.seconds for event in result.events if event.what == "killed")
     assert result.curve[-1].seconds > killed_at
+
+
+def test_a_worker_is_killed_however_late_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for that, where the others are done meanwhile."""
+    kill_and_join = run._SharedTraining._kill_and_join
+
+    def late(training: run._SharedTraining, victim: Worker, latecomer: Worker) -> None:
+        if any(worker.status == "done" for worker in training.view.workers):
+            kill_and_join(training, victim, latecomer)
+
+    monkeypatch.setattr(run._SharedTraining, "_kill_and_join", late)
+    result = run_demo(DemoConfig.short("seasgd"), lambda _: None)
+    assert ("worker-2", "killed") in {(event.worker, event.what) for event in result.events}
 
 
 def test_command_reports_and_exits_by_accuracy(
