@@ -21,7 +21,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from memserver.engine import CHUNK_BYTES_MAX, Engine, HeldSegment, Slots
+from memserver.engine import CHUNK_BYTES_MAX, Engine, HeldSegment, NotReadyError, Slots
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 from smb.transport.progress import Progress
 from smb.transport.queues import (
@@ -287,12 +287,13 @@ class Rdma:
         """Register a segment for the session; the same again gives the same keys, until the later of both times
         (time.monotonic).
 
-        Raises NotFoundError, InvalidArgumentError (of another epoch; a session that has no connection), TransportError.
+        Raises NotFoundError, InvalidArgumentError (of another epoch), TransportError, NotReadyError (the session has no
+        connection here, as after a restart).
         """
         with self._lock:
             session = self._sessions.get(session_id)
         if session is None:
-            raise InvalidArgumentError(f"session {session_id:016x} has no RDMA connection here")
+            raise NotReadyError(f"session {session_id:016x} has no RDMA connection here; connect first")
         with session.lock:
             if session.ended:
                 raise InvalidArgumentError(f"session {session_id:016x} has ended")

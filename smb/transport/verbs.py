@@ -363,9 +363,8 @@ class Verbs:
                 raise NotFoundError(text) from None
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 raise NoWayError(f"memory server {server.name} knows no RDMA") from None
-            # Of a server that was restarted, before the lane has its new queue pair: that comes by itself.
-            remade = code is grpc.StatusCode.INVALID_ARGUMENT and "has no RDMA connection here" in details
-            if code is grpc.StatusCode.FAILED_PRECONDITION or remade:
+            # It was restarted, and has not heard of us, or of our queue pair's successor, yet: both come by themselves.
+            if code is grpc.StatusCode.FAILED_PRECONDITION:
                 raise NoAnswerError(text) from None
             if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
                 raise NoAnswerError(text) from None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smb.engine import NOWHERE, BufferHandle, EngineClient, Lane, Link, Opcode, memory_of
-from smb.errors import InvalidArgumentError
+from smb.errors import UnavailableError
 from smb.transport.devices import Port
 from smb.transport.memory import WORTH_BYTES
 from smb.transport.queues import Queue, Work
@@ -240,7 +240,7 @@ def test_an_ended_session_reaches_nothing(client: RdmaClient) -> None:
     done = client.handle.transfer(Opcode.READ, 0, 512, 3_000, NOWHERE, memory_of(array), 0, 1.0, 0, 0)
     assert not isinstance(done, int)
     assert (array == 1).all()
-    with pytest.raises(InvalidArgumentError, match="no RDMA connection"):
+    with pytest.raises(UnavailableError, match="no RDMA connection"):
         server.rdma.open_segment(client.session, SEGMENT, 1, True)
 
 
