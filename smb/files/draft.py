@@ -6,6 +6,7 @@ engine as they are. What has no room there, of this draft or beside all others, 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -33,8 +34,9 @@ class _Region:
         """Raises OSError where this process may have no more of them."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE  # memory comes with the first write
         self._map = mmap.mmap(-1, MEMORY_BYTES_MAX, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(AttributeError, OSError):  # a kernel without them, or a C library
             self._map.madvise(mmap.MADV_HUGEPAGE, _HUGE_BYTES)
+        self.kept = False  # for some draft before: it has pages, wherever its next one writes
         self.octets: Octets = np.frombuffer(self._map, np.uint8)
 
     def clear(self, first: int, last: int) -> None:
@@ -53,22 +55,27 @@ class _Regions:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._taken = 0
+        self.forked()
+
+    def forked(self) -> None:
+        """Begin in a new process: the thread that would forget what is kept is not there, nor who has the lock."""
+        # Reentrant: a draft may end wherever the interpreter collects garbage, also in here.
+        self._changed = threading.Condition(threading.RLock())
         self._kept: _Region | None = None
-        self._turn = 0
 
     def claim(self, nbytes: int) -> bool:
         """Count so many bytes for a draft, if they are left."""
-        with self._lock:
+        with self._changed:
             fits = self._taken + nbytes <= MEMORY_BYTES_MAX
             self._taken += nbytes if fits else 0
             return fits
 
     def region(self) -> _Region | None:
         """Return one of zeros; None where there can't be any more."""
-        with self._lock:
+        with self._changed:
             kept, self._kept = self._kept, None
+            self._changed.notify_all()
         if kept is not None:
             return kept
         try:
@@ -78,30 +85,29 @@ class _Regions:
 
     def give_back(self, region: _Region | None, claimed: int, used: int) -> None:
         """Take back what a draft had; it is done with it."""
-        if region is not None and used > _HUGE_BYTES:
-            threading.Thread(target=self._clean, args=(region, used), name="smb-draft", daemon=True).start()
-        with self._lock:
+        with self._changed:
             self._taken -= claimed
+        if region is not None and (region.kept or used > _HUGE_BYTES):
+            with contextlib.suppress(RuntimeError):  # no more threads: then it is not kept
+                threading.Thread(target=self._keep, args=(region, used), name="smb-draft", daemon=True).start()
 
-    def _clean(self, region: _Region, used: int) -> None:
-        region.octets[: min(used, _KEPT_BYTES)] = 0
+    def _keep(self, region: _Region, used: int) -> None:
         if used > _KEPT_BYTES:
             region.clear(_KEPT_BYTES, used)
-        with self._lock:
+        region.octets[: min(used, _KEPT_BYTES)] = 0
+        region.kept = True
+        with self._changed:
             self._kept = region
-            self._turn += 1
-            turn = self._turn
-        timer = threading.Timer(_KEPT_S, self._forget, (turn,))
-        timer.daemon = True
-        timer.start()
-
-    def _forget(self, turn: int) -> None:
-        with self._lock:
-            if turn == self._turn:
+            self._changed.notify_all()  # who keeps the one before it
+            self._changed.wait_for(lambda: self._kept is not region, _KEPT_S)
+            if self._kept is region:
                 self._kept = None
 
 
 _regions = _Regions()
+
+
+os.register_at_fork(after_in_child=lambda: _regions.forked())
 
 
 class _Memory:
@@ -171,8 +177,8 @@ class Draft:
             self._extend(end)
         inside = max(0, min(data.size, self._memory.nbytes - offset))
         if inside:
+            self._memory.used = max(self._memory.used, offset + inside)  # before: it may be interrupted
             self._memory.octets[offset : offset + inside] = data[:inside]
-            self._memory.used = max(self._memory.used, offset + inside)
         done = inside
         while done < data.size:
             done += os.pwrite(self._fd, data.data[done:], offset + done - self._memory.nbytes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from smb.files import draft as module
 from smb.files.draft import Draft
 from tests.fault.long import seed
+from tests.integration.test_fork import in_child
 from tests.support.daemons import wait_for
 
 PAGE = 4096
@@ -85,6 +88,99 @@ def test_memory_is_kept_for_the_next(tmp_path: Path) -> None:
     second.truncate(30 * PAGE)
     assert next(second.pieces())[1].ctypes.data == address
     assert content(second) == bytes(30 * PAGE)
+
+
+def end_one(directory: Path, pages: int) -> None:
+    """Write a draft and give it up."""
+    Draft(str(directory)).write(0, np.ones(pages * PAGE, np.uint8))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "smb-draft" or type(thread) is threading.Timer]
+
+
+def test_one_thread_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many drafts end within the time for which memory is kept, one thread waits for that to be over; then
+    there is none, and nothing is kept.
+    """
+    before = len(threads())
+    monkeypatch.setattr(module, "_KEPT_S", 1e6)
+    for _ in range(20):
+        end_one(tmp_path, 3)
+        wait_for(lambda: module._regions._kept is not None, "region of the draft")
+    wait_for(lambda: len(threads()) - before <= 1, "end of the threads of earlier drafts")
+    monkeypatch.setattr(module, "_KEPT_S", 0.01)
+    end_one(tmp_path, 3)
+    wait_for(lambda: module._regions._kept is None and len(threads()) == before, "end of the keeping")
+
+
+def test_a_small_draft_between_large_ones(tmp_path: Path) -> None:
+    """It has the kept memory too, and leaves it, zeroed, to the next one."""
+    end_one(tmp_path, 30)
+    kept = wait_for(lambda: module._regions._kept, "region of the large draft")
+    end_one(tmp_path, 1)
+    assert wait_for(lambda: module._regions._kept, "region of the small draft") is kept
+    assert not kept.octets.any()
+
+
+def test_ends_wherever_garbage_is_collected(tmp_path: Path) -> None:
+    """A draft in a circle of references ends within another one's claim of memory, in the same thread: both go on."""
+
+    def collect_inside() -> None:
+        circle: list[object] = [Draft(str(tmp_path))]
+        circle.append(circle)
+        with module._regions._changed:
+            del circle
+            gc.collect()
+
+    thread = threading.Thread(target=collect_inside, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_after_fork(tmp_path: Path) -> None:
+    """A child has drafts of its own although another thread of its parent was about to count memory; what the parent
+    keeps, for a while, is not kept by the child, which nobody would tell when that is over.
+    """
+    end_one(tmp_path, 30)
+    wait_for(lambda: module._regions._kept is not None, "region of the draft")
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with module._regions._changed:
+            held.set()
+            forked.wait(30)
+
+    def check() -> None:
+        assert module._regions._kept is None
+        draft = Draft(str(tmp_path))
+        draft.write(0, np.ones(3 * PAGE, np.uint8))
+        assert content(draft) == b"\1" * 3 * PAGE
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    try:
+        assert in_child(check) == 0
+    finally:
+        forked.set()
+        thread.join()
+
+
+def test_without_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel that has none a draft lies in memory all the same."""
+
+    class Map(mmap.mmap):
+        def madvise(self, option: int, *place: int) -> None:
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(22, "Invalid argument")
+            super().madvise(option, *place)
+
+    monkeypatch.setattr(module.mmap, "mmap", Map)
+    draft = Draft(str(tmp_path))
+    draft.write(0, np.ones(3 * PAGE, np.uint8))
+    assert draft._memory.nbytes >= 3 * PAGE
 
 
 def test_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
