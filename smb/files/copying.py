@@ -3,7 +3,7 @@
 A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
 among themselves (no bytes travel) and that is deleted at the end. Beside FILE lies FILE.crc32c: the CRC-32C of each
 block, from which an interrupted snapshot goes on and by which restore checks what it reads. A restore that is under
-way has its own (restoring.py).
+way has its own (sums.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from smb.files.names import Form
 from smb.files.private import create, private_name
 from smb.files.sums import BLOCK_BYTES, State, Sums, state_of
 from smb.files.views import Plan, View, header_bytes, plan_of, view_of
+from smb.outcomes import LOST
 
 _PIN_S = 30.0
 Progress = Callable[[int, int], None]  # (bytes done, of)
@@ -84,9 +85,10 @@ def restore(
     """
     with LocalFile(path) as source:
         sums = Sums.of_text(sums_path(path).read_text()) if sums_path(path).exists() else None
-        if sums is not None and sums.nbytes != source.nbytes:
+        if sums is not None and (sums.nbytes, len(sums.blocks)) != (source.nbytes, _count(source)):
             raise Error(
-                f"restore of {path}: it has {source.nbytes} bytes, but {sums_path(path).name} is of {sums.nbytes}"
+                f"restore of {path}: it has {source.nbytes} bytes, but {sums_path(path).name} is of {sums.nbytes}, "
+                f"with {len(sums.blocks)} checksums"
             )
         plan = _plan(path.name, name, source)
         checked = source if sums is None else _Checked(source, sums.blocks, str(path))
@@ -174,6 +176,11 @@ class _Checked:
 
 
 # ---- what is done
+
+
+def _count(source: Reads) -> int:
+    """Return the number of its blocks."""
+    return -(-source.nbytes // BLOCK_BYTES)
 
 
 def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
@@ -300,18 +307,21 @@ def _restored(
     """Make a buffer of a file, going on where the one before was interrupted."""
     private = private_name(name, f"restore-{state.key}")
     sums, buffer = state.sums(), _open(client, private)
-    # A kill between the last two steps: the buffer has its name already.
-    named = _open(client, name) if buffer is None and sums is not None else None
-    if named is not None and sums is not None and sums.source == state.tag(named, plan):
-        state.end()
-        return named
+    if buffer is None and sums is not None:
+        # A kill between the last two steps: the buffer has its name already. It may have changed since, so who wants it
+        # replaced has it made again.
+        named = _open(client, name) if not replace and len(sums.blocks) == _count(source) else None
+        if named is not None and sums.source == state.tag(named, plan) and _is_as_told(source, sums):
+            state.end()
+            return named
+        state.clear()
     _check_free(client, name, replace)
-    if buffer is None or sums is None or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums):
-        client.delete(private, missing_ok=True)
-        buffer = create(client, private, plan)
-        sums = Sums(state.tag(buffer, plan), source.nbytes)
-    state.begin(sums)
     try:
+        if buffer is None or sums is None or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums):
+            client.delete(private, missing_ok=True)
+            buffer = create(client, private, plan)
+            sums = Sums(state.tag(buffer, plan), source.nbytes)
+        state.begin(sums)
         live = Live(buffer, plan.view)
         progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
         for offset, data in _blocks(source, len(sums.blocks)):
@@ -319,11 +329,13 @@ def _restored(
             state.add(crc32c(data.data))
             progress(offset + data.size, source.nbytes)
         client.rename(private, name, replace=replace)
-    except (KeyboardInterrupt, UnavailableError, TimeoutError):
-        raise  # to be called again
-    except BaseException:
-        client.delete(private, missing_ok=True)
-        state.end()
+    except BaseException as error:
+        # To be called again; but what a server has lost stays lost.
+        if not isinstance(error, (KeyboardInterrupt, UnavailableError, TimeoutError)) or LOST in str(error):
+            left = _open(client, private)
+            if left is not None and (buffer is None or left.info.id == buffer.info.id):  # not another host's
+                client.delete(private, missing_ok=True)
+            state.end()
         raise
     state.end()
     return client.open(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import logging
 import os
@@ -12,14 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from smb.buffer import Buffer
 from smb.errors import Error, InvalidArgumentError
 from smb.files.views import Plan
 
 BLOCK_BYTES = 16 << 20  # read while the one before is written
-_KEPT_NOWHERE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_KEPT_NOWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _log = logging.getLogger("smb")
 
 
@@ -50,13 +50,16 @@ class Sums:
 
 
 class State:
-    """How far a restore has come, in a file that is this process's alone."""
+    """How far a restore has come, in a file that is this process's alone. Where that takes no more it is known only
+    how far it had come by then.
+    """
 
-    def __init__(self, path: Path, file: TextIO, key: str) -> None:
+    def __init__(self, path: Path, file: io.FileIO, key: str) -> None:
         """`key` says of which file to which buffer."""
         self.key = key
         self._path = path
         self._file = file
+        self._full = False
 
     def tag(self, buffer: Buffer, plan: Plan) -> str:
         """Return what is the same while the same buffer is made of the same file."""
@@ -66,7 +69,7 @@ class State:
     def sums(self) -> Sums | None:
         """Return what an interrupted one has left; None where there is nothing to go on from."""
         self._file.seek(0)
-        text = self._file.read()
+        text = self._file.read().decode(errors="replace")
         text = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
         try:
             return Sums.of_text(text) if text else None
@@ -76,18 +79,29 @@ class State:
 
     def begin(self, sums: Sums) -> None:
         """Write down where it begins."""
-        self._file.truncate(0)
-        self._file.write(sums.to_text())
-        self._file.flush()
+        self.clear()
+        self._write(sums.to_text())
 
     def add(self, block: int) -> None:
         """One more block is at the servers."""
-        self._file.write(f"{block:08x}\n")
-        self._file.flush()
+        self._write(f"{block:08x}\n")
+
+    def clear(self) -> None:
+        """There is nothing to go on from."""
+        self._file.truncate(0)
 
     def end(self) -> None:
         """It is over, one way or the other."""
         self._path.unlink(missing_ok=True)
+
+    def _write(self, text: str) -> None:
+        if self._full:
+            return
+        try:
+            self._full = self._file.write(text.encode()) != len(text)
+        except OSError as error:
+            self._full = True
+            _log.info("the restore can be taken up again up to here only: %s: %s", self._path, error)
 
 
 @contextmanager
@@ -99,13 +113,12 @@ def state_of(path: Path, target: str) -> Iterator[State | None]:
     at = path.with_name(f"{path.name}.{key[:8]}.restore")
     while True:
         try:
-            file = at.open("a+")
+            file = io.FileIO(at, "a+")
         except OSError as error:
             if error.errno not in _KEPT_NOWHERE:
                 raise
             _log.info("the restore can't be taken up again where it is interrupted: %s", error)
-            yield None
-            return
+            break
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,9 +133,10 @@ def state_of(path: Path, target: str) -> Iterator[State | None]:
                 if os.fstat(file.fileno()).st_size == 0 and _is_at(file, at):
                     state.end()  # refused before it began
             return
+    yield None
 
 
-def _is_at(file: TextIO, path: Path) -> bool:
+def _is_at(file: io.FileIO, path: Path) -> bool:
     try:
         return os.fstat(file.fileno()).st_ino == path.stat().st_ino
     except FileNotFoundError:

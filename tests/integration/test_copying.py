@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -207,6 +209,102 @@ def test_a_restore_that_was_killed_at_its_very_end(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("change", ["the file", "the buffer"])
+def test_a_restore_after_one_that_was_killed_at_its_very_end(
+    client: smb.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """What has changed since then counts: a file that is another one now is refused, as the name is taken, and made
+    with replace=True; with that, what others wrote into the buffer meanwhile is the file's again.
+    """
+    path = tmp_path / "w.bin"
+    path.write_bytes(os.urandom(300_000))
+
+    def stop(_self: sums.State) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sums.State, "end", stop)
+        with pytest.raises(KeyboardInterrupt):
+            copying.restore(client, path, "w")
+    if change == "the file":
+        path.write_bytes(os.urandom(300_000))
+        with pytest.raises(smb.AlreadyExistsError):
+            copying.restore(client, path, "w")
+    else:
+        client.open("w").fill(0)
+    assert copying.restore(client, path, "w", replace=True).read().tobytes() == path.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def interrupt(client: smb.Client, path: Path, name: str, after: int) -> None:
+    """Ctrl-C to a restore, after so many blocks."""
+
+    def stop(done: int, _total: int) -> None:
+        if done >> 16 == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copying.restore(client, path, name, progress=stop)
+
+
+def test_a_restore_from_a_full_disk(client: smb.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its state finds no room the restore itself goes on; if that is interrupted, from the last block told."""
+    path = tmp_path / "w.bin"
+    path.write_bytes(os.urandom(600_000))
+    room = 0
+
+    class Full(io.FileIO):
+        def write(self, data: object, /) -> int:
+            assert isinstance(data, bytes)
+            if (left := room - os.fstat(self.fileno()).st_size) <= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:left])
+
+    monkeypatch.setattr(sums.io, "FileIO", Full)
+    assert copying.restore(client, path, "w").read().tobytes() == path.read_bytes()
+    room = 130
+    interrupt(client, path, "w2", 8)
+    (state,) = tmp_path.glob("*.restore")
+    told = state.read_text().count("\n") - 1
+    assert 0 < told < 8
+    assert beginnings(lambda progress: copying.restore(client, path, "w2", progress=progress)) == told
+    assert client.open("w2").read().tobytes() == path.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+    assert [info.name for info in client.list()] == ["w", "w2"]
+
+
+def test_a_file_that_was_spoilt_since_the_interruption(client: smb.Client, tmp_path: Path) -> None:
+    """A wrong checksum in what is done already ends the restore for good, as one in the rest does: nothing is left."""
+    client.create("w", 100_000).fill(1)
+    path = tmp_path / "w.bin"
+    copying.snapshot(client, "w", path)
+    interrupt(client, path, "again", 3)
+    with path.open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(smb.Error, match="CRC-32C"):
+        copying.restore(client, path, "again")
+    assert [info.name for info in client.list()] == ["w"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["w.bin", "w.bin.crc32c"]
+
+
+def test_a_restore_whose_server_lost_its_memory(tmp_path: Path) -> None:
+    """It can't go on, and says so once; called again it begins anew."""
+    path = tmp_path / "w.bin"
+    path.write_bytes(os.urandom(300_000))
+    with smb.LocalCluster(servers=1, capacity="16MiB") as cluster, smb.connect(cluster.address, timeout=2.0) as client:
+        interrupt(client, path, "w", 2)
+        cluster.servers[0].kill()
+        for segment in cluster.memory_directory.glob("*.segment"):
+            segment.unlink()
+        cluster.servers[0].start()
+        with smb.connect(cluster.address, timeout=2.0) as later:  # the first has the old memory mapped still
+            with pytest.raises(smb.UnavailableError, match="memory was lost"):
+                copying.restore(later, path, "w")
+            assert copying.restore(later, path, "w").read().tobytes() == path.read_bytes()
+            assert [info.name for info in later.list()] == ["w"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_spoilt_file_is_not_restored(client: smb.Client, tmp_path: Path) -> None:
     """A bit that flipped is found by its block's checksum, and no buffer is left behind; so is a file that was cut."""
     client.create("w", 100_000).fill(1)
@@ -218,6 +316,11 @@ def test_a_spoilt_file_is_not_restored(client: smb.Client, tmp_path: Path) -> No
         with pytest.raises(smb.Error, match=r"w\.bin"):
             copying.restore(client, path, "again")
         assert [info.name for info in client.list()] == ["w"]
+    path.write_bytes(good)
+    checksums = copying.sums_path(path)
+    checksums.write_text(checksums.read_text()[:-9])
+    with pytest.raises(smb.Error, match="6 checksums"):
+        copying.restore(client, path, "again")
 
 
 def test_a_snapshot_of_versions_never_mixes_them(client: smb.Client, connect: Connect, tmp_path: Path) -> None:
