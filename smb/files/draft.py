@@ -180,8 +180,13 @@ class Draft:
             self._memory.used = max(self._memory.used, offset + inside)  # before: it may be interrupted
             self._memory.octets[offset : offset + inside] = data[:inside]
         done = inside
-        while done < data.size:
-            done += os.pwrite(self._fd, data.data[done:], offset + done - self._memory.nbytes)
+        try:
+            while done < data.size:
+                done += os.pwrite(self._fd, data.data[done:], offset + done - self._memory.nbytes)
+        except OSError:  # what did find room beyond the end would show in a hole, later
+            before, self.nbytes = self.nbytes, max(self.nbytes, end)
+            self.truncate(before)
+            raise
         self.nbytes = max(self.nbytes, end)
 
     def truncate(self, nbytes: int) -> None:

@@ -430,7 +430,11 @@ class Tree:
                 if end > node.content.nbytes:
                     self._check_room(node, end)
                 node.changed = True
-            node.content.write(offset, data)
+            try:
+                node.content.write(offset, data)
+            except OSError:
+                node.short |= isinstance(node.content, Draft)
+                raise
             node.modified = node.written = time.time_ns()
 
     def truncate_node(self, node: Node, nbytes: int) -> None:
@@ -439,8 +443,9 @@ class Tree:
             if nbytes == node.content.nbytes:
                 return
             if isinstance(node.content, Live):
-                live, node.content = node.content, Draft(self._drafts)
-                _draw(live, node.content, nbytes)
+                draft = Draft(self._drafts)
+                _draw(node.content, draft, nbytes)
+                node.content = draft
             self._check_room(node, nbytes)
             node.content.truncate(nbytes)
             node.short = False

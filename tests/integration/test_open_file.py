@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import save
 
 import smb
+from smb.files import draft
 from smb.files.contents import BufferBytes
 from smb.files.softmem import SoftmemFileSystem
 from smb.files.tree import Tree
@@ -160,6 +161,36 @@ def test_refusals(client: smb.Client) -> None:
     assert caught.value.errno == errno.ENOSPC
     full.discard()
     assert client.list() == []
+
+
+def test_a_draft_without_room_on_this_host(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOSPC at the write and at the flush, as not all is there that was written: what had the name before stays, and
+    so it does where the draft was to begin with a copy of it.
+    """
+    client.create("w", 10, "uint8").fill(1)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(draft._regions, "claim", lambda _: False)
+    with smb.open_file("w", "w", client=client) as file:
+        file.write(b"22")
+        with monkeypatch.context() as full:
+            full.setattr(draft.os, "pwrite", refuse)
+            with pytest.raises(OSError, match="No space"):
+                file.write(b"333")
+        file.write(b"44")
+        with pytest.raises(OSError, match="not all that was written") as caught:
+            file.flush()
+        assert caught.value.errno == errno.ENOSPC
+        file.discard()
+    with smb.open_file("w", "r+", client=client) as file:
+        with monkeypatch.context() as full:
+            full.setattr(draft.os, "pwrite", refuse)
+            with pytest.raises(OSError, match="No space"):
+                file.truncate(5)
+        assert file.read() == b"\1" * 10
+    assert client.open("w").read().tolist() == [1] * 10
 
 
 def test_names_change_in_one_step(client: smb.Client, connect: Connect) -> None:

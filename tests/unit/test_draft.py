@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
+import os
 import random
 import threading
 from pathlib import Path
@@ -181,6 +183,25 @@ def test_without_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     draft = Draft(str(tmp_path))
     draft.write(0, np.ones(3 * PAGE, np.uint8))
     assert draft._memory.nbytes >= 3 * PAGE
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of a failed write found room, in memory or in the file, is not seen when the draft is longer than that."""
+    draft = Draft(str(tmp_path))
+    draft.write(0, np.ones(10, np.uint8))
+
+    def write(fd: int, data: bytes, offset: int) -> int:
+        if offset > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(fd, data[:100])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "pwrite", write)
+        with pytest.raises(OSError, match="No space"):
+            draft.write(0, np.full(50 * PAGE, 2, np.uint8))
+    assert content(draft) == b"\2" * 10
+    draft.truncate(60 * PAGE)
+    assert content(draft) == b"\2" * 10 + bytes(60 * PAGE - 10)
 
 
 def test_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
