@@ -53,7 +53,11 @@ def for_each(
     if not rest or not far(first):
         return (first, *map(ask, rest))
     with ThreadPoolExecutor(min(len(rest), _AT_ONCE_MAX), "smb-reach") as threads:
-        return (first, *threads.map(ask, rest))
+        try:
+            answers = threads.map(ask, rest)
+        except RuntimeError:  # no more threads: in a handler at the process's end there are none
+            answers = map(ask, rest)
+        return (first, *answers)
 
 
 def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:

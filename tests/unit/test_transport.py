@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -115,3 +117,14 @@ def test_what_fails_far_away_is_raised() -> None:
         with pytest.raises(UnavailableError, match=f"{failing} is down"):
             for_each(places, ask, lambda _: True)
         assert failing != "a" or asked == ["a"]
+
+
+def test_servers_far_away_are_asked_at_the_end_of_the_process() -> None:
+    """Where Python starts no more threads they are asked one after the other."""
+    code = """
+import atexit
+from smb.transport.choose import for_each
+atexit.register(lambda: print(for_each("abc", str.upper, lambda _: True)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "('A', 'B', 'C')\n", done.stderr
