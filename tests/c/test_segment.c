@@ -1,8 +1,10 @@
 /* Segment files: made whole or not at all, opened only if every field of the header is what it must be. */
 #include <fcntl.h>
 #include <sched.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include "check.h"
@@ -98,6 +100,23 @@ static void file_system_without_room(void)
     CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, (uint64_t)1 << 50, SMB_CHUNK_BYTES_MAX, &segment),
              SMB_OUT_OF_MEMORY);
     CHECK_EQ(scratch_files(), 0);
+}
+
+/* Room that is not there, although the file system has it: what was written until then goes again. */
+static void no_room_in_the_middle(void)
+{
+    struct smb_segment *segment = NULL;
+    struct rlimit before, little;
+    CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0);
+    little = (struct rlimit){.rlim_cur = 400000, .rlim_max = before.rlim_max};
+    signal(SIGXFSZ, SIG_IGN); /* as Python does */
+    CHECK(setrlimit(RLIMIT_FSIZE, &little) == 0);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment), SMB_OUT_OF_MEMORY);
+    CHECK(segment == NULL);
+    CHECK_EQ(scratch_files(), 0);
+    CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment), SMB_OK);
+    smb_segment_release(segment);
 }
 
 /* A file system that fills up while segments are made: the one too many fails as a whole, the others stay usable. */
@@ -351,6 +370,7 @@ int main(void)
     static const struct test tests[] = {
         TEST(copies_are_exact),
         TEST(create_and_open),   TEST(existing_name_is_refused), TEST(refused_arguments), TEST(file_system_without_room),
+        TEST(no_room_in_the_middle),
         TEST(full_file_system),
         TEST(corrupted_headers), TEST(wrong_sizes),              TEST(bounds),            TEST(words),
         TEST(fill_and_fetch),    TEST(deleted_for_all),          TEST(lock_waits_are_bounded),
