@@ -29,19 +29,21 @@ def private_name(name: str, rest: str = "") -> str:
 
 
 def create(client: Client, name: str, plan: Plan) -> Buffer:
-    """Make the buffer that a file becomes. Where servers are away it waits for them as calls on buffers do, for the
-    client's timeout. Raises as Client.create.
+    """Make the buffer that a file becomes, under a name that nobody else uses. Where servers are away it waits for them
+    as calls on buffers do, for the client's timeout. Raises as Client.create.
     """
     end = time.monotonic() + client.timeout
     metadata = plan.metadata or None
+    asked = False  # before: it may have been made, and the answer lost
     while True:
         try:
             if plan.tensors is not None:
-                return client.create(name, tensors=plan.tensors, metadata=metadata)
-            return client.create(name, plan.shape, plan.dtype, metadata=metadata)
+                return client.create(name, tensors=plan.tensors, metadata=metadata, exist_ok=asked)
+            return client.create(name, plan.shape, plan.dtype, metadata=metadata, exist_ok=asked)
         except UnavailableError:
             if time.monotonic() > end:
                 raise
+            asked = True
             time.sleep(_AGAIN_S)
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,6 +272,26 @@ def test_a_restore_from_a_full_disk(client: smb.Client, tmp_path: Path, monkeypa
     assert client.open("w2").read().tobytes() == path.read_bytes()
     assert list(tmp_path.iterdir()) == [path]
     assert [info.name for info in client.list()] == ["w", "w2"]
+
+
+def test_a_restore_whose_creation_was_not_answered(
+    client: smb.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that goes away right after it made the buffer is asked again, and gives that one."""
+    path = tmp_path / "w.npy"
+    np.save(path, np.arange(1000))
+    create, asked = smb.Client.create, []
+
+    def lose_the_first_answer(self: smb.Client, *args: Any, **options: Any) -> smb.Buffer:
+        made = create(self, *args, **options)
+        asked.append(made.info.id)
+        if len(asked) == 1:
+            raise smb.UnavailableError("the coordinator went away")
+        return made
+
+    monkeypatch.setattr(smb.Client, "create", lose_the_first_answer)
+    assert copying.restore(client, path, "w").info.id == asked[0] == asked[1]
+    assert [info.name for info in client.list()] == ["w"]
 
 
 def test_a_file_that_was_spoilt_since_the_interruption(client: smb.Client, tmp_path: Path) -> None:
