@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 import smb
 from smb.files import copying, sums
 from tests.conftest import Connect
+from tests.support.ways import SLOWNESS
 
 # Says how far it is after each block, and waits after the one that it was told; its parent kills it there.
 _KILLED = """
@@ -312,13 +313,16 @@ def test_a_restore_whose_server_lost_its_memory(tmp_path: Path) -> None:
     """It can't go on, and says so once; called again it begins anew."""
     path = tmp_path / "w.bin"
     path.write_bytes(os.urandom(300_000))
-    with smb.LocalCluster(servers=1, capacity="16MiB") as cluster, smb.connect(cluster.address, timeout=2.0) as client:
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
+        smb.connect(cluster.address, timeout=2 * SLOWNESS) as client,
+    ):
         interrupt(client, path, "w", 2)
         cluster.servers[0].kill()
         for segment in cluster.memory_directory.glob("*.segment"):
             segment.unlink()
         cluster.servers[0].start()
-        with smb.connect(cluster.address, timeout=2.0) as later:  # the first has the old memory mapped still
+        with smb.connect(cluster.address, timeout=2 * SLOWNESS) as later:  # the first has the old memory mapped still
             with pytest.raises(smb.UnavailableError, match="memory was lost"):
                 copying.restore(later, path, "w")
             assert copying.restore(later, path, "w").read().tobytes() == path.read_bytes()
