@@ -363,8 +363,9 @@ class Verbs:
                 raise NotFoundError(text) from None
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 raise NoWayError(f"memory server {server.name} knows no RDMA") from None
-            # It was restarted, and has not heard of us, or of our queue pair's successor, yet: both come by themselves.
-            if code is grpc.StatusCode.FAILED_PRECONDITION:
+            # It was restarted, and has not heard of us, or of our queue pair's successor, yet, or is slow to begin. All
+            # of that comes by itself.
+            if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise NoAnswerError(text) from None
             if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
                 raise NoAnswerError(text) from None

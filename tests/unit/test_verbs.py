@@ -7,17 +7,19 @@ import gc
 import os
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import grpc
 import numpy as np
 import pytest
 
 from smb._engine import lib
 from smb.engine import EngineClient
-from smb.errors import InvalidArgumentError
+from smb.errors import InvalidArgumentError, NotFoundError
 from smb.layout import SegmentPlace
 from smb.tokens import Tokens
-from smb.transport.base import Deadline, NoWayError
+from smb.transport.base import Deadline, NoAnswerError, NoWayError
 from smb.transport.links import Links
 from smb.transport.memory import WORTH_BYTES, ClientMemory
 from smb.transport.progress import Progress
@@ -310,3 +312,40 @@ def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
     progress.close()
     for pump in (wanting, other):
         pump.theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "refusal"),
+    [
+        (grpc.StatusCode.FAILED_PRECONDITION, NoAnswerError),  # as after a restart
+        (grpc.StatusCode.DEADLINE_EXCEEDED, NoAnswerError),
+        (grpc.StatusCode.UNIMPLEMENTED, NoWayError),
+        (grpc.StatusCode.INVALID_ARGUMENT, NoWayError),
+        (grpc.StatusCode.NOT_FOUND, NotFoundError),
+    ],
+)
+def test_what_a_server_answers_says_whether_waiting_helps(
+    code: grpc.StatusCode, refusal: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has just begun, or is slow to, may lead there later; one that refuses never does."""
+
+    class Refused(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return code
+
+        def details(self) -> str:
+            return "for a reason"
+
+    class Stub:
+        def OpenSegmentVerbs(self, request: object, timeout: float) -> NoReturn:  # noqa: N802 - the method's name
+            raise Refused
+
+    client = EngineClient(12345)
+    verbs = Verbs(client, Links(client, lambda server: None, Tokens(_never), _never), 12345, Settings(device="none0"))
+    monkeypatch.setattr(verbs, "_stub", lambda *_: Stub())
+    server: Any = SimpleNamespace(name="a")
+    with pytest.raises(refusal, match=r"a at 10\.0\.0\.2:7072: for a reason|knows no RDMA") as caught:
+        verbs._ask(server, "10.0.0.2:7072", "OpenSegmentVerbs", None)
+    assert type(caught.value) is refusal
+    verbs.close()
+    client.close()
