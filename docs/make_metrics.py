@@ -17,14 +17,22 @@ the same as a file. [deploy/prometheus](../deploy/prometheus) has a configuratio
 [deploy/grafana](../deploy/grafana) four dashboards: import the JSON files, choose the Prometheus, done. Each alert has
 its runbook in [operating.md](operating.md#alerts).
 
-    smb up                                             # or real daemons; the log says where metrics are served
+    smb up                                             # says "its page at http://127.0.0.1:PORT/"
     sed 's/COORDINATOR:9470/127.0.0.1:PORT/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
     prometheus --config.file=deploy/prometheus/mine.yml --storage.tsdb.path=prometheus-data
 
+`make prometheus` installs Debian's Prometheus, as root, where there is none; http://127.0.0.1:9090/targets then shows
+each daemon as UP. Of real daemons `smb coordinator --metrics` says the port, 9470 by default.
+
 A training process serves its own metrics if it is asked to: `SMB_CLIENT_METRICS=HOST:PORT` in its environment,
-`smb.metrics.serve(client, "HOST:PORT")`, or `smb.metrics.Collector(client)` in a registry of its own;
-`smb.train.Collector(client, "group")` tells of a whole training, from any process. Give Prometheus these addresses in
-a file of `targets/`, with the label `smb_role: client`.
+`smb.metrics.serve(client, "HOST:PORT")`, or `smb.metrics.Collector(client)` in a registry of its own.
+`smb.train.Collector(client, "group")` tells of a whole training, from any process:
+`smb.metrics.serve(client, "127.0.0.1:9480", smb.train.Collector(client, "group"))` serves it for as long as that
+process runs. Give Prometheus these addresses in a file of `deploy/prometheus/targets/`, with the label
+`smb_role: client`; the training dashboard needs one:
+
+    echo '[{{"targets": ["127.0.0.1:9480"], "labels": {{"smb_role": "client"}}}}]' \\
+        > deploy/prometheus/targets/training.json
 
 **Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, for whoever may
 scrape, of all namespaces. Who that is: [operating.md](operating.md#who-sees-the-pages).

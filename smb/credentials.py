@@ -89,9 +89,9 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
         try:
             parts.append(path.read_bytes())
         except OSError as error:
-            raise InvalidArgumentError(
-                f"credentials: cannot read {path}: {error.strerror}; `smb certs` makes a set for a lab"
-            ) from None
+            sets = sorted(found.parent.name for found in path.parent.glob("*/cert.pem"))
+            hint = f"name one of its directories: {', '.join(sets)}" if sets else "`smb certs` makes a set for a lab"
+            raise InvalidArgumentError(f"credentials: cannot read {path}: {error.strerror}; {hint}") from None
         if b"-----BEGIN" not in parts[-1]:
             raise InvalidArgumentError(f"credentials: {path} is not in PEM form")
     mode = key.stat().st_mode

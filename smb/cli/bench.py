@@ -43,8 +43,8 @@ def bench(
 
     Of write, read, accumulate and fetch_add; the bytes are checked. The limit is measured in the same run, in turns
     with ours: for shm one copy by the processor (or one in-place addition), for tcp a bare socket that moves the same
-    bytes between two processes; for verbs docs/rdma.md says what to run. Runs a cluster of its own unless --coordinator
-    or SMB_COORDINATOR names one.
+    bytes between two processes; for verbs docs/rdma.md says what to run. RATIO is the limit's median over ours: 1.00 is
+    as fast as the limit. Runs a cluster of its own unless --coordinator or SMB_COORDINATOR names one.
     """
     from smb.bench import BenchConfig, run_bench
 

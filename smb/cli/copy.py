@@ -12,7 +12,7 @@ import typer
 from smb.cli.connection import connect
 from smb.cli.options import Coordinator
 from smb.cli.output import console
-from smb.errors import Error
+from smb.errors import Error, NotFoundError
 
 if TYPE_CHECKING:
     from smb import Client
@@ -87,7 +87,12 @@ def cp(
             copying.snapshot(client, name, Path(target), progress=progress)
             return
         there, new_name = _at(stack, target, coordinator, client)
-        copying.copy_buffer(client, name, there, new_name, replace=replace, progress=progress)
+        try:
+            copying.copy_buffer(client, name, there, new_name, replace=replace, progress=progress)
+        except NotFoundError as error:
+            if not Path(source).is_file():
+                raise
+            raise NotFoundError(f"{error}; the file of that name is ./{source}") from None
 
 
 def _is_file(word: str) -> bool:
@@ -115,6 +120,15 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=quiet)
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()  # now, and not before: nothing is shown of what is refused, or copied by the servers
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -48,6 +48,11 @@ def print_error(message: object) -> None:
     sys.stderr.write(f"smb: {' '.join(str(message).split())}\n")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 buffer" or "2 buffers"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """Return an empty table with these columns; those named in right are numbers."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from smb.cli.connection import connect
 from smb.cli.options import Coordinator, Json
-from smb.cli.output import console, format_ago, print_json, table
+from smb.cli.output import console, counted, format_ago, print_json, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,5 +71,5 @@ def _summary(totals: dict[str, int]) -> str:
     return (
         f"\n{totals['alive']} of {totals['servers']} servers alive, "
         f"{format_bytes(totals['used_bytes'])} of {format_bytes(totals['capacity_bytes'])} used ({used:.0%}), "
-        f"{totals['buffers']} buffers in {totals['segments']} segments"
+        f"{counted(totals['buffers'], 'buffer')} in {counted(totals['segments'], 'segment')}"
     )

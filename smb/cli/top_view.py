@@ -38,7 +38,7 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "") -> list[
         parts.append(draw(rows[:some], shown) if rows else _line(_EMPTY[name].format(**shown["coordinator"]), "dim"))
         left_out = len(rows) - some + shown["left_out"].get(name, 0)
         if left_out and some:
-            parts[-2] = _line(f"({left_out} more {name} are not shown)", "dim")
+            parts[-2] = _line(f"({left_out} more of the {name} not shown)", "dim")
     if height:
         parts += [Text(""), _line("q quits", "dim")]
     return parts

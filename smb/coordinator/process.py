@@ -53,6 +53,7 @@ TICK_S = 0.5  # a lease is seen to have run out at most this late
 STOP_GRACE_S = 1.0  # for calls under way
 SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # below, a client on a busy host loses it; above, it is none
 
+_PATHS = b"There is / (the page for people), /api/state, /metrics, /targets and /healthz.\n"
 _log = logging.getLogger("coordinator")
 
 
@@ -126,7 +127,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         watch.saw(event, before, committed, now)
 
     ledger.on_commit = saw
-    overview = Overview(lambda: (ledger.state, ledger.now()), watch, address)
+    overview = Overview(lambda: (ledger.state, ledger.now()), watch, _shown_to_others(address, host))
     shared = pb.SharedSettings(checksum=options.checksum)
     service = CoordinatorService(ledger, servers, endings, watch, overview, shared, tokens)
     leaving.push_async_callback(service.finish)
@@ -136,7 +137,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     def route(path: str, query: str) -> Answer | None:
         if path == "/targets":
             return Answer("200 OK", "application/json", targets(ledger.state, _shown_to_others(pages.address, host)))
-        return dashboard(path, query)
+        return dashboard(path, query) or Answer("404 Not Found", "text/plain", _PATHS)
 
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
     pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), route, admit)
@@ -157,9 +158,9 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s)))
 
 
-def _shown_to_others(metrics: str, host: str) -> str:
-    """Return where others find the pages: 0.0.0.0 is nobody's address."""
-    shown, port = parse_address(metrics)
+def _shown_to_others(address: str, host: str) -> str:
+    """Return where others find what listens at the address: 0.0.0.0 is nobody's address."""
+    shown, port = parse_address(address)
     return format_address(reachable(shown or host), port)
 
 

@@ -87,7 +87,7 @@ def _huge_pages(directory: Path, root: Path) -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft}, a daemon raises it to {hard if hard >= 0 else 'any number'}"
+    found = str(soft) if soft == hard >= 0 else f"{soft}, a daemon raises it to {hard if hard >= 0 else 'any number'}"
     if 0 <= hard < _FILES_WANTED:
         return problem("open files", found, f"ulimit -Hn {_FILES_WANTED} or more; LimitNOFILE=65536 in a systemd unit")
     return fine("open files", found, hard=float(hard))

@@ -17,7 +17,7 @@ import smb
 from smb.config import parse_address
 from smb.doctor.findings import Finding, advice, fine, problem
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError
-from smb.transport.choose import CHOICES
+from smb.transport.choose import CHOICES, TRY_AUTO
 
 _PROBE_BYTES = 4 << 20
 _ROUND_TRIPS = 200
@@ -127,7 +127,8 @@ def _measured(
     except smb.TransportError as error:
         if transport == "tcp":
             return problem(check, str(error), "open the server's port in the firewall, or set its --advertise")
-        return fine(check, f"no: {error}")
+        why = str(error).partition(f" can't be reached over {transport}: ")[2].removesuffix(TRY_AUTO)
+        return fine(check, f"no: {why or error}")
     except Error as error:
         if transport == "tcp" or not isinstance(error, (InvalidArgumentError, UnavailableError)):
             return _failed(check, error, "open the server's port in the firewall, or set its --advertise")

@@ -371,4 +371,6 @@ def _check_free(client: Client, name: str, replace: bool) -> None:
     """Refuse before anything is copied; the rename at the end is what counts."""
     if replace or _open(client, name) is None:
         return
-    raise AlreadyExistsError(f"a buffer {name!r} exists; choose another name, delete it, or have it replaced")
+    raise AlreadyExistsError(
+        f"a buffer {name!r} exists; choose another name, delete it, or replace it (--replace, replace=True)"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -46,15 +47,22 @@ def unmount(directory: Path, *, lazy: bool = False) -> None:
             raise Error("there is no fusermount3 here; install it (Debian: apt-get install fuse3)") from None
         if done.returncode == 0:
             return
+        if not _is_ours(directory):
+            raise Error(f"no cluster is mounted at {directory}")
         # A file that was just closed is released a moment later.
-        if "busy" not in done.stderr or time.monotonic() > end:
-            raise Error(
-                f"{directory} can't be unmounted: {done.stderr.strip()}; --lazy does it also while it is in use"
-            )
+        busy = "busy" in done.stderr
+        if not busy or time.monotonic() > end:
+            hint = "; --lazy does it also while it is in use" if busy else ""
+            raise Error(f"{directory} can't be unmounted: {done.stderr.strip()}{hint}")
         time.sleep(0.05)
 
 
 def _is_ours(directory: Path) -> bool:
     real = str(directory.resolve())
     mounts = Path("/proc/self/mounts").read_text().splitlines()
-    return any(line.split()[1] == real and line.split()[2] == "fuse.smb" for line in mounts)
+    return any(_unescaped(line.split()[1]) == real and line.split()[2] == "fuse.smb" for line in mounts)
+
+
+def _unescaped(word: str) -> str:
+    """Return a path of /proc/self/mounts as it is: the kernel writes a space as \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)

@@ -20,6 +20,7 @@ Found = TypeVar("Found")
 _AT_ONCE_MAX = 64  # threads that wait for servers far away
 
 CHOICES = ("auto", "shm", "verbs", "tcp")
+TRY_AUTO = "; transport='auto' takes what works"  # the end of an error where one transport was asked for
 
 
 def check_choice(transport: str) -> str:
@@ -98,7 +99,7 @@ def _first(
     text = f"server {place.server} can't be reached over {names}: {'; '.join(refusals)}"
     if may_come_back:
         raise UnavailableError(f"memory {text}")
-    raise TransportError(f"{text}; transport='auto' takes what works")
+    raise TransportError(f"{text}{TRY_AUTO}")
 
 
 def describe(ways: Sequence[tuple[SegmentPlace, Way]]) -> str:

@@ -328,6 +328,9 @@ def test_a_cluster_at_all_addresses() -> None:
         for host, port in map(parse_address, (cluster.address, before)):
             assert host != "0.0.0.0"
             socket.create_connection(("127.0.0.1", port), 5).close()
+        assert json.loads(run_smb("top", "--json", coordinator=cluster.address).stdout)["coordinator"]["address"] == (
+            cluster.address
+        )
 
 
 USER = """

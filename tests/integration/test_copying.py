@@ -395,7 +395,9 @@ def test_copies_between_clusters(client: smb.Client) -> None:
         assert [info.name for info in there.list()] == ["d/copy"]
 
 
-def test_the_commands(cluster: smb.LocalCluster, connect: Connect, tmp_path: Path) -> None:
+def test_the_commands(
+    cluster: smb.LocalCluster, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """smb snapshot, restore and cp as a user types them, between clusters too: the bytes, a progress bar unless told
     not to, and one line that says what is wrong.
     """
@@ -423,4 +425,8 @@ def test_the_commands(cluster: smb.LocalCluster, connect: Connect, tmp_path: Pat
         (("cp", "nobody", "x"), "nobody"),
         (("cp", "r", tmp_path / "w.npy"), "--replace"),
     ):
-        assert said in command(*words, fails=True)
+        told = command(*words, fails=True)
+        assert said in told
+        assert told.count("\n") == 1, "no progress bar of what was refused"
+    monkeypatch.chdir(tmp_path)
+    assert "the file of that name is ./w.npy" in command("cp", "w.npy", "x", fails=True)

@@ -379,6 +379,11 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
     assert run_smb("umount", files).returncode == 0
     assert not is_mounted(files)
     assert names(files) == []
+    (spaced := tmp_path / "with a space").mkdir()
+    assert run_smb("mount", spaced, **where).returncode == 0
+    assert "mounted already" in run_smb("mount", spaced, **where).stderr
+    assert run_smb("umount", spaced).returncode == 0
+    assert f"no cluster is mounted at {spaced}" in run_smb("umount", spaced).stderr
     for arguments, variables, said in (
         (("mount", tmp_path / "nobody"), where, "there is no directory"),
         (("mount", files), {"SMB_COORDINATOR": "127.0.0.1:1"}, "no coordinator"),

@@ -362,3 +362,11 @@ def test_bad_credentials_say_what_is_wrong(
     with pytest.raises(smb.InvalidArgumentError, match=told) as refused:
         smb.connect("127.0.0.1:1", credentials=place)
     assert not re.search("[A-Za-z0-9+/]{40}", str(refused.value))
+
+
+def test_the_directory_of_all_credentials_is_no_credential(certificates: Path) -> None:
+    """What `smb certs DIR` made as a whole, in place of DIR/client: the error names what is in it."""
+    with pytest.raises(
+        smb.InvalidArgumentError, match=r"cannot read .*; name one of its directories: .*client, .*reader"
+    ):
+        load_directory(certificates)

@@ -24,6 +24,11 @@ def test_tables_outside_a_terminal_keep_long_names_whole(capsys: pytest.CaptureF
     assert "short" in lines
 
 
+def test_counts_have_their_plural() -> None:
+    """One buffer, two buffers, no buffers."""
+    assert [output.counted(number, "buffer") for number in (0, 1, 2)] == ["0 buffers", "1 buffer", "2 buffers"]
+
+
 def test_tables_on_a_terminal_fold_long_names() -> None:
     """On a narrow terminal no character of a name is lost either: it goes on in the next line."""
     rows = output.table("NAME")
