@@ -469,8 +469,10 @@ static enum step next_request(struct connection *connection)
     uint32_t here = connection->in_end - connection->in_start;
     bool is_record = connection->slots && connection->greeted;
     uint32_t header_bytes = is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES;
-    if (here < header_bytes)
+    if (here < header_bytes) {
+        connection->awaited = true;
         return receive_more(connection);
+    }
     struct smb_frame frame;
     const uint8_t *header = connection->in + connection->in_start;
     int status = smb_frame_parse(header, &frame);
@@ -510,6 +512,8 @@ static enum step next_request(struct connection *connection)
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
+    connection->follows = !connection->awaited;
+    connection->awaited = false;
     connection->begun_ns = connection->loop->clock_ns;
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
@@ -518,17 +522,22 @@ static enum step next_request(struct connection *connection)
     return connection->admitted == SMB_PROTOCOL ? refuse(connection, SMB_PROTOCOL) : STEP_ON;
 }
 
+static bool has_arrived(const struct connection *connection)
+{
+    uint32_t here = connection->in_end - connection->in_start;
+    int queued = 0;
+    return ioctl(connection->fd, FIONREAD, &queued) == 0 && (uint64_t)here + (uint64_t)queued >= connection->request.frame.length;
+}
+
 /* A chunk to be written that has arrived whole goes from the socket straight to its place, under the chunk's lock: the copy
  * can't stall, since every byte is here. One that is still on its way is staged, so that no lock waits for a network. */
 static enum step receive_in_place(struct connection *connection, bool *done)
 {
     struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length, here = connection->in_end - connection->in_start;
-    int queued = 0;
     *done = false;
     uint8_t *place;
-    if (ioctl(connection->fd, FIONREAD, &queued) != 0 || (uint64_t)here + (uint64_t)queued < length ||
-        gate_admit(connection->loop->server, &request->frame, request) != SMB_OK)
+    if (gate_admit(connection->loop->server, &request->frame, request) != SMB_OK)
         return STEP_ON;
     if (gate_open(request, true, &place) != SMB_OK) {
         gate_done(request);
@@ -575,13 +584,40 @@ static enum step take_payload(struct connection *connection, const uint8_t *byte
     return STEP_ON;
 }
 
+/* How much has to be there before epoll says so. Failure costs time, not correctness. */
+static void set_low_water(struct connection *connection, uint32_t bytes)
+{
+    int value = (int)bytes;
+    if (connection->low_water != bytes)
+        setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
+    connection->low_water = bytes;
+}
+
+/* Within a host, one of many chunks to be written is left in the socket until it has arrived whole, so that it is copied once. For
+ * once: what else wakes the loop, a peer that left or a buffer that is full, is no reason to wait again. The first one of a call
+ * is not: where nothing follows, to receive while the rest arrives takes less time. */
+static bool lets_it_arrive(struct connection *connection)
+{
+    const struct smb_frame *frame = &connection->request.frame;
+    if (!connection->here || !connection->follows)
+        return false;
+    connection->follows = connection->drained = false;
+    connection->loop->bulk |= frame->length >= SPIN_BYTES_MAX;
+    set_low_water(connection, frame->length - (connection->in_end - connection->in_start));
+    return true;
+}
+
 static enum step receive_payload(struct connection *connection)
 {
     const struct smb_frame *frame = &connection->request.frame;
+    if (connection->low_water > 1)
+        set_low_water(connection, 1);
     if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
         frame->length >= BULK_BYTES && frame->payload == frame->length) { /* as it is, and nothing beside it */
-        bool done;
-        enum step step = receive_in_place(connection, &done);
+        bool done = false, arrived = has_arrived(connection);
+        if (!arrived && lets_it_arrive(connection))
+            return wait_for(connection, WAIT_INPUT);
+        enum step step = arrived ? receive_in_place(connection, &done) : STEP_ON;
         if (done || step != STEP_ON)
             return step;
     }

@@ -277,6 +277,8 @@ struct connection {
     uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
+    bool awaited, follows;              /* the next request had not come when the last was done; the one in hand had */
+    uint32_t low_water;                 /* SO_RCVLOWAT, if it was set */
     bool drained;                       /* the last look at the socket took all that was there */
     uint32_t out_start, out_end;        /* small replies to be sent */
     uint32_t replies_held;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,36 +77,45 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What one client process saw: start and end (time.monotonic) of every call that counts, and its CPU seconds."""
+    """What one client process saw: start and end (time.monotonic) of every `batch` calls that count, and its CPU
+    seconds."""
 
     starts: list[float]
     ends: list[float]
     cpu_seconds: float
     calls: int  # warm-up included: what the check must find added
+    batch: int = 1
 
 
 WARM_UP_CALLS = 3
+_BATCH_BYTES = 512 << 10  # as in limits.c
+_BATCH_SECONDS = 0.001
 
 
-def run_calls(call: Callable[[], object], seconds: float, wait_for_start: Callable[[], object]) -> Run:
-    """What every client process of every contender does: warm up, wait for the others, call for about `seconds`.
+def run_calls(call: Callable[[], object], case: Case, wait_for_start: Callable[[], object]) -> Run:
+    """What every client process of every contender does: warm up, wait for the others, call for about `case.seconds`.
 
-    At least 3 calls count; clocks are read around each.
+    Clocks are read around each call; over shm, as by the limits, around calls of 512 KiB together (1 ms at most): to
+    read the clock and keep what it says takes as long as a small call. At least 3 times of it count.
     """
+    began = time.monotonic()
     for _ in range(WARM_UP_CALLS):
         call()
+    took = (time.monotonic() - began) / WARM_UP_CALLS
+    batch = max(1, min(_BATCH_BYTES // case.nbytes, int(_BATCH_SECONDS / took))) if case.transport == SHM else 1
     wait_for_start()
     starts: list[float] = []
     ends: list[float] = []
     cpu = time.process_time()
     now = time.monotonic()
-    deadline = now + seconds
+    deadline = now + case.seconds
     while now < deadline or len(ends) < 3:
         starts.append(now)
-        call()
+        for _ in repeat(None, batch):
+            call()
         now = time.monotonic()
         ends.append(now)
-    return Run(starts, ends, time.process_time() - cpu, WARM_UP_CALLS + len(ends))
+    return Run(starts, ends, time.process_time() - cpu, WARM_UP_CALLS + batch * len(ends), batch)
 
 
 def sample_of(case: Case, runs: list[Run], server_cpu_seconds: float | None) -> Sample:
@@ -116,13 +126,14 @@ def sample_of(case: Case, runs: list[Run], server_cpu_seconds: float | None) -> 
     if last - first < 0.5 * (whole_last - whole_first):
         first, last = whole_first, whole_last
     done = sum(_calls_in(run, first, last) for run in runs)
-    times = np.concatenate([np.subtract(run.ends, run.starts) for run in runs])
-    gigabytes = len(times) * case.nbytes / 1e9
+    times = np.concatenate([np.subtract(run.ends, run.starts) / run.batch for run in runs])
+    calls = sum(run.batch * len(run.ends) for run in runs)
+    gigabytes = calls * case.nbytes / 1e9
     return Sample(
         bytes_per_second=done * case.nbytes / (last - first),
         p50_seconds=float(np.median(times)),
         p99_seconds=float(np.quantile(times, 0.99, method="higher")),
-        calls=len(times),
+        calls=calls,
         client_cpu=sum(run.cpu_seconds for run in runs) / gigabytes,
         server_cpu=None if server_cpu_seconds is None else server_cpu_seconds / gigabytes,
     )
@@ -132,4 +143,4 @@ def _calls_in(run: Run, first: float, last: float) -> float:
     """Calls within the window, the ones at its edges by their share."""
     starts, ends = np.array(run.starts), np.array(run.ends)
     inside = np.minimum(ends, last) - np.maximum(starts, first)
-    return float(np.sum(np.clip(inside, 0, None) / (ends - starts)))
+    return run.batch * float(np.sum(np.clip(inside, 0, None) / (ends - starts)))

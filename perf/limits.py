@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +123,9 @@ def _sample(case: Case, out: bytes, *, served: bool) -> Sample:
     for client in told["clients"]:
         count = client["batches"]
         starts, ends, times = times[:count], times[count : 2 * count], times[2 * count :]
-        runs.append(Run(starts.tolist(), ends.tolist(), client["cpu_seconds"], client["calls"]))
-    batch: int = told["clients"][0]["batch_calls"]
-    sample = sample_of(replace(case, nbytes=batch * case.nbytes), runs, told["server_cpu_seconds"] if served else None)
-    return replace(
-        sample,
-        p50_seconds=sample.p50_seconds / batch,
-        p99_seconds=sample.p99_seconds / batch,
-        calls=sample.calls * batch,
-    )
+        run = Run(starts.tolist(), ends.tolist(), client["cpu_seconds"], client["calls"], client["batch_calls"])
+        runs.append(run)
+    return sample_of(case, runs, told["server_cpu_seconds"] if served else None)
 
 
 def _sockets(family: str, over: str, buffers: Sequence[int]) -> list[Limit]:

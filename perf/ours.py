@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,12 @@ class Client:
         if case.operation in (WRITE, ACCUMULATE):
             array = written(buffer.size, index) if case.operation == WRITE else added(buffer.size)
         calls: dict[str, Callable[[], object]] = {
-            WRITE: lambda: buffer.write(array),
-            READ: lambda: buffer.read(out=array),
-            ACCUMULATE: lambda: buffer.accumulate(array),
-            FETCH_ADD: lambda: buffer.fetch_add(0, 1),
+            WRITE: partial(buffer.write, array),
+            READ: partial(buffer.read, out=array),
+            ACCUMULATE: partial(buffer.accumulate, array),
+            FETCH_ADD: partial(buffer.fetch_add, 0, 1),
         }
-        run = run_calls(calls[case.operation], case.seconds, wait_for_start)
+        run = run_calls(calls[case.operation], case, wait_for_start)
         if case.operation == READ:
             check(case, array, run.calls)
         return run

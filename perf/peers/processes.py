@@ -78,16 +78,16 @@ def work(case: Case, client: int, connection: Connection, wait_for_start: Callab
     """What a client does once connected; RuntimeError where it read something else than what stands there."""
     count = case.nbytes // 4
     if case.operation == FETCH_ADD:
-        return run_calls(lambda: connection.fetch_add(1), case.seconds, wait_for_start)
+        return run_calls(functools.partial(connection.fetch_add, 1), case, wait_for_start)
     if case.operation == READ:
         into = np.zeros(count, np.float32)
-        run = run_calls(lambda: connection.read(into), case.seconds, wait_for_start)
+        run = run_calls(functools.partial(connection.read, into), case, wait_for_start)
         into[:] = 0  # or the check would take an earlier read's
         check(case, connection.read(into), run.calls)
         return run
     values = written(count, client) if case.operation == WRITE else added(count)
     operation = connection.write if case.operation == WRITE else connection.accumulate
-    return run_calls(lambda: operation(values), case.seconds, wait_for_start)
+    return run_calls(functools.partial(operation, values), case, wait_for_start)
 
 
 class _Client:
