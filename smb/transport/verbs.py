@@ -40,6 +40,10 @@ _REFUSED_S = 60.0  # so long a server that can't be reached is not asked again
 _log = logging.getLogger("smb")
 
 
+class _NotConnectedError(NoAnswerError):
+    """A server that is there, and has no connection of this session's."""
+
+
 @dataclass(slots=True)
 class _Server:
     """One memory server, as this client uses it over RDMA. `lock`: while it is asked for keys."""
@@ -313,7 +317,14 @@ class Verbs:
         if place.id in server.rights:
             return
         with server.lock:
-            server.rights[place.id] = self._ask_right(server, place.control_address, place.id, epoch, deadline)
+            carrier = server.carrier
+            try:
+                server.rights[place.id] = self._ask_right(server, place.control_address, place.id, epoch, deadline)
+            except _NotConnectedError:
+                # It was restarted while nothing was under way: the queue pair does not know, and would never be remade.
+                if carrier is not None:
+                    self._moving().close_pump(carrier)
+                raise
             server.opened[place.id] = epoch
 
     def _open_again(self, server: _Server, where: Whereabouts) -> None:
@@ -363,9 +374,10 @@ class Verbs:
                 raise NotFoundError(text) from None
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 raise NoWayError(f"memory server {server.name} knows no RDMA") from None
-            # It was restarted, and has not heard of us, or of our queue pair's successor, yet, or is slow to begin. All
-            # of that comes by itself.
-            if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DEADLINE_EXCEEDED):
+            # It was restarted, and has not heard of us, or of our queue pair's successor, yet; or it is slow.
+            if code is grpc.StatusCode.FAILED_PRECONDITION:
+                raise _NotConnectedError(text) from None
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise NoAnswerError(text) from None
             if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
                 raise NoAnswerError(text) from None

@@ -200,7 +200,7 @@ def test_segments_that_are_not_there_are_refused(
     for fields, code in (
         ({"segment_id": stranger.segment.id ^ 1}, grpc.StatusCode.NOT_FOUND),
         ({"epoch": stranger.buffer.layout.epoch + 1}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"session_id": stranger.session_id ^ 1}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"session_id": stranger.session_id ^ 1}, grpc.StatusCode.FAILED_PRECONDITION),
     ):
         with pytest.raises(grpc.RpcError) as refused:
             stranger.open(**fields)
