@@ -13,6 +13,7 @@ def test_a_signal_handler_may_call() -> None:
     """Every addition of the loop and of the handler lands where it was meant, and every old value is right."""
     with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address) as client:
         a, b = client.create("a", (4,), "int64"), client.create("b", (4,), "int64")
+        assert (a.fetch_add(0, 0), b.fetch_add(1, 0)) == (0, 0)  # the way is found before: that has locks
         handled = 0
 
         def handle(_signal: int, _frame: FrameType | None) -> None:
