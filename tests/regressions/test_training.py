@@ -132,7 +132,7 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
 ) -> None:
     """It lost the slot's lock; when it went on it put itself in the place of the one who had got the slot since."""
     client, other = connect(), connect()
-    first = smb.train.join(client, "run", _ones(), ASP(), lease=LEASE_S)
+    first = smb.train.join(connect(), "run", _ones(), ASP(), lease=LEASE_S)  # keeps its slot: its client goes on
     found: list[smb.train.Worker] = []
 
     def is_free() -> bool:
