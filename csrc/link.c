@@ -119,7 +119,9 @@ bool link_busy(const struct smb_link *link)
 
 bool link_sleeps_at_once(const struct smb_link *link)
 {
-    return link->flying_bytes >= (link->here && link->fd >= 0 && address_other_core(link->fd) >= 0 ? SPIN_APART_MAX : SPIN_BYTES_MAX);
+    if (link->flying_bytes < SPIN_BYTES_MAX || link->flying_bytes >= SPIN_APART_MAX)
+        return link->flying_bytes >= SPIN_APART_MAX; /* small calls are not to pay for the question */
+    return !link->here || link->fd < 0 || address_other_core(link->fd) < 0;
 }
 
 bool link_wants_output(const struct smb_link *link)

@@ -192,12 +192,8 @@ def test_a_restore_is_one_processes(client: smb.Client, tmp_path: Path) -> None:
     assert [info.name for info in client.list()] == ["w", "w2"]
 
 
-def test_a_restore_that_was_killed_at_its_very_end(
-    client: smb.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the buffer has its name already: called again it says so by returning it, and takes the state away."""
-    path = tmp_path / "w.bin"
-    path.write_bytes(os.urandom(300_000))
+def killed_at_its_very_end(client: smb.Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the file to "w", up to where only the state is still to be taken away."""
 
     def stop(_self: sums.State) -> None:
         raise KeyboardInterrupt
@@ -206,6 +202,16 @@ def test_a_restore_that_was_killed_at_its_very_end(
         patched.setattr(sums.State, "end", stop)
         with pytest.raises(KeyboardInterrupt):
             copying.restore(client, path, "w")
+
+
+def test_a_restore_that_was_killed_at_its_very_end(
+    client: smb.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the buffer has its name already: called again it says so by returning it, and takes the state away."""
+    path = tmp_path / "w.bin"
+    path.write_bytes(os.urandom(300_000))
+
+    killed_at_its_very_end(client, path, monkeypatch)
     made = client.open("w").info.id
     assert copying.restore(client, path, "w").info.id == made
     assert list(tmp_path.iterdir()) == [path]
@@ -221,13 +227,7 @@ def test_a_restore_after_one_that_was_killed_at_its_very_end(
     path = tmp_path / "w.bin"
     path.write_bytes(os.urandom(300_000))
 
-    def stop(_self: sums.State) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sums.State, "end", stop)
-        with pytest.raises(KeyboardInterrupt):
-            copying.restore(client, path, "w")
+    killed_at_its_very_end(client, path, monkeypatch)
     if change == "the file":
         path.write_bytes(os.urandom(300_000))
         with pytest.raises(smb.AlreadyExistsError):
