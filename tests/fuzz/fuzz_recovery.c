@@ -151,11 +151,11 @@ static int64_t made_once(const struct smb_change *change, uint64_t i)
     return change->opcode == SMB_ACCUMULATE ? old + 3 * delta(i) : change->opcode == SMB_FETCH_ADD ? old + 1000 : 1000 + old;
 }
 
-/* What the journal names as being under way, as patched. */
+/* What the journal names as being under way, as patched: it may begin within an element. */
 static bool is_named(uint64_t i)
 {
     uint64_t offset = smb_load64(journal + WORDS_AT + 40), bytes = smb_load64(journal + WORDS_AT + 48);
-    return 8 * i + 7 >= offset && 8 * i - offset < bytes;
+    return 8 * i < offset ? offset - 8 * i < 8 && bytes > 0 : 8 * i - offset < bytes;
 }
 
 static void check_data(struct smb_segment *found, const struct smb_change *made)
