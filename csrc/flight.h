@@ -1,5 +1,5 @@
-/* flight.h: what link.c (frames in and out), flight.c (requests on their way), resume.c (a lane goes on) and dial.c (new
- * connections) share. Whoever drives the link only, but for dial.c. */
+/* flight.h: what link.c (frames out, connections), answers.c (what comes back), flight.c (requests on their way), resume.c (a lane
+ * goes on) and dial.c (new connections) share. Whoever drives the link only, but for dial.c. */
 #ifndef SMB_FLIGHT_H
 #define SMB_FLIGHT_H
 
@@ -38,6 +38,12 @@ static inline void flight_append(struct flight ***end, struct flight *flight)
     *end = &flight->next;
 }
 
+/* Where the answer's payload is received. */
+static inline uint8_t *flight_landing(const struct flight *flight)
+{
+    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
+}
+
 static inline void flight_settle(struct smb_link *link, struct flight *flight, int state)
 {
     if (flight->doubt)
@@ -69,8 +75,14 @@ int link_take_watermark(struct smb_link *link, const struct smb_frame *reply);
 /* Every watermark is here: what was applied is answered, the rest is sent again. */
 void link_resume(struct smb_link *link);
 
-/* ---- link.c */
+/* ---- answers.c */
+/* One look at the socket. SMB_LINK_LOST: the connection is broken. */
+int link_receive(struct smb_link *link, bool *moved);
+/* What was received, into answers. */
+int link_digest(struct smb_link *link);
 /* The request is answered with success, and `a` and `b`. */
 void link_take_success(struct smb_link *link, struct flight *flight, uint64_t a, uint64_t b);
+/* What came is not what was sent: counted; SMB_LINK_LOST. */
+int link_spoilt(struct smb_link *link);
 
 #endif

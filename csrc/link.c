@@ -194,16 +194,10 @@ static void fill_window(struct smb_link *link)
 
 /* ---- sending */
 
-/* Where the answer's payload is received. */
-static uint8_t *landing(const struct flight *flight)
-{
-    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
-}
-
 /* Of a record: where the payload is, and where the answer's data goes. */
 static void write_ends(struct flight *flight)
 {
-    uintptr_t sink = (uintptr_t)landing(flight);
+    uintptr_t sink = (uintptr_t)flight_landing(flight);
     smb_store64(flight->ends, (uintptr_t)flight->payload);
     smb_store64(flight->ends + 8, sink);
     smb_store64(flight->ends + 16, flight->payload_bytes | (sink ? (uint64_t)flight->answer_bytes << 32 : 0));
@@ -278,209 +272,6 @@ static int send_some(struct smb_link *link, bool *moved)
         flight_append(&link->sent_end, flight_take_from(&link->unsent, &link->unsent_end));
     }
     return SMB_OK;
-}
-
-/* ---- receiving */
-
-/* Answers come mostly in the order of the requests, so that the first look finds it. */
-static struct flight **find_sent(struct smb_link *link, uint64_t sequence)
-{
-    struct flight **at = &link->sent;
-    while (*at && (*at)->sequence != sequence)
-        at = &(*at)->next;
-    return at;
-}
-
-static int state_after(int status)
-{
-    return status == SMB_OK ? SMB_DOUBT_APPLIED : status == SMB_EVICTED ? SMB_DOUBT_UNKNOWN : SMB_DOUBT_NOT_APPLIED;
-}
-
-static void take_failure(struct smb_link *link, struct flight *flight, int status)
-{
-    struct stream *stream = flight->stream;
-    /* What is known to have been applied was, also if the answer can't be had any more. */
-    int state = flight->fate == SMB_DOUBT_APPLIED ? SMB_DOUBT_APPLIED : state_after(status);
-    flight_settle(link, flight, state);
-    if (stream) {
-        if (smb_opcode_changes(flight->opcode))
-            call_part_done(stream, flight->buffer_offset, flight->length, state);
-        call_failed(stream, status);
-    }
-    flight_landed(link, flight);
-}
-
-/* A lock was granted to a caller that has left: it goes back at once. If the connection breaks first, its ttl ends it. */
-static void give_back(struct smb_link *link, const struct flight *lock, uint64_t token)
-{
-    struct flight *flight = flight_take(link);
-    if (!flight)
-        return;
-    *flight = (struct flight){.sequence = link->made++, .segment_id = lock->segment_id, .epoch = lock->epoch,
-                              .opcode = SMB_UNLOCK, .fate = SMB_DOUBT_NOT_APPLIED};
-    struct smb_frame frame = {.opcode = SMB_UNLOCK, .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
-    flight_put_small(flight, token);
-    for (int i = 1; i < SMB_SYNC_WORDS; i++)
-        flight_put_small(flight, 0);
-    flight_encode(link, flight, &frame);
-    flight_append(&link->unsent_end, flight);
-    link->flying++;
-}
-
-void link_take_success(struct smb_link *link, struct flight *flight, uint64_t a, uint64_t b)
-{
-    struct stream *stream = flight->stream;
-    if (!stream && flight->opcode == SMB_LOCK)
-        give_back(link, flight, a);
-    flight_settle(link, flight, SMB_DOUBT_APPLIED);
-    if (stream && stream->told) {
-        stream->told->a = a;
-        stream->told->b = b;
-    } else if (stream) {
-        call_applied(stream, flight->length, a);
-    }
-    flight_landed(link, flight);
-}
-
-static bool wants_data(const struct flight *flight, const struct smb_frame *reply)
-{
-    return flight->stream ? flight->sink != NULL : reply->payload > smb_frame_checksum_bytes(reply);
-}
-
-/* The header of an answer. */
-static int take_reply(struct smb_link *link, const struct smb_frame *reply)
-{
-    struct flight **at = find_sent(link, reply->sequence);
-    struct flight *flight = *at;
-    uint32_t elements = reply->payload - smb_frame_checksum_bytes(reply);
-    if (!flight || reply->opcode != flight->opcode ||
-        smb_frame_wire(reply) != flight->wire ||
-        (elements > 0 && (elements != flight->answer_bytes || (flight->stream && !flight->sink))))
-        return SMB_PROTOCOL;
-    bool data = reply->status == SMB_OK && wants_data(flight, reply);
-    if (data && elements == 0)
-        return SMB_PROTOCOL; /* data was asked for, and success without data can't be */
-    if (data) {
-        link->reading = flight; /* still in the list: if the connection breaks now it is asked for again */
-        link->reading_have = link->by_reference ? flight->answer_bytes : 0; /* by reference: it is there already */
-        return SMB_OK;
-    }
-    flight_take_from(at, &link->sent_end);
-    if (reply->status == SMB_OK)
-        link_take_success(link, flight, reply->argument, reply->offset);
-    else
-        take_failure(link, flight, reply->status);
-    return SMB_OK;
-}
-
-static int spoilt(struct smb_link *link)
-{
-    atomic_fetch_add_explicit(&link->client->spoilt, 1, memory_order_relaxed);
-    return SMB_LINK_LOST;
-}
-
-/* Of `here` bytes takes those of a header, and its checksum where no data is between them: *taken, 0 where that is not all here.
- * A header is believed once its checksum is right; data that follows it is, before anybody is told. */
-static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t here, uint32_t *taken)
-{
-    struct smb_frame reply;
-    int status = smb_frame_parse(bytes, &reply);
-    *taken = 0;
-    if (status != SMB_OK)
-        return status;
-    if (!(reply.flags & SMB_FLAG_REPLY) || (reply.flags & SMB_FLAG_CHECKSUM) != client_frame_flags(link->client))
-        return SMB_PROTOCOL;
-    uint32_t checksum = smb_frame_checksum_bytes(&reply);
-    uint32_t whole = SMB_FRAME_BYTES + (reply.payload == checksum ? checksum : 0);
-    if (here < whole)
-        return SMB_OK;
-    link->crc = checksum > 0 ? smb_crc32c(0, bytes, SMB_FRAME_BYTES) : 0;
-    if (whole > SMB_FRAME_BYTES && !smb_checksum_is(bytes + SMB_FRAME_BYTES, link->crc))
-        return spoilt(link);
-    *taken = whole;
-    return link->watermark_count > 0 ? link_take_watermark(link, &reply) : take_reply(link, &reply);
-}
-
-static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t count)
-{
-    struct flight *flight = link->reading;
-    uint32_t missing = flight->answer_bytes - link->reading_have;
-    uint32_t take = count < missing ? count : missing;
-    if (flight->stream && bytes)
-        memcpy(landing(flight) + link->reading_have, bytes, take);
-    if (link->client->checksums)
-        link->crc = smb_crc32c(link->crc, bytes ? bytes : landing(flight) + link->reading_have, take);
-    link->reading_have += take;
-    return take;
-}
-
-static int receive_some(struct smb_link *link, bool *moved)
-{
-    struct iovec parts[2];
-    int count = 0;
-    uint32_t missing = 0;
-    if (link->reading && link->reading->stream) { /* straight to the caller's memory, and the headers behind it */
-        missing = link->reading->answer_bytes - link->reading_have;
-        parts[count++] = (struct iovec){landing(link->reading) + link->reading_have, missing};
-    }
-    parts[count++] = (struct iovec){link->in + link->in_end, LINK_IN_BYTES - link->in_end};
-    ssize_t done = count == 1 ? read(link->fd, parts->iov_base, parts->iov_len) : readv(link->fd, parts, count);
-    if (done < 0)
-        return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
-    if (done == 0)
-        return SMB_LINK_LOST;
-    *moved = true;
-    link->heard_ns = smb_now_ns();
-    uint32_t ours = (uint64_t)done < missing ? (uint32_t)done : missing;
-    if (ours > 0)
-        take_data(link, NULL, ours);
-    link->in_end += (uint32_t)done - ours;
-    return SMB_OK;
-}
-
-static void finish_reading(struct smb_link *link)
-{
-    struct flight *flight = link->reading;
-    link->reading = NULL;
-    flight_take_from(find_sent(link, flight->sequence), &link->sent_end);
-    if (flight->stream && flight->opcode == SMB_READ && flight->encoded)
-        smb_kernel_apply_encoded(flight->wire, SMB_REPLACE, flight->sink, flight->encoded, 0, flight->length / 4, 1.0);
-    link_take_success(link, flight, 0, 0);
-}
-
-/* What was received, into answers. */
-static int digest(struct smb_link *link)
-{
-    int status = SMB_OK;
-    while (status == SMB_OK) {
-        uint32_t here = link->in_end - link->in_start;
-        if (link->reading) {
-            link->in_start += take_data(link, link->in + link->in_start, here);
-            if (link->reading_have < link->reading->answer_bytes)
-                break;
-            if (link->client->checksums) {
-                if (link->in_end - link->in_start < SMB_CHECKSUM_BYTES)
-                    break;
-                link->in_start += SMB_CHECKSUM_BYTES;
-                if (!smb_checksum_is(link->in + link->in_start - SMB_CHECKSUM_BYTES, link->crc))
-                    return spoilt(link);
-            }
-            finish_reading(link);
-        } else if (here >= SMB_FRAME_BYTES) {
-            uint32_t taken;
-            status = take_header(link, link->in + link->in_start, here, &taken);
-            link->in_start += taken;
-            if (taken == 0)
-                break;
-        } else {
-            break;
-        }
-    }
-    uint32_t left = link->in_end - link->in_start;
-    memmove(link->in, link->in + link->in_start, left);
-    link->in_start = 0;
-    link->in_end = left;
-    return status;
 }
 
 /* ---- breaking and resuming */
@@ -577,9 +368,9 @@ static int move(struct smb_link *link, bool *moved)
             status = send_some(link, moved);
     }
     if (status == SMB_OK && (awaits || link->watermark_count > 0))
-        status = receive_some(link, moved);
+        status = link_receive(link, moved);
     if (status == SMB_OK)
-        status = digest(link);
+        status = link_digest(link);
     if (status == SMB_OK && link_state_of(link) == LINK_RESUMING && link->watermarks_answered == link->watermark_count)
         link_resume(link);
     return status;
@@ -607,7 +398,7 @@ bool link_progress(struct smb_link *link)
     }
     if (status != SMB_OK) {
         if (status == SMB_PROTOCOL || status == SMB_VERSION)
-            spoilt(link);
+            link_spoilt(link);
         break_connection(link);
         moved = true;
     }
