@@ -2,6 +2,7 @@
 #include "flight.h"
 
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -138,15 +139,100 @@ static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t 
     return take;
 }
 
+static void finish_reading(struct smb_link *link)
+{
+    struct flight *flight = link->reading;
+    link->reading = NULL;
+    flight_take_from(find_sent(link, flight->sequence), &link->sent_end);
+    if (flight->stream && flight->opcode == SMB_READ && flight->encoded)
+        smb_kernel_apply_encoded(flight->wire, SMB_REPLACE, flight->sink, flight->encoded, 0, flight->length / 4, 1.0);
+    link_take_success(link, flight, 0, 0);
+}
+
+/* ---- several answers in one look: their data goes to its places before their headers are understood */
+
+/* A place for each of the reads that are answered next, if they are answered in order and with data, behind what is being received.
+ * To take them in one call, and with none of them through `in`, is up to a quarter faster within a host: each call that ends tells
+ * the peer that there is room again, and lets it run before the rest has been taken. Returns how many parts. */
+static int await_answers(struct smb_link *link, struct iovec *parts)
+{
+    int count = 0;
+    if (link->in_end > 0 || link->by_reference || link->client->checksums)
+        return 0;
+    const struct flight *flight = link->sent;
+    if (link->reading)
+        flight = link->reading == link->sent ? link->reading->next : NULL;
+    while (count < 2 * ANSWERS_AWAITED && flight && flight->opcode == SMB_READ && flight->stream &&
+           flight->answer_bytes >= LINK_IN_BYTES) {
+        parts[count] = (struct iovec){link->awaited[count / 2], SMB_FRAME_BYTES};
+        parts[count + 1] = (struct iovec){flight_landing(flight), flight->answer_bytes};
+        count += 2;
+        flight = flight->next;
+    }
+    return count;
+}
+
+/* Something else than what was awaited: `left` bytes, from parts[0] on, that are not where they belong, and maybe where others of
+ * them do. So they are copied before they are looked at in turn. */
+static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint64_t left)
+{
+    uint8_t *bytes = left > 0 ? malloc(left) : NULL;
+    if (left > 0 && !bytes)
+        return SMB_LINK_LOST; /* what was asked for is asked for again */
+    for (uint64_t at = 0; at < left; parts++) {
+        uint64_t take = parts->iov_len < left - at ? parts->iov_len : left - at;
+        memcpy(bytes + at, parts->iov_base, take);
+        at += take;
+    }
+    int status = SMB_OK;
+    for (uint64_t at = 0; at < left && status == SMB_OK;) {
+        uint64_t room = LINK_IN_BYTES - link->in_end, take = room < left - at ? room : left - at;
+        memcpy(link->in + link->in_end, bytes + at, take);
+        link->in_end += (uint32_t)take;
+        at += take;
+        status = link_digest(link);
+    }
+    free(bytes);
+    return status;
+}
+
+/* `left` bytes have come into the awaited parts, and into `in` behind them. */
+static int take_awaited(struct smb_link *link, const struct iovec *parts, int count, uint64_t left)
+{
+    for (int i = 0; i < count; i += 2) {
+        if (left < SMB_FRAME_BYTES) {
+            memcpy(link->in, parts[i].iov_base, left);
+            break;
+        }
+        uint32_t taken;
+        int status = take_header(link, parts[i].iov_base, SMB_FRAME_BYTES, &taken);
+        if (status != SMB_OK)
+            return status;
+        left -= SMB_FRAME_BYTES;
+        if (!link->reading || flight_landing(link->reading) != parts[i + 1].iov_base)
+            return take_unawaited(link, parts + i + 1, left);
+        left -= take_data(link, NULL, left < parts[i + 1].iov_len ? (uint32_t)left : (uint32_t)parts[i + 1].iov_len);
+        if (link->reading_have < link->reading->answer_bytes)
+            break;
+        finish_reading(link);
+    }
+    link->in_end += (uint32_t)left;
+    return SMB_OK;
+}
+
 int link_receive(struct smb_link *link, bool *moved)
 {
-    struct iovec parts[2];
-    int count = 0;
+    struct iovec parts[2 + 2 * ANSWERS_AWAITED];
+    int count = 0, awaited = 0;
     uint32_t missing = 0;
-    if (link->reading && link->reading->stream) { /* straight to the caller's memory, and the headers behind it */
+    if (link->reading && link->reading->stream) { /* straight to the caller's memory, and what is behind it */
         missing = link->reading->answer_bytes - link->reading_have;
         parts[count++] = (struct iovec){flight_landing(link->reading) + link->reading_have, missing};
     }
+    if (!link->reading || missing > 0)
+        awaited = await_answers(link, parts + count);
+    const struct iovec *behind = parts + count;
+    count += awaited;
     parts[count++] = (struct iovec){link->in + link->in_end, LINK_IN_BYTES - link->in_end};
     ssize_t done = count == 1 ? read(link->fd, parts->iov_base, parts->iov_len) : readv(link->fd, parts, count);
     if (done < 0)
@@ -158,18 +244,13 @@ int link_receive(struct smb_link *link, bool *moved)
     uint32_t ours = (uint64_t)done < missing ? (uint32_t)done : missing;
     if (ours > 0)
         take_data(link, NULL, ours);
+    if (awaited > 0 && ours == missing) {
+        if (link->reading)
+            finish_reading(link);
+        return take_awaited(link, behind, awaited, (uint64_t)done - ours);
+    }
     link->in_end += (uint32_t)done - ours;
     return SMB_OK;
-}
-
-static void finish_reading(struct smb_link *link)
-{
-    struct flight *flight = link->reading;
-    link->reading = NULL;
-    flight_take_from(find_sent(link, flight->sequence), &link->sent_end);
-    if (flight->stream && flight->opcode == SMB_READ && flight->encoded)
-        smb_kernel_apply_encoded(flight->wire, SMB_REPLACE, flight->sink, flight->encoded, 0, flight->length / 4, 1.0);
-    link_take_success(link, flight, 0, 0);
 }
 
 int link_digest(struct smb_link *link)

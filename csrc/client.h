@@ -34,6 +34,7 @@ enum {
     WINDOW_FRAMES = 64,    /* in flight on one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
     ATOMICS_FLYING_MAX = 4, /* fetch_add and compare_swap: a record keeps the results of the last RECORD_RESULTS */
     LINK_IN_BYTES = 4096,
+    ANSWERS_AWAITED = 16,  /* reads that are answered in one look at the socket: 4 MiB of chunks */
     SPIN_BYTES_MAX = 128 << 10, /* who awaits more sleeps at once: spinning keeps the core that the other end needs, or the cache */
     SPIN_APART_MAX = 512 << 10, /* where the other end has a core of its own: to be woken takes as long as to receive 256 KiB */
     STREAM_BURST = 8       /* frames of one stream before the next stream of the link has its turn */
@@ -162,6 +163,7 @@ struct smb_link {
     uint32_t crc;                  /* of its header and what is here of its payload */
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
+    uint8_t awaited[ANSWERS_AWAITED][SMB_FRAME_BYTES]; /* headers of these */
     /* while it resumes */
     struct watermark *watermarks;
     uint32_t watermark_count, watermarks_answered;

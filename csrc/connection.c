@@ -2,6 +2,7 @@
  * has room again, or when a parked request is to be tried once more. One request is in hand at a time; the peer may send many
  * more meanwhile: they wait in the socket. Answers leave in the order of the requests. */
 #include <errno.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdlib.h>
@@ -40,7 +41,7 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
     if (transport == SMB_TRANSPORT_TCP) {
         int on = 1; /* an answer must not wait for the next one; failure costs time, not correctness */
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        address_suit_loopback(fd);
+        connection->send_buffer = address_suit_loopback(fd);
     }
     connection->loop = loop;
     connection->fd = fd;
@@ -690,9 +691,10 @@ static bool is_plain_read(const struct connection *connection, const uint8_t *by
            frame->length >= BULK_BYTES;
 }
 
-/* Those behind the one in hand stay in `in` until they are answered. */
-static void batch_admit(struct connection *connection, struct batch *batch)
+/* Those behind the one in hand stay in `in` until they are answered. All of them together are to fit into `room`. */
+static void batch_admit(struct connection *connection, uint64_t room, struct batch *batch)
 {
+    uint64_t bytes = SMB_FRAME_BYTES + (uint64_t)connection->request.frame.length;
     batch->requests[0] = connection->request;
     batch->admitted = 1;
     if (connection->request.frame.length < BULK_BYTES)
@@ -704,6 +706,7 @@ static void batch_admit(struct connection *connection, struct batch *batch)
         request->record_hint = 0;
         request->grants = &connection->grants;
         if (!is_plain_read(connection, connection->in + at, &frame) ||
+            (bytes += SMB_FRAME_BYTES + (uint64_t)frame.length) > room ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;
         request->retried = true; /* no patience: its lock is tried once */
@@ -765,6 +768,24 @@ static enum step answer_read_by_copy(struct connection *connection)
     return STEP_ON;
 }
 
+/* What the socket takes now. Where it is not known how much it holds: everything. */
+static uint64_t room_to_send(const struct connection *connection)
+{
+    int queued = 0;
+    if (connection->send_buffer == 0 || ioctl(connection->fd, SIOCOUTQ, &queued) != 0)
+        return UINT64_MAX;
+    return (uint64_t)queued < connection->send_buffer ? connection->send_buffer - (uint64_t)queued : 0;
+}
+
+/* Within a host a chunk that the socket would not take whole waits for room, once, so that it is neither copied aside nor sent in two
+ * parts: each of them wakes the peer. */
+static bool awaits_room(struct connection *connection, uint64_t room)
+{
+    uint64_t bytes = SMB_FRAME_BYTES + (uint64_t)connection->request.frame.length;
+    connection->awaited_room = room < bytes && !connection->awaited_room;
+    return connection->awaited_room;
+}
+
 /* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once, at one instant. Of the one that
  * it does not take whole the rest is set aside before its lock is released, so that a slow peer never holds it. */
 static enum step answer_read(struct connection *connection)
@@ -776,7 +797,12 @@ static enum step answer_read(struct connection *connection)
         return refuse(connection, SMB_OUT_OF_MEMORY);
     if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
         return answer_read_by_copy(connection);
-    batch_admit(connection, &batch);
+    uint64_t room = connection->request.frame.length < BULK_BYTES ? UINT64_MAX : room_to_send(connection);
+    if (awaits_room(connection, room)) {
+        gate_done(&connection->request);
+        return wait_for(connection, WAIT_OUTPUT);
+    }
+    batch_admit(connection, room, &batch);
     int status = batch_open(&batch);
     if (status != SMB_OK) {
         batch_done(&batch);
