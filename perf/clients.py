@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perf.contender import ACCUMULATE, READ, Case, Run
+from smb.arrays import whole_pages
 
 SPAWN = multiprocessing.get_context("spawn")  # the threads of gRPC, UCX and others do not survive a fork
 ANSWER_S = 60.0  # to get ready, and to come to an end: the slowest peer takes 2 s for one call with 256 MiB
@@ -157,14 +158,25 @@ def cpu_seconds(pid: int) -> float:
 # ---- bytes
 
 
+def zeros(count: int) -> Array:
+    """Return an array of shape (count,) in pages of its own, as the limits' arrays are and those of smb.Client.empty:
+    where an array lies makes up to 15 % (README.md), and is to be the same for all."""
+    array: Array = whole_pages((count,), np.dtype(np.float32))
+    return array
+
+
 def written(count: int, client: int) -> Array:
     """Return what a client writes, and what is read for client 0: whole numbers, no short period, shape (count,)."""
-    return ((_hash(count) >> np.uint32(21)) + np.uint32(2048 * client + 1)).astype(np.float32)
+    array = zeros(count)
+    array[:] = (_hash(count) >> np.uint32(21)) + np.uint32(2048 * client + 1)
+    return array
 
 
 def added(count: int) -> Array:
     """Return what one accumulate adds: ones and twos, shape (count,)."""
-    return ((_hash(count) >> np.uint32(31)) + np.uint32(1)).astype(np.float32)
+    array = zeros(count)
+    array[:] = (_hash(count) >> np.uint32(31)) + np.uint32(1)
+    return array
 
 
 def _hash(count: int) -> NDArray[np.uint32]:

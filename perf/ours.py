@@ -9,10 +9,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 import smb
-from perf.clients import Clients, added, check, cpu_seconds, written
+from perf.clients import Clients, added, check, cpu_seconds, written, zeros
 from perf.contender import ACCUMULATE, FETCH_ADD, OURS, READ, SHM, TCP, WRITE, Case, Run, Sample, run_calls, sample_of
 
 _CAPACITY_BYTES = 640 << 20  # two arrays of the largest size, and what goes with them
@@ -97,7 +95,7 @@ class Client:
         buffer = client.open(about["name"])
         if buffer.transports != (case.transport,):
             raise RuntimeError(f"reached over {buffer.transports}, not over {case.transport}")
-        array = np.zeros(buffer.size, np.float32)
+        array = zeros(buffer.size)
         if case.operation in (WRITE, ACCUMULATE):
             array = written(buffer.size, index) if case.operation == WRITE else added(buffer.size)
         calls: dict[str, Callable[[], object]] = {

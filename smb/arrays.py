@@ -6,7 +6,10 @@ protocol or __array_interface__, as numpy does. Lists and numbers become arrays 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import mmap
 import reprlib
 import weakref
 from typing import Any, cast
@@ -17,6 +20,7 @@ from smb.dtypes import DTYPES, Dtype
 from smb.engine import address_of, memory_at, memory_of, unmap
 from smb.errors import InvalidArgumentError
 
+_HUGE_BYTES = 2 << 20  # of a large page
 _CPU_DEVICES = (1, 3)  # kDLCPU, and kDLCUDAHost: pinned memory of the host
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 
@@ -79,6 +83,24 @@ class _Held:
         self._memory = memory
         at = (address_of(memory.place), read_only)
         self.__array_interface__ = {"version": 3, "shape": (count,), "typestr": typestr, "data": at}
+
+
+def whole_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return zeros in pages of their own, large ones where there is room for them and the system has them.
+
+    An ordinary array of some size begins 16 bytes past a page's start, where copies are slower (perf/README.md).
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < mmap.PAGESIZE:
+        return np.zeros(shape, dtype)
+    page = _HUGE_BYTES if nbytes >= _HUGE_BYTES else mmap.PAGESIZE
+    mapping = mmap.mmap(-1, nbytes + page - mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if page > mmap.PAGESIZE:
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapping, np.uint8)
+    start = -memory.ctypes.data % page
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def as_float32(memory: Memory) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from perf.clients import Array
+from perf.clients import Array, zeros
 from perf.contender import FETCH_ADD, TCP, Case, Sample
 from perf.peers import processes
 
@@ -30,7 +30,7 @@ class Store:
     """The array and the counter, in the server."""
 
     def __init__(self, nbytes: int) -> None:
-        self._array = np.zeros(nbytes // 4, np.float32)
+        self._array = zeros(nbytes // 4)
         self._bytes = memoryview(self._array).cast("B")
         self._counter = 0
         self._lock = threading.Lock()

@@ -8,9 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from perf.clients import Array
+from perf.clients import Array, zeros
 from perf.contender import READ, TCP, WRITE, Case, Sample
 from perf.peers import processes
 
@@ -59,7 +57,7 @@ class Client:
 
 
 def serve(ready: Callable[[Any], None], case: Case) -> None:
-    array = np.zeros(case.nbytes // 4, np.float32)
+    array = zeros(case.nbytes // 4)
     engine = _engine()
     engine.register_memory(array.ctypes.data, array.nbytes)
     ready((f"127.0.0.1:{engine.get_rpc_port()}", array.ctypes.data))

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from perf.clients import ANSWER_S, Array, check, end_with_parent
+from perf.clients import ANSWER_S, Array, check, end_with_parent, zeros
 from perf.contender import FETCH_ADD, READ, SHM, TCP, Case, Run, Sample, sample_of
 from perf.peers import processes
 
@@ -70,7 +70,7 @@ def rank_main(case: Case, answer: Path) -> None:
     if case.transport == SHM:
         window = MPI.Win.Allocate(case.nbytes if world.rank == OWNER else 0, comm=world)
     else:  # Open MPI's allocated windows are shared memory on one host, whatever transport is asked for
-        window = MPI.Win.Create(np.zeros(case.nbytes if world.rank == OWNER else 0, np.uint8), comm=world)
+        window = MPI.Win.Create(zeros(case.nbytes // 4 if world.rank == OWNER else 0), comm=world)
 
     def together() -> None:
         """A barrier in which the owner answers the clients meanwhile: all it does over TCP."""

@@ -11,9 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from perf.clients import Array
+from perf.clients import Array, zeros
 from perf.contender import READ, SHM, TCP, WRITE, Case, Sample
 from perf.peers import processes
 
@@ -80,7 +78,7 @@ class Client:
 
 
 def serve(ready: Callable[[Any], None], case: Case) -> None:
-    array = np.zeros(case.nbytes // 4, np.float32)
+    array = zeros(case.nbytes // 4)
     agent = _agent(TARGET, answers=True)
     agent.register_memory([(array.ctypes.data, array.nbytes, 0, "")], "DRAM")
     ready((agent.get_agent_metadata(), array.ctypes.data))

@@ -22,7 +22,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from perf.clients import ANSWER_S, SPAWN, Array, Clients, added, check, cpu_seconds, end_with_parent, stop, written
+from perf.clients import (
+    ANSWER_S,
+    SPAWN,
+    Array,
+    Clients,
+    added,
+    check,
+    cpu_seconds,
+    end_with_parent,
+    stop,
+    written,
+    zeros,
+)
 from perf.contender import FETCH_ADD, PEER, READ, WRITE, Case, Run, Sample, run_calls, sample_of
 
 _START_S = 60.0
@@ -71,7 +83,7 @@ NOBODY = -1
 def start_values(case: Case) -> Array:
     """What the array has before the clients start, shape (nbytes / 4,)."""
     count = case.nbytes // 4
-    return written(count, 0) if case.operation == READ else np.zeros(count, np.float32)
+    return written(count, 0) if case.operation == READ else zeros(count)
 
 
 def work(case: Case, client: int, connection: Connection, wait_for_start: Callable[[], object]) -> Run:
@@ -80,7 +92,7 @@ def work(case: Case, client: int, connection: Connection, wait_for_start: Callab
     if case.operation == FETCH_ADD:
         return run_calls(functools.partial(connection.fetch_add, 1), case, wait_for_start)
     if case.operation == READ:
-        into = np.zeros(count, np.float32)
+        into = zeros(count)
         run = run_calls(functools.partial(connection.read, into), case, wait_for_start)
         into[:] = 0  # or the check would take an earlier read's
         check(case, connection.read(into), run.calls)
@@ -118,7 +130,7 @@ def measure(case: Case, connect: Connect, server_pid: int | None = None) -> Samp
             if case.operation == FETCH_ADD:
                 check(case, np.array([owner.fetch_add(0) - before]), sum(run.calls for run in runs))
             elif case.operation != READ:
-                found = owner.read(np.zeros(case.nbytes // 4, np.float32))
+                found = owner.read(zeros(case.nbytes // 4))
                 check(case, found, sum(run.calls for run in runs))
     return sample_of(case, runs, server_cpu_s)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from perf.clients import Array
+from perf.clients import Array, zeros
 from perf.contender import SHM, Case, Sample
 from perf.peers import processes
 
@@ -25,7 +25,7 @@ class Holder:
     """What the actor is."""
 
     def __init__(self, nbytes: int) -> None:
-        self._array = np.zeros(nbytes // 4, np.float32)
+        self._array = zeros(nbytes // 4)
         self._counter = 0
 
     def write(self, source: Array) -> None:

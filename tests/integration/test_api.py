@@ -324,6 +324,23 @@ def test_view_needs_shared_memory(connect: Connect) -> None:
         buffer.view()
 
 
+@pytest.mark.parametrize("shape", [(), (3, 5), (1024, 1025), (3, 1 << 20)])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16"])
+def test_an_empty_array_has_pages_of_its_own(connect: Connect, shape: Any, dtype: str) -> None:
+    """client.empty() gives zeros of that form, that can be written; from a page on they begin at
+    one, from 2 MiB on at a large one."""
+    array = connect("tcp").empty(shape, dtype)
+    assert array.shape == np.zeros(shape).shape
+    assert array.dtype == DTYPES[dtype]
+    assert not array.any()
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    if array.nbytes >= PAGE:
+        assert array.ctypes.data % (2 << 20 if array.nbytes >= 2 << 20 else PAGE) == 0
+    array[...] = 1
+    assert np.array_equal(array, np.ones(shape, DTYPES[dtype]))
+
+
 # ---- names and places
 
 
