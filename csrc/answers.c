@@ -151,19 +151,30 @@ static void finish_reading(struct smb_link *link)
 
 /* ---- several answers in one look: their data goes to its places before their headers are understood */
 
+/* Whether the answer has a place that no answer before it has, too: two threads may read to one place. */
+static bool lands_apart(const struct smb_link *link, const struct flight *flight)
+{
+    const uint8_t *place = flight_landing(flight);
+    for (const struct flight *before = link->sent; before != flight; before = before->next) {
+        const uint8_t *other = flight_landing(before);
+        if (other && place < other + before->answer_bytes && other < place + flight->answer_bytes)
+            return false;
+    }
+    return true;
+}
+
 /* A place for each of the reads that are answered next, if they are answered in order and with data, behind what is being received.
  * To take them in one call, and with none of them through `in`, is up to a quarter faster within a host: each call that ends tells
- * the peer that there is room again, and lets it run before the rest has been taken. Returns how many parts. */
+ * the peer that there is room again, and lets it run before the rest has been taken. Until all of them have come their callers'
+ * memory may hold bytes of other answers. Returns how many parts. */
 static int await_answers(struct smb_link *link, struct iovec *parts)
 {
     int count = 0;
-    if (link->in_end > 0 || link->by_reference || link->client->checksums)
+    if (link->in_end > 0 || link->by_reference || link->client->checksums || (link->reading && link->reading != link->sent))
         return 0;
-    const struct flight *flight = link->sent;
-    if (link->reading)
-        flight = link->reading == link->sent ? link->reading->next : NULL;
+    const struct flight *flight = link->reading ? link->reading->next : link->sent;
     while (count < 2 * ANSWERS_AWAITED && flight && flight->opcode == SMB_READ && flight->stream &&
-           flight->answer_bytes >= LINK_IN_BYTES) {
+           flight->answer_bytes >= LINK_IN_BYTES && lands_apart(link, flight)) {
         parts[count] = (struct iovec){link->awaited[count / 2], SMB_FRAME_BYTES};
         parts[count + 1] = (struct iovec){flight_landing(flight), flight->answer_bytes};
         count += 2;
@@ -173,11 +184,11 @@ static int await_answers(struct smb_link *link, struct iovec *parts)
 }
 
 /* Something else than what was awaited: `left` bytes, from parts[0] on, that are not where they belong, and maybe where others of
- * them do. So they are copied before they are looked at in turn. */
+ * them do. They are all copied before the first is looked at: that may end a call, whose memory is its caller's again. */
 static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint64_t left)
 {
-    uint8_t *bytes = left > 0 ? malloc(left) : NULL;
-    if (left > 0 && !bytes)
+    uint8_t *bytes = malloc(left);
+    if (!bytes)
         return SMB_LINK_LOST; /* what was asked for is asked for again */
     for (uint64_t at = 0; at < left; parts++) {
         uint64_t take = parts->iov_len < left - at ? parts->iov_len : left - at;
@@ -196,6 +207,13 @@ static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint
     return status;
 }
 
+/* Of the first one that was sent, and success: then take_header finds its data where it belongs. */
+static bool is_awaited(const struct smb_link *link, const uint8_t *header)
+{
+    struct smb_frame reply;
+    return smb_frame_parse(header, &reply) == SMB_OK && reply.status == SMB_OK && reply.sequence == link->sent->sequence;
+}
+
 /* `left` bytes have come into the awaited parts, and into `in` behind them. */
 static int take_awaited(struct smb_link *link, const struct iovec *parts, int count, uint64_t left)
 {
@@ -204,13 +222,13 @@ static int take_awaited(struct smb_link *link, const struct iovec *parts, int co
             memcpy(link->in, parts[i].iov_base, left);
             break;
         }
+        if (!is_awaited(link, parts[i].iov_base))
+            return take_unawaited(link, parts + i, left);
         uint32_t taken;
         int status = take_header(link, parts[i].iov_base, SMB_FRAME_BYTES, &taken);
         if (status != SMB_OK)
             return status;
         left -= SMB_FRAME_BYTES;
-        if (!link->reading || flight_landing(link->reading) != parts[i + 1].iov_base)
-            return take_unawaited(link, parts + i + 1, left);
         left -= take_data(link, NULL, left < parts[i + 1].iov_len ? (uint32_t)left : (uint32_t)parts[i + 1].iov_len);
         if (link->reading_have < link->reading->answer_bytes)
             break;

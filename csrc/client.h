@@ -163,7 +163,7 @@ struct smb_link {
     uint32_t crc;                  /* of its header and what is here of its payload */
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
-    uint8_t awaited[ANSWERS_AWAITED][SMB_FRAME_BYTES]; /* headers of these */
+    uint8_t awaited[ANSWERS_AWAITED][SMB_FRAME_BYTES]; /* headers of the answers in one look; of no use between looks */
     /* while it resumes */
     struct watermark *watermarks;
     uint32_t watermark_count, watermarks_answered;

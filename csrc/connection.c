@@ -518,7 +518,7 @@ static enum step next_request(struct connection *connection)
     connection->begun_ns = connection->loop->clock_ns;
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
-    connection->retried = connection->from_kept = false;
+    connection->retried = connection->from_kept = connection->awaited_room = false;
     connection->payload_have = is_record ? frame.payload : 0;
     return connection->admitted == SMB_PROTOCOL ? refuse(connection, SMB_PROTOCOL) : STEP_ON;
 }
@@ -768,7 +768,7 @@ static enum step answer_read_by_copy(struct connection *connection)
     return STEP_ON;
 }
 
-/* What the socket takes now. Where it is not known how much it holds: everything. */
+/* What the socket takes now, about: it bounds its own structures, too. Where it is not known how much it holds: everything. */
 static uint64_t room_to_send(const struct connection *connection)
 {
     int queued = 0;
@@ -778,11 +778,12 @@ static uint64_t room_to_send(const struct connection *connection)
 }
 
 /* Within a host a chunk that the socket would not take whole waits for room, once, so that it is neither copied aside nor sent in two
- * parts: each of them wakes the peer. */
+ * parts: each of them wakes the peer. One that may be larger than the third that TCP calls room does not. */
 static bool awaits_room(struct connection *connection, uint64_t room)
 {
-    uint64_t bytes = SMB_FRAME_BYTES + (uint64_t)connection->request.frame.length;
-    connection->awaited_room = room < bytes && !connection->awaited_room;
+    uint64_t length = connection->request.frame.length, bytes = SMB_FRAME_BYTES + length;
+    connection->awaited_room = room < bytes && bytes <= connection->send_buffer / 3 && !connection->awaited_room;
+    connection->loop->bulk |= connection->awaited_room && length >= SPIN_BYTES_MAX;
     return connection->awaited_room;
 }
 

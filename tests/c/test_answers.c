@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -15,6 +16,7 @@ enum { CHUNK = 16384, CHUNKS = 24 /* more than are taken in one look */, BYTES =
 
 /* A server that collects a call's requests, then answers all of them. */
 struct answering {
+    int wire;              /* how its client asks for them */
     int order[CHUNKS];     /* which request is answered next */
     bool refused[CHUNKS];
     uint64_t piece_bytes;  /* of what is sent at once */
@@ -41,11 +43,14 @@ static bool hear(int fd, struct smb_frame *frame)
 static uint64_t put_answer(const struct answering *self, int number, const struct smb_frame *request, uint8_t *to)
 {
     struct smb_frame reply = smb_frame_reply(request, self->refused[number] ? SMB_DENIED : SMB_OK);
-    if (!self->refused[number])
-        reply.length = reply.payload = request->length;
+    if (!self->refused[number]) {
+        reply.length = request->length;
+        reply.payload = self->wire == SMB_WIRE_EXACT ? request->length : (uint32_t)smb_wire_bytes(self->wire, request->length / 4);
+    }
     smb_frame_encode(&reply, to);
+    uint64_t from = request->offset * reply.payload / request->length;
     for (uint64_t i = 0; i < reply.payload; i++)
-        to[SMB_FRAME_BYTES + i] = content(request->offset + i);
+        to[SMB_FRAME_BYTES + i] = content(from + i);
     return SMB_FRAME_BYTES + reply.payload;
 }
 
@@ -80,43 +85,63 @@ static void *answer_calls(void *argument)
     return NULL;
 }
 
-/* `calls` reads of everything: each ends as it should, and all that it says was read is right. */
-static void read_from(struct answering *self, int calls, int expected)
+struct reached {
+    struct smb_client *client;
+    struct smb_link *link;
+    struct smb_buffer *buffer;
+};
+
+static void reach_it(struct answering *self, struct reached *reached, void *(*serve)(void *))
 {
     struct sockaddr_in name = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t length = sizeof name;
     self->listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     CHECK(bind(self->listener, (struct sockaddr *)&name, sizeof name) == 0 && listen(self->listener, 1) == 0);
     CHECK_EQ(getsockname(self->listener, (struct sockaddr *)&name, &length), 0);
-    CHECK_EQ(pthread_create(&self->thread, NULL, answer_calls, self), 0);
-
+    CHECK_EQ(pthread_create(&self->thread, NULL, serve, self), 0);
     struct smb_layout layout = {BYTES, BYTES, CHUNK, 1};
-    struct smb_client *client;
-    struct smb_link *link;
-    struct smb_buffer *buffer;
     uint64_t instance;
-    CHECK_EQ(smb_client_create(1, &client), SMB_OK);
-    CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", ntohs(name.sin_port), 0, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
-    CHECK_EQ(smb_buffer_create(client, &layout, SMB_UINT8, &buffer), SMB_OK);
-    CHECK_EQ(smb_buffer_set_link(buffer, 0, 1, 1, link), SMB_OK);
+    CHECK_EQ(smb_client_create(1, &reached->client), SMB_OK);
+    CHECK_EQ(smb_client_connect_tcp(reached->client, "127.0.0.1", ntohs(name.sin_port), 0, RIG_TIMEOUT_MS, &reached->link, &instance),
+             SMB_OK);
+    CHECK_EQ(smb_buffer_create(reached->client, &layout, self->wire == SMB_WIRE_EXACT ? SMB_UINT8 : SMB_FLOAT32, &reached->buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(reached->buffer, 0, 1, 1, reached->link), SMB_OK);
+}
+
+static void leave_it(struct answering *self, struct reached *reached)
+{
+    smb_buffer_destroy(reached->buffer);
+    smb_link_close(reached->link);
+    smb_client_destroy(reached->client);
+    pthread_join(self->thread, NULL);
+    close(self->listener);
+}
+
+/* Of a bfloat16 the upper half of a float32 is sent. */
+static uint8_t expected_at(const struct answering *self, uint64_t at)
+{
+    return self->wire == SMB_WIRE_EXACT ? content(at) : at % 4 < 2 ? 0 : content(at / 4 * 2 + at % 4 - 2);
+}
+
+/* `calls` reads of everything: each ends as it should, and all that it says was read is right. */
+static void read_from(struct answering *self, int calls, int expected)
+{
+    struct reached reached;
+    reach_it(self, &reached, answer_calls);
     uint8_t *sink = malloc(BYTES);
     for (int call = 0; call < calls; call++) {
         struct smb_outcome outcome;
-        struct smb_request read = {.opcode = SMB_READ, .bytes = BYTES, .sink = sink,
+        struct smb_request read = {.opcode = SMB_READ, .bytes = BYTES, .sink = sink, .wire = self->wire,
                                    .timeout_ms = expected == SMB_LINK_LOST ? SHORT_MS : RIG_TIMEOUT_MS};
         memset(sink, 0, BYTES);
-        smb_transfer(buffer, &read, &outcome);
+        smb_transfer(reached.buffer, &read, &outcome);
         CHECK_EQ(outcome.status, expected);
         for (uint64_t i = 0; i < BYTES && expected != SMB_LINK_LOST; i++)
             if (!self->refused[i / CHUNK])
-                CHECK_EQ(sink[i], content(i));
+                CHECK_EQ(sink[i], expected_at(self, i));
     }
     free(sink);
-    smb_buffer_destroy(buffer);
-    smb_link_close(link);
-    smb_client_destroy(client);
-    pthread_join(self->thread, NULL);
-    close(self->listener);
+    leave_it(self, &reached);
 }
 
 static struct answering in_order(uint64_t piece_bytes)
@@ -146,6 +171,7 @@ static void answers_in_any_order(void)
             self.order[a] = self.order[b];
             self.order[b] = kept;
         }
+        self.wire = round % 3 ? SMB_WIRE_EXACT : SMB_WIRE_BFLOAT16;
         read_from(&self, CALLS, SMB_OK);
     }
 }
@@ -158,6 +184,7 @@ static void refusals_among_them(void)
         struct answering self = in_order(round % 2 ? UINT32_MAX : 1 + random_below(&random, 100000));
         for (uint64_t refusals = 1 + random_below(&random, 4); refusals > 0; refusals--)
             self.refused[random_below(&random, CHUNKS)] = true;
+        self.wire = round % 3 ? SMB_WIRE_EXACT : SMB_WIRE_BFLOAT16; /* to memory of the link, that goes with the refusal */
         read_from(&self, CALLS, SMB_DENIED);
     }
 }
@@ -173,6 +200,67 @@ static void answers_that_are_cut(void)
     }
 }
 
+/* Two requests, the second of which is answered first. */
+static _Atomic int heard;
+
+static void *answer_two(void *argument)
+{
+    struct answering *self = argument;
+    struct smb_frame requests[2], frame;
+    static uint8_t stream[2 * (SMB_FRAME_BYTES + CHUNK)];
+    int fd = accept4(self->listener, NULL, NULL, SOCK_CLOEXEC);
+    CHECK(fd >= 0 && hear(fd, &frame));
+    frame = smb_frame_reply(&frame, SMB_OK);
+    smb_frame_encode(&frame, stream);
+    CHECK_EQ(send(fd, stream, SMB_FRAME_BYTES, MSG_NOSIGNAL), SMB_FRAME_BYTES);
+    for (heard = 0; heard < 2; heard++)
+        CHECK(hear(fd, &requests[heard]));
+    uint64_t bytes = put_answer(self, 1, &requests[1], stream);
+    bytes += put_answer(self, 0, &requests[0], stream + bytes);
+    CHECK_EQ(send(fd, stream, bytes, MSG_NOSIGNAL), bytes);
+    CHECK(!hear(fd, &frame));
+    close(fd);
+    return NULL;
+}
+
+struct reader {
+    pthread_t thread;
+    struct smb_buffer *buffer;
+    struct smb_request request;
+};
+
+static void *read_it(void *argument)
+{
+    struct reader *reader = argument;
+    CHECK_EQ(reach_try(reader->buffer, reader->request), SMB_OK);
+    return NULL;
+}
+
+/* Two threads that read to one place, a part and all of it. */
+static void answers_to_one_place(void)
+{
+    for (int i = 0; i < 2; i++) {
+        struct answering self = in_order(UINT32_MAX);
+        struct reached reached;
+        reach_it(&self, &reached, answer_two);
+        uint8_t *sink = calloc(1, CHUNK);
+        struct reader readers[2];
+        for (int r = 0; r < 2; r++) {
+            readers[r] = (struct reader){.buffer = reached.buffer, .request = {
+                .opcode = SMB_READ, .bytes = r == i ? CHUNK / 2 : CHUNK, .sink = sink, .timeout_ms = RIG_TIMEOUT_MS}};
+            WAIT_UNTIL(heard == r);
+            CHECK_EQ(pthread_create(&readers[r].thread, NULL, read_it, &readers[r]), 0);
+        }
+        for (int r = 0; r < 2; r++)
+            pthread_join(readers[r].thread, NULL);
+        for (uint64_t at = 0; at < CHUNK; at++)
+            CHECK_EQ(sink[at], content(at));
+        free(sink);
+        leave_it(&self, &reached);
+        heard = 0;
+    }
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -180,6 +268,7 @@ int main(void)
         TEST(answers_in_any_order),
         TEST(refusals_among_them),
         TEST(answers_that_are_cut),
+        TEST(answers_to_one_place),
     };
     return RUN_TESTS(tests);
 }

@@ -175,7 +175,8 @@ def test_broken_queue_pairs_lose_and_double_nothing(client: RdmaClient) -> None:
     thread = threading.Thread(target=breaker)
     thread.start()
     end = time.monotonic() + 200
-    while "tcp" not in client.resumed or done < 10:
+    # The addition that falls back may be found applied already, and is not made again: the next is the first over TCP.
+    while client.server.engine.counters().operations["tcp", "accumulate"] == 0 or done < 10:
         assert time.monotonic() < end, client.resumed
         client.add(delta)
         done += 1
@@ -185,7 +186,7 @@ def test_broken_queue_pairs_lose_and_double_nothing(client: RdmaClient) -> None:
     thread.join()
     np.testing.assert_array_equal(client.read(), delta * done)
     assert client.resumed.count("verbs") >= 2
-    assert client.server.engine.counters().operations["tcp", "accumulate"] > 0
+    assert "tcp" in client.resumed
 
 
 def refused(client: RdmaClient, write: bool, address: int, key: int) -> bool:
