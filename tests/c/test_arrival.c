@@ -1,5 +1,7 @@
-/* Chunks to be written that follow each other: within a host the server leaves one in the socket until it has arrived whole. */
+/* Chunks that follow each other within a host: the server leaves one to be written in the socket until it has arrived whole, and waits
+ * with one to be read until the socket takes it whole. */
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include "rig.h"
@@ -121,11 +123,58 @@ static void who_leaves_half_way_changes_nothing(void)
     rig_stop(&rig);
 }
 
+/* One that asks for more than both sockets hold and reads late has everything in the end; a buffer that is deleted meanwhile is
+ * refused, and nobody else waits. */
+static void who_reads_late_gets_everything(void)
+{
+    enum { READS = 64 };
+    for (int deleted = 0; deleted < 2; deleted++) {
+        static struct rig rig;
+        static struct reach reach;
+        rig_start(&rig, LAYOUT, SMB_UINT8);
+        rig_add_buffer(&rig, 1);
+        reach_make(&reach, &rig, BY_TCP, 2);
+        struct smb_buffer *other = reach_buffer(&reach, &rig, BY_TCP, 1);
+        uint8_t *content = some_content(), *sink = malloc(LAYOUT.bytes);
+        must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
+        int fd = raw_connect(rig.ports[0]), here = 0, refused = 0;
+        put_frame(fd, (struct smb_frame){.opcode = SMB_HELLO});
+        must_hear(fd, SMB_HELLO);
+        for (uint64_t i = 0; i < READS; i++)
+            put_frame(fd, (struct smb_frame){.opcode = SMB_READ, .offset = i % 4 * CHUNK, .length = CHUNK, .sequence = i + 1});
+        WAIT_UNTIL(ioctl(fd, FIONREAD, &here) == 0 && here > CHUNK);
+        must(other, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
+        if (deleted)
+            CHECK_EQ(smb_server_delete_segment(rig.servers[0], rig_segment_id(0, 0)), SMB_OK);
+        for (uint64_t i = 0; i < READS; i++) {
+            uint8_t bytes[SMB_FRAME_BYTES];
+            struct smb_frame reply;
+            CHECK_EQ(recv(fd, bytes, sizeof bytes, MSG_WAITALL), sizeof bytes);
+            CHECK_EQ(smb_frame_parse(bytes, &reply), SMB_OK);
+            CHECK(reply.opcode == SMB_READ && reply.sequence == i + 1);
+            refused += reply.status == SMB_NOT_FOUND;
+            if (reply.status == SMB_NOT_FOUND)
+                continue;
+            CHECK(reply.status == SMB_OK && reply.payload == CHUNK);
+            CHECK_EQ(recv(fd, sink, CHUNK, MSG_WAITALL), CHUNK);
+            CHECK(memcmp(sink, content + i % 4 * CHUNK, CHUNK) == 0);
+        }
+        CHECK_EQ(refused > 0, deleted);
+        close(fd);
+        free(sink);
+        free(content);
+        smb_buffer_destroy(other);
+        reach_end(&reach);
+        rig_stop(&rig);
+    }
+}
+
 int main(void)
 {
     static const struct test tests[] = {
         TEST(what_comes_in_parts_is_answered),
         TEST(who_leaves_half_way_changes_nothing),
+        TEST(who_reads_late_gets_everything),
     };
     return RUN_TESTS(tests);
 }
