@@ -15,7 +15,7 @@ demo: $(VENV)/demo-installed
 
 test: lint c-test fuzz-short
 	-@$(MAKE) --no-print-directory spin systemd chromium prometheus fuse3
-	$(BIN)/pytest --numprocesses 2 --dist loadfile $(TESTS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 12 $(TESTS)
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
