@@ -1,7 +1,6 @@
 /* Chunks that follow each other within a host: the server leaves one to be written in the socket until it has arrived whole, and waits
  * with one to be read until the socket takes it whole. */
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include "rig.h"
@@ -125,48 +124,57 @@ static void who_leaves_half_way_changes_nothing(void)
 
 /* One that asks for more than both sockets hold and reads late has everything in the end; a buffer that is deleted meanwhile is
  * refused, and nobody else waits. */
-static void who_reads_late_gets_everything(void)
+static void read_late(bool deleted)
 {
     enum { READS = 64 };
-    for (int deleted = 0; deleted < 2; deleted++) {
-        static struct rig rig;
-        static struct reach reach;
-        rig_start(&rig, LAYOUT, SMB_UINT8);
-        rig_add_buffer(&rig, 1);
-        reach_make(&reach, &rig, BY_TCP, 2);
-        struct smb_buffer *other = reach_buffer(&reach, &rig, BY_TCP, 1);
-        uint8_t *content = some_content(), *sink = malloc(LAYOUT.bytes);
-        must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
-        int fd = raw_connect(rig.ports[0]), here = 0, refused = 0;
-        put_frame(fd, (struct smb_frame){.opcode = SMB_HELLO});
-        must_hear(fd, SMB_HELLO);
-        for (uint64_t i = 0; i < READS; i++)
-            put_frame(fd, (struct smb_frame){.opcode = SMB_READ, .offset = i % 4 * CHUNK, .length = CHUNK, .sequence = i + 1});
-        WAIT_UNTIL(ioctl(fd, FIONREAD, &here) == 0 && here > CHUNK);
-        must(other, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
-        if (deleted)
-            CHECK_EQ(smb_server_delete_segment(rig.servers[0], rig_segment_id(0, 0)), SMB_OK);
-        for (uint64_t i = 0; i < READS; i++) {
-            uint8_t bytes[SMB_FRAME_BYTES];
-            struct smb_frame reply;
-            CHECK_EQ(recv(fd, bytes, sizeof bytes, MSG_WAITALL), sizeof bytes);
-            CHECK_EQ(smb_frame_parse(bytes, &reply), SMB_OK);
-            CHECK(reply.opcode == SMB_READ && reply.sequence == i + 1);
-            refused += reply.status == SMB_NOT_FOUND;
-            if (reply.status == SMB_NOT_FOUND)
-                continue;
-            CHECK(reply.status == SMB_OK && reply.payload == CHUNK);
-            CHECK_EQ(recv(fd, sink, CHUNK, MSG_WAITALL), CHUNK);
-            CHECK(memcmp(sink, content + i % 4 * CHUNK, CHUNK) == 0);
-        }
-        CHECK_EQ(refused > 0, deleted);
-        close(fd);
-        free(sink);
-        free(content);
-        smb_buffer_destroy(other);
-        reach_end(&reach);
-        rig_stop(&rig);
+    static struct rig rig;
+    static struct reach reach;
+    rig_start(&rig, LAYOUT, SMB_UINT8);
+    rig_add_buffer(&rig, 1);
+    reach_make(&reach, &rig, BY_TCP, 2);
+    struct smb_buffer *other = reach_buffer(&reach, &rig, BY_TCP, 1);
+    uint8_t *content = some_content(), *sink = malloc(LAYOUT.bytes);
+    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
+    int fd = raw_connect(rig.ports[0]), refused = 0;
+    put_frame(fd, (struct smb_frame){.opcode = SMB_HELLO});
+    must_hear(fd, SMB_HELLO);
+    for (uint64_t i = 0; i < READS; i++)
+        put_frame(fd, (struct smb_frame){.opcode = SMB_READ, .offset = i % 4 * CHUNK, .length = CHUNK, .sequence = i + 1});
+    struct smb_server_counters counters; /* what waits whole, and what was cut, are a backlog */
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes > 0));
+    must(other, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
+    if (deleted)
+        CHECK_EQ(smb_server_delete_segment(rig.servers[0], rig_segment_id(0, 0)), SMB_OK);
+    for (uint64_t i = 0; i < READS; i++) {
+        uint8_t bytes[SMB_FRAME_BYTES];
+        struct smb_frame reply;
+        CHECK_EQ(recv(fd, bytes, sizeof bytes, MSG_WAITALL), sizeof bytes);
+        CHECK_EQ(smb_frame_parse(bytes, &reply), SMB_OK);
+        CHECK(reply.opcode == SMB_READ && reply.sequence == i + 1);
+        refused += reply.status == SMB_NOT_FOUND;
+        if (reply.status == SMB_NOT_FOUND)
+            continue;
+        CHECK(reply.status == SMB_OK && reply.payload == CHUNK);
+        CHECK_EQ(recv(fd, sink, CHUNK, MSG_WAITALL), CHUNK);
+        CHECK(memcmp(sink, content + i % 4 * CHUNK, CHUNK) == 0);
     }
+    CHECK_EQ(refused > 0, deleted);
+    close(fd);
+    free(sink);
+    free(content);
+    smb_buffer_destroy(other);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
+static void who_reads_late_gets_everything(void)
+{
+    read_late(false);
+}
+
+static void who_reads_late_hears_that_it_was_deleted(void)
+{
+    read_late(true);
 }
 
 int main(void)
@@ -175,6 +183,7 @@ int main(void)
         TEST(what_comes_in_parts_is_answered),
         TEST(who_leaves_half_way_changes_nothing),
         TEST(who_reads_late_gets_everything),
+        TEST(who_reads_late_hears_that_it_was_deleted),
     };
     return RUN_TESTS(tests);
 }
