@@ -80,6 +80,11 @@ bool connection_is_empty(const struct connection *connection)
     return connection->wait == WAIT_INPUT && !connection->have_request && !connection->waits && !connection->answered;
 }
 
+bool connection_is_silent(const struct connection *connection, uint64_t now_ns)
+{
+    return !connection->proven && now_ns > connection->opened_ns + (uint64_t)HELLO_DEADLINE_MS * 1000000U;
+}
+
 static enum step refuse(struct connection *connection, int why)
 {
     server_count(&connection->loop->server->errors[why], 1);

@@ -355,7 +355,7 @@ static void close_the_silent(struct loop *loop, uint64_t now_ns)
     struct connection *connection = loop->connections;
     while (connection) {
         struct connection *next = connection->next;
-        if (!connection->proven && now_ns - connection->opened_ns > (uint64_t)HELLO_DEADLINE_MS * 1000000U) {
+        if (connection_is_silent(connection, now_ns)) {
             server_count(&loop->server->errors[SMB_TIMEOUT], 1);
             drop_connection(loop, connection);
         }

@@ -232,6 +232,8 @@ bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
 /* It has nothing in hand: another loop may take it over. */
 bool connection_is_empty(const struct connection *connection);
+/* It has not shown for too long who it is. `now_ns` may be from before it came: others let it in. */
+bool connection_is_silent(const struct connection *connection, uint64_t now_ns);
 /* No connection of the session does anything any more; their loops close them. */
 void lanes_fence_session(struct smb_server *server, uint64_t session);
 /* One of its waits is answered: the answer goes out at its next turn. */

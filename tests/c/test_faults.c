@@ -8,6 +8,7 @@
 #include "fake_server.h"
 #include "rig.h"
 #include "segment.h"
+#include "server.h"
 
 enum { BYTES = 512, SHORT_MS = 200 };
 
@@ -668,9 +669,23 @@ static void server_stops_with_requests_parked(void)
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
 }
 
+/* Who is let in after a loop has read its clock, before it looks for the silent, has only just come. It was closed once. */
+static void who_just_came_is_not_silent(void)
+{
+    enum { NOW_NS = 1000000000 };
+    uint64_t deadline_ns = (uint64_t)HELLO_DEADLINE_MS * 1000000U;
+    struct connection connection = {.opened_ns = NOW_NS};
+    CHECK(!connection_is_silent(&connection, NOW_NS - 1));
+    CHECK(!connection_is_silent(&connection, NOW_NS + deadline_ns));
+    CHECK(connection_is_silent(&connection, NOW_NS + deadline_ns + 1));
+    connection.proven = true;
+    CHECK(!connection_is_silent(&connection, NOW_NS + deadline_ns + 1));
+}
+
 int main(void)
 {
     static const struct test tests[] = {
+        TEST(who_just_came_is_not_silent),
         TEST(handshakes_that_fail),
         TEST(answers_cut_at_each_byte),
         TEST(closed_before_sending),
