@@ -192,7 +192,7 @@ def _measure_round(
 def _take_down(results: Results, name: str, case: Case, found: Sample | str) -> None:
     cell = results.cell(name, case)
     if isinstance(found, str):
-        cell.failed = cell.failed or found
+        cell.failed = cell.failed or found.replace(f"{ROOT}/", "")  # results are kept: of no one machine
     else:
         cell.samples.append(found)
 

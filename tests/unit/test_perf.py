@@ -27,7 +27,7 @@ from perf.contender import (
     Sample,
     sample_of,
 )
-from perf.results import Results
+from perf.results import ROOT, Results
 from perf.tables import markdown
 
 CASE = Case(TCP, WRITE, 1000, clients=2, seconds=1.0)
@@ -140,6 +140,23 @@ def test_a_contender_with_wrong_bytes_has_no_figure(lost: int) -> None:
     assert contender.entered == (3 if lost == 0 else 6)
     results.machine = {"cpu": "", "cores": 1, "memory_bytes": 0, "kernel": "", "governor": "", "load_average_before": 0}
     assert ("wrong bytes" in markdown(results)) == (lost == 1)
+
+
+class Broken(Forgetful):
+    """Its failure names a file, as a traceback does."""
+
+    def measure(self, case: Case) -> Sample:
+        raise RuntimeError(f'File "{ROOT}/perf/peers/mpi.py", line 1')
+
+
+def test_a_kept_reason_names_no_path_of_this_machine() -> None:
+    """Files are named from the project's folder on."""
+    results = _results({})
+    run.measure(results, [Broken(1)], [Case(SHM, ACCUMULATE, 8)], lambda _name, _case: None)
+    (cell,) = results.cells.values()
+    assert cell.failed is not None
+    assert 'File "perf/peers/mpi.py"' in cell.failed
+    assert str(ROOT) not in cell.failed
 
 
 def test_what_is_not_over_tcp_has_no_figure_there() -> None:
