@@ -102,6 +102,8 @@ class Tree:
                 return self._aliases[path]
             if self._is_folder(path):
                 return Status(0, 0, directory=True)
+            if path in self._hidden:  # and stays hidden: the name may be about to be another file's
+                raise refuse(errno.ENOENT, path)
             found = self._found(path)
             modified = self._modified.get(found.shown.name, round(1e9 * found.info.created))
             return Status(found.view.nbytes, modified, version=found.shown.version)
@@ -150,9 +152,13 @@ class Tree:
     # ---- opening
 
     def open(self, path: str, flags: int) -> OpenFile:
-        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES."""
+        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE where the path
+        led to a file that is hidden now and that nobody has open: what is there instead is found by looking anew.
+        """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         with as_os_errors():
+            if not flags & os.O_CREAT and (path in self._hidden or path in self._aliases):
+                return self._open_hidden(path, flags, truncate=bool(writes and flags & os.O_TRUNC))
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
             found = self._find(path)
@@ -170,7 +176,8 @@ class Tree:
 
     def _opened(self, path: str, flags: int, *, truncate: bool) -> Node:
         node = self._nodes.get(path)
-        if node is not None and isinstance(node.content, Live) and not self._is_current(node.content):
+        known = node.content if node is not None and not node.removed else None
+        if isinstance(known, Live) and not self._is_current(known):
             self._orphan(path)  # another process deleted or replaced it: this is about the new one
             node = None
         found = self._find(path) if node is None else None
@@ -183,6 +190,18 @@ class Tree:
         elif truncate:
             self.truncate_node(node, 0)
         return node
+
+    def _open_hidden(self, path: str, flags: int, *, truncate: bool) -> OpenFile:
+        """Open a file that was found while it still had the path, on which another is being renamed now."""
+        with self._lock:
+            hidden = self._hidden.get(path)
+            node = hidden.node if hidden is not None else None
+            if node is None or not node.handles:
+                raise refuse(errno.ESTALE, path)
+            if truncate:
+                self.truncate_node(node, 0)
+            node.handles += 1
+            return OpenFile(self, node, None, flags, path)
 
     def _is_current(self, live: Live) -> bool:
         try:
