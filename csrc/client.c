@@ -189,6 +189,32 @@ static void activate(struct smb_client *client, struct smb_link *link)
     client->active = link;
 }
 
+/* Which link of a pair odd chunks travel on. It is chosen while nothing is under way on either: a change must not be overtaken by a
+ * later one of the same chunk that went the other way. */
+static void choose_way(const struct smb_link *odd)
+{
+    struct smb_link *even = odd->even;
+    if (even && !link_busy(odd) && !link_busy(even))
+        even->alone = odd->heard_ns > even->heard_ns ? odd->crowded : even->crowded;
+}
+
+/* Before any of its streams is on a link. */
+static void choose_ways(struct smb_client *client, struct call *call)
+{
+    for (uint32_t i = 0; i < call->stream_count; i++) {
+        const struct smb_link *link = call->streams[i].link;
+        if (link->is_odd && second_has(client, link))
+            second_take_back(client);
+        if (link->is_odd)
+            choose_way(link);
+    }
+    for (uint32_t i = 0; i < call->stream_count; i++) {
+        struct stream *stream = &call->streams[i];
+        if (stream->link->is_odd && stream->link->even && stream->link->even->alone)
+            stream->link = stream->link->even;
+    }
+}
+
 static void take_arrivals(struct smb_client *client)
 {
     pthread_mutex_lock(&client->mutex);
@@ -207,10 +233,9 @@ static void take_arrivals(struct smb_client *client)
                 call->streams_left = 0;
             pthread_mutex_unlock(&client->accounts);
         }
+        choose_ways(client, call);
         for (uint32_t i = 0; i < call->stream_count; i++) {
             struct stream *stream = &call->streams[i];
-            if (second_has(client, stream->link))
-                second_take_back(client);
             link_enqueue(stream->link, stream);
             stream->link->bulk |= stream->request && stream->request->bytes >= BULK_CALL_BYTES;
             activate(client, stream->link);

@@ -145,6 +145,8 @@ struct smb_link {
     struct smb_link *even;         /* the other way round, while that one lives; mutex */
     bool is_odd;                   /* one of the two; set with them */
     bool bulk;                     /* of an odd one: large calls were put on it since it was idle */
+    bool crowded;                  /* said the answer that came last */
+    bool alone;                    /* of an even one: it carries the odd chunks, too */
     struct smb_link *next_lent;    /* while the second driver has it */
     struct smb_link *next;         /* of it */
     struct smb_link *next_of_all;  /* mutex */

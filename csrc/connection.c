@@ -207,6 +207,31 @@ static void count_done(struct connection *connection, const struct gate_request 
     count_request(connection, request->segment, request->frame.opcode, request->frame.length, loop->clock_ns - connection->begun_ns);
 }
 
+/* A session with large requests on two connections keeps two loops and two threads of its client's busy. Where that is more than
+ * there are, one connection each is up to a third faster: clients are told so with their answers. */
+static void note_large(struct connection *connection)
+{
+    struct loop *loop = connection->loop;
+    uint64_t now_ns = loop->clock_ns;
+    loop->bulk = true;
+    if (now_ns < connection->crowd_noted_ns + CROWD_NOTED_NS)
+        return;
+    connection->crowd_noted_ns = now_ns;
+    _Atomic uint64_t *crowd = loop->server->crowd;
+    atomic_store_explicit(&crowd[connection->crowd_slot], now_ns, memory_order_relaxed);
+    int sessions = 0;
+    for (int i = 0; i < CROWD_SLOTS; i++)
+        sessions += atomic_load_explicit(&crowd[i], memory_order_relaxed) + CROWD_NS > now_ns;
+    loop->crowded = sessions > 1 && 2 * sessions > loop->server->loop_count;
+}
+
+static struct smb_frame reply_to(const struct connection *connection, const struct smb_frame *request)
+{
+    struct smb_frame reply = smb_frame_reply(request, SMB_OK);
+    reply.flags |= connection->loop->crowded ? SMB_FLAG_CROWDED : 0;
+    return reply;
+}
+
 /* The request in hand is answered. `done`: it was carried out, not refused, and is to be counted. */
 static void finish_request(struct connection *connection, bool done)
 {
@@ -214,7 +239,8 @@ static void finish_request(struct connection *connection, bool done)
     if (done)
         count_done(connection, &connection->request);
     connection->replies_held += frame->length >= BULK_BYTES;
-    connection->loop->bulk |= frame->length >= SPIN_BYTES_MAX;
+    if (frame->length >= LARGE_BYTES)
+        note_large(connection);
     gate_done(&connection->request);
     connection->have_request = false;
 }
@@ -297,24 +323,33 @@ static void take_lane(struct connection *connection)
 {
     struct smb_server *server = connection->loop->server;
     pthread_mutex_lock(&server->lanes_lock);
+    connection->crowd_slot = server->next_crowd_slot % CROWD_SLOTS;
+    bool first = true;
     for (struct connection *older = server->lanes; older; older = older->lane_next) {
-        if (older->session == connection->session && older->lane == connection->lane)
+        if (older->session != connection->session)
+            continue;
+        first = false;
+        connection->crowd_slot = older->crowd_slot;
+        if (older->lane == connection->lane)
             fence(older);
     }
+    server->next_crowd_slot += first;
     connection->lane_next = server->lanes;
     server->lanes = connection;
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
-/* Large calls come over two connections of a session at once: on two loops, they are served by two cores. */
+/* Large calls come over two connections of a session at once: on two loops, they are served by two cores. Where there are many
+ * sessions they come over the same one of each: so those of a lane are on all loops, too. */
 static struct loop *emptiest_loop(struct connection *connection)
 {
     struct smb_server *server = connection->loop->server;
     uint32_t counts[LOOPS_MAX] = {0};
     pthread_mutex_lock(&server->lanes_lock);
     for (struct connection *other = server->lanes; other; other = other->lane_next)
-        if (other != connection && other->session == connection->session)
-            counts[other->loop - server->loops]++;
+        if (other != connection)
+            counts[other->loop - server->loops] += other->session == connection->session ? CONNECTIONS_MAX
+                                                   : other->lane == connection->lane     ? 1 : 0;
     pthread_mutex_unlock(&server->lanes_lock);
     struct loop *best = connection->loop;
     for (int i = 0; i < server->loop_count; i++)
@@ -570,7 +605,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
     if (step == STEP_ON) {
         *done = true;
         connection->payload_have = length;
-        struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+        struct smb_frame reply = reply_to(connection, &request->frame);
         put_reply(connection, &reply);
         finish_request(connection, true);
     }
@@ -608,7 +643,7 @@ static bool lets_it_arrive(struct connection *connection)
     if (!connection->here || !connection->follows)
         return false;
     connection->follows = connection->drained = false;
-    connection->loop->bulk |= frame->length >= SPIN_BYTES_MAX;
+    connection->loop->bulk |= frame->length >= LARGE_BYTES;
     set_low_water(connection, frame->length - (connection->in_end - connection->in_start));
     return true;
 }
@@ -627,7 +662,7 @@ static enum step receive_payload(struct connection *connection)
         if (done || step != STEP_ON)
             return step;
     }
-    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX;
+    connection->loop->bulk |= frame->payload - connection->payload_have >= LARGE_BYTES;
     uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
     bool in_checksum = connection->payload_have >= elements;
     uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;
@@ -720,7 +755,7 @@ static void batch_admit(struct connection *connection, uint64_t room, struct bat
 }
 
 /* SMB_OK: at least the first is locked. */
-static int batch_open(struct batch *batch)
+static int batch_open(const struct connection *connection, struct batch *batch)
 {
     for (uint32_t i = batch->count = 0; i < batch->admitted; i++) {
         const struct smb_frame *frame = &batch->requests[i].frame;
@@ -728,7 +763,7 @@ static int batch_open(struct batch *batch)
         int status = gate_open(&batch->requests[i], false, &place);
         if (status != SMB_OK)
             return i == 0 ? status : SMB_OK;
-        struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+        struct smb_frame reply = reply_to(connection, frame);
         reply.length = reply.payload = frame->length;
         smb_frame_encode(&reply, batch->headers[i]);
         batch->parts[1 + 2 * i] = (struct iovec){batch->headers[i], SMB_FRAME_BYTES};
@@ -762,7 +797,7 @@ static enum step answer_read_by_copy(struct connection *connection)
     else
         smb_kernel_encode(wire, place, length / 4, to);
     gate_close(request, false, true);
-    struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+    struct smb_frame reply = reply_to(connection, &request->frame);
     reply.length = length;
     uint32_t bytes = wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4);
     if (connection->named)
@@ -788,7 +823,7 @@ static bool awaits_room(struct connection *connection, uint64_t room)
 {
     uint64_t length = connection->request.frame.length, bytes = SMB_FRAME_BYTES + length;
     connection->awaited_room = room < bytes && bytes <= connection->send_buffer / 3 && !connection->awaited_room;
-    connection->loop->bulk |= connection->awaited_room && length >= SPIN_BYTES_MAX;
+    connection->loop->bulk |= connection->awaited_room && length >= LARGE_BYTES;
     return connection->awaited_room;
 }
 
@@ -809,7 +844,7 @@ static enum step answer_read(struct connection *connection)
         return wait_for(connection, WAIT_OUTPUT);
     }
     batch_admit(connection, room, &batch);
-    int status = batch_open(&batch);
+    int status = batch_open(connection, &batch);
     if (status != SMB_OK) {
         batch_done(&batch);
         return status == SMB_BUSY ? park(connection) : answer_failure(connection, status);
@@ -888,7 +923,7 @@ static enum step answer_change(struct connection *connection)
     if (status != SMB_OK)
         return answer_failure(connection, status);
     FAILPOINT("connection.changed");
-    struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+    struct smb_frame reply = reply_to(connection, frame);
     reply.argument = result;
     if (fetch && connection->named) { /* the payload is not needed any more */
         reply.length = frame->length;

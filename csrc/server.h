@@ -29,11 +29,14 @@ enum {
     OUT_BYTES = 4096,             /* as do small replies, each of up to: */
     SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
     FRAMES_PER_TURN = 32,         /* then the next connection of the loop has its turn */
-    SPIN_BYTES_MAX = 128 << 10,   /* after requests of this size a loop sleeps at once */
+    LARGE_BYTES = 128 << 10,      /* after requests of this size a loop sleeps at once */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, and as much as a socket within a host holds */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
+    CROWD_SLOTS = 64,             /* sessions share them if there are more: a crowd may then pass for a smaller one */
+    CROWD_NS = 20000000,          /* so long after its last large request a session is one of the crowd: */
+    CROWD_NOTED_NS = 1000000,     /* which a connection notes once in this time */
     LOOPS_MAX = 64
 };
 
@@ -108,6 +111,8 @@ struct smb_server {
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
+    _Atomic uint64_t crowd[CROWD_SLOTS]; /* when a session of that slot last had a large request */
+    uint32_t next_crowd_slot;           /* lanes_lock */
     struct sync_counters waited;        /* of all segments */
     pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
     struct connection *lanes;
@@ -138,6 +143,7 @@ struct loop {
     int peers_core;               /* that one; -1: on ours */
     bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
+    bool crowded;                 /* at its last look several sessions had large requests, and there were not two loops for each */
 };
 
 /* ---- registry (registry.c) */
@@ -269,6 +275,8 @@ struct connection {
     uint64_t opened_ns;
     struct smb_tally done;
     uint64_t begun_ns;                  /* the request in hand */
+    uint64_t crowd_noted_ns;
+    uint32_t crowd_slot;                /* its session's; from when it speaks for it */
     uint64_t backlog_bytes;             /* as counted in its loop */
 
     /* the request in hand */

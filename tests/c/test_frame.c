@@ -196,7 +196,7 @@ static void random_frames(void)
             memcpy(bytes, (const uint8_t[]){0x53, 0x4d, 1}, 3);
             bytes[3] %= SMB_OPCODE_COUNT + 1;
             bytes[4] %= 9;
-            bytes[6] &= SMB_FLAGS_KNOWN, bytes[7] = 0;
+            bytes[6] &= SMB_FLAGS_KNOWN & 0xff, bytes[7] &= SMB_FLAGS_KNOWN >> 8;
             memset(bytes + 8, 0, 2);
             memset(bytes + 50, 0, 2);
             memset(bytes + 54, 0, 2);
@@ -231,6 +231,9 @@ static void each_rule(void)
     frame = request(SMB_ACCUMULATE), frame.flags = SMB_FLAG_FETCH, expect(frame, SMB_OK);
     frame.flags = SMB_FLAG_RETRY, expect(frame, SMB_OK);
     frame.flags = SMB_FLAGS_KNOWN + 1, expect(frame, SMB_PROTOCOL);
+    frame.flags = SMB_FLAG_CROWDED, expect(frame, SMB_PROTOCOL);
+    frame = smb_frame_reply(&frame, SMB_OK), expect(frame, SMB_OK);
+    frame = request(SMB_ACCUMULATE);
     frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL);
     frame.payload += SMB_TOKEN_BYTES, expect(frame, SMB_OK);
     frame = request(SMB_FILL), frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL);

@@ -55,7 +55,7 @@ static void a_large_call_is_given_up_while_its_odd_link_is_lent(void)
     for (int round = 0; round < ROUNDS; round++) {
         uint8_t *source = malloc(LARGE), *sink = malloc(LARGE);
         memset(source, round + 1, LARGE);
-        uint32_t held = round % 4 < 3 ? 2 * (uint32_t)round + 1 : 0; /* mostly one of the odd link's */
+        uint64_t held = round % 4 < 3 ? (2 * (uint64_t)round + 1) * CHUNK : 0; /* mostly one of the odd link's */
         CHECK_EQ(smb_segment_lock(mapped, held, SMB_TRY), SMB_OK);
         CHECK_EQ(pthread_create(&other, NULL, small_calls, shared), 0);
         struct smb_request call = {.opcode = SMB_WRITE, .bytes = LARGE, .source = source, .timeout_ms = 60};
