@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
 # The order is the order of the layers; see smb.h.
 SOURCES = (
-    *("failpoint", "kernels", "frame", "layout", "sha256", "access", "records", "segment", "journal", "sync"),
+    *("failpoint", "kernels", "frame", "layout", "sha256", "access", "records", "pages", "segment", "journal", "sync"),
     *("gate", "waits", "connection", "counts", "registry", "slots", "server"),
     *("dial", "flight", "resume", "answers", "link", "second", "client", "transfer"),
 )

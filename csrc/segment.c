@@ -1,6 +1,7 @@
 #include "segment.h"
 
 #include "kernels.h"
+#include "pages.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -10,11 +11,10 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 enum { PAGE = 4096, CHUNK_STATE_BYTES = 64, FORMAT_VERSION = 2, READ_ATTEMPTS = 8, LOCK_SPINS = 2000, SYNC_OFFSET = 2048,
-       MARKED_RETRY_NS = 1000000, ZEROS = 256 << 10 };
+       MARKED_RETRY_NS = 1000000 };
 static const uint64_t MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
 
 /* Locks of another C library, or of another word size, lie differently in memory: such a process must not share them. */
@@ -112,8 +112,7 @@ static int map_file(int fd, const struct header *trusted, struct smb_segment **s
     struct smb_segment *made = calloc(1, sizeof *made);
     if (!made)
         return SMB_OUT_OF_MEMORY;
-    /* Populated now: a first touch on the hot path would cost a fault per page. */
-    void *base = mmap(NULL, trusted->file_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+    void *base = pages_map(fd, trusted->file_bytes);
     if (base == MAP_FAILED) {
         free(made);
         return errno == ENOMEM ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
@@ -161,36 +160,6 @@ static int initialise_locks(struct smb_segment *segment)
     return failed ? SMB_SYSTEM : SMB_OK;
 }
 
-static int no_pages(int failure)
-{
-    errno = failure;
-    return failure == ENOSPC || failure == EFBIG || failure == ENOMEM ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
-}
-
-/* All pages now: a tmpfs that is full must fail here, not as SIGBUS at some later store. Zeros are written, where the file system
- * takes writes (hugetlbfs does not): pages of fallocate would each be zeroed at its first fault, which takes longer. */
-static int allocate_file(int fd, uint64_t bytes)
-{
-    static uint8_t zeros[ZEROS]; /* nobody writes here */
-    struct statvfs space;
-    if (fstatvfs(fd, &space) == 0 && space.f_blocks != 0 && bytes / space.f_frsize > space.f_bfree)
-        return no_pages(ENOSPC); /* before all that there is was taken; ramfs has no blocks, and no end */
-    for (uint64_t done = 0; done < bytes;) {
-        uint64_t left = bytes - done;
-        ssize_t written = pwrite(fd, zeros, left < sizeof zeros ? (size_t)left : sizeof zeros, (off_t)done);
-        if (written > 0) {
-            done += (uint64_t)written;
-        } else if (written < 0 && errno == EINVAL && done == 0) {
-            int failure = posix_fallocate(fd, 0, (off_t)bytes);
-            if (failure != EINTR)
-                return failure == 0 ? SMB_OK : no_pages(failure);
-        } else if (written == 0 || errno != EINTR) {
-            return no_pages(written == 0 ? EIO : errno);
-        }
-    }
-    return SMB_OK;
-}
-
 int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes,
                        struct smb_segment **segment)
 {
@@ -220,7 +189,7 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
         .record_count = records_count_for(data_bytes),
     };
     struct smb_segment *made = NULL;
-    int status = allocate_file(fd, file_bytes);
+    int status = pages_allocate(fd, file_bytes);
     if (status == SMB_OK)
         status = map_file(fd, &header, &made);
     if (status == SMB_OK)

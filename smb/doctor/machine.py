@@ -17,6 +17,7 @@ _FILES_WANTED = 4096  # connections of a daemon (server.h), each a descriptor
 _BUFFER_WANTED = 4 << 20  # of a TCP connection: 32 Gb/s over 1 ms; the kernel's own default for reading is 6 MiB
 _FAST_MBPS = 10_000  # from here on packets of 1500 bytes cost a core noticeably
 _JUMBO = 9000
+_COLLAPSE_SINCE = (6, 1)  # Linux with madvise(MADV_COLLAPSE), see csrc/pages.c
 
 
 def look_at_machine(memory_dir: Path, capacity: str | None, root: Path = Path("/")) -> Iterator[Finding]:
@@ -82,6 +83,9 @@ def _huge_pages(directory: Path, root: Path) -> Finding:
         return fine(check, "this kernel has none for tmpfs")
     if chosen[1] in ("always", "within_size", "force"):
         return fine(check, f"tmpfs uses them ({chosen[1]})")
+    release = re.match(r"(\d+)\.(\d+)", _text(root / "proc/sys/kernel/osrelease"))
+    if release and (int(release[1]), int(release[2])) >= _COLLAPSE_SINCE and chosen[1] != "deny":
+        return fine(check, f"tmpfs makes none by itself ({chosen[1]}), memory servers ask for them")
     return advice(check, f"tmpfs does not use them ({chosen[1]})", f"echo within_size > {path}: fewer TLB misses")
 
 

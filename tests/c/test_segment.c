@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -114,9 +115,72 @@ static void no_room_in_the_middle(void)
     CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment), SMB_OUT_OF_MEMORY);
     CHECK(segment == NULL);
     CHECK_EQ(scratch_files(), 0);
+    little.rlim_cur = 5 << 20; /* in the middle of its large pages, or of what comes after them */
+    CHECK(setrlimit(RLIMIT_FSIZE, &little) == 0);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 7 << 20, CHUNK, &segment), SMB_OUT_OF_MEMORY);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 5 << 20, CHUNK, &segment), SMB_OUT_OF_MEMORY);
+    CHECK_EQ(scratch_files(), 0);
     CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
     CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment), SMB_OK);
     smb_segment_release(segment);
+}
+
+/* KiB of the mapping that an address is in, of that kind (proc(5), smaps). */
+static long mapped_kib(const void *address, const char *kind)
+{
+    char line[512];
+    unsigned long from, to;
+    bool here = false;
+    long kib = -1;
+    FILE *maps = fopen("/proc/self/smaps", "re");
+    while (kib < 0 && fgets(line, sizeof line, maps)) {
+        if (sscanf(line, "%lx-%lx ", &from, &to) == 2)
+            here = from <= (uintptr_t)address && (uintptr_t)address < to;
+        else if (here && strncmp(line, kind, strlen(kind)) == 0)
+            kib = strtol(line + strlen(kind), NULL, 10);
+    }
+    fclose(maps);
+    return kib;
+}
+
+/* Whether a process may ask for them where the file system makes none by itself. */
+static bool kernel_makes_large_pages(void)
+{
+    enum { LARGE = 2 << 20 };
+    int fd = open(scratch_path("probe"), O_RDWR | O_CREAT, 0600);
+    CHECK_EQ(ftruncate(fd, LARGE), 0);
+    uint8_t *around = mmap(NULL, 2 * LARGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uint8_t *base = around + (-(uintptr_t)around & (LARGE - 1));
+    CHECK(mmap(base, LARGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == base);
+    *base = 1;
+    bool made = madvise(base, LARGE, 25 /* MADV_COLLAPSE */) == 0;
+    munmap(around, 2 * LARGE);
+    close(fd);
+    unlink(scratch_path("probe"));
+    return made;
+}
+
+/* From two megabytes on, for the daemon and for who maps it, with nobody's leave; and all of it is zeros, to the last byte. */
+static void large_pages(void)
+{
+    enum { BYTES = (5 << 20) + 4096 };
+    struct smb_segment *made, *opened;
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, BYTES, CHUNK, &made), SMB_OK);
+    CHECK_EQ(smb_segment_open(scratch_path("a"), &opened), SMB_OK);
+    for (int i = 0; i < BYTES; i++)
+        CHECK(((uint8_t *)smb_segment_data(made))[i] == 0);
+    memset(smb_segment_data(opened), 3, BYTES);
+    CHECK_EQ(((uint8_t *)smb_segment_data(made))[BYTES - 1], 3);
+    CHECK(mapped_kib(smb_segment_data(made), "Rss:") >= BYTES >> 10); /* no page is left to be made */
+    CHECK_EQ(mapped_kib(smb_segment_data(opened), "Size:"), smb_segment_file_bytes(BYTES, CHUNK) >> 10); /* nor are addresses wasted */
+    if (kernel_makes_large_pages()) {
+        CHECK_EQ(mapped_kib(smb_segment_data(made), "ShmemPmdMapped:"), 4096);
+        CHECK_EQ(mapped_kib(smb_segment_data(opened), "ShmemPmdMapped:"), 4096);
+    } else {
+        printf("large_pages: this kernel makes none where it is asked to (MADV_COLLAPSE)\n");
+    }
+    smb_segment_release(made);
+    smb_segment_release(opened);
 }
 
 /* A file system that fills up while segments are made: the one too many fails as a whole, the others stay usable. */
@@ -371,6 +435,7 @@ int main(void)
         TEST(copies_are_exact),
         TEST(create_and_open),   TEST(existing_name_is_refused), TEST(refused_arguments), TEST(file_system_without_room),
         TEST(no_room_in_the_middle),
+        TEST(large_pages),
         TEST(full_file_system),
         TEST(corrupted_headers), TEST(wrong_sizes),              TEST(bounds),            TEST(words),
         TEST(fill_and_fetch),    TEST(deleted_for_all),          TEST(lock_waits_are_bounded),

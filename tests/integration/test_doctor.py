@@ -29,6 +29,7 @@ def machine(root: Path, **texts: str) -> Path:
     """The files of a machine below root; each text is given by a path with dots for dashes of the file system."""
     good = {
         "proc/meminfo": "HugePages_Free:        0\n",
+        "proc/sys/kernel/osrelease": "5.15.0-generic",
         "proc/sys/net/ipv4/tcp_rmem": "4096 131072 33554432",
         "proc/sys/net/ipv4/tcp_wmem": "4096 16384 16777216",
         "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [within_size] advise never deny force",
@@ -48,6 +49,13 @@ def looked(root: Path, check: str, memory_dir: Path = SHM, capacity: str | None 
     return [finding for finding in look_at_machine(memory_dir, capacity, root) if finding.check == check]
 
 
+def test_memory_servers_ask_for_large_pages(tmp_path: Path) -> None:
+    """From Linux 6.1 on they need not be allowed."""
+    shmem = {"sys__kernel__mm__transparent_hugepage__shmem_enabled": "always within_size advise [never] deny force"}
+    (finding,) = looked(machine(tmp_path, proc__sys__kernel__osrelease="6.1.0-13-amd64", **shmem), "huge pages")
+    assert (finding.state, "memory servers ask for them" in finding.found) == (State.OK, True)
+
+
 def test_a_good_machine_needs_no_change(tmp_path: Path) -> None:
     """Everything as it should be: no problem, no advice of ours, and a network interface that is down is left out."""
     found = [f for f in look_at_machine(SHM, "1MiB", machine(tmp_path)) if f.check not in ("open files", "memlock")]
@@ -61,6 +69,11 @@ def test_a_good_machine_needs_no_change(tmp_path: Path) -> None:
         ({"proc__sys__net__ipv4__tcp_rmem": "4096 1000 2000"}, "socket buffers", 'tcp_rmem="4096 1000 16777216"'),
         ({"sys__class__net__eth0__mtu": "1500"}, "MTU", "ip link set eth0 mtu 9000"),
         ({"sys__kernel__mm__transparent_hugepage__shmem_enabled": "[never]"}, "huge pages", "echo within_size > "),
+        (
+            {"proc__sys__kernel__osrelease": "6.1.0", "sys__kernel__mm__transparent_hugepage__shmem_enabled": "[deny]"},
+            "huge pages",
+            "echo within_size > ",
+        ),
     ],
 )  # fmt: skip
 def test_what_could_be_faster_is_advice(tmp_path: Path, texts: dict[str, str], check: str, change: str) -> None:
