@@ -255,9 +255,11 @@ class OfLanes:
         return fault
 
 
-def test_large_calls_over_two_connections(tmp_path: Path) -> None:
-    """Calls of ten chunks travel over two connections, each with chunks of its own; both break, again and again, and a
-    small call to any chunk finds what the large ones before it left: nothing is lost, doubled or overtaken."""
+@pytest.mark.parametrize("loops", [4, 1])
+def test_large_calls_over_two_connections(tmp_path: Path, loops: int) -> None:
+    """Calls of ten chunks travel over two connections, each with chunks of its own, or, where the server has not loops
+    enough for two clients, by turns over two and over one; both break, again and again, and a small call to any chunk
+    finds what the large ones before it left: nothing is lost, doubled or overtaken."""
     count = 10 * 32768 + 5  # int64: ten chunks of 256 KiB and a bit
     calls, step = times(40, 400), delta(count)
     plan = OfLanes(RandomPlan(seed(), 25.0))
@@ -276,7 +278,8 @@ def test_large_calls_over_two_connections(tmp_path: Path) -> None:
                 expected[at] += 7
                 np.testing.assert_array_equal(own.read(), expected)
 
-    with behind_a_proxy(tmp_path, plan) as (address, _), smb.connect(address, transport="tcp", timeout=60) as client:
+    daemons = behind_a_proxy(tmp_path, plan, "--loops", str(loops))
+    with daemons as (address, _), smb.connect(address, transport="tcp", timeout=60) as client:
         for name in ("common", "own-0", "own-1"):
             client.create(name, count, "int64")
         plan.plan.quiet = False
@@ -285,4 +288,5 @@ def test_large_calls_over_two_connections(tmp_path: Path) -> None:
                 done.result()
         plan.plan.quiet = True
         np.testing.assert_array_equal(client.open("common").read(), step * (2 * calls))
-    assert min(plan.fired[Lane.TCP_DATA], plan.fired[Lane.TCP_ODD_CHUNKS]) > 10, plan.fired
+    even, odd = (plan.fired.get(lane, 0) for lane in (Lane.TCP_DATA, Lane.TCP_ODD_CHUNKS))
+    assert (min(even, odd) > 10) if loops == 4 else (even + odd > 20), plan.fired

@@ -160,8 +160,8 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def behind_a_proxy(directory: Path, plan: Plan) -> Iterator[tuple[str, Proxy]]:
-    """A cluster of one server that says its address is the proxy's."""
+def behind_a_proxy(directory: Path, plan: Plan, *options: str) -> Iterator[tuple[str, Proxy]]:
+    """A cluster of one server, with those options, that says its address is the proxy's."""
     with socket.socket() as kept:  # bound and not listening: nobody but the server gets the port
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
@@ -170,9 +170,8 @@ def behind_a_proxy(directory: Path, plan: Plan) -> Iterator[tuple[str, Proxy]]:
         try:
             with running_daemons(directory) as daemons:
                 address = daemons.coordinator().address
-                server = daemons.memory_server(
-                    address, "a", "--listen", f"127.0.0.1:{port}", "--advertise", f"127.0.0.1:{proxy.port}"
-                )
+                where = ("--listen", f"127.0.0.1:{port}", "--advertise", f"127.0.0.1:{proxy.port}")
+                server = daemons.memory_server(address, "a", *where, *options)
                 assert server.address == f"127.0.0.1:{proxy.port}"
                 yield address, proxy
         finally:
