@@ -123,7 +123,8 @@ static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t her
     if (whole > SMB_FRAME_BYTES && !smb_checksum_is(bytes + SMB_FRAME_BYTES, link->crc))
         return link_spoilt(link);
     *taken = whole;
-    link->crowded = reply.flags & SMB_FLAG_CROWDED;
+    if (reply.opcode == SMB_READ || smb_opcode_changes(reply.opcode))
+        link->crowded = reply.flags & SMB_FLAG_CROWDED;
     return link->watermark_count > 0 ? link_take_watermark(link, &reply) : take_reply(link, &reply);
 }
 

@@ -16,6 +16,7 @@
 enum {
     BULK_CALL_BYTES = SMB_BULK_CALL_BYTES, /* the second driver helps from here on: to wake it takes as long as half a megabyte */
     POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX,
+    CROWDED_NS = 50000000, /* so long the server's last word is believed */
     /* How long the driver looks again before it sleeps. A wake-up costs more than this, on both sides; bounded, so that peers
      * which share a core don't wait for each other's spinning. */
     SPIN_NS = 50000
@@ -189,29 +190,40 @@ static void activate(struct smb_client *client, struct smb_link *link)
     client->active = link;
 }
 
-/* Which link of a pair odd chunks travel on. It is chosen while nothing is under way on either: a change must not be overtaken by a
- * later one of the same chunk that went the other way. */
-static void choose_way(const struct smb_link *odd)
+static bool is_up_and_idle(const struct smb_link *link)
 {
-    struct smb_link *even = odd->even;
-    if (even && !link_busy(odd) && !link_busy(even))
-        even->alone = odd->heard_ns > even->heard_ns ? odd->crowded : even->crowded;
+    return !link_busy(link) && atomic_load_explicit(&link->state, memory_order_relaxed) == LINK_UP;
+}
+
+/* Which link of a pair odd chunks travel on. It is chosen while nothing is under way on either, nor can be on a connection of theirs
+ * before this one: a change must not be overtaken by a later one of the same chunk that went the other way. */
+static void choose_way(struct smb_link *even)
+{
+    const struct smb_link *odd = even->odd, *last = odd->heard_ns > even->heard_ns ? odd : even;
+    if (is_up_and_idle(odd) && is_up_and_idle(even))
+        even->alone = last->crowded && smb_now_ns() - last->heard_ns < CROWDED_NS;
+}
+
+/* The even link, if the stream has chunks for the odd one. Its caller's buffer holds it. */
+static struct smb_link *even_of(const struct stream *stream)
+{
+    return stream->request && stream->link->is_odd ? stream->link->even : NULL;
 }
 
 /* Before any of its streams is on a link. */
 static void choose_ways(struct smb_client *client, struct call *call)
 {
     for (uint32_t i = 0; i < call->stream_count; i++) {
-        const struct smb_link *link = call->streams[i].link;
-        if (link->is_odd && second_has(client, link))
+        struct stream *stream = &call->streams[i];
+        if (second_has(client, stream->link))
             second_take_back(client);
-        if (link->is_odd)
-            choose_way(link);
+        if (even_of(stream))
+            choose_way(even_of(stream));
     }
     for (uint32_t i = 0; i < call->stream_count; i++) {
         struct stream *stream = &call->streams[i];
-        if (stream->link->is_odd && stream->link->even && stream->link->even->alone)
-            stream->link = stream->link->even;
+        if (even_of(stream) && even_of(stream)->alone)
+            stream->link = even_of(stream);
     }
 }
 

@@ -142,10 +142,10 @@ struct smb_link {
     bool active;                   /* in the driver's list */
     bool here;                     /* the server is on this host */
     struct smb_link *odd;          /* set before its first call: carries the odd chunks of all segments there; a reference */
-    struct smb_link *even;         /* the other way round, while that one lives; mutex */
+    struct smb_link *even;         /* the other way round, while that one lives; mutex, or a buffer that holds that one */
     bool is_odd;                   /* one of the two; set with them */
     bool bulk;                     /* of an odd one: large calls were put on it since it was idle */
-    bool crowded;                  /* said the answer that came last */
+    bool crowded;                  /* said the last answer that has to do with data */
     bool alone;                    /* of an even one: it carries the odd chunks, too */
     struct smb_link *next_lent;    /* while the second driver has it */
     struct smb_link *next;         /* of it */

@@ -222,13 +222,15 @@ static void note_large(struct connection *connection)
     int sessions = 0;
     for (int i = 0; i < CROWD_SLOTS; i++)
         sessions += atomic_load_explicit(&crowd[i], memory_order_relaxed) + CROWD_NS > now_ns;
-    loop->crowded = sessions > 1 && 2 * sessions > loop->server->loop_count;
+    loop->crowded_until_ns = sessions > 1 && 2 * sessions > loop->server->loop_count ? now_ns + CROWD_NS : 0;
 }
 
-static struct smb_frame reply_to(const struct connection *connection, const struct smb_frame *request)
+/* To what has to do with data. */
+static struct smb_frame reply_to(const struct connection *connection, const struct smb_frame *request, int status)
 {
-    struct smb_frame reply = smb_frame_reply(request, SMB_OK);
-    reply.flags |= connection->loop->crowded ? SMB_FLAG_CROWDED : 0;
+    const struct loop *loop = connection->loop;
+    struct smb_frame reply = smb_frame_reply(request, status);
+    reply.flags |= loop->clock_ns < loop->crowded_until_ns ? SMB_FLAG_CROWDED : 0;
     return reply;
 }
 
@@ -323,9 +325,10 @@ static void take_lane(struct connection *connection)
 {
     struct smb_server *server = connection->loop->server;
     pthread_mutex_lock(&server->lanes_lock);
-    connection->crowd_slot = server->next_crowd_slot % CROWD_SLOTS;
+    uint32_t sharers[CROWD_SLOTS] = {0}, emptiest = 0;
     bool first = true;
     for (struct connection *older = server->lanes; older; older = older->lane_next) {
+        sharers[older->crowd_slot]++;
         if (older->session != connection->session)
             continue;
         first = false;
@@ -333,7 +336,11 @@ static void take_lane(struct connection *connection)
         if (older->lane == connection->lane)
             fence(older);
     }
-    server->next_crowd_slot += first;
+    for (uint32_t i = 1; i < CROWD_SLOTS; i++)
+        if (sharers[i] < sharers[emptiest])
+            emptiest = i;
+    if (first)
+        connection->crowd_slot = emptiest;
     connection->lane_next = server->lanes;
     server->lanes = connection;
     pthread_mutex_unlock(&server->lanes_lock);
@@ -341,21 +348,22 @@ static void take_lane(struct connection *connection)
 
 /* Large calls come over two connections of a session at once: on two loops, they are served by two cores. Where there are many
  * sessions they come over the same one of each: so those of a lane are on all loops, too. */
-static struct loop *emptiest_loop(struct connection *connection)
+static void go_to_emptiest_loop(struct connection *connection)
 {
     struct smb_server *server = connection->loop->server;
     uint32_t counts[LOOPS_MAX] = {0};
     pthread_mutex_lock(&server->lanes_lock);
-    for (struct connection *other = server->lanes; other; other = other->lane_next)
+    for (struct connection *other = server->lanes; other; other = other->lane_next) {
+        const struct loop *loop = other->destination ? other->destination : other->loop;
         if (other != connection)
-            counts[other->loop - server->loops] += other->session == connection->session ? CONNECTIONS_MAX
-                                                   : other->lane == connection->lane     ? 1 : 0;
-    pthread_mutex_unlock(&server->lanes_lock);
+            counts[loop->index] += other->session == connection->session ? CONNECTIONS_MAX : other->lane == connection->lane ? 1 : 0;
+    }
     struct loop *best = connection->loop;
     for (int i = 0; i < server->loop_count; i++)
-        if (counts[i] < counts[best - server->loops])
+        if (counts[i] < counts[best->index])
             best = &server->loops[i];
-    return best;
+    connection->destination = best;
+    pthread_mutex_unlock(&server->lanes_lock);
 }
 
 static void speak_for_lane(struct connection *connection)
@@ -363,7 +371,7 @@ static void speak_for_lane(struct connection *connection)
     connection->proven = true;
     connection->loop->not_greeted--;
     take_lane(connection);
-    connection->destination = emptiest_loop(connection);
+    go_to_emptiest_loop(connection);
 }
 
 /* The peer learns why before it is closed. */
@@ -605,7 +613,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
     if (step == STEP_ON) {
         *done = true;
         connection->payload_have = length;
-        struct smb_frame reply = reply_to(connection, &request->frame);
+        struct smb_frame reply = reply_to(connection, &request->frame, SMB_OK);
         put_reply(connection, &reply);
         finish_request(connection, true);
     }
@@ -707,7 +715,7 @@ static enum step answer_failure(struct connection *connection, int status)
     if (smb_opcode_changes(connection->request.frame.opcode))
         gate_refused(connection->loop->server, &connection->request);
     server_count(&connection->loop->server->errors[status], 1);
-    struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
+    struct smb_frame reply = reply_to(connection, &connection->request.frame, status);
     put_reply(connection, &reply);
     finish_request(connection, false);
     return STEP_ON;
@@ -763,7 +771,7 @@ static int batch_open(const struct connection *connection, struct batch *batch)
         int status = gate_open(&batch->requests[i], false, &place);
         if (status != SMB_OK)
             return i == 0 ? status : SMB_OK;
-        struct smb_frame reply = reply_to(connection, frame);
+        struct smb_frame reply = reply_to(connection, frame, SMB_OK);
         reply.length = reply.payload = frame->length;
         smb_frame_encode(&reply, batch->headers[i]);
         batch->parts[1 + 2 * i] = (struct iovec){batch->headers[i], SMB_FRAME_BYTES};
@@ -797,7 +805,7 @@ static enum step answer_read_by_copy(struct connection *connection)
     else
         smb_kernel_encode(wire, place, length / 4, to);
     gate_close(request, false, true);
-    struct smb_frame reply = reply_to(connection, &request->frame);
+    struct smb_frame reply = reply_to(connection, &request->frame, SMB_OK);
     reply.length = length;
     uint32_t bytes = wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4);
     if (connection->named)
@@ -923,7 +931,7 @@ static enum step answer_change(struct connection *connection)
     if (status != SMB_OK)
         return answer_failure(connection, status);
     FAILPOINT("connection.changed");
-    struct smb_frame reply = reply_to(connection, frame);
+    struct smb_frame reply = reply_to(connection, frame, SMB_OK);
     reply.argument = result;
     if (fetch && connection->named) { /* the payload is not needed any more */
         reply.length = frame->length;

@@ -8,6 +8,7 @@
 #include <linux/magic.h>
 #include <stdbool.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -18,7 +19,7 @@
 #define MADV_COLLAPSE 25
 #endif
 
-enum { PAGE = 4096, LARGE_PAGE = 2 << 20, ZEROS = 256 << 10 };
+enum { PAGE = 4096, LARGE_PAGE = 2 << 20, ZEROS = 256 << 10, TRIES = 3 };
 static uint8_t zeros[ZEROS]; /* nobody writes here */
 
 static bool is_on_tmpfs(int fd)
@@ -76,9 +77,13 @@ static bool allocate_large(int fd, uint64_t bytes)
         return false;
     for (uint64_t at = 0; at < bytes; at += LARGE_PAGE)
         *(volatile const uint8_t *)(base + at); /* mapped: where nothing is, nothing is made large */
-    bool made = madvise(base, bytes, MADV_COLLAPSE) == 0;
+    int failure = EAGAIN; /* a page was in somebody's hands for a moment */
+    for (int tries = 0; tries < TRIES && failure == EAGAIN; tries++)
+        failure = madvise(base, bytes, MADV_COLLAPSE) == 0 ? 0 : errno;
     munmap(base, bytes);
-    return made;
+    /* Where the processor's large pages are larger than ours, success tells nothing of what is less than one. */
+    struct stat file;
+    return failure == 0 && fstat(fd, &file) == 0 && (uint64_t)file.st_blocks * 512 >= bytes;
 }
 
 /* Zeros are written, where the file system takes writes (hugetlbfs does not): pages of fallocate would each be zeroed at its

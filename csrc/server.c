@@ -121,19 +121,20 @@ static void put_into_inbox(struct loop *loop, struct connection *connection)
 static bool move_connection(struct loop *loop, struct connection *connection)
 {
     struct loop *destination = connection->destination;
-    connection->destination = NULL;
-    if (!destination || destination == loop || !connection_is_empty(connection))
+    if (!destination)
         return false;
+    bool may_go = destination != loop && connection_is_empty(connection);
     pthread_mutex_lock(&loop->server->lanes_lock);
-    bool fenced = atomic_load_explicit(&connection->fenced, memory_order_relaxed);
-    if (!fenced) {
+    connection->destination = NULL;
+    bool moves = may_go && !atomic_load_explicit(&connection->fenced, memory_order_relaxed);
+    if (moves) {
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
         unlink_connection(loop, connection);
         connection->loop = destination;
         put_into_inbox(destination, connection); /* whoever fences it now finds it there */
     }
     pthread_mutex_unlock(&loop->server->lanes_lock);
-    return !fenced;
+    return moves;
 }
 
 /* To the core of a peer that much came from, so that it stays in that core's cache; from there the scheduler may move us again. */

@@ -34,7 +34,7 @@ enum {
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, and as much as a socket within a host holds */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
-    CROWD_SLOTS = 64,             /* sessions share them if there are more: a crowd may then pass for a smaller one */
+    CROWD_SLOTS = 64,             /* of sessions; more share them, and may then pass for fewer */
     CROWD_NS = 20000000,          /* so long after its last large request a session is one of the crowd: */
     CROWD_NOTED_NS = 1000000,     /* which a connection notes once in this time */
     LOOPS_MAX = 64
@@ -112,7 +112,6 @@ struct smb_server {
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
     _Atomic uint64_t crowd[CROWD_SLOTS]; /* when a session of that slot last had a large request */
-    uint32_t next_crowd_slot;           /* lanes_lock */
     struct sync_counters waited;        /* of all segments */
     pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
     struct connection *lanes;
@@ -143,7 +142,7 @@ struct loop {
     int peers_core;               /* that one; -1: on ours */
     bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
-    bool crowded;                 /* at its last look several sessions had large requests, and there were not two loops for each */
+    uint64_t crowded_until_ns;    /* several sessions have large requests, and there are not two loops for each */
 };
 
 /* ---- registry (registry.c) */
@@ -251,7 +250,7 @@ struct connection {
     struct connection *next, *previous; /* all of the loop */
     struct connection *link;            /* inbox, again or parked list */
     struct loop *loop;                  /* changed, by it, with the lanes' lock held */
-    struct loop *destination;           /* set by HELLO: it is to be served there, where its session has fewer connections */
+    struct loop *destination;           /* so too. Set by HELLO: it is to be served there, where its session has fewer connections */
     int fd;
     int transport;
     bool here;                          /* TCP, and the peer is on this host */
@@ -276,7 +275,7 @@ struct connection {
     struct smb_tally done;
     uint64_t begun_ns;                  /* the request in hand */
     uint64_t crowd_noted_ns;
-    uint32_t crowd_slot;                /* its session's; from when it speaks for it */
+    uint32_t crowd_slot;                /* its session's, from when it speaks for it; lanes_lock, to others than its loop */
     uint64_t backlog_bytes;             /* as counted in its loop */
 
     /* the request in hand */

@@ -220,13 +220,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
 
     def open(self, path: str, flags: Any) -> int:
         """See open(2)."""
-        try:
-            return self._open(path, flags, flags.flags)
-        except FileNotFoundError:
-            if not _is_alias(path):
-                raise
-            # It had the path that somebody is opening, and the last who had it open is gone: the kernel looks again.
-            raise refuse(errno.ESTALE, path) from None
+        return self._open(path, flags, flags.flags)
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         """See open(2) with O_CREAT."""

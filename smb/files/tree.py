@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from smb.info import BufferInfo
 
 _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0
+_ALIASES_KEPT = 1000
 _log = logging.getLogger("smb")
 
 
@@ -61,10 +63,13 @@ class _Found:
 
 
 class _Hidden:
-    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed."""
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed. What
+    another process puts there meanwhile has another `buffer_id`.
+    """
 
-    def __init__(self, node: Node | None, end: Callable[[_Hidden], None]) -> None:
+    def __init__(self, node: Node | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
         self.node = node
+        self.buffer_id = buffer_id
         self.timer = threading.Timer(_HIDDEN_S, end, (self,))
         self.timer.daemon = True
         self.timer.start()
@@ -88,6 +93,7 @@ class Tree:
         self._modified: dict[str, int] = {}
         self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, Status] = {}
+        self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
 
     # ---- looking
@@ -153,12 +159,12 @@ class Tree:
 
     def open(self, path: str, flags: int) -> OpenFile:
         """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE where the path
-        led to a file that is hidden now and that nobody has open: what is there instead is found by looking anew.
+        led to a file that was hidden since: what is there instead is found by looking anew.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         with as_os_errors():
             if not flags & os.O_CREAT and (path in self._hidden or path in self._aliases):
-                return self._open_hidden(path, flags, truncate=bool(writes and flags & os.O_TRUNC))
+                raise refuse(errno.ESTALE, path)
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
             found = self._find(path)
@@ -177,37 +183,26 @@ class Tree:
     def _opened(self, path: str, flags: int, *, truncate: bool) -> Node:
         node = self._nodes.get(path)
         known = node.content if node is not None and not node.removed else None
-        if isinstance(known, Live) and not self._is_current(known):
+        if isinstance(known, Live) and not self._is_current(known.buffer.name, known.buffer.info.id):
             self._orphan(path)  # another process deleted or replaced it: this is about the new one
             node = None
         found = self._find(path) if node is None else None
         if flags & os.O_CREAT and flags & os.O_EXCL and (node or found):
             raise refuse(errno.EEXIST, path)
         if node is None and found is None and not flags & os.O_CREAT:
-            raise refuse(errno.ENOENT, f"there is no {path!r}")
+            raise self._none(path)
         if node is None:
             node = self._nodes[path] = self._node(path, found, truncate)
         elif truncate:
             self.truncate_node(node, 0)
         return node
 
-    def _open_hidden(self, path: str, flags: int, *, truncate: bool) -> OpenFile:
-        """Open a file that was found while it still had the path, on which another is being renamed now."""
-        with self._lock:
-            hidden = self._hidden.get(path)
-            node = hidden.node if hidden is not None else None
-            if node is None or not node.handles:
-                raise refuse(errno.ESTALE, path)
-            if truncate:
-                self.truncate_node(node, 0)
-            node.handles += 1
-            return OpenFile(self, node, None, flags, path)
-
-    def _is_current(self, live: Live) -> bool:
+    def _is_current(self, name: str, buffer_id: int) -> bool:
+        """Whether the buffer of that name is, by now, that one."""
         try:
-            return self._catalogue.open(live.buffer.name).info.id == live.buffer.info.id
+            return self._catalogue.open(name).info.id == buffer_id
         except NotFoundError:
-            self._catalogue.remove(live.buffer.name)
+            self._catalogue.remove(name)
             return False
 
     def _node(self, path: str, found: _Found | None, truncate: bool) -> Node:
@@ -297,8 +292,10 @@ class Tree:
         with as_os_errors(), self._lock:
             status = self.status(path)
             node = self._nodes.pop(path, None)
-            if self._find(path) is not None:
-                self._hidden[path] = _Hidden(node, lambda hidden: self._end_hidden(path, hidden))
+            found = self._find(path)
+            if found is not None:
+                self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
+            self._latest_aliases.append(alias)
             if node is not None:
                 node.removed = True
                 node.path = alias
@@ -324,7 +321,7 @@ class Tree:
             self._unhide(path)
             try:
                 found = self._find(path)
-                if found is not None:
+                if found is not None and self._is_current(found.shown.name, hidden.buffer_id):
                     self._take_away(found.shown.name, hidden.node)
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
@@ -481,12 +478,15 @@ class Tree:
                 return
             if node.short:
                 raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
-            found = self._find(node.path)
+            # To end what is hidden takes the lock that comes before the node's.
+            found = self._find(node.path) if node.path not in self._hidden else None
             live = None
             if found is not None and found.view.nbytes == draft.nbytes:
                 live = Live(self._catalogue.open(found.shown.name), found.view)
             if live is None or not draft.nbytes or not live.takes(draft):
-                live = self._made(node.path, draft)
+                live = self._made(node, draft)
+                if live is None:
+                    return
             elif live.buffer.versions == 1:
                 _copy(draft, live)
             else:
@@ -497,13 +497,17 @@ class Tree:
             node.base_bytes = live.nbytes
             self._modified[live.buffer.name] = node.modified
 
-    def _made(self, path: str, draft: Draft) -> Live:
-        """Make a buffer with all its bytes in it, and only then give it its name."""
+    def _made(self, node: Node, draft: Draft) -> Live | None:
+        """Make a buffer with all its bytes in it, and only then give it its name. None: it was removed meanwhile."""
+        path = node.path
         plan = plan_of(path, draft.head(header_bytes(draft.head(16))), draft.nbytes)
         name = private_name(plan.name)
         buffer = create(self.client, name, plan)
         try:
             _copy(draft, Live(buffer, plan.view))
+            if node.removed:
+                self.client.delete(name, missing_ok=True)
+                return None
             self.client.rename(name, plan.name, replace=True)
         except BaseException:
             self.client.delete(name, missing_ok=True)
@@ -576,8 +580,14 @@ class Tree:
     def _found(self, path: str) -> _Found:
         found = self._find(path)
         if found is None:
-            raise refuse(errno.ENOENT, f"there is no {path!r}")
+            raise self._none(path)
         return found
+
+    def _none(self, path: str) -> OSError:
+        """There is none. Of an alias (hide) the kernel asks, for somebody who found the file before it lost its path,
+        and nobody has it open any more: at ESTALE the kernel looks what the path leads to now.
+        """
+        return refuse(errno.ESTALE if path in self._latest_aliases else errno.ENOENT, f"there is no {path!r}")
 
     def _is_folder(self, path: str) -> bool:
         if not path or path in self._folders:

@@ -362,6 +362,18 @@ def test_a_path_that_is_replaced_by_rename_is_always_there(files: Path, client: 
     assert (files / "w").read_bytes() == b"%06d" % (rounds - 1)
 
 
+def test_what_another_client_puts_at_a_removed_path_stays(files: Path, client: smb.Client) -> None:
+    """The name of a removed file that is open is taken away in the cluster a moment later: not if it is another's."""
+    (files / "w").write_bytes(b"old")
+    client.create("other", 3, "uint8").write(np.frombuffer(b"new", np.uint8))
+    with (files / "w").open("rb"):
+        (files / "w").unlink()
+        client.rename("other", "w", replace=True)
+        wait_for(lambda: "w" in names(files), "the other one's file")
+        assert (files / "w").read_bytes() == b"new"
+    assert client.open("w").read().tobytes() == b"new"
+
+
 def test_a_server_killed_under_a_cp_harms_nothing(
     cluster: smb.LocalCluster, client: smb.Client, tmp_path: Path
 ) -> None:

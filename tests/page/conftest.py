@@ -30,9 +30,9 @@ class Watched:
             self.elsewhere.append(request.url)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """The browser, for all tests of this folder."""
+    """The browser, for all tests of a file. While it is there asyncio.run is refused in this process."""
     if CHROMIUM is None:
         pytest.skip(NOT_RUN)
     from playwright.sync_api import sync_playwright
