@@ -220,7 +220,12 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
 
     def open(self, path: str, flags: Any) -> int:
         """See open(2)."""
-        return self._open(path, flags, flags.flags)
+        try:
+            return self._open(path, flags, flags.flags)
+        except FileNotFoundError as error:
+            # The kernel has just seen it, or remembers it: another client took it away. At ESTALE it looks again, and
+            # with O_CREAT makes it.
+            raise refuse(errno.ESTALE, str(error)) from error
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         """See open(2) with O_CREAT."""

@@ -362,6 +362,18 @@ def test_a_path_that_is_replaced_by_rename_is_always_there(files: Path, client: 
     assert (files / "w").read_bytes() == b"%06d" % (rounds - 1)
 
 
+def test_what_another_client_has_just_deleted_is_made_anew(files: Path, client: smb.Client) -> None:
+    """The kernel remembers for a moment that it was there."""
+    for turn in range(5):
+        (files / "w").write_bytes(b"%d" % turn)
+        client.delete("w")
+    assert not (files / "w").exists()
+    (files / "w").write_bytes(b"again")
+    client.delete("w")
+    with pytest.raises(FileNotFoundError):
+        (files / "w").open("rb")
+
+
 def test_what_another_client_puts_at_a_removed_path_stays(files: Path, client: smb.Client) -> None:
     """The name of a removed file that is open is taken away in the cluster a moment later: not if it is another's."""
     (files / "w").write_bytes(b"old")
