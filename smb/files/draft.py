@@ -63,6 +63,7 @@ class _Regions:
         # Reentrant: a draft may end wherever the interpreter collects garbage, also in here.
         self._changed = threading.Condition(threading.RLock())
         self._kept: _Region | None = None
+        self._keepings = 0
 
     def claim(self, nbytes: int) -> bool:
         """Count so many bytes for a draft, if they are left."""
@@ -98,9 +99,11 @@ class _Regions:
         region.kept = True
         with self._changed:
             self._kept = region
+            self._keepings += 1
+            ours = self._keepings  # the same region may be taken and left again before we are told
             self._changed.notify_all()  # who keeps the one before it
-            self._changed.wait_for(lambda: self._kept is not region, _KEPT_S)
-            if self._kept is region:
+            self._changed.wait_for(lambda: self._kept is None or self._keepings != ours, _KEPT_S)
+            if self._keepings == ours:
                 self._kept = None
 
 

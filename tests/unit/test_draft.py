@@ -98,22 +98,21 @@ def end_one(directory: Path, pages: int) -> None:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "smb-draft" or type(thread) is threading.Timer]
+    return [thread for thread in threading.enumerate() if thread.name == "smb-draft"]
 
 
 def test_one_thread_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many drafts end within the time for which memory is kept, one thread waits for that to be over; then
     there is none, and nothing is kept.
     """
-    before = len(threads())
     monkeypatch.setattr(module, "_KEPT_S", 1e6)
     for _ in range(20):
         end_one(tmp_path, 3)
         wait_for(lambda: module._regions._kept is not None, "region of the draft")
-    wait_for(lambda: len(threads()) - before <= 1, "end of the threads of earlier drafts")
+    wait_for(lambda: len(threads()) <= 1, "end of the threads of earlier drafts")
     monkeypatch.setattr(module, "_KEPT_S", 0.01)
     end_one(tmp_path, 3)
-    wait_for(lambda: module._regions._kept is None and len(threads()) == before, "end of the keeping")
+    wait_for(lambda: module._regions._kept is None and not threads(), "end of the keeping")
 
 
 def test_a_small_draft_between_large_ones(tmp_path: Path) -> None:
