@@ -20,7 +20,7 @@ import smb
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorStub
 from tests.page.conftest import Watched
-from tests.support.daemons import running_daemons
+from tests.support.daemons import running_daemons, wait_for
 
 Open = Callable[..., Watched]
 
@@ -140,7 +140,7 @@ def test_by_keyboard_alone(open_page: Open, cluster: smb.LocalCluster, client: s
     page.keyboard.press("Escape")
     dialog.wait_for(state="hidden")
     assert page.evaluate("document.activeElement.textContent") == "weights"
-    assert "#" not in page.url
+    wait_for(lambda: "#" not in page.evaluate("location.href"), "address without the dialog's part")
     head = page.locator("#buffers th").filter(has_text="Size")
     head.get_by_role("button").focus()
     page.keyboard.press("Space")
