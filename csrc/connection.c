@@ -563,6 +563,7 @@ static enum step next_request(struct connection *connection)
     connection->have_request = true;
     connection->follows = !connection->awaited;
     connection->awaited = false;
+    connection->loop->series |= connection->follows && frame.length >= LARGE_BYTES;
     connection->begun_ns = connection->loop->clock_ns;
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);

@@ -15,7 +15,7 @@
 enum {
     EVENTS_PER_WAIT = 64,
     APART_MAX = 16, /* requests: a loop whose peers were on one other core so often in a row goes there */
-    SPIN_NS = 50000 /* after its last event a loop looks again for this long before it sleeps: a wake-up costs more */
+    SPIN_NS = 50000 /* a loop that had something to do looks again for this long before it sleeps: a wake-up costs more */
 };
 
 struct listener {
@@ -151,7 +151,13 @@ static void go_to(int core)
 static void look_where_peer_is(struct loop *loop, const struct connection *connection)
 {
     int core = connection->here ? address_other_core(connection->fd) : -1;
-    loop->apart = core < 0 ? 0 : core == loop->peers_core ? loop->apart + 1 : 1;
+    /* One chunk a call is fastest between two cores, as one copies in while the other copies out: that is no reason to go. */
+    if (core < 0)
+        loop->apart = 0;
+    else if (core != loop->peers_core || loop->apart == 0)
+        loop->apart = 1;
+    else
+        loop->apart += loop->was_series;
     loop->peers_core = core;
     if (loop->apart == APART_MAX) {
         go_to(core);
@@ -373,13 +379,16 @@ static int wait_ms(const struct loop *loop)
     return loop->not_greeted ? 1000 : -1;
 }
 
-static int wait_for_events(struct loop *loop, struct epoll_event *events, uint64_t last_event_ns)
+/* `served`: it has just had something to do. */
+static int wait_for_events(struct loop *loop, struct epoll_event *events, bool served)
 {
     int timeout = wait_ms(loop);
     /* Whoever moves much spins in vain where the other end needs this core, or finds its bytes in this core's cache. */
     bool spins = !loop->bulk || loop->apart > 0;
     int count = spins ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0) : 0;
-    while (count == 0 && timeout != 0 && spins && smb_now_ns() - last_event_ns < SPIN_NS) {
+    bool waits = count == 0 && timeout != 0 && spins && served;
+    uint64_t until_ns = waits ? smb_now_ns() + SPIN_NS : 0; /* from here on: what it had to do may have taken longer than that */
+    while (waits && count == 0 && smb_now_ns() < until_ns) {
         sched_yield(); /* the peer that we wait for may have been put on this very core: measured 6 times the latency */
         count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
     }
@@ -390,14 +399,15 @@ static void *run_loop(void *argument)
 {
     struct loop *loop = argument;
     struct epoll_event events[EVENTS_PER_WAIT];
-    uint64_t last_event_ns = 0, last_retry_ns = 0, last_check_ns = smb_now_ns();
+    uint64_t last_retry_ns = 0, last_check_ns = smb_now_ns();
+    bool served = false;
     while (!atomic_load_explicit(&loop->stop, memory_order_acquire)) {
-        int count = wait_for_events(loop, events, last_event_ns);
+        int count = wait_for_events(loop, events, served);
         loop->was_bulk = loop->bulk;
-        loop->bulk = false;
+        loop->was_series = loop->series;
+        loop->bulk = loop->series = false;
         uint64_t now_ns = loop->clock_ns = smb_now_ns();
-        if (count > 0)
-            last_event_ns = now_ns;
+        served = count > 0;
         bool woken = false;
         for (int i = 0; i < count; i++) {
             void *source = events[i].data.ptr;

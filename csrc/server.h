@@ -140,8 +140,9 @@ struct loop {
     uint32_t not_greeted;
     uint32_t apart;               /* how often in a row, after much was moved, peers of this host were on another core, */
     int peers_core;               /* that one; -1: on ours */
-    bool was_bulk;                /* what `bulk` was before it waited */
+    bool was_bulk, was_series;    /* what `bulk` and `series` were before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
+    bool series;                  /* and some of it right after another */
     uint64_t crowded_until_ns;    /* several sessions have large requests, and there are not two loops for each */
 };
 
