@@ -723,8 +723,8 @@ static enum step answer_failure(struct connection *connection, int status)
 }
 
 /* The read that is in hand, and those right behind it that have arrived and whose chunks' locks are free: one large call
- * into the kernel is up to 1.5 times as fast as several of a chunk each. Several locks are held then, but only the first was
- * waited for, so there is no order among them to keep. Segments are found before the first lock is taken and given back
+ * into the kernel is up to 1.5 times as fast as several of a chunk each. Several locks are held then, but none was waited for, so
+ * there is no order among them to keep. Segments are found before the first lock is taken and given back
  * after the last: what else that may do is done outside of them. */
 struct batch {
     uint32_t admitted, count; /* found; locked */
@@ -745,6 +745,7 @@ static void batch_admit(struct connection *connection, uint64_t room, struct bat
 {
     uint64_t bytes = SMB_FRAME_BYTES + (uint64_t)connection->request.frame.length;
     batch->requests[0] = connection->request;
+    batch->requests[0].retried = true; /* no patience: their locks are tried once */
     batch->admitted = 1;
     if (connection->request.frame.length < BULK_BYTES)
         return;
@@ -758,7 +759,7 @@ static void batch_admit(struct connection *connection, uint64_t room, struct bat
             (bytes += SMB_FRAME_BYTES + (uint64_t)frame.length) > room ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;
-        request->retried = true; /* no patience: its lock is tried once */
+        request->retried = true;
         batch->admitted++;
     }
 }
@@ -789,23 +790,23 @@ static void batch_done(struct batch *batch)
         gate_done(&batch->requests[i]);
 }
 
-/* What is not sent as it lies there: encoded, with a checksum, or by reference, of a copy that nobody changes. */
+/* What is not sent as it lies there: encoded, with a checksum, by reference, or while somebody has the chunk's lock. Of a copy that
+ * nobody changes; to copy needs no lock. */
 static enum step answer_read_by_copy(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length;
     uint8_t *place, *to = connection->named ? connection->named->payload : connection->tail;
     int wire = smb_frame_wire(&request->frame);
-    int status = gate_open(request, false, &place);
+    int status = wire == SMB_WIRE_EXACT ? gate_copy(request, to) : gate_open(request, false, &place);
     if (status == SMB_BUSY)
         return park(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
-    if (wire == SMB_WIRE_EXACT)
-        memcpy(to, place, length);
-    else
+    if (wire != SMB_WIRE_EXACT) {
         smb_kernel_encode(wire, place, length / 4, to);
-    gate_close(request, false, true);
+        gate_close(request, false, true);
+    }
     struct smb_frame reply = reply_to(connection, &request->frame, SMB_OK);
     reply.length = length;
     uint32_t bytes = wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4);
@@ -856,7 +857,7 @@ static enum step answer_read(struct connection *connection)
     int status = batch_open(connection, &batch);
     if (status != SMB_OK) {
         batch_done(&batch);
-        return status == SMB_BUSY ? park(connection) : answer_failure(connection, status);
+        return status == SMB_BUSY ? answer_read_by_copy(connection) : answer_failure(connection, status);
     }
     uint64_t sent = 0;
     enum step step = send_with(connection, batch.parts, 1 + 2 * batch.count, &sent);

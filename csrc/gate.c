@@ -131,8 +131,7 @@ static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *r
         return SMB_EVICTED;
     if (!sink)
         return SMB_OK;
-    struct smb_change read = {.opcode = SMB_READ, .offset = frame->offset, .bytes = frame->length, .sink = sink};
-    return smb_segment_apply(request->segment, &read, patience(request));
+    return gate_copy(request, sink);
 }
 
 /* Under the chunk's lock, or locks: bytes, watermark, and the journal around both where there is one. */
@@ -266,6 +265,12 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     }
     let_go(request);
     return status;
+}
+
+int gate_copy(const struct gate_request *request, uint8_t *to)
+{
+    struct smb_change read = {.opcode = SMB_READ, .offset = request->frame.offset, .bytes = request->frame.length, .sink = to};
+    return smb_segment_apply(request->segment, &read, patience(request));
 }
 
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place)

@@ -182,6 +182,9 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct 
  * the new values, or NULL. SMB_BUSY: park it. The old value of the 64-bit operations goes to *result. */
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
                  uint8_t *scratch, uint8_t *sink, uint64_t *result);
+/* The range as it was at one instant, copied without its chunk's lock unless changes follow each other without end. SMB_BUSY:
+ * park it. */
+int gate_copy(const struct gate_request *request, uint8_t *to);
 /* The other way to do it: the range itself, under its chunk's lock, for the socket to be sent from or received into. Not to
  * be held while anything is waited for. SMB_BUSY: park it, or go another way; SMB_EXISTS: this change was made before. */
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);

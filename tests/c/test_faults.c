@@ -500,6 +500,40 @@ static void stopped_holder_parks_requests(void)
     rig_stop(&rig);
 }
 
+/* Who has a chunk's lock and changes nothing, as a reader that is being answered has it, holds up changes, but no other reader. */
+static void a_lock_without_a_change_holds_up_no_read(void)
+{
+    enum { CHUNK = 262144 };
+    struct rig rig;
+    static float source[3 * CHUNK / 4], sink[3 * CHUNK / 4];
+    for (int i = 0; i < 3 * CHUNK / 4; i++)
+        source[i] = (float)i;
+    rig_start(&rig, (struct smb_layout){3 * CHUNK, 3 * CHUNK, CHUNK, 1}, SMB_FLOAT32);
+    for (int way = 0; way < WAYS; way++) {
+        struct reach reach;
+        struct smb_segment *mapped;
+        struct smb_server_counters before, after;
+        reach_make(&reach, &rig, (enum way)way, 35);
+        must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = 3 * CHUNK, .source = source});
+        CHECK_EQ(smb_segment_open(rig_segment_path(0, 0), &mapped), SMB_OK);
+        CHECK_EQ(smb_segment_lock(mapped, CHUNK, SMB_TRY), SMB_OK);
+        smb_server_counters(rig.servers[0], &before);
+        memset(sink, 0, sizeof sink);
+        must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .offset = CHUNK, .bytes = 4, .sink = sink});
+        CHECK(memcmp(sink, source + CHUNK / 4, 4) == 0);
+        must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 3 * CHUNK, .sink = sink});
+        CHECK(memcmp(sink, source, sizeof sink) == 0);
+        smb_server_counters(rig.servers[0], &after);
+        CHECK_EQ(after.parked_total, before.parked_total);
+        struct smb_request write = {.opcode = SMB_WRITE, .offset = CHUNK, .bytes = CHUNK, .source = source, .timeout_ms = SHORT_MS};
+        CHECK_EQ(reach_try(reach.buffer, write), SMB_TIMEOUT);
+        smb_segment_unlock(mapped, CHUNK);
+        smb_segment_release(mapped);
+        reach_end(&reach);
+    }
+    rig_stop(&rig);
+}
+
 /* A call that waits for a chunk of mapped memory, held by a stopped process, does not hold up the client's other calls. */
 static void waiting_for_a_local_chunk_holds_up_nobody(void)
 {
@@ -700,6 +734,7 @@ int main(void)
         TEST(parked_sums_keep_their_sources),
         TEST(parked_steps_hold_nothing),
         TEST(account_of_a_local_call),
+        TEST(a_lock_without_a_change_holds_up_no_read),
         TEST(waiting_for_a_local_chunk_holds_up_nobody),
         TEST(server_stops_with_requests_parked),
     };

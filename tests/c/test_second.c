@@ -57,6 +57,7 @@ static void a_large_call_is_given_up_while_its_odd_link_is_lent(void)
         memset(source, round + 1, LARGE);
         uint64_t held = round % 4 < 3 ? (2 * (uint64_t)round + 1) * CHUNK : 0; /* mostly one of the odd link's */
         CHECK_EQ(smb_segment_lock(mapped, held, SMB_TRY), SMB_OK);
+        smb_segment_change_begin(mapped, held); /* reads would not wait for the lock alone */
         CHECK_EQ(pthread_create(&other, NULL, small_calls, shared), 0);
         struct smb_request call = {.opcode = SMB_WRITE, .bytes = LARGE, .source = source, .timeout_ms = 60};
         if (round % 2)
@@ -66,6 +67,7 @@ static void a_large_call_is_given_up_while_its_odd_link_is_lent(void)
         CHECK_EQ(reach_try(reach.buffer, call), SMB_TIMEOUT);
         memset(source, 0xee, LARGE);
         memset(sink, 0xee, LARGE);
+        smb_segment_change_end(mapped, held);
         smb_segment_unlock(mapped, held);
         pthread_join(other, NULL);
         for (int i = 0; i < LARGE; i++)
