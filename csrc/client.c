@@ -384,10 +384,12 @@ static void sleep_driver(struct smb_client *client, const struct call *own, uint
         return;
 }
 
+/* On what the second driver has left to do this one looks for a moment, too: its core would fall asleep, and to be woken then takes
+ * longer than half of a megabyte does. */
 static bool much_is_under_way(const struct smb_client *client)
 {
     for (const struct smb_link *link = client->active; link; link = link->next)
-        if (second_has(client, link) || link_sleeps_at_once(link))
+        if (!second_has(client, link) && link_sleeps_at_once(link))
             return true;
     return false;
 }
