@@ -17,7 +17,7 @@ MODULE = "smb._engine"
 # The order is the order of the layers; see smb.h.
 SOURCES = (
     *("failpoint", "kernels", "frame", "layout", "sha256", "access", "records", "pages", "segment", "journal", "sync"),
-    *("gate", "waits", "connection", "counts", "registry", "slots", "server"),
+    *("gate", "waits", "lanes", "connection", "counts", "registry", "slots", "server"),
     *("dial", "flight", "resume", "answers", "link", "second", "client", "transfer"),
 )
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons

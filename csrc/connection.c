@@ -19,20 +19,6 @@
 
 enum step { STEP_ON, STEP_WAIT, STEP_CLOSE };
 
-static void leave_lane(struct connection *connection)
-{
-    struct smb_server *server = connection->loop->server;
-    pthread_mutex_lock(&server->lanes_lock);
-    struct connection **at = &server->lanes;
-    while (*at && *at != connection)
-        at = &(*at)->lane_next;
-    if (*at) {
-        *at = connection->lane_next;
-        count_past(server, connection);
-    }
-    pthread_mutex_unlock(&server->lanes_lock);
-}
-
 struct connection *connection_create(struct loop *loop, int fd, int transport)
 {
     struct connection *connection = calloc(1, sizeof *connection);
@@ -57,7 +43,7 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
 
 void connection_destroy(struct connection *connection)
 {
-    leave_lane(connection);
+    lanes_leave(connection);
     waits_forget(connection);
     grants_clear(&connection->grants);
     pthread_mutex_destroy(&connection->turn);
@@ -207,24 +193,6 @@ static void count_done(struct connection *connection, const struct gate_request 
     count_request(connection, request->segment, request->frame.opcode, request->frame.length, loop->clock_ns - connection->begun_ns);
 }
 
-/* A session with large requests on two connections keeps two loops and two threads of its client's busy. Where that is more than
- * there are, one connection each is up to a third faster: clients are told so with their answers. */
-static void note_large(struct connection *connection)
-{
-    struct loop *loop = connection->loop;
-    uint64_t now_ns = loop->clock_ns;
-    loop->bulk = true;
-    if (now_ns < connection->crowd_noted_ns + CROWD_NOTED_NS)
-        return;
-    connection->crowd_noted_ns = now_ns;
-    _Atomic uint64_t *crowd = loop->server->crowd;
-    atomic_store_explicit(&crowd[connection->crowd_slot], now_ns, memory_order_relaxed);
-    int sessions = 0;
-    for (int i = 0; i < CROWD_SLOTS; i++)
-        sessions += atomic_load_explicit(&crowd[i], memory_order_relaxed) + CROWD_NS > now_ns;
-    loop->crowded_until_ns = sessions > 1 && 2 * sessions > loop->server->loop_count ? now_ns + CROWD_NS : 0;
-}
-
 /* To what has to do with data. */
 static struct smb_frame reply_to(const struct connection *connection, const struct smb_frame *request, int status)
 {
@@ -241,8 +209,10 @@ static void finish_request(struct connection *connection, bool done)
     if (done)
         count_done(connection, &connection->request);
     connection->replies_held += frame->length >= BULK_BYTES;
-    if (frame->length >= LARGE_BYTES)
-        note_large(connection);
+    if (frame->length >= LARGE_BYTES) {
+        connection->loop->bulk = true;
+        lanes_note_large(connection);
+    }
     gate_done(&connection->request);
     connection->have_request = false;
 }
@@ -299,79 +269,11 @@ static enum step receive(struct connection *connection, struct iovec *parts, int
     return STEP_CLOSE;
 }
 
-/* With the lanes' lock held. */
-static void fence(struct connection *connection)
-{
-    atomic_store_explicit(&connection->fenced, true, memory_order_relaxed); /* the mutex orders it */
-    pthread_mutex_lock(&connection->turn);
-    pthread_mutex_unlock(&connection->turn);
-    atomic_store_explicit(&connection->loop->sweep, true, memory_order_release);
-    loop_wake(connection->loop);
-}
-
-void lanes_fence_session(struct smb_server *server, uint64_t session)
-{
-    pthread_mutex_lock(&server->lanes_lock);
-    for (struct connection *connection = server->lanes; connection; connection = connection->lane_next)
-        if (connection->session == session)
-            fence(connection);
-    pthread_mutex_unlock(&server->lanes_lock);
-}
-
-/* From here on this connection speaks for its lane. An older one may still have requests in its socket that its client gave
- * up: carried out now, they would undo what the client does next. So it is fenced, and a request of it that is being carried
- * out is waited for (microseconds: nothing waits there), before the client hears that it may go on. */
-static void take_lane(struct connection *connection)
-{
-    struct smb_server *server = connection->loop->server;
-    pthread_mutex_lock(&server->lanes_lock);
-    uint32_t sharers[CROWD_SLOTS] = {0}, emptiest = 0;
-    bool first = true;
-    for (struct connection *older = server->lanes; older; older = older->lane_next) {
-        sharers[older->crowd_slot]++;
-        if (older->session != connection->session)
-            continue;
-        first = false;
-        connection->crowd_slot = older->crowd_slot;
-        if (older->lane == connection->lane)
-            fence(older);
-    }
-    for (uint32_t i = 1; i < CROWD_SLOTS; i++)
-        if (sharers[i] < sharers[emptiest])
-            emptiest = i;
-    if (first)
-        connection->crowd_slot = emptiest;
-    connection->lane_next = server->lanes;
-    server->lanes = connection;
-    pthread_mutex_unlock(&server->lanes_lock);
-}
-
-/* Large calls come over two connections of a session at once: on two loops, they are served by two cores. Where there are many
- * sessions they come over the same one of each: so those of a lane are on all loops, too. */
-static void go_to_emptiest_loop(struct connection *connection)
-{
-    struct smb_server *server = connection->loop->server;
-    uint32_t counts[LOOPS_MAX] = {0};
-    pthread_mutex_lock(&server->lanes_lock);
-    for (struct connection *other = server->lanes; other; other = other->lane_next) {
-        const struct loop *loop = other->destination ? other->destination : other->loop;
-        if (other != connection)
-            counts[loop->index] += other->session == connection->session ? CONNECTIONS_MAX : other->lane == connection->lane ? 1 : 0;
-    }
-    struct loop *best = connection->loop;
-    for (int i = 0; i < server->loop_count; i++)
-        if (counts[i] < counts[best->index])
-            best = &server->loops[i];
-    connection->destination = best;
-    pthread_mutex_unlock(&server->lanes_lock);
-}
-
 static void speak_for_lane(struct connection *connection)
 {
     connection->proven = true;
     connection->loop->not_greeted--;
-    take_lane(connection);
-    go_to_emptiest_loop(connection);
+    lanes_enter(connection);
 }
 
 /* The peer learns why before it is closed. */

@@ -243,10 +243,19 @@ void connection_destroy(struct connection *connection);
 bool connection_is_empty(const struct connection *connection);
 /* It has not shown for too long who it is. `now_ns` may be from before it came: others let it in. */
 bool connection_is_silent(const struct connection *connection, uint64_t now_ns);
-/* No connection of the session does anything any more; their loops close them. */
-void lanes_fence_session(struct smb_server *server, uint64_t session);
 /* One of its waits is answered: the answer goes out at its next turn. */
 void connection_take_answer(struct connection *connection, struct wait *wait);
+
+/* ---- lanes (lanes.c) */
+/* From here on this connection speaks for its lane. An older one may still have requests in its socket that its client gave
+ * up: carried out now, they would undo what the client does next. So it is fenced, and a request of it that is being carried
+ * out is waited for (microseconds: nothing waits there), before the client hears that it may go on. */
+void lanes_enter(struct connection *connection);
+void lanes_leave(struct connection *connection);
+/* No connection of the session does anything any more; their loops close them. */
+void lanes_fence_session(struct smb_server *server, uint64_t session);
+/* It has had a request of LARGE_BYTES or more. */
+void lanes_note_large(struct connection *connection);
 
 enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_PARKED };
 
