@@ -647,7 +647,6 @@ static void batch_admit(struct connection *connection, uint64_t room, struct bat
 {
     uint64_t bytes = SMB_FRAME_BYTES + (uint64_t)connection->request.frame.length;
     batch->requests[0] = connection->request;
-    batch->requests[0].retried = true; /* no patience: their locks are tried once */
     batch->admitted = 1;
     if (connection->request.frame.length < BULK_BYTES)
         return;
@@ -661,7 +660,6 @@ static void batch_admit(struct connection *connection, uint64_t room, struct bat
             (bytes += SMB_FRAME_BYTES + (uint64_t)frame.length) > room ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;
-        request->retried = true;
         batch->admitted++;
     }
 }
@@ -692,23 +690,45 @@ static void batch_done(struct batch *batch)
         gate_done(&batch->requests[i]);
 }
 
+/* The range of the read in hand, as it is or encoded. If another reader has the chunk's lock, without it. */
+static int copy_range(struct connection *connection, uint8_t *to)
+{
+    struct gate_request *request = &connection->request;
+    uint32_t length = request->frame.length;
+    int wire = smb_frame_wire(&request->frame);
+    uint8_t *from;
+    int status = gate_open(request, false, &from);
+    if (status == SMB_OK) {
+        if (wire == SMB_WIRE_EXACT)
+            memcpy(to, from, length);
+        else
+            smb_kernel_encode(wire, from, length / 4, to);
+        gate_close(request, false, true);
+    }
+    if (status != SMB_BUSY)
+        return status;
+    if (wire == SMB_WIRE_EXACT)
+        return gate_copy(request, to);
+    status = make_staging(connection, length);
+    if (status == SMB_OK)
+        status = gate_copy(request, connection->staging);
+    if (status == SMB_OK)
+        smb_kernel_encode(wire, connection->staging, length / 4, to);
+    return status;
+}
+
 /* What is not sent as it lies there: encoded, with a checksum, by reference, or while somebody has the chunk's lock. Of a copy that
- * nobody changes; to copy needs no lock. */
+ * nobody changes. */
 static enum step answer_read_by_copy(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length;
-    uint8_t *place, *to = connection->named ? connection->named->payload : connection->tail;
     int wire = smb_frame_wire(&request->frame);
-    int status = wire == SMB_WIRE_EXACT ? gate_copy(request, to) : gate_open(request, false, &place);
+    int status = copy_range(connection, connection->named ? connection->named->payload : connection->tail);
     if (status == SMB_BUSY)
         return park(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
-    if (wire != SMB_WIRE_EXACT) {
-        smb_kernel_encode(wire, place, length / 4, to);
-        gate_close(request, false, true);
-    }
     struct smb_frame reply = reply_to(connection, &request->frame, SMB_OK);
     reply.length = length;
     uint32_t bytes = wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4);
@@ -788,6 +808,7 @@ static enum step answer_read(struct connection *connection)
     }
     batch_done(&batch);
     connection->in_start += (begun - 1) * SMB_FRAME_BYTES;
+    connection->loop->series |= begun > 1 && connection->request.frame.length >= LARGE_BYTES;
     finish_request(connection, false);
     return step;
 }

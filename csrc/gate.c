@@ -279,7 +279,7 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
         return SMB_NOT_FOUND;
     int status = to_change ? take_record(request) : SMB_OK;
     if (status == SMB_OK)
-        status = smb_segment_lock(request->segment, request->frame.offset, patience(request));
+        status = smb_segment_lock(request->segment, request->frame.offset, to_change ? patience(request) : SMB_TRY_ONCE);
     if (status != SMB_OK) {
         let_go(request);
         return status;

@@ -102,7 +102,7 @@ static uint16_t double_to_float16(double value)
 #define UNROLL_PRAGMA "clang loop interleave_count(4)"
 #define TARGET_BEGIN(names) PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
 #define TARGET_END PRAGMA(clang attribute pop)
-#define AVX512(width) "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c"
+#define AVX512(width) "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c" /* it decides for itself how wide */
 #define HAS_F16C true /* clang 14 can't ask; every processor with AVX2 has it */
 #else
 #define EACH_PRAGMA "GCC ivdep"
@@ -168,8 +168,8 @@ static bool has_avx512(void)
            __builtin_cpu_supports("avx512vl");
 }
 
-/* AMD's Zen 5 and later, by measurement: additions of 512 bits are 1.2 to 1.4 times as fast within the cache, `rep movsb` copies
- * 1.03 to 1.3 times as fast from 32 KiB up. Others may be so, too; they were not measured. */
+/* AMD's Zen 5 and later, by measurement of one: additions of 512 bits are 1.2 to 1.4 times as fast within the cache, `rep movsb`
+ * copies 1.03 to 1.6 times as fast from 32 KiB up, slower up to 16. Others may be so, too; they were not measured. */
 static bool is_wide(void)
 {
     unsigned a, b, c, d;

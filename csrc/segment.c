@@ -564,10 +564,10 @@ static void racing_copy(const struct smb_change *change, const void *from)
 }
 #endif
 
-static bool read_unlocked(struct smb_segment *segment, const struct smb_change *change)
+static bool read_unlocked(struct smb_segment *segment, const struct smb_change *change, int attempts)
 {
     struct chunk_state *chunk = chunk_at(segment, change->offset);
-    for (int attempt = 0; attempt < READ_ATTEMPTS; attempt++) {
+    for (int attempt = 0; attempt < attempts; attempt++) {
         uint32_t before = atomic_load_explicit(&chunk->sequence, memory_order_acquire);
         if (before % 2 == 0) {
             racing_copy(change, segment->data + change->offset);
@@ -754,7 +754,7 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
         return SMB_INVALID;
     if (smb_segment_deleted(segment))
         return SMB_NOT_FOUND;
-    if (change->opcode == SMB_READ && read_unlocked(segment, change))
+    if (change->opcode == SMB_READ && read_unlocked(segment, change, deadline_ns == SMB_TRY_ONCE ? 2 : READ_ATTEMPTS))
         return smb_segment_still_there(segment);
     int status = smb_segment_lock(segment, change->offset, deadline_ns);
     if (status != SMB_OK)

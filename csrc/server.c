@@ -154,10 +154,8 @@ static void look_where_peer_is(struct loop *loop, const struct connection *conne
     /* One chunk a call is fastest between two cores, as one copies in while the other copies out: that is no reason to go. */
     if (core < 0)
         loop->apart = 0;
-    else if (core != loop->peers_core || loop->apart == 0)
-        loop->apart = 1;
     else
-        loop->apart += loop->was_series;
+        loop->apart = core == loop->peers_core && loop->was_series ? loop->apart + 1 : 1;
     loop->peers_core = core;
     if (loop->apart == APART_MAX) {
         go_to(core);
@@ -407,7 +405,7 @@ static void *run_loop(void *argument)
         loop->was_series = loop->series;
         loop->bulk = loop->series = false;
         uint64_t now_ns = loop->clock_ns = smb_now_ns();
-        served = count > 0;
+        served = count > 0 || loop->again;
         bool woken = false;
         for (int i = 0; i < count; i++) {
             void *source = events[i].data.ptr;

@@ -138,11 +138,11 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
-    uint32_t apart;               /* how often in a row, after much was moved, peers of this host were on another core, */
+    uint32_t apart;               /* how often in a row, after a series, peers of this host were on another core (1: after one), */
     int peers_core;               /* that one; -1: on ours */
     bool was_bulk, was_series;    /* what `bulk` and `series` were before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
-    bool series;                  /* and some of it right after another */
+    bool series;                  /* and some of it was asked for right behind another */
     uint64_t crowded_until_ns;    /* several sessions have large requests, and there are not two loops for each */
 };
 
@@ -183,10 +183,11 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct 
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
                  uint8_t *scratch, uint8_t *sink, uint64_t *result);
 /* The range as it was at one instant, copied without its chunk's lock unless changes follow each other without end. SMB_BUSY:
- * park it. */
+ * park it. For what gate_open found locked. */
 int gate_copy(const struct gate_request *request, uint8_t *to);
 /* The other way to do it: the range itself, under its chunk's lock, for the socket to be sent from or received into. Not to
- * be held while anything is waited for. SMB_BUSY: park it, or go another way; SMB_EXISTS: this change was made before. */
+ * be held while anything is waited for. SMB_BUSY: park it, or go another way (for a read, the lock is tried once); SMB_EXISTS: this
+ * change was made before. */
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 /* `done`: the change was made, whole. */
 void gate_close(struct gate_request *request, bool to_change, bool done);

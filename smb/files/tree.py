@@ -163,7 +163,7 @@ class Tree:
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         with as_os_errors():
-            if not flags & os.O_CREAT and path in self._hidden:
+            if not flags & os.O_CREAT and (path in self._hidden or path in self._aliases):
                 raise refuse(errno.ESTALE, path)
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
