@@ -136,6 +136,7 @@ $(VENV)/perf-installed: $(VENV)/demo-installed perf/requirements.txt perf/peers/
 	@touch $@
 
 $(VENV)/perf-large-installed: $(VENV)/perf-installed perf/peers/requirements-large.txt
+	-@ldconfig -p | grep -q libibverbs.so.1 || { apt-get update -q && apt-get install -y -q libibverbs1; } # Mooncake's
 	-$(PIP) install --requirement perf/peers/requirements-large.txt
 	@touch $@
 
