@@ -251,11 +251,17 @@ static uint32_t token_bytes(const struct smb_frame *frame)
 /* *have: bytes read. STEP_WAIT: nothing there now. */
 static enum step receive(struct connection *connection, struct iovec *parts, int count, size_t *have)
 {
-    if (connection->drained) { /* what has come since then epoll will say: one system call less before the answers go out */
+    int looks = 1;
+    if (connection->drained) {
         connection->drained = false;
-        return wait_for(connection, WAIT_INPUT);
+        if (!connection->have_request || !connection->here) /* epoll will say: one system call less before the answers go out */
+            return wait_for(connection, WAIT_INPUT);
+        looks = PAYLOAD_LOOKS; /* the peer, on this host, is about to send the rest */
     }
-    ssize_t done = count == 1 ? read(connection->fd, parts->iov_base, parts->iov_len) : readv(connection->fd, parts, count);
+    ssize_t done;
+    do
+        done = count == 1 ? read(connection->fd, parts->iov_base, parts->iov_len) : readv(connection->fd, parts, count);
+    while (done < 0 && errno == EAGAIN && --looks > 0);
     if (done > 0) {
         size_t room = 0;
         for (int i = 0; i < count; i++)
@@ -399,6 +405,19 @@ static const struct slot *change_slot(const struct connection *connection)
     if (!connection->loop->server->journal)
         return NULL;
     return connection->named && connection->staging == connection->named->payload ? connection->named : &connection->slot;
+}
+
+bool connection_look(struct connection *connection)
+{
+    if (connection->wait != WAIT_INPUT || connection->have_request || connection->in_start < connection->in_end)
+        return false;
+    ssize_t done = read(connection->fd, connection->in, IN_BYTES);
+    if (done <= 0)
+        return false; /* also of one that has ended: epoll says that, too */
+    connection->in_start = 0;
+    connection->in_end = (uint32_t)done;
+    connection->drained = done < IN_BYTES;
+    return true;
 }
 
 static enum step receive_more(struct connection *connection)

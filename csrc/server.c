@@ -14,6 +14,7 @@
 
 enum {
     EVENTS_PER_WAIT = 64,
+    LOOKS_PER_WAIT = 4, /* at the socket served last, while a loop spins, to one at all of them */
     APART_MAX = 16, /* requests: a loop whose peers were on one other core so often in a row goes there */
     SPIN_NS = 50000 /* a loop that had something to do looks again for this long before it sleeps: a wake-up costs more */
 };
@@ -66,6 +67,8 @@ static void count_backlog(struct connection *connection, bool waits)
 static void unlink_connection(struct loop *loop, struct connection *connection)
 {
     count_backlog(connection, false);
+    if (loop->last == connection)
+        loop->last = NULL;
     if (connection->previous)
         connection->previous->next = connection->next;
     else
@@ -168,6 +171,7 @@ static void serve(struct loop *loop, struct connection *connection)
     if (loop->was_bulk)
         look_where_peer_is(loop, connection);
     if (connection_turn(connection)) {
+        loop->last = connection;
         if (!move_connection(loop, connection))
             arm(loop, connection);
     } else {
@@ -385,10 +389,16 @@ static int wait_for_events(struct loop *loop, struct epoll_event *events, bool s
     bool spins = !loop->bulk || loop->apart > 0;
     int count = spins ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0) : 0;
     bool waits = count == 0 && timeout != 0 && spins && served;
+    uint32_t looks = 0;
     uint64_t until_ns = waits ? smb_now_ns() + SPIN_NS : 0; /* from here on: what it had to do may have taken longer than that */
     while (waits && count == 0 && smb_now_ns() < until_ns) {
         sched_yield(); /* the peer that we wait for may have been put on this very core: measured 6 times the latency */
-        count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
+        if (loop->last && connection_look(loop->last)) {
+            events[0] = (struct epoll_event){.events = EPOLLIN, .data.ptr = loop->last};
+            return 1;
+        }
+        if (!loop->last || looks++ % LOOKS_PER_WAIT == 0)
+            count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
     }
     return count == 0 && (timeout != 0 || !spins) ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, timeout) : count;
 }

@@ -32,6 +32,7 @@ enum {
     LARGE_BYTES = 128 << 10,      /* after requests of this size a loop sleeps at once */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, and as much as a socket within a host holds */
+    PAYLOAD_LOOKS = 8,            /* at a socket within a host, for the rest of a payload, before epoll is asked: 2 us or so */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
     CROWD_SLOTS = 64,             /* of sessions; more share them, and may then pass for fewer */
@@ -132,6 +133,7 @@ struct loop {
     pthread_mutex_t inbox_lock;
     struct connection *inbox;     /* accepted by another loop, to be taken over by this one */
     struct connection *connections;
+    struct connection *last;      /* served; NULL: it has left */
     struct connection *again;     /* had their turn but have more in hand */
     struct connection *parked;
     _Atomic bool sweep;           /* some connection of the loop was fenced from outside: close it */
@@ -237,6 +239,8 @@ struct connection *connection_create(struct loop *loop, int fd, int transport);
 void slots_retain(struct smb_slots *slots);
 /* One of them; NULL where there is no such. */
 const struct slot *slots_at(const struct smb_slots *slots, uint64_t index);
+/* Looks for a next request without asking epoll; what came is taken up in its next turn. */
+bool connection_look(struct connection *connection);
 /* Reads, executes, answers until nothing more can be done now. false: close it. */
 bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
