@@ -32,8 +32,8 @@
 #include <unistd.h>
 
 #define WARM_UP_BATCHES 3
-/* Above this a batch is one call. Below, a batch's calls move this much, which takes some microseconds. */
-#define BATCH_BYTES ((uint64_t)512 << 10)
+/* Above this a batch is one call. Below, a batch's calls move this much, which takes a hundred microseconds. */
+#define BATCH_BYTES ((uint64_t)4 << 20)
 #define BATCH_CALLS_MAX 4096
 /* Sources up to here exist twice, as they are and negated, and batches take turns: sums of millions of calls stay exact
  * in float32 (below 2^24). Longer ones are never added so often. */

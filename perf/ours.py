@@ -100,7 +100,7 @@ class Client:
             array = written(buffer.size, index) if case.operation == WRITE else added(buffer.size)
         calls: dict[str, Callable[[], object]] = {
             WRITE: partial(buffer.write, array),
-            READ: partial(buffer.read, out=array),
+            READ: lambda: buffer.read(out=array),  # as in a script: partial would put the names into a dictionary first
             ACCUMULATE: partial(buffer.accumulate, array),
             FETCH_ADD: partial(buffer.fetch_add, 0, 1),
         }
