@@ -484,7 +484,10 @@ static enum step next_request(struct connection *connection)
     connection->have_request = true;
     connection->follows = !connection->awaited;
     connection->awaited = false;
-    connection->loop->series |= connection->follows && frame.length >= LARGE_BYTES;
+    if (frame.length >= LARGE_BYTES) {
+        connection->loop->series = connection->follows || connection->in_series || connection->paired;
+        connection->in_series = connection->follows;
+    }
     connection->begun_ns = connection->loop->clock_ns;
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
@@ -827,7 +830,7 @@ static enum step answer_read(struct connection *connection)
     }
     batch_done(&batch);
     connection->in_start += (begun - 1) * SMB_FRAME_BYTES;
-    connection->loop->series |= begun > 1 && connection->request.frame.length >= LARGE_BYTES;
+    connection->in_series |= begun > 1;
     finish_request(connection, false);
     return step;
 }

@@ -15,7 +15,8 @@
 enum {
     EVENTS_PER_WAIT = 64,
     LOOKS_PER_WAIT = 4, /* at the socket served last, while a loop spins, to one at all of them */
-    APART_MAX = 16, /* requests: a loop whose peers were on one other core so often in a row goes there */
+    APART_MAX = 16, /* turns: a loop whose peers were on one other core so often in a row goes there */
+    APART_ODD_MAX = 24,
     SPIN_NS = 50000 /* a loop that had something to do looks again for this long before it sleeps: a wake-up costs more */
 };
 
@@ -158,9 +159,10 @@ static void look_where_peer_is(struct loop *loop, const struct connection *conne
     if (core < 0)
         loop->apart = 0;
     else
-        loop->apart = core == loop->peers_core && loop->was_series ? loop->apart + 1 : 1;
+        loop->apart = core == loop->peers_core && loop->series ? loop->apart + 1 : 1;
     loop->peers_core = core;
-    if (loop->apart == APART_MAX) {
+    /* Two loops that serve a pair of connections go one after the other: together they would leave a core to nobody. */
+    if (loop->apart >= (loop->index % 2 ? APART_ODD_MAX : APART_MAX)) {
         go_to(core);
         loop->apart = 0;
     }
@@ -412,8 +414,7 @@ static void *run_loop(void *argument)
     while (!atomic_load_explicit(&loop->stop, memory_order_acquire)) {
         int count = wait_for_events(loop, events, served);
         loop->was_bulk = loop->bulk;
-        loop->was_series = loop->series;
-        loop->bulk = loop->series = false;
+        loop->bulk = false;
         uint64_t now_ns = loop->clock_ns = smb_now_ns();
         served = count > 0 || loop->again;
         bool woken = false;

@@ -112,7 +112,7 @@ struct smb_server {
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
-    _Atomic uint64_t crowd[CROWD_SLOTS]; /* when a session of that slot last had a large request */
+    _Atomic uint64_t crowd[CROWD_SLOTS]; /* when a session of that slot last had a large request; the lowest bits: on which loop */
     struct sync_counters waited;        /* of all segments */
     pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
     struct connection *lanes;
@@ -140,11 +140,11 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
-    uint32_t apart;               /* how often in a row, after a series, peers of this host were on another core (1: after one), */
+    uint32_t apart;               /* how often in a row, in a series, peers of this host were on another core (1: once, or in none), */
     int peers_core;               /* that one; -1: on ours */
-    bool was_bulk, was_series;    /* what `bulk` and `series` were before it waited */
+    bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
-    bool series;                  /* and some of it was asked for right behind another */
+    bool series;                  /* its last large request was one of several: of a call's on its connection, or of a pair's */
     uint64_t crowded_until_ns;    /* several sessions have large requests, and there are not two loops for each */
 };
 
@@ -305,6 +305,8 @@ struct connection {
     uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
+    bool in_series;                     /* its last large request came right behind another */
+    bool paired;                        /* its session has large requests on another loop, too, and they share two or three cores */
     bool awaited, follows;              /* the next request had not come when the last was done; the one in hand had */
     uint32_t low_water;                 /* SO_RCVLOWAT, if it was set */
     bool awaited_room;                  /* for the read in hand */
