@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 /* What a socket to the same host holds of what is sent; the kernel doubles it: four chunks of 256 KiB and their headers, which the
  * server sends in one call. More goes around the cache that both ends share: without a bound loopback grows to 4 MiB, at 0.7 to 0.9
@@ -46,7 +47,7 @@ static inline uint16_t address_port(const struct address *address)
     return ntohs(address->name.any.sa_family == AF_INET ? address->name.v4.sin_port : address->name.v6.sin6_port);
 }
 
-/* Whether a connected TCP socket leads to this host: both ends have one address. */
+/* Whether a connected socket leads to this host: both ends have one address. */
 static inline bool address_is_here(int fd)
 {
     struct address ours, peers;
@@ -70,17 +71,35 @@ static inline bool address_may_have(int bytes)
     return known && most >= bytes;
 }
 
-/* Of a connected TCP socket that leads to this host: what it holds is bounded, and nothing paces it. Congestion control by BBR, some
- * systems' own, has a timer between one burst and the next, at the rate that it believes in: up to half the speed on loopback, where
- * nothing is ever congested. Over a network the system decides both, by the bandwidth and the delay that it finds. Failure costs
- * time, not correctness. Returns how many bytes it holds, 0 where the system decides. */
+enum { CONGESTION_NAME_BYTES = 16 };
+
+/* Before a TCP socket connects within this host, or listens: nothing is to pace it. Congestion control by BBR, some systems' own, has
+ * a timer between one burst and the next, at the rate that it believes in: up to half the speed on loopback, where nothing is ever
+ * congested. Of a socket that began with it Linux goes on pacing when another takes its place, and one retransmission (packets that
+ * two cores deliver may change places) then halves the speed for as long as it lives. Failure costs time, not correctness. */
+static inline void address_unpace(int fd)
+{
+    setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", strlen("reno"));
+}
+
+/* Whether a TCP connection there would lead to this host: asked of a socket that sends nothing. */
+static inline bool address_leads_here(const struct address *peer)
+{
+    int fd = socket(peer->name.any.sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    bool here = fd >= 0 && connect(fd, &peer->name.any, peer->length) == 0 && address_is_here(fd);
+    if (fd >= 0)
+        close(fd);
+    return here;
+}
+
+/* Of a connected TCP socket: if it leads to this host, what it holds is bounded. Over a network the system decides that, and how it is
+ * paced, by the bandwidth and the delay that it finds. Returns how many bytes it holds, 0 where the system decides. */
 static inline uint32_t address_suit_loopback(int fd)
 {
     int bytes = SEND_BUFFER_HERE_BYTES, held = 0;
     socklen_t length = sizeof held;
     if (!address_is_here(fd))
         return 0;
-    setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", strlen("reno"));
     if (!address_may_have(bytes) || setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes) != 0 ||
         getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &held, &length) != 0)
         return 0;

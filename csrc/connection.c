@@ -254,9 +254,11 @@ static enum step receive(struct connection *connection, struct iovec *parts, int
     int looks = 1;
     if (connection->drained) {
         connection->drained = false;
-        if (!connection->have_request || !connection->here) /* epoll will say: one system call less before the answers go out */
+        /* Epoll will say: one system call less before the answers go out. But a peer on this host is about to send the rest of a
+         * payload, unless it dribbles: others have their turn, too. */
+        if (!connection->have_request || !connection->here || !all_sent(connection) || connection->looked++ == PAYLOAD_READS)
             return wait_for(connection, WAIT_INPUT);
-        looks = PAYLOAD_LOOKS; /* the peer, on this host, is about to send the rest */
+        looks = PAYLOAD_LOOKS;
     }
     ssize_t done;
     do
@@ -485,7 +487,8 @@ static enum step next_request(struct connection *connection)
     connection->follows = !connection->awaited;
     connection->awaited = false;
     if (frame.length >= LARGE_BYTES) {
-        connection->loop->series = connection->follows || connection->in_series || connection->paired;
+        connection->loop->series = connection->follows || connection->in_series ||
+                                   connection->loop->clock_ns < connection->paired_until_ns;
         connection->in_series = connection->follows;
     }
     connection->begun_ns = connection->loop->clock_ns;
@@ -830,7 +833,7 @@ static enum step answer_read(struct connection *connection)
     }
     batch_done(&batch);
     connection->in_start += (begun - 1) * SMB_FRAME_BYTES;
-    connection->in_series |= begun > 1;
+    connection->in_series |= begun > 1 && connection->request.frame.length >= LARGE_BYTES;
     finish_request(connection, false);
     return step;
 }
@@ -966,6 +969,7 @@ static enum step execute(struct connection *connection)
 bool connection_turn(struct connection *connection)
 {
     enum step step = STEP_ON;
+    connection->looked = 0;
     for (int frames = 0; step == STEP_ON;) {
         /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
         put_late_answers(connection);

@@ -95,8 +95,8 @@ void lanes_note_large(struct connection *connection)
     uint64_t noted = (now_ns & ~(uint64_t)(LOOPS_MAX - 1)) | (uint64_t)loop->index;
     uint64_t before = atomic_exchange_explicit(&crowd[connection->crowd_slot], noted, memory_order_relaxed);
     /* On four cores each of the four threads has its own. */
-    connection->paired = loop->server->loop_count < 4 && before % LOOPS_MAX != (uint64_t)loop->index &&
-                         before + 2 * CROWD_NOTED_NS > now_ns;
+    if (loop->server->loop_count < 4 && before % LOOPS_MAX != (uint64_t)loop->index && before + 2 * CROWD_NOTED_NS > now_ns)
+        connection->paired_until_ns = now_ns + 3 * CROWD_NOTED_NS;
     int sessions = 0;
     for (int i = 0; i < CROWD_SLOTS; i++)
         sessions += atomic_load_explicit(&crowd[i], memory_order_relaxed) + CROWD_NS > now_ns;

@@ -24,6 +24,7 @@ struct listener {
     int fd;
     int transport;
     struct smb_server *server;
+    char congestion[CONGESTION_NAME_BYTES]; /* control, the system's own, of TCP */
 };
 
 /* ---- loop --------------------------------------------------------------------------------------------------------- */
@@ -161,8 +162,8 @@ static void look_where_peer_is(struct loop *loop, const struct connection *conne
     else
         loop->apart = core == loop->peers_core && loop->series ? loop->apart + 1 : 1;
     loop->peers_core = core;
-    /* Two loops that serve a pair of connections go one after the other: together they would leave a core to nobody. */
-    if (loop->apart >= (loop->index % 2 ? APART_ODD_MAX : APART_MAX)) {
+    /* Of two loops that serve a pair of connections one waits longer: together they would leave a core to nobody. */
+    if (loop->apart == (loop->index % 2 ? APART_ODD_MAX : APART_MAX)) {
         go_to(core);
         loop->apart = 0;
     }
@@ -256,6 +257,13 @@ static int let_in(struct smb_server *server, int fd, int transport, struct smb_s
     return SMB_OK;
 }
 
+/* What the listener accepts is as within a host; over a network the system decides. */
+static void suit_network(const struct listener *listener, int fd)
+{
+    if (listener->congestion[0] && !address_is_here(fd))
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, listener->congestion, (socklen_t)strlen(listener->congestion));
+}
+
 static void accept_all(struct listener *listener)
 {
     struct smb_server *server = listener->server;
@@ -266,6 +274,7 @@ static void accept_all(struct listener *listener)
                 continue;
             return;
         }
+        suit_network(listener, fd);
         int status = listener->transport == SMB_TRANSPORT_UNIX && !peer_is_ours(fd) ? SMB_DENIED
                                                                                     : let_in(server, fd, listener->transport, NULL);
         if (status != SMB_OK) {
@@ -523,6 +532,9 @@ static int add_listener(struct smb_server *server, int fd, int transport)
         return SMB_OUT_OF_MEMORY;
     }
     *listener = (struct listener){.fd = fd, .transport = transport, .server = server};
+    socklen_t room = CONGESTION_NAME_BYTES - 1;
+    if (transport == SMB_TRANSPORT_TCP && getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, listener->congestion, &room) == 0)
+        address_unpace(fd);
     server->listeners[index] = listener;
     /* Told from connections by the lowest bit, which is free in a pointer to either. */
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)((uintptr_t)listener + 1U)};

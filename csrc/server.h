@@ -32,7 +32,8 @@ enum {
     LARGE_BYTES = 128 << 10,      /* after requests of this size a loop sleeps at once */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, and as much as a socket within a host holds */
-    PAYLOAD_LOOKS = 8,            /* at a socket within a host, for the rest of a payload, before epoll is asked: 2 us or so */
+    PAYLOAD_LOOKS = 8,            /* at a socket within a host, for the rest of a payload, before epoll is asked: 2 us or so; */
+    PAYLOAD_READS = 64,           /* and after so many times in a turn */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
     CROWD_SLOTS = 64,             /* of sessions; more share them, and may then pass for fewer */
@@ -133,7 +134,7 @@ struct loop {
     pthread_mutex_t inbox_lock;
     struct connection *inbox;     /* accepted by another loop, to be taken over by this one */
     struct connection *connections;
-    struct connection *last;      /* served; NULL: it has left */
+    struct connection *last;      /* served; NULL: none, or it has left */
     struct connection *again;     /* had their turn but have more in hand */
     struct connection *parked;
     _Atomic bool sweep;           /* some connection of the loop was fenced from outside: close it */
@@ -306,11 +307,12 @@ struct connection {
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
     bool in_series;                     /* its last large request came right behind another */
-    bool paired;                        /* its session has large requests on another loop, too, and they share two or three cores */
+    uint64_t paired_until_ns;           /* its session has large requests on another loop, too, and they share two or three cores */
     bool awaited, follows;              /* the next request had not come when the last was done; the one in hand had */
     uint32_t low_water;                 /* SO_RCVLOWAT, if it was set */
     bool awaited_room;                  /* for the read in hand */
     bool drained;                       /* the last look at the socket took all that was there */
+    uint32_t looked;                    /* how often in this turn it was looked at again all the same */
     uint32_t out_start, out_end;        /* small replies to be sent */
     uint32_t replies_held;
     uint32_t tail_start, tail_end;      /* what is left of a chunk being sent, in `tail` */

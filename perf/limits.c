@@ -32,7 +32,8 @@
 #include <unistd.h>
 
 #define WARM_UP_BATCHES 3
-/* Above this a batch is one call. Below, a batch's calls move this much, which takes a hundred microseconds. */
+/* Above this a batch is one call. Below, a batch's calls move this much, which takes a hundred microseconds, or are as many as
+ * the next line says. */
 #define BATCH_BYTES ((uint64_t)4 << 20)
 #define BATCH_CALLS_MAX 4096
 /* Sources up to here exist twice, as they are and negated, and batches take turns: sums of millions of calls stay exact

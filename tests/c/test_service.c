@@ -1,5 +1,6 @@
 /* Servers and clients in one process: every operation in every way gives what plain arrays give. */
 #include <dirent.h>
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
@@ -692,6 +693,65 @@ static void connections_within_a_host_are_bounded_and_not_paced(void)
     rig_stop(&rig);
 }
 
+/* Sockets of this process in that state of TCP's with reno. */
+static int in_state_with_reno(uint8_t state)
+{
+    int count = 0;
+    for (int fd = 0; fd < 256; fd++) {
+        struct tcp_info info = {0};
+        socklen_t length = sizeof info;
+        count += getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 && info.tcpi_state == state && has_reno(fd);
+    }
+    return count;
+}
+
+struct dialling {
+    struct smb_client *client;
+    uint16_t port;
+    int status;
+};
+
+static void *dial(void *argument)
+{
+    struct dialling *dialling = argument;
+    struct smb_link *link;
+    uint64_t instance;
+    dialling->status = smb_client_connect_tcp(dialling->client, "127.0.0.1", dialling->port, 0, 500, &link, &instance);
+    return NULL;
+}
+
+/* Not even at first: a socket that began with the system's BBR is paced for good. */
+static void ends_within_a_host_begin_not_paced(void)
+{
+    enum { FILLERS = 3 };
+    struct rig rig;
+    int before = in_state_with_reno(TCP_LISTEN);
+    rig_start(&rig, LAYOUT, SMB_INT64);
+    CHECK_EQ(in_state_with_reno(TCP_LISTEN), before + RIG_SERVERS);
+    struct address name;
+    socklen_t length = sizeof name.name;
+    int full = socket(AF_INET, SOCK_STREAM, 0), fillers[FILLERS];
+    CHECK(address_parse("127.0.0.1", 0, &name) && bind(full, &name.name.any, name.length) == 0 && listen(full, 0) == 0);
+    CHECK(getsockname(full, &name.name.any, &length) == 0);
+    for (int i = 0; i < FILLERS; i++) { /* nobody accepts them, so that later ones are not answered */
+        fillers[i] = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+        CHECK(connect(fillers[i], &name.name.any, name.length) == 0 || errno == EINPROGRESS);
+    }
+    before = in_state_with_reno(TCP_SYN_SENT);
+    struct dialling dialling = {.port = address_port(&name)};
+    pthread_t thread;
+    CHECK_EQ(smb_client_create(14, &dialling.client), SMB_OK);
+    CHECK_EQ(pthread_create(&thread, NULL, dial, &dialling), 0);
+    WAIT_UNTIL(in_state_with_reno(TCP_SYN_SENT) == before + 1);
+    pthread_join(thread, NULL);
+    CHECK_EQ(dialling.status, SMB_TIMEOUT);
+    smb_client_destroy(dialling.client);
+    for (int i = 0; i < FILLERS; i++)
+        close(fillers[i]);
+    close(full);
+    rig_stop(&rig);
+}
+
 /* ---- cores */
 
 /* Sets the mask of this thread, which those that it starts inherit, to core `core` of `all`; returns its number in the system. */
@@ -786,6 +846,7 @@ int main(void)
         TEST(counters_are_true),
         TEST(contiguous_view),
         TEST(connections_within_a_host_are_bounded_and_not_paced),
+        TEST(ends_within_a_host_begin_not_paced),
         TEST(loops_are_not_bound_to_a_core),
         TEST(loops_stay_where_they_may_be),
     };
