@@ -82,6 +82,24 @@ static inline void address_unpace(int fd)
     setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", strlen("reno"));
 }
 
+/* The same, before it listens, with what to give those back that come from other hosts: the system's own. Empty, and nothing done,
+ * where that does not pace, or may not be given back: which another socket tries. */
+static inline void address_unpace_listener(int fd, char own[CONGESTION_NAME_BYTES])
+{
+    socklen_t room = CONGESTION_NAME_BYTES - 1;
+    memset(own, 0, CONGESTION_NAME_BYTES);
+    bool paces = getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, own, &room) == 0 && strncmp(own, "bbr", 3) == 0;
+    int other = paces ? socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0) : -1;
+    if (other >= 0)
+        address_unpace(other);
+    if (other >= 0 && setsockopt(other, IPPROTO_TCP, TCP_CONGESTION, own, (socklen_t)strlen(own)) == 0)
+        address_unpace(fd);
+    else
+        own[0] = 0;
+    if (other >= 0)
+        close(other);
+}
+
 /* Whether a TCP connection there would lead to this host: asked of a socket that sends nothing. */
 static inline bool address_leads_here(const struct address *peer)
 {
@@ -92,14 +110,15 @@ static inline bool address_leads_here(const struct address *peer)
     return here;
 }
 
-/* Of a connected TCP socket: if it leads to this host, what it holds is bounded. Over a network the system decides that, and how it is
- * paced, by the bandwidth and the delay that it finds. Returns how many bytes it holds, 0 where the system decides. */
+/* Of a connected TCP socket: if it leads to this host, what it holds is bounded, and it has reno if it did not begin so. Over a network
+ * the system decides both, by the bandwidth and the delay that it finds. Returns how many bytes it holds, 0 where the system decides. */
 static inline uint32_t address_suit_loopback(int fd)
 {
     int bytes = SEND_BUFFER_HERE_BYTES, held = 0;
     socklen_t length = sizeof held;
     if (!address_is_here(fd))
         return 0;
+    address_unpace(fd);
     if (!address_may_have(bytes) || setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes) != 0 ||
         getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &held, &length) != 0)
         return 0;

@@ -255,7 +255,7 @@ static enum step receive(struct connection *connection, struct iovec *parts, int
     if (connection->drained) {
         connection->drained = false;
         /* Epoll will say: one system call less before the answers go out. But a peer on this host is about to send the rest of a
-         * payload, unless it dribbles: others have their turn, too. */
+         * payload; for so long that others have their turn, too. */
         if (!connection->have_request || !connection->here || !all_sent(connection) || connection->looked++ == PAYLOAD_READS)
             return wait_for(connection, WAIT_INPUT);
         looks = PAYLOAD_LOOKS;

@@ -24,7 +24,7 @@ struct listener {
     int fd;
     int transport;
     struct smb_server *server;
-    char congestion[CONGESTION_NAME_BYTES]; /* control, the system's own, of TCP */
+    char congestion[CONGESTION_NAME_BYTES]; /* control, the system's own, where what is accepted has another; else empty */
 };
 
 /* ---- loop --------------------------------------------------------------------------------------------------------- */
@@ -257,7 +257,7 @@ static int let_in(struct smb_server *server, int fd, int transport, struct smb_s
     return SMB_OK;
 }
 
-/* What the listener accepts is as within a host; over a network the system decides. */
+/* What the listener accepts may be as within a host; over a network the system decides. */
 static void suit_network(const struct listener *listener, int fd)
 {
     if (listener->congestion[0] && !address_is_here(fd))
@@ -521,7 +521,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
 }
 
 /* Takes fd over. Loop 0 accepts for all. */
-static int add_listener(struct smb_server *server, int fd, int transport)
+static int add_listener(struct smb_server *server, int fd, int transport, const char *congestion)
 {
     int index = 0;
     while (index < LISTENERS_MAX && server->listeners[index])
@@ -532,9 +532,8 @@ static int add_listener(struct smb_server *server, int fd, int transport)
         return SMB_OUT_OF_MEMORY;
     }
     *listener = (struct listener){.fd = fd, .transport = transport, .server = server};
-    socklen_t room = CONGESTION_NAME_BYTES - 1;
-    if (transport == SMB_TRANSPORT_TCP && getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, listener->congestion, &room) == 0)
-        address_unpace(fd);
+    if (congestion)
+        memcpy(listener->congestion, congestion, CONGESTION_NAME_BYTES);
     server->listeners[index] = listener;
     /* Told from connections by the lowest bit, which is free in a pointer to either. */
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)((uintptr_t)listener + 1U)};
@@ -559,10 +558,12 @@ int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16
         return SMB_SYSTEM;
     int on = 1; /* a restarted daemon gets its old port although old connections linger */
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    char congestion[CONGESTION_NAME_BYTES];
+    address_unpace_listener(fd, congestion);
     if (bind(fd, &here.name.any, here.length) != 0 || listen(fd, SOMAXCONN) != 0 ||
         getsockname(fd, &here.name.any, &here.length) != 0)
         return close_failed(fd);
-    int status = add_listener(server, fd, SMB_TRANSPORT_TCP);
+    int status = add_listener(server, fd, SMB_TRANSPORT_TCP, congestion);
     if (status == SMB_OK)
         *bound_port = address_port(&here);
     return status;
@@ -583,7 +584,7 @@ int smb_server_listen_unix(struct smb_server *server, const char *path)
     server->unix_path = strdup(path);
     if (!server->unix_path || listen(fd, SOMAXCONN) != 0)
         return close_failed(fd);
-    return add_listener(server, fd, SMB_TRANSPORT_UNIX);
+    return add_listener(server, fd, SMB_TRANSPORT_UNIX, NULL);
 }
 
 /* A loop hands connections to others: all are stopped before the first one is emptied. */

@@ -307,7 +307,7 @@ struct connection {
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
     bool in_series;                     /* its last large request came right behind another */
-    uint64_t paired_until_ns;           /* its session has large requests on another loop, too, and they share two or three cores */
+    uint64_t paired_until_ns;           /* its session had large requests on another loop, too, lately: and fewer than four cores */
     bool awaited, follows;              /* the next request had not come when the last was done; the one in hand had */
     uint32_t low_water;                 /* SO_RCVLOWAT, if it was set */
     bool awaited_room;                  /* for the read in hand */
