@@ -728,7 +728,7 @@ static void ends_within_a_host_begin_not_paced(void)
     char own[CONGESTION_NAME_BYTES] = "";
     socklen_t room = sizeof own - 1;
     CHECK(getsockopt(fresh, IPPROTO_TCP, TCP_CONGESTION, own, &room) == 0);
-    bool has_been_put_aside = strcmp(own, "bbr") == 0 || strcmp(own, "reno") == 0;
+    bool has_been_put_aside = strncmp(own, "bbr", 3) == 0 || strcmp(own, "reno") == 0;
     rig_start(&rig, LAYOUT, SMB_INT64);
     CHECK_EQ(in_state_with_reno(TCP_LISTEN), before + (has_been_put_aside ? RIG_SERVERS : 0));
     struct address name;
