@@ -141,7 +141,8 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
-    uint32_t apart;               /* how often in a row, in a series, peers of this host were on another core (1: once, or in none), */
+    uint64_t apart_since_ns;      /* since when, in a series, peers of this host have been on another core; 0: they are on ours */
+    uint64_t looked_ns;           /* when it last looked where they are */
     int peers_core;               /* that one; -1: on ours */
     bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
