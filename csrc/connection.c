@@ -487,8 +487,9 @@ static enum step next_request(struct connection *connection)
     connection->follows = !connection->awaited;
     connection->awaited = false;
     if (frame.length >= LARGE_BYTES) {
-        connection->loop->series = connection->follows || connection->in_series ||
-                                   connection->loop->clock_ns < connection->paired_until_ns;
+        struct loop *loop = connection->loop;
+        loop->series = connection->follows || connection->in_series || loop->clock_ns < connection->paired_until_ns ||
+                       loop->clock_ns < loop->crowded_until_ns; /* no core is left to a pair's other end */
         connection->in_series = connection->follows;
     }
     connection->begun_ns = connection->loop->clock_ns;

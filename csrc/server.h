@@ -146,7 +146,7 @@ struct loop {
     int peers_core;               /* that one; -1: on ours */
     bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
-    bool series;                  /* its last large request was one of several: of a call's on its connection, or of a pair's */
+    bool series;                  /* its last large request was one of several, of a call or of a pair, or sessions crowd the loops */
     uint64_t crowded_until_ns;    /* several sessions have large requests, and there are not two loops for each */
 };
 
