@@ -177,6 +177,8 @@ struct gate_request {
     uint32_t record_hint;
     const struct grants *grants;  /* what its connection has shown; not looked at unless the server is guarded */
     bool retried;                 /* was parked before */
+    void (*decided)(void *whom);  /* NULL, or to be told when the change will be made whatever becomes of this process, before it is */
+    void *whom;                   /* made: its chunk is locked then. Never told without a slot. What gate_execute returns is old news then */
 };
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
  * is wanted; once more when it is all here. */
@@ -280,6 +282,7 @@ struct connection {
     bool in_list;                       /* linked in `again` or `parked` */
     bool counted_parked;                /* since the request in hand was parked for the first time */
     bool retried;                       /* the request in hand was parked before */
+    bool told;                          /* it was answered before it was carried out */
     bool from_kept;                     /* its payload, of ACCUMULATE_FROM or APPLY, is in `from` */
     bool greeted;
     bool proven;                        /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */

@@ -43,6 +43,7 @@ MODELS = (
             "EVICTED_IS_NEW",
             "SEQUENCES_RESTART",
             "DOUBLES_APPLIED",
+            "TOLD_TOO_SOON",
         ),
     ),
     Model(
