@@ -273,7 +273,8 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
            (has_payload || words->opcode == SMB_FETCH_ADD || words->opcode == SMB_COMPARE_SWAP) && words->bytes > 0 &&
            words->bytes <= SMB_CHUNK_BYTES_MAX && (!has_payload || (needed > 0 && needed <= payload_bytes)) && words->lane <= UINT16_MAX &&
            words->sequence > 0 && words->session > 0 &&
-           (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change);
+           (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change) &&
+           !(words->opcode == SMB_WRITE && (word & DIRTY));
 }
 
 /* What was under way, as its slot tells it. */

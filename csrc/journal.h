@@ -9,11 +9,13 @@
  * The file is sparse: a slot takes memory from its first use on, all of it allocated before it is touched.
  *
  * Invariant: at every instruction, either no block of the change is half made, or the progress word says which one is and the undo
- * block holds what it was; a write is one block, of which nothing is kept: it is made from the start again. One 64-bit word: block, dirty and sequence in separate words were seen to fail.
+ * block holds what it was. (A write is one block, of which nothing is kept: it is made from the start again.) One 64-bit word: block,
+ * dirty and sequence in separate words were seen to fail.
  *
  * A change from a slot: slot_describe; lock the chunk; slot_begin (marks it); slot_run; record_note; slot_end (unmarks it);
  * unlock; slot_rest. One of several segments (APPLY) has the chunk of each locked, marked and unmarked. Marks are set before the first
- * block is begun and taken away after the last: where some are missing, nothing was changed yet, or everything was. Recovery does from slot_run on what was left to do, under no lock: the mark keeps all others away.
+ * block is begun and taken away after the last: where some are missing, nothing was changed yet, or everything was. Recovery does
+ * from slot_run on what was left to do, under no lock: the mark keeps all others away.
  *
  * Only program order counts here, not the order in which other processors see the stores: who reads them comes after our death.
  * So the stores are relaxed, with compiler fences between them.

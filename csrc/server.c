@@ -17,7 +17,7 @@ enum {
     LOOKS_PER_WAIT = 4, /* at the socket served last, while a loop spins, to one at all of them */
     APART_NS = 1000000, /* a loop that found its peers on one other core at every turn for so long goes there */
     APART_ODD_NS = 1500000,
-    APART_PAUSE_NS = 50000000, /* longer than any turn: what was seen before it says nothing of now */
+    APART_LOOK_NS = 500000, /* so much of it a turn is worth at most, with the pause before it: no loop goes after one or two */
     SPIN_NS = 50000 /* a loop that had something to do looks again for this long before it sleeps: a wake-up costs more */
 };
 
@@ -157,19 +157,20 @@ static void go_to(int core)
 static void look_where_peer_is(struct loop *loop, const struct connection *connection)
 {
     int core = connection->here ? address_other_core(connection->fd) : -1;
-    uint64_t now_ns = loop->clock_ns;
-    /* Time, not turns: of a loop whose peer takes its bytes from another core, while it sends, one turn has lasted 4 ms. */
+    uint64_t since_ns = loop->clock_ns - loop->looked_ns;
+    /* Time, not turns: of a loop whose peer takes its bytes from another core, while it sends, a turn may last 4 ms. */
     if (core < 0)
-        loop->apart_since_ns = 0;
-    else if (loop->apart_since_ns == 0 || core != loop->peers_core || now_ns > loop->looked_ns + APART_PAUSE_NS ||
-             !loop->series) /* one chunk a call is fastest between two cores, as one copies in while the other copies out */
-        loop->apart_since_ns = now_ns;
+        loop->apart_ns = 0;
+    else if (loop->apart_ns == 0 || core != loop->peers_core || !loop->series)
+        loop->apart_ns = 1; /* one chunk a call is fastest between two cores, as one copies in while the other copies out */
+    else
+        loop->apart_ns += since_ns < APART_LOOK_NS ? since_ns : APART_LOOK_NS;
     loop->peers_core = core;
-    loop->looked_ns = now_ns;
+    loop->looked_ns = loop->clock_ns;
     /* Of two loops that serve a pair of connections one waits longer: together they would leave a core to nobody. */
-    if (core >= 0 && now_ns >= loop->apart_since_ns + (loop->index % 2 ? APART_ODD_NS : APART_NS)) {
+    if (loop->apart_ns >= (loop->index % 2 ? APART_ODD_NS : APART_NS)) {
         go_to(core);
-        loop->apart_since_ns = 0;
+        loop->apart_ns = 0;
     }
 }
 
@@ -401,7 +402,7 @@ static int wait_for_events(struct loop *loop, struct epoll_event *events, bool s
 {
     int timeout = wait_ms(loop);
     /* Whoever moves much spins in vain where the other end needs this core, or finds its bytes in this core's cache. */
-    bool spins = !loop->bulk || loop->apart_since_ns > 0;
+    bool spins = !loop->bulk || loop->apart_ns > 0;
     int count = spins ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0) : 0;
     bool waits = count == 0 && timeout != 0 && spins && served;
     uint32_t looks = 0;

@@ -141,7 +141,7 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
-    uint64_t apart_since_ns;      /* since when, in a series, peers of this host have been on another core; 0: they are on ours */
+    uint64_t apart_ns;            /* for how long, in a series, peers of this host have been on one other core; 0: they are on ours */
     uint64_t looked_ns;           /* when it last looked where they are */
     int peers_core;               /* that one; -1: on ours */
     bool was_bulk;                /* what `bulk` was before it waited */
@@ -177,8 +177,8 @@ struct gate_request {
     uint32_t record_hint;
     const struct grants *grants;  /* what its connection has shown; not looked at unless the server is guarded */
     bool retried;                 /* was parked before */
-    void (*decided)(void *whom);  /* NULL, or to be told when the change will be made whatever becomes of this process, before it is */
-    void *whom;                   /* made: its chunk is locked then. Never told without a slot. What gate_execute returns is old news then */
+    void (*decided)(void *whom);  /* NULL, or called, with the chunk locked, when the change will be made whatever becomes of this process, */
+    void *whom;                   /* before it is. Never without a slot; after it, what gate_execute returns is of no importance */
 };
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
  * is wanted; once more when it is all here. */

@@ -242,7 +242,7 @@ class Engine:
         return SegmentForm(info.id, info.epoch, info.dtype, info.data_bytes, info.chunk_bytes)
 
     def open_journal(self, path: Path) -> Recovery:
-        """Finish what an earlier run left half done, and journal additions from here on. After all segments are
+        """Finish what an earlier run left half done, and journal changes from here on. After all segments are
         adopted, before anything listens. Raises OutOfMemoryError, UnavailableError.
         """
         found = ffi.new("struct smb_recovery *")

@@ -55,12 +55,12 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
 
 
 def _recover_journal(engine: Engine, place: Place) -> Recovery:
-    """Finish the additions that a kill interrupted. Clients that come back are told that they were made."""
+    """Finish the changes that a kill interrupted. Clients that come back are told that they were made."""
     found = engine.open_journal(place.journal_path)
     if found.journal_lost:
         _log.warning("%s was no journal of ours; it was replaced", place.journal_path)
     if found.finished:
-        _log.info("finished %d additions that an earlier run was making", found.finished)
+        _log.info("finished %d changes that an earlier run was making", found.finished)
     if found.torn_chunks:
         _log.error(
             "%d chunks were being changed by an earlier run whose journal is gone: each element holds the old or the "
