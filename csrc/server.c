@@ -18,6 +18,9 @@ enum {
     APART_NS = 1000000, /* a loop that found its peers on one other core at every turn for so long goes there */
     APART_ODD_NS = 1500000,
     APART_LOOK_NS = 500000, /* so much of it a turn is worth at most, with the pause before it: no loop goes after one or two */
+    SMALL_TURNS_PER_LOOK = 16, /* a loop whose turns are small looks after one of so many where its peer is */
+    TOGETHER_LOOKS = 4, /* that many in a row found it on the loop's own core: the loop goes to another one, */
+    LEAVE_PAUSE_NS = 20000000, /* if it has not for so long: where nothing else is free and both meet again, this costs little */
     SPIN_NS = 50000 /* a loop that had something to do looks again for this long before it sleeps: a wake-up costs more */
 };
 
@@ -174,16 +177,66 @@ static void look_where_peer_is(struct loop *loop, const struct connection *conne
     }
 }
 
+static uint32_t turns_of_others(const struct loop *loop)
+{
+    uint32_t turns = 0;
+    for (int i = 0; i < loop->server->loop_count; i++)
+        if (&loop->server->loops[i] != loop)
+            turns += atomic_load_explicit(&loop->server->loops[i].turns, memory_order_relaxed);
+    return turns;
+}
+
+/* From `core` to any other, if there is one for us. */
+static void leave(int core)
+{
+    cpu_set_t all, others;
+    if (sched_getaffinity(0, sizeof all, &all) != 0)
+        return;
+    others = all;
+    CPU_CLR(core, &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0)
+        sched_setaffinity(0, sizeof all, &all);
+}
+
+/* The core to leave, or -1: the one of the only peer that has requests, while no other loop has any. Small ones take half as long
+ * between two cores, where both ends look for what comes, as on one, where each look waits for the scheduler; it often puts both on
+ * one after a pause. To be asked before the answer, as below. */
+static int core_to_leave(struct loop *loop, const struct connection *connection)
+{
+    int core = connection->here ? address_peers_core(connection->fd) : -1;
+    if (core < 0 || core != sched_getcpu()) {
+        loop->together = 0;
+        return -1;
+    }
+    if (loop->together++ == 0)
+        loop->others_turns = turns_of_others(loop);
+    if (loop->together < TOGETHER_LOOKS || loop->clock_ns - loop->left_ns < LEAVE_PAUSE_NS)
+        return -1;
+    loop->together = 0;
+    return turns_of_others(loop) == loop->others_turns ? core : -1;
+}
+
 static void serve(struct loop *loop, struct connection *connection)
 {
     if (loop->was_bulk)
         look_where_peer_is(loop, connection);
+    uint32_t turns = atomic_load_explicit(&loop->turns, memory_order_relaxed) + 1;
+    atomic_store_explicit(&loop->turns, turns, memory_order_relaxed);
+    if (loop->was_bulk || connection != loop->last)
+        loop->together = 0;
+    int core = !loop->was_bulk && turns % SMALL_TURNS_PER_LOOK == 0 ? core_to_leave(loop, connection) : -1;
     if (connection_turn(connection)) {
         loop->last = connection;
         if (!move_connection(loop, connection))
             arm(loop, connection);
     } else {
         drop_connection(loop, connection);
+    }
+    /* After the answer: the move may take longer than a peer looks before it sleeps. One that slept would be woken by the late
+     * answer, and so, it seems, come to our new core. */
+    if (core >= 0 && !loop->bulk) {
+        leave(core);
+        loop->left_ns = loop->clock_ns;
     }
 }
 

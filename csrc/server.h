@@ -144,6 +144,10 @@ struct loop {
     uint64_t apart_ns;            /* for how long, in a series, peers of this host have been on one other core; 0: they are on ours */
     uint64_t looked_ns;           /* when it last looked where they are */
     int peers_core;               /* that one; -1: on ours */
+    _Atomic uint32_t turns;       /* of its connections; other loops see whether this one has something to do */
+    uint32_t together;            /* so many looks in a row found the peer of small requests on our own core */
+    uint32_t others_turns;        /* when the first of them did */
+    uint64_t left_ns;             /* when we last left that core */
     bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
     bool series;                  /* its last large request was one of several, of a call or of a pair, or sessions crowd the loops */
