@@ -146,13 +146,18 @@ static bool move_connection(struct loop *loop, struct connection *connection)
     return moves;
 }
 
-/* To the core of a peer that much came from, so that it stays in that core's cache; from there the scheduler may move us again. */
-static void go_to(int core)
+/* To `core`, or away from it, where we may be; from there the scheduler may move us again. */
+static void change_core(int core, bool away)
 {
-    cpu_set_t all, one;
-    CPU_ZERO(&one);
-    CPU_SET(core, &one);
-    if (sched_getaffinity(0, sizeof all, &all) == 0 && CPU_ISSET(core, &all) && sched_setaffinity(0, sizeof one, &one) == 0)
+    cpu_set_t all, wanted;
+    CPU_ZERO(&wanted);
+    CPU_SET(core, &wanted);
+    if (sched_getaffinity(0, sizeof all, &all) != 0)
+        return;
+    CPU_AND(&wanted, &wanted, &all);
+    if (away)
+        CPU_XOR(&wanted, &wanted, &all);
+    if (CPU_COUNT(&wanted) > 0 && sched_setaffinity(0, sizeof wanted, &wanted) == 0)
         sched_setaffinity(0, sizeof all, &all);
 }
 
@@ -172,7 +177,7 @@ static void look_where_peer_is(struct loop *loop, const struct connection *conne
     loop->looked_ns = loop->clock_ns;
     /* Of two loops that serve a pair of connections one waits longer: together they would leave a core to nobody. */
     if (loop->apart_ns >= (loop->index % 2 ? APART_ODD_NS : APART_NS)) {
-        go_to(core);
+        change_core(core, false); /* much came from there: it stays in that core's cache */
         loop->apart_ns = 0;
     }
 }
@@ -184,18 +189,6 @@ static uint32_t turns_of_others(const struct loop *loop)
         if (&loop->server->loops[i] != loop)
             turns += atomic_load_explicit(&loop->server->loops[i].turns, memory_order_relaxed);
     return turns;
-}
-
-/* From `core` to any other, if there is one for us. */
-static void leave(int core)
-{
-    cpu_set_t all, others;
-    if (sched_getaffinity(0, sizeof all, &all) != 0)
-        return;
-    others = all;
-    CPU_CLR(core, &others);
-    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0)
-        sched_setaffinity(0, sizeof all, &all);
 }
 
 /* The core to leave, or -1: the one of the only peer that has requests, while no other loop has any. Small ones take half as long
@@ -218,13 +211,15 @@ static int core_to_leave(struct loop *loop, const struct connection *connection)
 
 static void serve(struct loop *loop, struct connection *connection)
 {
-    if (loop->was_bulk)
-        look_where_peer_is(loop, connection);
     uint32_t turns = atomic_load_explicit(&loop->turns, memory_order_relaxed) + 1;
     atomic_store_explicit(&loop->turns, turns, memory_order_relaxed);
+    int core = -1; /* to be left */
     if (loop->was_bulk || connection != loop->last)
         loop->together = 0;
-    int core = !loop->was_bulk && turns % SMALL_TURNS_PER_LOOK == 0 ? core_to_leave(loop, connection) : -1;
+    if (loop->was_bulk)
+        look_where_peer_is(loop, connection);
+    else if (turns % SMALL_TURNS_PER_LOOK == 0)
+        core = core_to_leave(loop, connection);
     if (connection_turn(connection)) {
         loop->last = connection;
         if (!move_connection(loop, connection))
@@ -235,7 +230,7 @@ static void serve(struct loop *loop, struct connection *connection)
     /* After the answer: the move may take longer than a peer looks before it sleeps. One that slept would be woken by the late
      * answer, and so, it seems, come to our new core. */
     if (core >= 0 && !loop->bulk) {
-        leave(core);
+        change_core(core, true);
         loop->left_ns = loop->clock_ns;
     }
 }
