@@ -4,6 +4,7 @@
  * of a NaN may differ. Hence no fused multiply-add (-ffp-contract=off) and no reassociation. */
 #include <math.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels.h"
@@ -194,6 +195,12 @@ __attribute__((constructor)) static void choose_isa(void)
         isa_current += is_wide();
     }
 #endif
+    /* A name that is not here changes nothing: whoever loads the library compares smb_isa_name(smb_isa_current()). */
+    const char *wanted = getenv("SMB_ISA");
+    for (int isa = 0; wanted && isa < isa_count; isa++) {
+        if (strcmp(isas[isa].name, wanted) == 0)
+            isa_current = isa;
+    }
 }
 
 int smb_isa_count(void)

@@ -190,7 +190,8 @@ int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, u
 int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset, uint32_t chunk_bytes, void *to);
 /* CRC-32C (Castagnoli) of bytes that follow those of which `crc` is it; 0 at first. */
 uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
-/* Instruction sets compiled in and usable here, widest last. The fastest on this processor is chosen when the library loads. */
+/* Instruction sets compiled in and usable here, widest last. When the library loads, it takes the one that SMB_ISA names;
+ * without SMB_ISA the fastest on this processor, as far as that was measured. */
 int smb_isa_count(void);
 const char *smb_isa_name(int isa);
 int smb_isa_current(void);

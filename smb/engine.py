@@ -27,6 +27,23 @@ PAGE_BYTES: int = lib.SMB_CHUNK_BYTES_MIN
 SEGMENTS_MAX: int = lib.SMB_SEGMENTS_PER_BUFFER_MAX
 
 
+def isa_names() -> list[str]:
+    """Return the instruction sets that the kernels can use on this processor, narrowest first."""
+    return [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
+
+
+def _check_isa() -> None:
+    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not."""
+    wanted, names = os.environ.get("SMB_ISA"), isa_names()
+    if wanted is not None and wanted not in names:
+        raise InvalidArgumentError(
+            f"SMB_ISA={wanted}: on this processor it is one of {', '.join(names)}; without SMB_ISA the fastest is taken"
+        )
+
+
+_check_isa()
+
+
 class Status(IntEnum):
     """enum smb_status."""
 

@@ -22,8 +22,9 @@ from smb.config import check_weight, parse_address, parse_bytes
 from smb.errors import InvalidArgumentError
 
 CONFIG_VARIABLE = "SMB_CONFIG"
-# Variables that are no settings: the file's own name, who owns a daemon of LocalCluster, and what tests set.
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "SMB_OWNER_PID", "SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED"})
+# Variables that are no settings: the file's own name, the owner of a daemon of LocalCluster, what the engine reads when
+# the library loads, and what tests set.
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "SMB_OWNER_PID", "SMB_ISA", "SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED"})
 SECTIONS = {
     "cluster": "what all parts of a cluster need",
     "client": "programs and commands that use it",

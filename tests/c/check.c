@@ -1,4 +1,5 @@
 #include "check.h"
+#include "smb.h"
 
 #include <dirent.h>
 #include <signal.h>
@@ -87,6 +88,8 @@ static bool passes(const struct test *test)
 
 int run_tests(const char *suite, const struct test *tests, size_t count)
 {
+    const char *isa = getenv("SMB_ISA"); /* a name that is not here would test another one */
+    CHECK(!isa || strcmp(isa, smb_isa_name(smb_isa_current())) == 0);
     size_t passed = 0;
     for (size_t i = 0; i < count; i++) {
         fflush(NULL);

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from smb._engine import ffi, lib
+from smb.engine import isa_names
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OPS = {
@@ -20,7 +21,7 @@ OPS = {
     lib.SMB_REPLACE: "replace",
     lib.SMB_ELASTIC: "elastic",
 }
-ISAS = [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
+ISAS = isa_names()
 
 every_isa = pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)
 # The same examples in every run: a failure elsewhere is a failure here. The blob repeats one of another profile.

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -173,12 +179,53 @@ def test_only_numbers_of_dtypes_and_ops_are_known() -> None:
         assert lib.smb_dtype_bytes(dtype) == (DTYPES[dtype].itemsize if dtype in DTYPES else 0)
 
 
+def expected_isas() -> tuple[list[str], str]:
+    """What the processor has by the kernel's own account, and which of them is the fastest where that was measured."""
+    names, best = ["generic"], "generic"
+    if platform.machine() != "x86_64":
+        return names, best
+    described = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text().split("\n\n")[0], re.M))
+    flags = set(described["flags"].split())
+    if {"avx2", "f16c"} <= flags:
+        names, best = [*names, "avx2"], "avx2"
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+            zen5 = described["vendor_id"] == "AuthenticAMD" and int(described["cpu family"]) >= 26
+            names, best = [*names, "avx512", "avx512-wide"], "avx512-wide" if zen5 else "avx512"
+    return names, best
+
+
+def run_with_isa(isa: str | None) -> subprocess.CompletedProcess[str]:
+    """Load the engine in a process of its own and print the instruction set that it uses."""
+    script = "from smb._engine import ffi, lib; import smb; "
+    script += "print(ffi.string(lib.smb_isa_name(lib.smb_isa_current())).decode())"
+    variables = {key: value for key, value in os.environ.items() if key != "SMB_ISA"}
+    if isa is not None:
+        variables["SMB_ISA"] = isa
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+
+
+def test_the_processor_decides_which_instruction_sets_there_are() -> None:
+    """The engine's list is what /proc/cpuinfo says; without SMB_ISA the one that was measured as fastest is in use."""
+    names, best = expected_isas()
+    assert names == ISAS
+    assert run_with_isa(None).stdout.strip() == best
+
+
+def test_smb_isa_chooses_the_instruction_set() -> None:
+    """Each one that is here by its name; a name that is not here is refused with those that are."""
+    for name in ISAS:
+        assert run_with_isa(name).stdout.strip() == name
+    for name in ("avx9", "", "AVX2", "generic "):
+        refused = run_with_isa(name)
+        assert refused.returncode != 0
+        assert f"SMB_ISA={name}: on this processor it is one of {', '.join(ISAS)}" in refused.stderr
+
+
 def test_isa_selection_is_checked() -> None:
     """An instruction set that is not here is refused, and the one in use stays."""
-    assert ISAS[0] == "generic"
-    best = lib.smb_isa_current()
-    assert best == len(ISAS) - 1
+    used = lib.smb_isa_current()
     for isa in (-1, len(ISAS), 100):
         assert lib.smb_isa_select(isa) == lib.SMB_INVALID
         assert lib.smb_isa_name(isa) == ffi.NULL
-    assert lib.smb_isa_current() == best
+    assert lib.smb_isa_current() == used
