@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 import smb
@@ -14,6 +15,10 @@ from smb.credentials import VARIABLES as CREDENTIALS_VARIABLES
 from tests.support.ways import EACH_WAY, SLOWNESS
 
 smb.cluster._START_S *= SLOWNESS
+
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 # What tests start ends with them, also where they are killed and can end nothing themselves.
 os.environ[OWNER_VARIABLE] = str(os.getpid())

@@ -352,8 +352,8 @@ class Passer:
 
 def live_members(rows: t.Rows) -> list[Member]:
     """Return who is there, by slot."""
-    slots = np.flatnonzero(rows[1:, t.INCARNATION])
-    return [Member(int(slot), int(rows[1 + slot, t.INCARNATION])) for slot in slots]
+    slots = np.flatnonzero(rows[1:, t.INCARNATION]).tolist()
+    return [Member(slot, int(rows[1 + slot, t.INCARNATION])) for slot in slots]
 
 
 def _bits(value: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

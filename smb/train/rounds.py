@@ -421,11 +421,11 @@ def _tag(number: int) -> int:
 def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
     """Return slot: weight of those who have marked something for a round, whether they are still there or not."""
     found = {}
-    for slot in np.flatnonzero(rows[1:, t.MARK] & t.CLOCK_MASK == number + 1):
+    for slot in np.flatnonzero(rows[1:, t.MARK] & t.CLOCK_MASK == number + 1).tolist():
         mark, word = int(rows[1 + slot, t.MARK]), int(rows[1 + slot, t.WEIGHT])
         weight = struct.unpack("<f", struct.pack("<I", word & 0xFFFFFFFF))[0]
         if weight > 0 and word >> 32 == t.incarnation_of(mark):
-            found[int(slot)] = weight
+            found[slot] = weight
     return found
 
 

@@ -53,6 +53,6 @@ def runs(records: Records, most_bytes: int, kinds: Records) -> list[tuple[int, i
     starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(records)]
     cut = []
     for first, end in itertools.pairwise(starts):
-        each = max(1, most_bytes // max(1, int(length[first:end].max())))  # a token, a question have no range
+        each = max(1, most_bytes // max(1, int(np.max(length[first:end]))))  # a token, a question have no range
         cut += [(at, min(at + each, end)) for at in range(first, end, each)]
     return cut
