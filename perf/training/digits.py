@@ -73,7 +73,8 @@ def flat_images(digits: Digits) -> tuple[Values, Values]:
 
 def _layers(values: Values) -> list[tuple[Values, Values]]:
     """Return (weights, biases) of each layer as views."""
-    layers, at = [], 0
+    layers: list[tuple[Values, Values]] = []
+    at = 0
     for rows, columns in _SHAPES:
         end = at + rows * columns
         layers.append((values[at:end].reshape(rows, columns), values[end : end + columns]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +106,7 @@ def _draw_rates(axes: Axes, result: DemoResult) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=8)
 
 
-def _rate_over_time(rates: tuple[tuple[float, float], ...], times: np.ndarray) -> np.ndarray:
+def _rate_over_time(rates: tuple[tuple[float, float], ...], times: NDArray[np.float64]) -> NDArray[np.float64]:
     """Samples/s at each time: what the report says that covers it, nothing before the first and after the last."""
     if not rates:
         return np.zeros_like(times)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from smb.demo.digits import Digits, shifted_copies
@@ -46,7 +47,7 @@ class Trainer:
         self._images = torch.from_numpy(shifted_copies(digits.train_images)).unsqueeze(2)
         self._labels = torch.from_numpy(digits.train_labels)
         self._random = np.random.default_rng(order_seed)
-        self._order = np.empty(0, dtype=np.int64)
+        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._loss = nn.CrossEntropyLoss()
 
     def step(self, progress: float) -> float:

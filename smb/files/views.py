@@ -22,6 +22,8 @@ from smb.files.names import Form
 from smb.metadata import encode
 from smb.tensors import TensorPlace, TensorTable
 
+_npy: Any = np.lib.format  # without types before numpy 2.3
+
 METADATA_KEY = "safetensors"  # of a buffer's metadata: __metadata__ of the file that it was made from
 EMPTY = {"smb.files": {"nbytes": 0}}  # metadata of a file without a byte: no buffer can be that small
 HEADER_BYTES_MAX = 100 << 20  # the safetensors format's own limit
@@ -107,7 +109,7 @@ def may_be_empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Return the header that numpy.save writes for a C-contiguous array; bfloat16 is "<V2" there."""
     file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    _npy.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": shape})
     return file.getvalue()
 
 
@@ -175,9 +177,9 @@ def parse_safetensors(head: bytes) -> tuple[TensorTable, object, list[tuple[int,
 def _npy_plan(name: str, head: bytes) -> Plan | None:
     try:
         file = io.BytesIO(head[:_NPY_HEADER_BYTES_MAX])
-        if np.lib.format.read_magic(file) != (1, 0):
+        if _npy.read_magic(file) != (1, 0):
             return None
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, _, dtype = _npy.read_array_header_1_0(file)
     except (ValueError, TypeError):
         return None
     if dtype.name not in DTYPES or any(extent < 1 for extent in shape) or Form.NPY not in forms_of(dtype, shape, None):

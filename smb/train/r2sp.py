@@ -356,7 +356,7 @@ def live_members(rows: t.Rows) -> list[Member]:
     return [Member(slot, int(rows[1 + slot, t.INCARNATION])) for slot in slots]
 
 
-def _bits(value: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _bits(value: float) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.array([value], np.float64).view(np.int64)
 
 
