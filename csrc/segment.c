@@ -52,7 +52,7 @@ _Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opc
 struct chunk_state {
     pthread_mutex_t lock;
     _Atomic uint32_t sequence; /* odd while the chunk changes */
-    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now: relaxed, under the lock */
+    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by who has the lock */
     uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
 };
 _Static_assert(sizeof(struct chunk_state) == CHUNK_STATE_BYTES, "one cache line per chunk");
@@ -428,6 +428,7 @@ static inline void pause_cpu(void)
 static int revive(struct smb_segment *segment, struct chunk_state *chunk)
 {
     uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    /* Relaxed: where recovery makes the count even between these two looks, both store the same; smb_segment_lock looks again. */
     if (sequence % 2 == 1 && atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
         atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
@@ -466,7 +467,9 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
     struct chunk_state *chunk = chunk_at(segment, offset);
     for (;;) {
         int status = lock_once(segment, chunk, deadline_ns);
-        if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
+        /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so the lock does not bring its bytes and
+         * its even count. */
+        if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_acquire) == 0)
             return status;
         /* The daemon was killed while it changed this chunk. Started again, it finishes what it began. */
         pthread_mutex_unlock(&chunk->lock);
@@ -530,7 +533,9 @@ void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
 {
-    atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_relaxed);
+    /* Release: pairs with the acquire in smb_segment_lock. Whoever finds the mark of a recovery gone finds its bytes and the even
+     * count. For the daemon's death it also keeps the compiler from moving an unmarking before the count and the record. */
+    atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_release);
 }
 
 uint32_t smb_segment_marked(const struct smb_segment *segment, uint64_t offset)
