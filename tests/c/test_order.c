@@ -113,8 +113,77 @@ static void local_clients_beside_recovery(void)
     recover_beside_clients("journal.block_half", true, 0, 1);
 }
 
+/* ---- why a link was closed ------------------------------------------------------------------------------------------ */
+
+enum { SESSION = 77, STRIPE = 65536 };
+
+struct caller {
+    pthread_t thread;
+    struct smb_buffer *buffer;
+    uint64_t offset;
+    _Atomic bool stop;
+    int status;
+    uint8_t sink[64];
+};
+
+static int call_once(struct caller *caller)
+{
+    return reach_try(caller->buffer, (struct smb_request){.opcode = SMB_READ, .offset = caller->offset, .bytes = sizeof caller->sink,
+                                                          .sink = caller->sink});
+}
+
+static void *call_until_stopped(void *argument)
+{
+    struct caller *caller = argument;
+    while (!atomic_load_explicit(&caller->stop, memory_order_relaxed))
+        CHECK_EQ(call_once(caller), SMB_OK);
+    return NULL;
+}
+
+static void *call_and_wait(void *argument)
+{
+    struct caller *caller = argument;
+    caller->status = call_once(caller);
+    return NULL;
+}
+
+/* The driver, awake for others' calls, finds a link to be closed by the thread that connects it anew: and finds why. */
+static void reason_comes_with_closing(void)
+{
+    struct rig rig;
+    rig_start(&rig, (struct smb_layout){2 * STRIPE, STRIPE, CHUNK, 2}, SMB_INT64);
+    for (uint64_t round = 0; round < 10; round++) {
+        struct smb_client *client;
+        struct smb_link *links[RIG_SERVERS];
+        struct smb_buffer *buffer;
+        uint64_t instance, down;
+        CHECK_EQ(smb_client_create(SESSION + round, &client), SMB_OK);
+        CHECK_EQ(smb_buffer_create(client, &rig.layout, rig.dtype, &buffer), SMB_OK);
+        for (uint32_t i = 0; i < RIG_SERVERS; i++) {
+            CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[i], 1, RIG_TIMEOUT_MS, &links[i], &instance), SMB_OK);
+            CHECK_EQ(smb_buffer_set_link(buffer, i, rig_segment_id(0, i), RIG_EPOCH, links[i]), SMB_OK);
+        }
+        struct caller waits = {.buffer = buffer}, goes_on = {.buffer = buffer, .offset = STRIPE};
+        smb_server_end_session(rig.servers[0], SESSION + round);
+        CHECK_EQ(pthread_create(&goes_on.thread, NULL, call_until_stopped, &goes_on), 0);
+        CHECK_EQ(pthread_create(&waits.thread, NULL, call_and_wait, &waits), 0);
+        CHECK_EQ(smb_client_wait_down(client, RIG_TIMEOUT_MS, &down), SMB_OK);
+        CHECK_EQ(down, smb_link_id(links[0]));
+        CHECK_EQ(smb_link_resume_tcp(links[0], "127.0.0.1", rig.ports[0], 0, RIG_TIMEOUT_MS, &instance), SMB_SESSION_ENDED);
+        pthread_join(waits.thread, NULL);
+        CHECK_EQ(waits.status, SMB_SESSION_ENDED);
+        atomic_store_explicit(&goes_on.stop, true, memory_order_relaxed);
+        pthread_join(goes_on.thread, NULL);
+        smb_buffer_destroy(buffer);
+        for (int i = 0; i < RIG_SERVERS; i++)
+            smb_link_close(links[i]);
+        smb_client_destroy(client);
+    }
+    rig_stop(&rig);
+}
+
 int main(void)
 {
-    static const struct test tests[] = {TEST(local_clients_beside_recovery)};
+    static const struct test tests[] = {TEST(local_clients_beside_recovery), TEST(reason_comes_with_closing)};
     return RUN_TESTS(tests);
 }
