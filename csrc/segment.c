@@ -514,6 +514,15 @@ void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
     pthread_mutex_unlock(&chunk_at(segment, offset)->lock);
 }
 
+/* A network card that reads counts and bytes (RDMA) is no processor: on ARM release orders stores for the inner shareable domain, and
+ * devices may lie outside of it. As the kernel's dma_wmb. On x86 devices see stores in order. */
+static inline void order_for_devices(void)
+{
+#if defined(__aarch64__)
+    __asm__ volatile("dmb oshst" ::: "memory");
+#endif
+}
+
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
 {
     struct chunk_state *chunk = chunk_at(segment, offset);
@@ -521,12 +530,14 @@ void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
     atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_relaxed);
     /* The odd count is seen before any changed byte; pairs with the acquire fence in read_unlocked. */
     atomic_thread_fence(memory_order_release);
+    order_for_devices();
 }
 
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 {
     struct chunk_state *chunk = chunk_at(segment, offset);
     uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    order_for_devices();
     /* Pairs with the acquire load at the start of read_unlocked. */
     atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
 }
