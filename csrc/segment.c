@@ -281,6 +281,8 @@ void smb_segment_release(struct smb_segment *segment)
 
 void smb_segment_mark_deleted(struct smb_segment *segment)
 {
+    /* Pairs with the acquire in smb_segment_deleted. That it is seen before the zeros of memory given back is the work of the system call
+     * that gives it back, on this side, and of the fence in smb_segment_still_there on the other. */
     atomic_store_explicit(&segment->header->deleted, 1, memory_order_release);
 }
 
@@ -296,6 +298,7 @@ bool smb_segment_is_alone(const struct smb_segment *segment)
 
 void smb_segment_share(struct smb_segment *segment)
 {
+    /* Relaxed: who asks after the memory was given away heard of it through the kernel: the descriptor or key was sent after this. */
     atomic_store_explicit(&segment->header->alone, 0, memory_order_relaxed);
 }
 
@@ -387,7 +390,8 @@ struct sync_words *smb_segment_sync_words(struct smb_segment *segment)
 void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing)
 {
     const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header + SYNC_OFFSET);
-    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. */
+    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. Pairs with the release of sync.c's put:
+     * `version` after the copy's last byte, `writing` before its publisher is answered and stores the first byte over it. */
     atomic_thread_fence(memory_order_acquire);
     *version = atomic_load_explicit(&words->version, memory_order_acquire);
     *writing = atomic_load_explicit(&words->writing, memory_order_acquire);
