@@ -356,6 +356,15 @@ static bool progress(struct smb_client *client)
     return moved;
 }
 
+/* By the second driver, since take_out_finished looked. */
+static bool some_call_is_finished(const struct smb_client *client)
+{
+    const struct call *call = client->calls;
+    while (call && !is_finished(call))
+        call = call->next;
+    return call != NULL;
+}
+
 /* Until a link can move, a call arrives, or the next deadline. */
 static void sleep_driver(struct smb_client *client, const struct call *own, uint64_t now_ns, uint64_t deadline_ns)
 {
@@ -370,8 +379,9 @@ static void sleep_driver(struct smb_client *client, const struct call *own, uint
     if (client->active && count == POLLED_MAX && ms > 1)
         ms = 1; /* more links than are looked at */
     pthread_mutex_lock(&client->mutex);
-    /* What the second driver ends after this look, it finds us asleep. */
-    bool arrived = client->arrivals != NULL || is_finished(own) || second_is_over(client);
+    /* The second driver stores (streams_left, working), then looks at `sleeping`; we store `sleeping` and look at those. Both under the
+     * mutex: what it ends after this look, it finds us asleep. Every call is looked at: its caller sleeps until we take it out. */
+    bool arrived = client->arrivals != NULL || is_finished(own) || some_call_is_finished(client) || second_is_over(client);
     client->sleeping = !arrived;
     pthread_mutex_unlock(&client->mutex);
     if (arrived)

@@ -129,7 +129,7 @@ struct smb_link {
     _Atomic int fresh_fd;          /* a new connection, handed over; -1: none */
     _Atomic bool fresh_by_reference; /* of what kind; stored before fresh_fd */
     _Atomic int state;             /* enum link_state; written by the driver, read by anyone */
-    int closed_why;                /* status of calls on a closed link */
+    _Atomic int closed_why;        /* status of calls on a closed link; before `closing`, by who connects it anew, or the driver's */
     struct access_connection proof; /* mutex: of its newest connection */
     struct smb_token *tokens;      /* mutex: shown on each new connection */
     uint32_t token_count, token_room;

@@ -306,8 +306,8 @@ static int hand_over_connection(struct smb_link *link, int fd, bool by_reference
             close(fd);
         errno = saved;
         if (status == SMB_SESSION_ENDED) {
-            link->closed_why = status;
-            atomic_store(&link->closing, true);
+            atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
+            atomic_store_explicit(&link->closing, true, memory_order_release); /* pairs with link_progress, which may be awake */
             client_wake_driver(link->client);
         }
         return status;

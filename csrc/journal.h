@@ -17,8 +17,13 @@
  * block is begun and taken away after the last: where some are missing, nothing was changed yet, or everything was. Recovery does
  * from slot_run on what was left to do, under no lock: the mark keeps all others away.
  *
- * Only program order counts here, not the order in which other processors see the stores: who reads them comes after our death.
- * So the stores are relaxed, with compiler fences between them.
+ * Only program order counts here, not the order in which other processors see the stores: who reads them comes after our death. A
+ * thread dies between two instructions: what it stored before has happened, what comes after has not, on ARM as on x86. Such stores
+ * may still be on their way to other processors, in any order, but not any more when the next daemon looks: it has the lock on the
+ * daemon's directory (flock, memserver/place.py), which the kernel lets go of when the last thread has left, and each thread passes
+ * full barriers on its way out. So the progress word is relaxed, with compiler fences around it: the compiler's order must hold.
+ *
+ * Not so towards local clients, which live on: they take a chunk from a recovery by its mark (release and acquire, segment.c).
  *
  * Threads: taking and giving slots under the journal's mutex; a slot belongs to one connection.
  */

@@ -379,12 +379,13 @@ static int move(struct smb_link *link, bool *moved)
 bool link_progress(struct smb_link *link)
 {
     bool moved = false;
-    if (atomic_load_explicit(&link->closing, memory_order_relaxed)) {
-        link_shut(link, link->closed_why ? link->closed_why : SMB_LINK_LOST);
+    if (atomic_load_explicit(&link->closing, memory_order_acquire)) { /* pairs with hand_over_connection: and why */
+        int why = atomic_load_explicit(&link->closed_why, memory_order_relaxed);
+        link_shut(link, why ? why : SMB_LINK_LOST);
         return true;
     }
     if (link_state_of(link) == LINK_CLOSED) {
-        link_shut(link, link->closed_why);
+        link_shut(link, atomic_load_explicit(&link->closed_why, memory_order_relaxed));
         return true;
     }
     int fresh = atomic_exchange(&link->fresh_fd, -1);
@@ -450,7 +451,7 @@ void link_shut(struct smb_link *link, int status)
     if (link_state_of(link) != LINK_CLOSED)
         break_connection(link);
     close_other(link);
-    link->closed_why = status;
+    atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
     link_enter(link, LINK_CLOSED);
     client_want_link(link, false);
     fail_flights(link, status);

@@ -87,6 +87,7 @@ static uint32_t longest_unused(const struct records *records)
 static void begin_record(struct record *record, uint64_t session, uint16_t lane, uint64_t forgotten)
 {
     write_word(&record->session, 0);
+    atomic_signal_fence(memory_order_seq_cst); /* before anything that the old lane is told from is gone: a kill may come in between */
     FAILPOINT("records.emptied");
     write_word(&record->watermark, 0);
     for (int i = 0; i < RECORD_RESULTS; i++)
@@ -189,6 +190,7 @@ void record_note(struct record *record, uint64_t sequence, bool with_result, uin
         record->results[place].result = result;
         record->results[place].sequence = sequence;
     }
+    atomic_signal_fence(memory_order_seq_cst); /* the change and its result are made before the record says so, here or below */
     for (int i = 0; i < RECORD_REFUSALS; i++)
         if (record->refused[i] == sequence)
             record->refused[i] = 0; /* refused at first, and made now */
@@ -217,6 +219,7 @@ void record_refuse(struct record *record, uint64_t sequence)
     }
     if (record->refused[oldest] > record->refused_floor)
         record->refused_floor = record->refused[oldest];
+    atomic_signal_fence(memory_order_seq_cst); /* killed in between, the oldest is known twice; the other way round, not at all */
     record->refused[oldest] = sequence;
 }
 

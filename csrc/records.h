@@ -3,6 +3,9 @@
  * The table lies in the segment's file and survives the daemon. Only the daemon writes it. A record's watermark is written by
  * whoever carries out a change of its lane, one at a time (a lane has one connection, its changes are in order); which lane
  * a record belongs to changes under the mutex, and not while somebody uses it.
+ *
+ * The daemon may be killed between any two stores, and the next one reads the table: as with the journal (journal.h) the order of
+ * the program is what counts. Release stores and compiler fences keep it.
  */
 #ifndef SMB_RECORDS_H
 #define SMB_RECORDS_H

@@ -52,7 +52,7 @@ _Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opc
 struct chunk_state {
     pthread_mutex_t lock;
     _Atomic uint32_t sequence; /* odd while the chunk changes */
-    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now: relaxed, under the lock */
+    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by who has the lock */
     uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
 };
 _Static_assert(sizeof(struct chunk_state) == CHUNK_STATE_BYTES, "one cache line per chunk");
@@ -281,6 +281,8 @@ void smb_segment_release(struct smb_segment *segment)
 
 void smb_segment_mark_deleted(struct smb_segment *segment)
 {
+    /* Pairs with the acquire in smb_segment_deleted. That it is seen before the zeros of memory given back is the work of the system call
+     * that gives it back, on this side, and of the fence in smb_segment_still_there on the other. */
     atomic_store_explicit(&segment->header->deleted, 1, memory_order_release);
 }
 
@@ -296,6 +298,7 @@ bool smb_segment_is_alone(const struct smb_segment *segment)
 
 void smb_segment_share(struct smb_segment *segment)
 {
+    /* Relaxed: who asks after the memory was given away heard of it through the kernel: the descriptor or key was sent after this. */
     atomic_store_explicit(&segment->header->alone, 0, memory_order_relaxed);
 }
 
@@ -387,7 +390,8 @@ struct sync_words *smb_segment_sync_words(struct smb_segment *segment)
 void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing)
 {
     const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header + SYNC_OFFSET);
-    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. */
+    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. Pairs with the release of sync.c's put:
+     * `version` after the copy's last byte, `writing` before its publisher is answered and stores the first byte over it. */
     atomic_thread_fence(memory_order_acquire);
     *version = atomic_load_explicit(&words->version, memory_order_acquire);
     *writing = atomic_load_explicit(&words->writing, memory_order_acquire);
@@ -428,6 +432,7 @@ static inline void pause_cpu(void)
 static int revive(struct smb_segment *segment, struct chunk_state *chunk)
 {
     uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    /* Relaxed: where recovery makes the count even between these two looks, both store the same; smb_segment_lock looks again. */
     if (sequence % 2 == 1 && atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
         atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
@@ -466,7 +471,9 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
     struct chunk_state *chunk = chunk_at(segment, offset);
     for (;;) {
         int status = lock_once(segment, chunk, deadline_ns);
-        if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
+        /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so the lock does not bring its bytes and
+         * its even count. */
+        if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_acquire) == 0)
             return status;
         /* The daemon was killed while it changed this chunk. Started again, it finishes what it began. */
         pthread_mutex_unlock(&chunk->lock);
@@ -511,6 +518,15 @@ void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
     pthread_mutex_unlock(&chunk_at(segment, offset)->lock);
 }
 
+/* A network card that reads counts and bytes (RDMA) is no processor: on ARM release orders stores for the inner shareable domain, and
+ * devices may lie outside of it. As the kernel's dma_wmb. On x86 devices see stores in order. */
+static inline void order_for_devices(void)
+{
+#if defined(__aarch64__)
+    __asm__ volatile("dmb oshst" ::: "memory");
+#endif
+}
+
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
 {
     struct chunk_state *chunk = chunk_at(segment, offset);
@@ -518,19 +534,23 @@ void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
     atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_relaxed);
     /* The odd count is seen before any changed byte; pairs with the acquire fence in read_unlocked. */
     atomic_thread_fence(memory_order_release);
+    order_for_devices();
 }
 
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 {
     struct chunk_state *chunk = chunk_at(segment, offset);
     uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    order_for_devices();
     /* Pairs with the acquire load at the start of read_unlocked. */
     atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
 }
 
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
 {
-    atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_relaxed);
+    /* Release: pairs with the acquire in smb_segment_lock. Whoever finds the mark of a recovery gone finds its bytes and the even
+     * count. For the daemon's death it also keeps the compiler from moving an unmarking before the count and the record. */
+    atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_release);
 }
 
 uint32_t smb_segment_marked(const struct smb_segment *segment, uint64_t offset)

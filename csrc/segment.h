@@ -16,7 +16,7 @@
  *
  * Marks. While the daemon makes a journalled change (journal.h) the chunk is marked with the slot it is made from. A marked chunk
  * whose lock is free was left by a daemon that was killed: nobody but the recovery of the next one touches it, and it is
- * not marked afterwards. Locking one waits for that.
+ * not marked afterwards. Locking one waits for that. Recovery has no lock: that the mark is gone tells the next holder that all is done.
  *
  * Trust. Bounds come from a private copy of the header, checked against the file's size when it is mapped; nothing that
  * another process writes later can make us leave the mapping. A process that may map a segment can write anything into it,
