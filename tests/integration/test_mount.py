@@ -308,6 +308,30 @@ def test_a_file_that_another_client_replaces_is_stale(
             assert set(file.readall()) == {2}
 
 
+def test_a_file_that_a_mount_replaces_is_opened_again_elsewhere(files: Path, client: smb.Client) -> None:
+    """Cut to nothing, or renamed over, between the open and the first read of smb.open_file: it reads the new one."""
+    (files / "w").write_bytes(b"first")
+    writer = os.open(files / "w", os.O_RDWR)
+    os.ftruncate(writer, 0)
+    first = client.open("w")
+
+    def is_gone() -> bool:  # its name is another's a moment before
+        with contextlib.suppress(smb.NotFoundError):
+            first.read()
+            return False
+        return True
+
+    with smb.open_file("w", client=client) as file:
+        os.close(writer)
+        wait_for(is_gone, "end of the first file")
+        assert file.read() == b""
+    (files / "w").write_bytes(b"second")
+    (files / "next").write_bytes(b"third")
+    with smb.open_file("w", client=client) as file:
+        (files / "next").rename(files / "w")
+        assert file.read() == b"third"
+
+
 def test_a_rename_is_one_step_for_readers(files: Path, client: smb.Client) -> None:
     """A checkpoint that is renamed over another one, which somebody has open: a reader of the path through another
     client finds the one or the other, never nothing."""
