@@ -310,7 +310,7 @@ class Route(Arguments):
         except NotFoundError as error:
             raise NotFoundError(f"buffer {self._info.name!r} was deleted") from error
         if info.id != self._info.id:
-            raise NotFoundError(f"buffer {self._info.name!r} was deleted and made anew; open it again")
+            raise NotFoundError(f"buffer {self._info.name!r} was deleted and made anew, or replaced; open it again")
         self._info = info
         return True
 

@@ -83,6 +83,12 @@ class OpenFile:
                 if self._content is content:
                     raise os_error(error, gone=errno.ESTALE) from error
 
+    def reopen(self) -> OpenFile:
+        """Close it, and return what its path leads to now, opened for reading. ENOENT, and then it stays open."""
+        file = self._tree.open(self._path, os.O_RDONLY)  # before the end of the old one, which knows what is outdated
+        self.close()
+        return file
+
     def write(self, offset: int, data: Octets) -> int:
         """Write bytes at `offset`, or with O_APPEND at the end; return where they end."""
         if self._node is None or not self.writable:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from smb.files.handles import OpenFile
 from smb.files.tree import Tree
 
 SCHEME = "softmem://"
+_OPENINGS_MAX = 5  # of a path that is replaced again and again before anything of it is read
 _FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
@@ -28,6 +31,8 @@ _FLAGS = {
     "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
     "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
 }
+
+Result = TypeVar("Result")
 
 
 def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> BufferFile:
@@ -40,8 +45,15 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
     Reads and writes of an existing size go straight between the caller's memory and the servers, and are done when
     they return; read() and readinto() give all that is asked for unless the file ends. A new file, or one that grows or
     is cut, becomes a buffer at flush() or close(), all at once. A buffer with versions=2 opened for reading is the
-    version published at that time, for good. Raises OSError: FileNotFoundError, FileExistsError, ENOSPC, ESTALE where
-    the buffer was deleted meanwhile.
+    version published at that time, for good.
+
+    Where another file takes this one's place while it is open (a rename over it, or a delete and a new one), what is
+    read is one of the two, never a mix. With mode r, as long as the caller knows nothing of the old one (no byte, and
+    no size from `nbytes` or a seek from the end), the first read opens the path again and reads the new one. After that
+    a read raises OSError ESTALE: open the path again, and begin anew. So it does where the buffer was deleted, and at
+    writes. A buffer that was renamed, and a version, are read on.
+
+    Raises OSError: FileNotFoundError, FileExistsError, ENOSPC, ESTALE.
     """
     flags = _FLAGS.get(
         "".join(sorted(mode.replace("b", "", 1), key="rwxa+".index)) if set(mode) <= set("rwxab+") else ""
@@ -87,10 +99,17 @@ class BufferFile(io.RawIOBase):
         self._file = file
         self._client = client
         self._position = file.nbytes if append else 0
+        # Whether the caller knows anything of this very file; one who may write decided on it. If not, `_first` is held
+        # to open another one, by the first read to its end, and to tell the size.
+        self._known = file.writable
+        self._first = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """The file's size now."""
+        if not self._known:
+            with self._first:
+                self._known = True
         return self._file.nbytes
 
     def readable(self) -> bool:
@@ -113,31 +132,60 @@ class BufferFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """See io.IOBase."""
         self._check_open()
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.nbytes}
-        if whence not in base or base[whence] + offset < 0:
+        base = self.nbytes if whence == os.SEEK_END else self._position if whence == os.SEEK_CUR else 0
+        if whence not in (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END) or base + offset < 0:
             raise refuse(errno.EINVAL, f"seek({offset}, {whence}) of {self.name!r}")
-        self._position = base[whence] + offset
+        self._position = base + offset
         return self._position
 
     def readinto(self, out: Any) -> int:
         """Fill `out`, contiguous and writable, from the position on; return the bytes read. No copy in between."""
-        self._check_open()
-        if not self._file.readable:
-            raise io.UnsupportedOperation(f"{self.name!r} is open for writing alone")
-        count = self._file.read_into(self._position, _octets(out))
+        count = self.pread_into(out, self._position)
         self._position += count
         return count
 
     def readall(self) -> bytes:
         """See io.RawIOBase; in one call to the servers."""
-        self._check_open()
-        data = bytearray(max(0, self._file.nbytes - self._position))
-        return bytes(memoryview(data)[: self.readinto(data)])
+        data = self._read(self._rest)
+        self._position += len(data)
+        return data
+
+    def _rest(self, file: OpenFile) -> bytes:
+        data = bytearray(max(0, file.nbytes - self._position))
+        return bytes(memoryview(data)[: file.read_into(self._position, _octets(data))])
 
     def pread_into(self, out: Any, offset: int) -> int:
         """As readinto, from an offset: the position stays. Several threads may do so at once."""
+        octets = _octets(out)
+        return self._read(lambda file: file.read_into(offset, octets))
+
+    def _read(self, read: Callable[[OpenFile], Result]) -> Result:
+        """Return what `read` does with the file: with the one that the path leads to now, where nothing is known yet of
+        the one that was opened and that is gone.
+        """
         self._check_open()
-        return self._file.read_into(offset, _octets(out))
+        if not self._file.readable:
+            raise io.UnsupportedOperation(f"{self.name!r} is open for writing alone")
+        if not self._known:
+            with self._first:
+                if not self._known:
+                    return self._first_read(read)
+        return read(self._file)
+
+    def _first_read(self, read: Callable[[OpenFile], Result]) -> Result:
+        for opening in range(1, _OPENINGS_MAX + 1):
+            try:
+                result = read(self._file)
+                break
+            except OSError as error:
+                if error.errno != errno.ESTALE or opening == _OPENINGS_MAX:
+                    raise
+                try:
+                    self._file = self._file.reopen()
+                except FileNotFoundError:
+                    raise error from error.__cause__  # it was deleted, and not replaced
+        self._known = True
+        return result
 
     def write(self, data: Any) -> int:
         """Write all of the bytes at the position; return how many."""

@@ -180,6 +180,8 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         with BufferFile(
             self.tree.open(self._strip_protocol(path), os.O_RDONLY), path, "rb", None, append=False
         ) as file:
+            if start is None and end is None:
+                return file.readall()
             first, last, _step = slice(start, end).indices(file.nbytes)
             file.seek(first)
             data = bytearray(max(0, last - first))

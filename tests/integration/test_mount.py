@@ -260,6 +260,78 @@ def test_removed_and_replaced_files_are_read_on(files: Path, client: smb.Client)
     wait_for(lambda: client.list() == [], "end of what was removed")
 
 
+LARGE_BYTES = 12 << 20  # more than the kernel reads ahead: what was not read comes from the servers
+_READ_FIRST = pytest.mark.parametrize("read_first", [0, 10], ids=["before", "middle"])
+
+
+@_READ_FIRST
+@pytest.mark.parametrize("removed", [False, True], ids=["replaced", "removed"])
+def test_a_file_that_goes_away_in_this_mount_is_read_to_its_end(files: Path, read_first: int, removed: bool) -> None:
+    """As on a local file system, before its first read and in the middle of reading it."""
+    (files / "w").write_bytes(b"1" * LARGE_BYTES)
+    (files / "next").write_bytes(b"2" * 1000)
+    with (files / "w").open("rb", buffering=0) as file:
+        assert file.read(read_first) == b"1" * read_first
+        (files / "w").unlink() if removed else (files / "next").rename(files / "w")
+        assert (files / "w").exists() is not removed
+        rest = file.readall()
+        assert (len(rest), set(rest)) == (LARGE_BYTES - read_first, set(b"1"))
+        assert removed or (files / "w").read_bytes() == b"2" * 1000
+
+
+@_READ_FIRST
+@pytest.mark.parametrize("how", ["renamed over", "made anew", "deleted"])
+def test_a_file_that_another_client_replaces_is_stale(
+    files: Path, client: smb.Client, read_first: int, how: str
+) -> None:
+    """ESTALE for what was not read, before its first read and in the middle; nothing of the new file is in the old
+    one. Who opens the path again has the new one.
+    """
+    (files / "w").write_bytes(b"1" * LARGE_BYTES)
+    with (files / "w").open("rb", buffering=0) as file:
+        assert file.read(read_first) == b"1" * read_first
+        if how != "renamed over":
+            client.delete("w")
+        if how != "deleted":
+            client.create("next", LARGE_BYTES, "uint8").fill(2)
+            client.rename("next", "w", replace=True)
+        with pytest.raises(OSError, match="Stale") as caught:
+            os.pread(file.fileno(), 10, LARGE_BYTES - 10)
+        assert caught.value.errno == errno.ESTALE
+        if read_first:
+            with contextlib.suppress(OSError):  # what the kernel had read ahead is there still
+                while piece := file.read(1 << 20):
+                    assert set(piece) == set(b"1")
+            assert file.tell() < LARGE_BYTES
+    if how != "deleted":
+        with (files / "w").open("rb", buffering=0) as file:
+            assert set(file.readall()) == {2}
+
+
+def test_a_file_that_a_mount_replaces_is_opened_again_elsewhere(files: Path, client: smb.Client) -> None:
+    """Cut to nothing, or renamed over, between the open and the first read of smb.open_file: it reads the new one."""
+    (files / "w").write_bytes(b"first")
+    writer = os.open(files / "w", os.O_RDWR)
+    os.ftruncate(writer, 0)
+    first = client.open("w")
+
+    def is_gone() -> bool:  # its name is another's a moment before
+        with contextlib.suppress(smb.NotFoundError):
+            first.read()
+            return False
+        return True
+
+    with smb.open_file("w", client=client) as file:
+        os.close(writer)
+        wait_for(is_gone, "end of the first file")
+        assert file.read() == b""
+    (files / "w").write_bytes(b"second")
+    (files / "next").write_bytes(b"third")
+    with smb.open_file("w", client=client) as file:
+        (files / "next").rename(files / "w")
+        assert file.read() == b"third"
+
+
 def test_a_rename_is_one_step_for_readers(files: Path, client: smb.Client) -> None:
     """A checkpoint that is renamed over another one, which somebody has open: a reader of the path through another
     client finds the one or the other, never nothing."""
@@ -324,7 +396,7 @@ def test_random_operations_of_two_processes(files: Path, client: smb.Client, tmp
         assert tester.returncode == 0, told
         print(told)
     # A file that was cut to nothing becomes an empty one of the cluster's once nobody has it open, and the kernel says
-    # that a moment after the process is gone.
+    # that a moment after the process is gone: open_file may meet it between its open and its read.
     model = (tmp_path / "model").read_bytes()
 
     def is_as_the_model() -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import random
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -17,11 +20,14 @@ import torch
 from safetensors.numpy import save
 
 import smb
-from smb.files import draft
-from smb.files.contents import BufferBytes
+from smb.files import draft, opened
+from smb.files.contents import BufferBytes, Octets
+from smb.files.handles import OpenFile
+from smb.files.opened import BufferFile
 from smb.files.softmem import SoftmemFileSystem
 from smb.files.tree import Tree
 from tests.conftest import Connect
+from tests.fault.long import times
 
 
 def test_a_buffer_is_a_raw_file(client: smb.Client) -> None:
@@ -163,6 +169,154 @@ def test_refusals(client: smb.Client) -> None:
     assert client.list() == []
 
 
+def _renamed_over(client: smb.Client, name: str, data: bytes) -> None:
+    client.create("next", len(data), "uint8").write(np.frombuffer(data, np.uint8))
+    client.rename("next", name, replace=True)
+
+
+def _made_anew(client: smb.Client, name: str, data: bytes) -> None:
+    client.delete(name)
+    client.create(name, len(data), "uint8").write(np.frombuffer(data, np.uint8))
+
+
+Replace = Callable[[smb.Client, str, bytes], None]
+replacing = pytest.mark.parametrize("replace", [_renamed_over, _made_anew])
+OLD, SHORTER, LONGER = b"old" * 10_000, b"new" * 100, b"new" * 30_000  # over several servers and one
+
+
+def _bytes_of(file: BufferFile, how: str) -> bytes:
+    if how == "readall":
+        return file.readall()
+    data = bytearray(len(LONGER) + 1)
+    return bytes(data[: file.readinto(data) if how == "readinto" else file.pread_into(data, 0)])
+
+
+@replacing
+@pytest.mark.parametrize("new", [SHORTER, LONGER], ids=["shorter", "longer"])
+@pytest.mark.parametrize("how", ["readall", "readinto", "pread_into"])
+def test_a_file_replaced_before_its_first_read(client: smb.Client, replace: Replace, new: bytes, how: str) -> None:
+    """The first read opens the path again, and all that is read is the new file's: nothing was known of the old one."""
+    _renamed_over(client, "w", OLD)
+    with smb.open_file("w", client=client) as file:
+        replace(client, "w", new)
+        assert _bytes_of(file, how) == new
+        assert file.nbytes == len(new)
+        file.seek(1)
+        assert file.read(4) == new[1:5]
+
+
+@replacing
+@pytest.mark.parametrize("form", ["w", "w.npy"])
+def test_a_file_replaced_while_it_is_read(client: smb.Client, connect: Connect, replace: Replace, form: str) -> None:
+    """Once a byte of it was read all else is its bytes, or ESTALE, which says what to do: never the new file's."""
+    other = connect("tcp")
+    client.create("w", 30_000, "float32").fill(1)
+    with smb.open_file(form, client=client) as file:
+        begin = file.read(6)
+        assert begin == (b"\x93NUMPY" if form == "w.npy" else np.ones(2, np.float32).tobytes()[:6])
+        replace(other, "w", LONGER)
+        for _ in range(2):
+            with pytest.raises(
+                OSError, match="buffer 'w' was deleted and made anew, or replaced; open it again"
+            ) as caught:
+                file.readall()
+            assert caught.value.errno == errno.ESTALE
+        assert file.tell() == 6
+    with smb.open_file("w", client=client) as file:
+        assert file.readall() == LONGER
+
+
+@replacing
+@pytest.mark.parametrize("told", ["nbytes", "seek", "write"])
+def test_a_file_whose_size_was_told_is_no_other_one(client: smb.Client, replace: Replace, told: str) -> None:
+    """Who knows the size of the old file, or may write to it, gets ESTALE at the first read: the new one has another
+    size; so does a writer, whose bytes would get lost in a file that is gone, or change one that it did not open.
+    """
+    _renamed_over(client, "w", OLD)
+    with smb.open_file("w", "r+" if told == "write" else "r", client=client) as file:
+        if told != "write":
+            assert (file.nbytes if told == "nbytes" else file.seek(0, os.SEEK_END)) == len(OLD)
+        file.seek(0)
+        replace(client, "w", SHORTER)
+        calls = [lambda: file.read(3), file.readall, *([lambda: file.write(b"mine")] if told == "write" else [])]
+        for call in calls:
+            with pytest.raises(OSError, match="open it again") as caught:
+                call()
+            assert caught.value.errno == errno.ESTALE
+    assert client.open("w").read().tobytes() == SHORTER
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before", "middle"])
+def test_a_file_deleted_while_it_is_open(client: smb.Client, begun: bool) -> None:
+    """ESTALE, whether something of it was read or not: its memory is other buffers' now. One that was renamed is read
+    on.
+    """
+    _renamed_over(client, "w", OLD)
+    with smb.open_file("w", client=client) as file:
+        data = file.read(6) if begun else b""
+        client.rename("w", "moved")
+        assert data + file.read(7) == OLD[: 7 + len(data)]
+    with smb.open_file("moved", client=client) as file:
+        assert not begun or file.read(6) == OLD[:6]
+        client.delete("moved")
+        with pytest.raises(OSError, match="buffer 'moved' was deleted") as caught:
+            file.readall()
+        assert caught.value.errno == errno.ESTALE
+
+
+def test_a_file_replaced_at_each_opening(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is opened again a few times, not for ever: then ESTALE, and nothing of it stays open."""
+    _renamed_over(client, "w", OLD)
+    read_into, replaced = OpenFile.read_into, []
+
+    def replaced_first(file: OpenFile, offset: int, out: Octets) -> int:
+        _renamed_over(client, "w", OLD)
+        replaced.append(file)
+        return read_into(file, offset, out)
+
+    with smb.open_file("w", client=client) as file:
+        with monkeypatch.context() as busy:
+            busy.setattr(OpenFile, "read_into", replaced_first)
+            with pytest.raises(OSError, match="open it again"):
+                file.readall()
+        assert len(replaced) == opened._OPENINGS_MAX
+        assert file.readall() == OLD
+
+
+def test_first_reads_of_many_threads_are_of_one_file(client: smb.Client, connect: Connect) -> None:
+    """While the path is replaced all the time: what the threads of one open file read is of one of the files."""
+    other, stop = connect("tcp"), threading.Event()
+    _renamed_over(client, "w", bytes(20_000))
+
+    def replace_on() -> None:
+        for number in itertools.count(1):
+            if stop.is_set():
+                return
+            _renamed_over(other, "w", bytes([number % 256]) * 20_000)
+
+    def part(file: BufferFile, offset: int) -> set[int]:
+        data = bytearray(5000)
+        try:
+            return set(data[: file.pread_into(data, offset)])
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return set()
+
+    seen: list[set[int]] = []
+    with ThreadPoolExecutor(5) as threads:
+        replacing = threads.submit(replace_on)
+        try:
+            for _ in range(times(100, 3000)):
+                with smb.open_file("w", client=client) as file:
+                    seen.append(set().union(*threads.map(part, [file] * 4, range(0, 20_000, 5000))))
+        finally:
+            stop.set()
+        replacing.result()
+    assert max(map(len, seen)) == 1, "parts of two files"
+    assert len(set().union(*seen)) > 1, "it was replaced too seldom: nothing was tested"
+
+
 def test_a_draft_without_room_on_this_host(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENOSPC at the write and at the flush, as not all is there that was written: what had the name before stays, and
     so it does where the draft was to begin with a copy of it.
@@ -254,6 +408,19 @@ def test_fsspec_files(files: SoftmemFileSystem, cluster: smb.LocalCluster, tmp_p
     assert files.find("") == ["t", "x"]
     with pytest.raises(FileNotFoundError):
         files.cat_file("nobody")
+
+
+def test_an_fsspec_file_that_is_replaced(files: SoftmemFileSystem, client: smb.Client) -> None:
+    """As with open_file: the new one as long as nothing was read, ESTALE after that; a reader beside it has its own."""
+    _renamed_over(client, "w", OLD)
+    with files.open("w") as first, files.open("w", block_size=100) as second:
+        assert second.read(3) == OLD[:3]
+        _renamed_over(client, "w", LONGER)
+        assert first.read() == LONGER
+        with pytest.raises(OSError, match="open it again") as caught:
+            second.read()
+        assert caught.value.errno == errno.ESTALE
+    assert files.cat_file("w") == LONGER
 
 
 def test_libraries_use_it(files: SoftmemFileSystem) -> None:
