@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +106,7 @@ def _draw_rates(axes: Axes, result: DemoResult) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=8)
 
 
-def _rate_over_time(rates: tuple[tuple[float, float], ...], times: NDArray[np.float64]) -> NDArray[np.float64]:
+def _rate_over_time(rates: tuple[tuple[float, float], ...], times: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
     """Samples/s at each time: what the report says that covers it, nothing before the first and after the last."""
     if not rates:
         return np.zeros_like(times)
