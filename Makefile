@@ -22,8 +22,10 @@ lint: $(VENV)/test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks.
+# The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
+# built for that and run under qemu, about 4 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test:
+	$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm))
 	$(MAKE) --no-print-directory -C tests/c check
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
