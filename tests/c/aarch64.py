@@ -43,6 +43,7 @@ NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
             "killed_at_every_point",
             "killed_in_recovery",
             "killed_after_it_was_told",
+            "not_told_before",
             "local_client_between_marks",
             "state_is_gone",
             "local_client_waits_for_recovery",
@@ -51,6 +52,8 @@ NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "its madvise(MADV_COLLAPSE) does nothing, and says that it did": {"test_segment.c": ("large_pages",)},
 }
+# Of these, those that pass unless a server is killed in the moment in which it holds a lock.
+BY_CHANCE = {"not_told_before"}
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 if CONGESTION.exists() and CONGESTION.read_text() == "bbr\n":  # elsewhere it passes
     NOT_EMULATED["it refuses names of congestion control of less than 4 bytes, and this system's own is bbr"] = {
@@ -149,7 +152,7 @@ def emulate(programs: list[Path]) -> int:
         passed, unnamed = (int(counts[1]), len(failed - named)) if counts else (0, 1)
         if unnamed:
             print(done.stdout, end="")
-        stale += [f"{file}: {test}" for test in sorted(named - failed)] if counts else []
+        stale += [f"{file}: {test}" for test in sorted(named - failed - BY_CHANCE)] if counts else []
         print(
             f"aarch64: {file}: {passed} passed, {unnamed} failed"
             f"{f', {len(failed & named)} not run under emulation' if failed & named else ''}"
@@ -164,7 +167,10 @@ def emulate(programs: list[Path]) -> int:
                 print(f"not run under emulation: {file}: {', '.join(listed)}: {reason}")
     for test in stale:
         print(f"{test} is in NOT_EMULATED (aarch64.py), but passes, or is no more")
-    print(f"{all_passed} passed, {all_failed} failed, {all_named} not run under emulation (tried: they can't pass)")
+    print(
+        f"{all_passed} passed, {all_failed} failed, {all_named} not run under emulation (tried: they can't pass)",
+        flush=True,
+    )
     return int(all_failed > 0 or all_passed == 0 or bool(stale))
 
 
@@ -199,16 +205,8 @@ def machine(programs: list[Path]) -> int:
         command = ["setpriv", "--pdeathsig", "KILL", "qemu-system-aarch64", "-machine", "virt", "-smp", "2"]
         # pauth-impdef: pointers signed by qemu's own hash; the architecture's takes two thirds of all time.
         command += ["-cpu", "max,pauth-impdef=on", "-accel", "tcg,thread=multi", "-m", "2048", "-nodefaults"]
-        command += [
-            "-nographic",
-            "-no-reboot",
-            "-serial",
-            "stdio",
-            "-kernel",
-            f"{CACHE / 'vmlinuz'}",
-            "-initrd",
-            f"{name}/initrd",
-        ]
+        command += ["-nographic", "-no-reboot", "-serial", "stdio"]
+        command += ["-kernel", f"{CACHE / 'vmlinuz'}", "-initrd", f"{name}/initrd"]
         command += ["-append", "console=ttyAMA0 quiet panic=-1"]
         guest = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace")
         limit = threading.Timer(VM_LIMIT_S, guest.kill)
