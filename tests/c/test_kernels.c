@@ -60,11 +60,17 @@ static void operations(void)
         const char *name;
         int dtype;
         uint64_t hash;
-    } types[] = {{"uint8", SMB_UINT8, 0xA13325902D50830A},     {"float16", SMB_FLOAT16, 0x371108ADC5C4CB50}, {"bfloat16", SMB_BFLOAT16, 0x6720EB3C1EC11100},
-                 {"float32", SMB_FLOAT32, 0xA0F3C43B895F26E}, {"int32", SMB_INT32, 0xB3CF4B526CE7B334},     {"float64", SMB_FLOAT64, 0x6DBD9432CA6200F6},
-                 {"int64", SMB_INT64, 0xCCF9B33CA4733C1E}};
+    } types[] = {
+        {"uint8", SMB_UINT8, 0xA13325902D50830A},
+        {"float16", SMB_FLOAT16, 0x371108ADC5C4CB50},
+        {"bfloat16", SMB_BFLOAT16, 0x6720EB3C1EC11100},
+        {"float32", SMB_FLOAT32, 0xA0F3C43B895F26E},
+        {"int32", SMB_INT32, 0xB3CF4B526CE7B334},
+        {"float64", SMB_FLOAT64, 0x6DBD9432CA6200F6},
+        {"int64", SMB_INT64, 0xCCF9B33CA4733C1E},
+    };
     static const double scales[] = {1, 3, 0.5, -2, -0.3};
-    static uint8_t target[BYTES], source[BYTES];
+    static _Alignas(8) uint8_t target[BYTES], source[BYTES];
     for (int isa = 0; isa < smb_isa_count(); isa++) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
         for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
@@ -96,12 +102,14 @@ static void encodings(void)
         const char *name;
         int wire, sent_as;
         uint64_t hash;
-    } wires[] = {{"wire bfloat16", SMB_WIRE_BFLOAT16, SMB_BFLOAT16, 0x2CBE41D65ABDEF02},
-                 {"wire float16", SMB_WIRE_FLOAT16, SMB_FLOAT16, 0xF0D05F6EC5077716},
-                 {"wire int8", SMB_WIRE_INT8, SMB_UINT8, 0x5DDF7E0F5ACAA273}};
+    } wires[] = {
+        {"wire bfloat16", SMB_WIRE_BFLOAT16, SMB_BFLOAT16, 0x2CBE41D65ABDEF02},
+        {"wire float16", SMB_WIRE_FLOAT16, SMB_FLOAT16, 0xF0D05F6EC5077716},
+        {"wire int8", SMB_WIRE_INT8, SMB_UINT8, 0x5DDF7E0F5ACAA273},
+    };
     static uint32_t from[WIRE_COUNT + 1];
     static float sum[WIRE_COUNT];
-    static uint8_t sent[4 * WIRE_COUNT];
+    static _Alignas(8) uint8_t sent[4 * WIRE_COUNT];
     for (int isa = 0; isa < smb_isa_count(); isa++) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
         for (size_t w = 0; w < sizeof wires / sizeof *wires; w++) {
@@ -137,8 +145,14 @@ static void steps(void)
         const char *name;
         int rule;
         uint64_t hash;
-    } rules[] = {{"sgd", SMB_RULE_SGD, 0x8E71853CD8C9DEF2},           {"momentum", SMB_RULE_MOMENTUM, 0x7269D0186F38EDDB}, {"nesterov", SMB_RULE_NESTEROV, 0x917E5E95A5C076E2},
-                 {"adam", SMB_RULE_ADAM, 0xC79598637D998498},         {"adamw", SMB_RULE_ADAMW, 0x6ADF7611BB537B0B},       {"elastic", SMB_RULE_ELASTIC, 0x56E5CF39CCED4A9F}};
+    } rules[] = {
+        {"sgd", SMB_RULE_SGD, 0x8E71853CD8C9DEF2},
+        {"momentum", SMB_RULE_MOMENTUM, 0x7269D0186F38EDDB},
+        {"nesterov", SMB_RULE_NESTEROV, 0x917E5E95A5C076E2},
+        {"adam", SMB_RULE_ADAM, 0xC79598637D998498},
+        {"adamw", SMB_RULE_ADAMW, 0x6ADF7611BB537B0B},
+        {"elastic", SMB_RULE_ELASTIC, 0x56E5CF39CCED4A9F},
+    };
     static const struct smb_hyper hyper = {.lr = 0.01, .scale = 0.7, .weight_decay = 0.01, .mu = 0.9, .beta1 = 0.9,
                                            .beta2 = 0.999, .eps = 1e-8, .step = 1, .alpha = 0.3};
     static float b[STEP_COUNT], g[STEP_COUNT], m[STEP_COUNT], v[STEP_COUNT];
