@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "soft-memory-box/aarch64-vm"
 PACKAGES = ("gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross", "qemu-user-static")
 VM_PACKAGES = ("qemu-system-arm",)
-VM_LIMIT_S = 1800.0  # on two cores it takes 130 to 320
+VM_LIMIT_S = 1800.0  # all tests: 5 minutes on two cores shared with others, 10 on very busy ones
 VM_SLOWNESS = 5  # check.c's time limits, multiplied: killed_at_every_point takes a minute on busy cores
 
 # Under qemu's user mode, by what it lacks (version 7.2, Debian 12). All of them pass in the virtual machine.
