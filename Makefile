@@ -66,8 +66,10 @@ lock: $(VENV)/test-installed
 		$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
 		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt perf/requirements.txt -
 
-# The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks.
+# The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
+# built for that and run under qemu, about 4 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test:
+	$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm))
 	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 

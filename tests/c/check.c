@@ -65,6 +65,14 @@ int scratch_files(void)
     return each_scratch_file(NULL);
 }
 
+/* TEST_SECONDS_MAX, times SMB_TEST_SLOWNESS where a machine is emulated. */
+static unsigned seconds_max(void)
+{
+    const char *slowness = getenv("SMB_TEST_SLOWNESS");
+    int times = slowness ? atoi(slowness) : 1;
+    return TEST_SECONDS_MAX * (unsigned)(times > 1 ? times : 1);
+}
+
 static bool passes(const struct test *test)
 {
     strcpy(directory + sizeof directory - 7, "XXXXXX");
@@ -72,7 +80,7 @@ static bool passes(const struct test *test)
         return false;
     pid_t child = check_fork();
     if (child == 0) {
-        alarm(TEST_SECONDS_MAX);
+        alarm(seconds_max());
         test->run();
         exit(0); /* not _exit: leaks are looked for on the way out */
     }
