@@ -109,6 +109,7 @@ scaling: $(VENV)/demo-installed
 install: $(VENV)/installed
 
 $(VENV)/bin/python:
+	@csrc/check-build-needs.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 
 # Editable, so that a change to a Python file needs no new installation; a change to the engine rebuilds it.
