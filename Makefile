@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
-.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test install clean
+.PHONY: demo test lint c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -71,6 +71,12 @@ docs: $(VENV)/test-installed
 container-test: $(VENV)/test-installed
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
 	$(BIN)/python -m tests.deploy.chroot
+
+# `make demo` of HEAD on bare Debians (and Ubuntus, where this machine's apt has their keys), in chroots with README's packages alone. As
+# root, 10 to 20 minutes; one of them: make bare SUITES=trixie
+bare:
+	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
+	$(PYTHON) -m tests.deploy.bare $(SUITES)
 
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:

@@ -94,7 +94,7 @@ fi
 if ! command -v "${cc%% *}" >/dev/null 2>&1; then
     hint=''
     [ "${cc%% *}" = cc ] || ! command -v cc >/dev/null 2>&1 || hint='; make CC=cc takes the one that is here'
-    missing "C compiler ${cc%% *}" "which this Python's modules are compiled with$hint" gcc gcc
+    missing "C compiler ${cc%% *}" "which the engine is compiled with$hint" gcc gcc
 elif : >"$work/empty.c"; ! $cc -E -o "$work/empty.i" "$work/empty.c" >"$work/said" 2>&1; then
     missing "C compiler ${cc%% *}" "which does not work here: $(said)" gcc gcc
 else
