@@ -27,7 +27,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint lock matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test install clean
+.PHONY: demo test pytest lint lock matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -119,6 +119,12 @@ container-test: $(VENV)/test-installed
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
 	$(BIN)/python -m tests.deploy.chroot
 
+# `make demo` of HEAD on bare Debians (and Ubuntus, where this machine's apt has their keys), in chroots with README's packages alone. As
+# root, 10 to 20 minutes; one of them: make bare SUITES=trixie
+bare:
+	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
+	$(PYTHON) -m tests.deploy.bare $(SUITES)
+
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:
 	@command -v promtool >/dev/null || tests/support/install-prometheus.sh >/dev/null 2>&1 || \
@@ -157,8 +163,9 @@ install: $(VENV)/installed
 
 # A stamp is made when its step is complete: after a failure the same step is done again, not the next one.
 $(VENV)/made:
-	@rm -rf $(VENV)
-	@$(call step,$(PYTHON) -m venv $(VENV), a virtual environment of $(PYTHON). Debian: apt-get install python3-venv)
+	@csrc/check-build-needs.sh $(PYTHON)
+	@if [ -e $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
+	@$(call step,$(PYTHON) -m venv $(VENV), a virtual environment of $(PYTHON))
 	@touch $@
 
 # Editable, so that a change to a Python file needs no new installation; a change to the engine rebuilds it.
