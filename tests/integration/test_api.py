@@ -454,7 +454,7 @@ def test_deleting_gives_the_memory_back(connect: Connect) -> None:
     assert [server.used for server in client.servers()] == before
     client.create("w", 5)
     for user in users:
-        with pytest.raises(smb.NotFoundError, match="made anew; open it again"):
+        with pytest.raises(smb.NotFoundError, match="or replaced; open it again"):
             user.read()
     assert far.open("w").read().tolist() == [0] * 5
 
