@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from smb.demo.result import AccuracyPoint, DemoResult
 
+Floats = NDArray[np.floating[Any]]
+
 _SHARED = "#1f6f8b"
 _ALONE = "#c8803a"
 _KILL = "#b3272d"
@@ -106,7 +108,7 @@ def _draw_rates(axes: Axes, result: DemoResult) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=8)
 
 
-def _rate_over_time(rates: tuple[tuple[float, float], ...], times: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+def _rate_over_time(rates: tuple[tuple[float, float], ...], times: Floats) -> Floats:
     """Samples/s at each time: what the report says that covers it, nothing before the first and after the last."""
     if not rates:
         return np.zeros_like(times)

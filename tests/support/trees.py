@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,8 +10,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+# What building and testing leave in a tree, where git is not there to say so.
+_MADE = re.compile(r"(^|/)(build|dist|\.[^/]*|__pycache__|[^/]*\.egg-info)/|\.so$|_pb2(_grpc)?\.pyi?$")
+
+
 def sources() -> list[Path]:
     """Return every file that git knows or would take, relative to ROOT, in order; what was deleted is left out."""
+    if not (ROOT / ".git").exists():
+        found = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+        return sorted(path for path in found if not _MADE.search(str(path)) or str(path).startswith(".ci/"))
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return sorted(path for path in map(Path, filter(None, listed.split("\0"))) if (ROOT / path).is_file())
