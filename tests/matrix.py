@@ -1,4 +1,7 @@
-"""The product on every Python of this machine: an environment each, unit tests, frames, public API, one training.
+"""The product on every Python of this machine, and with every instruction set of its processor.
+
+Each Python gets an environment: unit tests, frames, public API, one training. Each instruction set gets the tests of
+the kernels and of the public API.
 
     python -m tests.matrix [--short | --oldest] [--torch] [PYTHON ...]
 
@@ -15,9 +18,11 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from smb.engine import isa_names
 from tests.support.trees import ROOT, copy_sources
 
 OLDEST = (3, 10)  # as requires-python in pyproject.toml
@@ -29,6 +34,7 @@ BESIDE = ("setuptools", "PyYAML", "safetensors")
 TESTS = ("tests/unit", "tests/wire", "tests/integration/test_api.py")
 # These compile, measure or document; the Python that does so makes no difference.
 SAME_EVERYWHERE = ("test_builds.py", "test_perf.py", "test_perf_digits.py", "test_perf_peers.py", "test_reference.py")
+COMPUTING = ("tests/unit/test_kernels.py", "tests/unit/test_wire_kernels.py", "tests/unit/test_rules.py", TESTS[-1])
 ASK = """
 import sys, sysconfig
 print(*sys.version_info[:3], int(bool(sysconfig.get_config_var("Py_GIL_DISABLED"))), sys._base_executable)
@@ -102,83 +108,101 @@ def _files(place: Path) -> list[Path]:
     return sorted(place.glob("test_*.py")) if place.is_dir() else [place]
 
 
+class StepError(Exception):
+    """A step of a trial failed."""
+
+
 class Trial:
-    """One Python's environment, and what runs in it."""
+    """Some steps on one Python, in one tree, and what came of them."""
 
-    def __init__(self, python: Python, options: argparse.Namespace) -> None:
-        self.python, self.options = python, options
-        self.row = Row(python.name + (" oldest" if options.oldest else ""))
-        self.directory = WORK / self.row.name.replace(" ", "-")
-        self.tree, self.venv = self.directory / "tree", self.directory / "venv"
-        self.tool = str(self.venv / "bin" / "python")
+    def __init__(self, name: str, tree: Path, python: str, **variables: str) -> None:
+        self.row, self.tree, self.python = Row(name), tree, python
+        # What this process has of its own Python is none of the other's.
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        self.variables = kept | variables
 
-    def run(self) -> Row:
-        """Install, test and train. Stops at the first step that fails."""
+    def run(self, steps: Callable[[Trial], None]) -> Row:
+        """Do the steps up to the first that fails."""
         began = time.monotonic()
         try:
-            self._install()
-            self.row.versions = self._call("versions", [self.tool, "-c", VERSIONS], 60).strip()
-            if not self.options.short:
-                self._call("types", [self.tool, "-m", "mypy"], 600)
-                self.row.results["types"] = "passed"
-            self._test()
-            self._train()
+            steps(self)
         except StepError as error:
             self.row.failed = str(error)
         self.row.seconds = time.monotonic() - began
         return self.row
 
-    def _install(self) -> None:
-        copy_sources(self.tree)
-        uv = [sys.executable, "-m", "uv", "--quiet"]
-        self._call("venv", [*uv, "venv", "--clear", "--seed", "--python", self.python.path, str(self.venv)], 120)
-        if self.options.oldest:
-            versions = ["--resolution", "lowest-direct"]
-        else:
-            versions = ["--constraints", str(CONSTRAINTS), "--build-constraints", str(CONSTRAINTS)]
-        extras = EXTRAS + (",torch" if self.options.torch and self.options.oldest else "")
-        wanted = ["--editable", f".[{extras}]", *BESIDE]
-        self._call("install", [*uv, "pip", "install", "--python", self.tool, *versions, *wanted], 1800)
-        if self.options.torch and not self.options.oldest:
-            pip = [self.tool, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-            demo = ["--constraint", str(CONSTRAINTS), "--requirement", "examples/demo-requirements.txt"]
-            self._call("install PyTorch", [*pip, *demo], 3600)
-
-    def _test(self) -> None:
-        left_out = [f"tests/unit/{name}" for name in SAME_EVERYWHERE]
-        if not self.options.torch:
-            left_out += needs_torch(self.tree)
-        for place in TESTS:
-            command = [self.tool, "-m", "pytest", "--numprocesses", str(os.cpu_count()), "--dist", "loadfile"]
-            command += [f"--ignore={path}" for path in left_out]
-            told = self._call(place, [*command, place], 1800)
-            self.row.results[Path(place).stem.removeprefix("test_")] = _count(told)
-
-    def _train(self) -> None:
-        self._call("training", [self.tool, "examples/numpy_only.py"], 300)
-        self.row.results["training"] = "passed"
-        if self.options.torch:
-            self._call("training with PyTorch", [self.tool, "examples/elastic_diloco.py"], 600)
-            self.row.results["PyTorch"] = "passed"
-
-    def _call(self, step: str, command: list[str], seconds: int) -> str:
+    def call(self, step: str, command: list[str], limit_s: int) -> str:
+        """Run a command in the tree and return what it printed."""
         print(f"{self.row.name}: {step}", flush=True)
-        variables = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         try:
             done = subprocess.run(
-                command, cwd=self.tree, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                timeout=seconds, check=False,
+                command, cwd=self.tree, env=self.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                timeout=limit_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise StepError(f"{step}: not done after {seconds} s") from None
+            raise StepError(f"{step}: not done after {limit_s} s") from None
         if done.returncode != 0:
             print(done.stdout[-6000:], flush=True)
             raise StepError(f"{step}: exit status {done.returncode}")
         return done.stdout
 
+    def test(self, place: str, *options: str) -> None:
+        """Run pytest on a file or a folder."""
+        command = [self.python, "-m", "pytest", "--numprocesses", str(os.cpu_count()), "--dist", "loadfile", *options]
+        told = self.call(place, [*command, place], 1800)
+        self.row.results[Path(place).stem.removeprefix("test_")] = _count(told)
 
-class StepError(Exception):
-    """A step of a trial failed."""
+
+def try_python(python: Python, options: argparse.Namespace) -> Row:
+    """Install into an environment of its own, test, train."""
+    name = python.name + (" oldest" if options.oldest else "")
+    directory = WORK / name.replace(" ", "-")
+    tree, venv = directory / "tree", directory / "venv"
+    tool = str(venv / "bin" / "python")
+
+    def install(trial: Trial) -> None:
+        copy_sources(tree)
+        uv = [sys.executable, "-m", "uv", "--quiet"]
+        trial.call("venv", [*uv, "venv", "--clear", "--seed", "--python", python.path, str(venv)], 120)
+        versions = ["--constraints", str(CONSTRAINTS), "--build-constraints", str(CONSTRAINTS)]
+        if options.oldest:
+            versions = ["--resolution", "lowest-direct"]
+        extras = EXTRAS + (",torch" if options.torch and options.oldest else "")
+        into = [*uv, "pip", "install", "--python", tool]
+        trial.call("install", [*into, *versions, "--editable", f".[{extras}]"], 1800)
+        trial.call("install what tests need", [*into, "--constraints", str(CONSTRAINTS), *BESIDE], 600)
+        if options.torch and not options.oldest:
+            pip = [tool, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+            demo = ["--constraint", str(CONSTRAINTS), "--requirement", "examples/demo-requirements.txt"]
+            trial.call("install PyTorch", [*pip, *demo], 3600)
+
+    def steps(trial: Trial) -> None:
+        install(trial)
+        trial.row.versions = trial.call("versions", [tool, "-c", VERSIONS], 60).strip()
+        if not options.short and not options.oldest:
+            trial.call("types", [tool, "-m", "mypy"], 600)
+            trial.row.results["types"] = "passed"
+        left_out = [f"tests/unit/{file}" for file in SAME_EVERYWHERE]
+        left_out += [] if options.torch else needs_torch(tree)
+        for place in TESTS:
+            trial.test(place, *(f"--ignore={path}" for path in left_out))
+        trial.call("training", [tool, "examples/numpy_only.py"], 300)
+        trial.row.results["training"] = "passed"
+        if options.torch:
+            trial.call("training with PyTorch", [tool, "examples/elastic_diloco.py", "1"], 600)
+            trial.row.results["PyTorch"] = "passed"
+
+    return Trial(name, tree, tool).run(steps)
+
+
+def try_isa(isa: str) -> Row:
+    """Test what computes, and the public API, with one instruction set, on the Python that runs this."""
+
+    def steps(trial: Trial) -> None:
+        for place in COMPUTING:
+            trial.test(place)
+
+    return Trial(isa, ROOT, sys.executable, SMB_ISA=isa).run(steps)
 
 
 def _count(told: str) -> str:
@@ -192,8 +216,8 @@ def show(rows: list[Row]) -> None:
     print()
     for row in rows:
         results = "; ".join(f"{name} {result}" for name, result in row.results.items())
-        state = "FAILED" if row.failed else "ok"
-        print(f"{row.name:12} {state:7} {row.seconds:5.0f} s  numpy, grpc, protobuf {row.versions}")
+        state, versions = "FAILED" if row.failed else "ok", row.versions and f"  numpy, grpc, protobuf {row.versions}"
+        print(f"{row.name:12} {state:7} {row.seconds:5.0f} s{versions}")
         print(f"{'':12} {results}" + (f"; failed: {row.failed}" if row.failed else ""))
 
 
@@ -224,7 +248,9 @@ def main() -> int:
             return 0
     if importlib.util.find_spec("uv") is None:
         raise SystemExit("uv is missing: make test installs it")
-    rows = [Trial(python, options).run() for python in usable]
+    rows = [try_python(python, options) for python in usable]
+    if not options.short and not options.oldest and not options.pythons:
+        rows += [try_isa(isa) for isa in isa_names()]
     show(rows)
     return int(any(row.failed for row in rows))
 
