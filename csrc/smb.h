@@ -310,9 +310,8 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
                               uint64_t data_bytes, uint32_t chunk_bytes);
 /* Serves a file left by an earlier run. */
 int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info);
-/* From here on additions, and writes that are answered before they are made, are journalled in the file at path (made if it is not
- * there), so that a kill does not tear them. Call it when every segment of an earlier run is adopted and before the server listens: it
- * finishes what that run left half done. */
+/* From here on additions are journalled in the file at path (made if it is not there), so that a kill does not tear them. Call
+ * it when every segment of an earlier run is adopted and before the server listens: it finishes what that run left half done. */
 struct smb_recovery {
     uint64_t finished;       /* changes that were under way, and are made now */
     uint64_t torn_chunks;    /* whose journal is gone: element by element old or new */

@@ -46,6 +46,7 @@ NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
             "state_is_gone",
             "local_client_waits_for_recovery",
             "lost_journal",
+            "write_of_version_4",
         ),
     },
     "its madvise(MADV_COLLAPSE) does nothing, and says that it did": {"test_segment.c": ("large_pages",)},

@@ -15,6 +15,7 @@
 
 enum { CHUNK = 16384, BYTES = 5 * CHUNK, ELEMENTS = BYTES / 8, OP_BYTES = 40960, TIMEOUT_MS = 20000 };
 enum { TARGET = 1, SOURCE = 2, FLOATS = 3, GRADIENT = 4, STATES = 5 /* and 6 */, EPOCH = 7, FLOAT_COUNT = BYTES / 4 };
+enum { VERSION_AT = 8, SLOT_WORDS_AT = 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 }; /* in the journal's file; of slot 0 */
 static const struct smb_layout LAYOUT = {BYTES, BYTES, CHUNK, 1};
 
 /* ---- the host: a process without threads that starts servers, one after the other, and tells how each ended */
@@ -661,32 +662,57 @@ static void lost_journal(void)
     }
 }
 
-/* What an older daemon left half done, one that knew no writes, no steps or no encoded payloads, is finished, and the file is of the
- * new version then. */
+static void patch_journal(long at, uint32_t word)
+{
+    FILE *file = fopen(scratch_path("journal"), "r+");
+    CHECK(file != NULL && fseek(file, at, SEEK_SET) == 0 && fwrite(&word, sizeof word, 1, file) == 1);
+    fclose(file);
+}
+
+/* What an older daemon left half done, one that knew no steps or no encoded payloads, too, is finished, and the file is of the new
+ * version then. */
 static void journals_of_versions_before(void)
 {
-    for (uint32_t before = 1; before <= 3; before++) {
+    for (uint32_t before = 1; before <= 4; before++) {
         struct host host;
         struct reach reach;
         struct told told;
         struct calling calling;
-        uint32_t version = before;
+        uint32_t version;
         begin(&host, &reach, &told);
         die_in(&host, &reach, &told, &OPERATIONS[0], "journal.block_half", 2, &calling);
-        FILE *file = fopen(scratch_path("journal"), "r+");
-        CHECK(file != NULL);
-        CHECK_EQ(fseek(file, 8, SEEK_SET), 0);
-        CHECK_EQ(fwrite(&version, sizeof version, 1, file), 1);
-        fclose(file);
+        patch_journal(VERSION_AT, before);
         live_again(&host, &reach, &told, &OPERATIONS[0], &calling);
         CHECK_EQ(told.finished, 1);
-        file = fopen(scratch_path("journal"), "r");
-        CHECK(file != NULL && fseek(file, 8, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
+        FILE *file = fopen(scratch_path("journal"), "r");
+        CHECK(file != NULL && fseek(file, VERSION_AT, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
         fclose(file);
-        CHECK_EQ(version, 4);
+        CHECK_EQ(version, 5);
         end(&host, &reach, told);
         remove_files();
     }
+}
+
+/* A write in a journal of version 4 is not finished: its chunk is set free, as it is, and counted. */
+static void write_of_version_4(void)
+{
+    struct host host;
+    struct reach reach;
+    struct told told;
+    struct calling calling;
+    begin(&host, &reach, &told);
+    die_in(&host, &reach, &told, &OPERATIONS[0], "journal.odd", 1, &calling);
+    patch_journal(VERSION_AT, 4);
+    patch_journal(SLOT_WORDS_AT + 80, SMB_WRITE); /* the opcode */
+    told = host_serve(&host, (struct command){.count = 0});
+    CHECK(told.torn == 1 && told.finished == 0);
+    reach_resume(&reach, told.port);
+    pthread_join(calling.thread, NULL);
+    CHECK_EQ(calling.outcome.status, SMB_OK);
+    model_apply(&OPERATIONS[0], 0);
+    check_content(&reach);
+    end(&host, &reach, told);
+    remove_files();
 }
 
 /* What is found in a file is not believed: slots of garbage change nothing, and the next journal works. */
@@ -704,7 +730,7 @@ static void garbage_in_slots(void)
         FILE *file = fopen(scratch_path("journal"), "r+");
         CHECK(file != NULL);
         for (int i = 0; i < 1 + round / 4; i++) { /* the words of slot 0, past its undo block; never its mark on the chunk */
-            CHECK_EQ(fseek(file, 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 + (long)random_below(&random, 184), SEEK_SET), 0);
+            CHECK_EQ(fseek(file, SLOT_WORDS_AT + (long)random_below(&random, 184), SEEK_SET), 0);
             fputc((int)(random_next(&random) & 255), file);
         }
         fclose(file);
@@ -717,6 +743,6 @@ int main(void)
 {
     static const struct test tests[] = {TEST(killed_at_every_point), TEST(killed_in_recovery), TEST(local_client_between_marks),
                                         TEST(state_is_gone), TEST(local_client_waits_for_recovery), TEST(lost_journal),
-                                        TEST(journals_of_versions_before), TEST(garbage_in_slots)};
+                                        TEST(journals_of_versions_before), TEST(write_of_version_4), TEST(garbage_in_slots)};
     return RUN_TESTS(tests);
 }
