@@ -854,7 +854,6 @@ static enum step answer_attach(struct connection *connection)
     }
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
     put_reply(connection, &reply);
-    smb_segment_share(connection->request.segment);
     connection->pass_segment = smb_segment_retain(connection->request.segment);
     connection->pass_fd = smb_segment_fd(connection->pass_segment);
     finish_request(connection, true);

@@ -295,7 +295,7 @@ void smb_slots_release(struct smb_slots *slots);
 /* smb_server_adopt for a peer that sends records: its payloads are in these slots. Takes a reference to them. */
 int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots);
 /* A reference to a segment that is served, for smb_segment_release: as long as it is held the segment's memory is not given back,
- * though it be deleted, and others may reach it past the chunks' locks. SMB_NOT_FOUND. */
+ * though it be deleted. SMB_NOT_FOUND. */
 int smb_server_hold_segment(struct smb_server *server, uint64_t id, struct smb_segment **segment);
 /* Before it listens: from here on a connection may use no segment that it has shown no token for. */
 void smb_server_guard(struct smb_server *server);
