@@ -854,34 +854,10 @@ static enum step answer_attach(struct connection *connection)
     }
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
     put_reply(connection, &reply);
-    smb_segment_share(connection->request.segment);
     connection->pass_segment = smb_segment_retain(connection->request.segment);
     connection->pass_fd = smb_segment_fd(connection->pass_segment);
     finish_request(connection, true);
     return flush(connection);
-}
-
-/* Within a host, where a core is free for the peer: it takes its answer, and sends what is next, while the change is made. Where
- * more of a call is to come answers go out together, and who can look past the locks must find what its writer was told. */
-static bool answers_before(const struct connection *connection)
-{
-    const struct smb_frame *frame = &connection->request.frame;
-    const struct loop *loop = connection->loop;
-    return connection->here && frame->length >= LARGE_BYTES && (frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE) &&
-           !(frame->flags & (SMB_FLAG_FETCH | SMB_FLAG_FENCED)) && smb_segment_is_alone(connection->request.segment) &&
-           connection->drained && connection->in_start == connection->in_end && !connection->in_series &&
-           loop->server->loop_count > 1 && loop->clock_ns >= connection->paired_until_ns && loop->clock_ns >= loop->crowded_until_ns;
-}
-
-static void answer_before(void *whom)
-{
-    struct connection *connection = whom;
-    struct smb_frame reply = reply_to(connection, &connection->request.frame, SMB_OK);
-    put_reply(connection, &reply);
-    count_done(connection, &connection->request);
-    connection->told = true;
-    flush(connection); /* should the peer have left, that is seen when something is read from it */
-    FAILPOINT("connection.told");
 }
 
 static enum step answer_change(struct connection *connection)
@@ -899,17 +875,8 @@ static enum step answer_change(struct connection *connection)
         connection->from_kept = true;
         payload = connection->from + SMB_TOKEN_BYTES;
     }
-    request->decided = answers_before(connection) ? answer_before : NULL;
-    request->whom = connection;
-    connection->told = false;
     int status = gate_execute(connection->loop->server, request, change_slot(connection), payload,
                               connection->staging, fetch ? connection->tail : NULL, &result);
-    if (connection->told) { /* and counted */
-        FAILPOINT("connection.changed");
-        connection->loop->clock_ns = smb_now_ns();
-        finish_request(connection, false);
-        return STEP_ON;
-    }
     if (status == SMB_BUSY)
         return park(connection);
     if (status != SMB_OK)

@@ -140,8 +140,7 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
 {
     struct smb_segment *segment = request->segment, *targets[SMB_TARGETS_MAX];
     const struct smb_frame *frame = &request->frame;
-    /* A write can be done again from the start by whoever asked for it, unless he was told before. */
-    struct journal *journal = slot && (is_journalled(change->opcode) || request->decided) ? server->journal : NULL;
+    struct journal *journal = slot && is_journalled(change->opcode) ? server->journal : NULL;
     if (!smb_segment_change_fits(segment, change))
         return SMB_INVALID;
     int count = smb_segment_targets(segment, change, targets);
@@ -157,8 +156,6 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
         return status;
     if (journal) {
         slot_begin(journal, slot, segment, change);
-        if (request->decided)
-            request->decided(request->whom);
         slot_run(journal, slot, segment, change);
     } else {
         for (int i = 0; i < count; i++)

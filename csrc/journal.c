@@ -19,9 +19,8 @@ enum {
     SLOT_BYTES = PAYLOAD_AT + SMB_CHUNK_BYTES_MAX,
     HEADER_BYTES = PAGE + JOURNAL_SLOTS_MAX * (int)sizeof(uint32_t),
     FREE_KEPT = 16,     /* the lowest slots keep their memory when they are free, the others give it back */
-    VERSION = 4,
-    VERSION_NO_WRITES = 3,   /* the same without SMB_WRITE */
-    VERSION_ONE_SEGMENT = 2, /* and without SMB_APPLY */
+    VERSION = 5,             /* 3 is the same; 4 had SMB_WRITE, too: one left there is not finished, its chunk counts as torn */
+    VERSION_ONE_SEGMENT = 2, /* without SMB_APPLY */
     VERSION_EXACT = 1        /* and without `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
 };
 _Static_assert(HEADER_BYTES % PAGE == 0, "slots begin at a page");
@@ -158,8 +157,6 @@ static uint64_t block_bytes(const struct smb_change *change, uint64_t block)
 
 static uint64_t block_count(const struct smb_change *change)
 {
-    if (change->opcode == SMB_WRITE)
-        return 1;
     uint64_t whole = whole_block_bytes(change);
     return (change->bytes + whole - 1) / whole;
 }
@@ -167,8 +164,7 @@ static uint64_t block_count(const struct smb_change *change)
 static void change_block(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes)
 {
 #ifdef SMB_FAILPOINTS
-    if (change->opcode == SMB_WRITE || change->opcode == SMB_ACCUMULATE || change->opcode == SMB_ACCUMULATE_FROM ||
-        change->opcode == SMB_APPLY) {
+    if (change->opcode == SMB_ACCUMULATE || change->opcode == SMB_ACCUMULATE_FROM || change->opcode == SMB_APPLY) {
         /* A kill lands inside a kernel, too: let there be a place for it. */
         uint64_t half = bytes / 2 / 8 * 8;
         if (half > 0)
@@ -195,12 +191,6 @@ static void run_blocks(uint8_t *undo, struct slot_words *words, struct smb_segme
     struct smb_segment *targets[SMB_TARGETS_MAX];
     uint64_t whole = whole_block_bytes(change), blocks = block_count(change);
     int count = smb_segment_targets(segment, change, targets);
-    if (change->opcode == SMB_WRITE && first < blocks) { /* it asks for nothing that was there: half made, it is made again */
-        change_block(segment, change, 0, change->bytes);
-        store_progress(words, progress_word(words->sequence, blocks, 0));
-        FAILPOINT("journal.block_done");
-        return;
-    }
     for (uint64_t block = first; block < blocks; block++) {
         uint64_t from = block * whole, bytes = block_bytes(change, block);
         for (int i = 0; i < count; i++) {
@@ -260,7 +250,7 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
                                   .argument = words->argument, .expected = words->expected};
     uint64_t word = atomic_load_explicit(&words->progress, memory_order_relaxed);
     bool applies = words->opcode == SMB_APPLY && smb_rule_states(change->op) >= 0;
-    bool has_payload = words->opcode == SMB_WRITE || words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM || applies;
+    bool additive = words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM || applies;
     if (applies) {
         change->hyper = words->hyper;
         change->factors = kernel_factors_of(change->op, &change->hyper);
@@ -270,11 +260,10 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
                       : words->wire == SMB_WIRE_SPARSE ? words->source_bytes
                                                        : smb_wire_bytes(change->wire, words->bytes / 4);
     return (word & ACTIVE) && word >> SEQUENCE_SHIFT == (words->sequence << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT &&
-           (has_payload || words->opcode == SMB_FETCH_ADD || words->opcode == SMB_COMPARE_SWAP) && words->bytes > 0 &&
-           words->bytes <= SMB_CHUNK_BYTES_MAX && (!has_payload || (needed > 0 && needed <= payload_bytes)) && words->lane <= UINT16_MAX &&
+           (additive || words->opcode == SMB_FETCH_ADD || words->opcode == SMB_COMPARE_SWAP) && words->bytes > 0 &&
+           words->bytes <= SMB_CHUNK_BYTES_MAX && (!additive || (needed > 0 && needed <= payload_bytes)) && words->lane <= UINT16_MAX &&
            words->sequence > 0 && words->session > 0 &&
-           (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change) &&
-           !(words->opcode == SMB_WRITE && (word & DIRTY));
+           (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change);
 }
 
 /* What was under way, as its slot tells it. */

@@ -1,5 +1,4 @@
-/* journal.h: additions, and writes that were answered before they were made, that a kill in the middle does not tear.
- * docs/decisions/0008.
+/* journal.h: additions that a kill in the middle does not tear. docs/decisions/0008.
  *
  * One file of tmpfs beside the daemon's segments: a header page, then slots, each
  *   [0, 4096)      undo: the old bytes of the block that is being changed; of a change of several segments each one's, side by
@@ -9,8 +8,7 @@
  * The file is sparse: a slot takes memory from its first use on, all of it allocated before it is touched.
  *
  * Invariant: at every instruction, either no block of the change is half made, or the progress word says which one is and the undo
- * block holds what it was. (A write is one block, of which nothing is kept: it is made from the start again.) One 64-bit word: block,
- * dirty and sequence in separate words were seen to fail.
+ * block holds what it was. One 64-bit word: block, dirty and sequence in separate words were seen to fail.
  *
  * A change from a slot: slot_describe; lock the chunk; slot_begin (marks it); slot_run; record_note; slot_end (unmarks it);
  * unlock; slot_rest. One of several segments (APPLY) has the chunk of each locked, marked and unmarked. Marks are set before the first

@@ -41,7 +41,7 @@ struct header {
     uint32_t record_count;
     _Atomic uint64_t evictions;       /* of completion records */
     _Atomic uint32_t deleted;         /* release by the daemon; acquire by everyone before each operation */
-    _Atomic uint32_t alone;           /* the daemon is: nobody else has ever been given the memory. 0 in files of earlier builds */
+    uint32_t unused;                  /* 0; in files of some earlier builds 1: docs/decisions/0017 */
     _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
     _Atomic uint64_t operations[32];  /* by local clients, per opcode */
     _Atomic uint64_t bytes[32];
@@ -188,7 +188,6 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
         .data_offset = data_offset_for(data_bytes, chunk_bytes),
         .chunk_bytes = chunk_bytes,
         .record_count = records_count_for(data_bytes),
-        .alone = true,
     };
     struct smb_segment *made = NULL;
     int status = pages_allocate(fd, file_bytes);
@@ -289,17 +288,6 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
 bool smb_segment_deleted(const struct smb_segment *segment)
 {
     return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;
-}
-
-bool smb_segment_is_alone(const struct smb_segment *segment)
-{
-    return atomic_load_explicit(&segment->header->alone, memory_order_relaxed) != 0;
-}
-
-void smb_segment_share(struct smb_segment *segment)
-{
-    /* Relaxed: who asks after the memory was given away heard of it through the kernel: the descriptor or key was sent after this. */
-    atomic_store_explicit(&segment->header->alone, 0, memory_order_relaxed);
 }
 
 uint64_t smb_segment_id(const struct smb_segment *segment)

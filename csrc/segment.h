@@ -105,10 +105,6 @@ void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes);
 /* Whether [offset, offset + bytes) lies in the segment and within one of its chunks. */
 bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes);
 bool smb_segment_deleted(const struct smb_segment *segment);
-/* Whether nobody but the daemon has ever reached its memory; before it is given to anybody, it is shared for good. Who maps it, or writes
- * to it by RDMA, may look past the chunks' locks. */
-bool smb_segment_is_alone(const struct smb_segment *segment);
-void smb_segment_share(struct smb_segment *segment);
 uint64_t smb_segment_id(const struct smb_segment *segment);
 uint32_t smb_segment_epoch(const struct smb_segment *segment);
 int smb_segment_dtype(const struct smb_segment *segment);

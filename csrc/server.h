@@ -181,8 +181,6 @@ struct gate_request {
     uint32_t record_hint;
     const struct grants *grants;  /* what its connection has shown; not looked at unless the server is guarded */
     bool retried;                 /* was parked before */
-    void (*decided)(void *whom);  /* NULL, or called, with the chunk locked, when the change will be made whatever becomes of this process, */
-    void *whom;                   /* before it is. Never without a slot; after it, what gate_execute returns is of no importance */
 };
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
  * is wanted; once more when it is all here. */
@@ -286,7 +284,6 @@ struct connection {
     bool in_list;                       /* linked in `again` or `parked` */
     bool counted_parked;                /* since the request in hand was parked for the first time */
     bool retried;                       /* the request in hand was parked before */
-    bool told;                          /* it was answered before it was carried out */
     bool from_kept;                     /* its payload, of ACCUMULATE_FROM or APPLY, is in `from` */
     bool greeted;
     bool proven;                        /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */

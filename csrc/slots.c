@@ -83,7 +83,6 @@ int smb_server_hold_segment(struct smb_server *server, uint64_t id, struct smb_s
     struct smb_segment *found = server_find(server, id);
     if (!found)
         return SMB_NOT_FOUND;
-    smb_segment_share(found);
     *segment = found;
     return SMB_OK;
 }

@@ -295,7 +295,7 @@ void smb_slots_release(struct smb_slots *slots);
 /* smb_server_adopt for a peer that sends records: its payloads are in these slots. Takes a reference to them. */
 int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots);
 /* A reference to a segment that is served, for smb_segment_release: as long as it is held the segment's memory is not given back,
- * though it be deleted, and others may reach it past the chunks' locks. SMB_NOT_FOUND. */
+ * though it be deleted. SMB_NOT_FOUND. */
 int smb_server_hold_segment(struct smb_server *server, uint64_t id, struct smb_segment **segment);
 /* Before it listens: from here on a connection may use no segment that it has shown no token for. */
 void smb_server_guard(struct smb_server *server);
@@ -310,9 +310,8 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
                               uint64_t data_bytes, uint32_t chunk_bytes);
 /* Serves a file left by an earlier run. */
 int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info);
-/* From here on additions, and writes that are answered before they are made, are journalled in the file at path (made if it is not
- * there), so that a kill does not tear them. Call it when every segment of an earlier run is adopted and before the server listens: it
- * finishes what that run left half done. */
+/* From here on additions are journalled in the file at path (made if it is not there), so that a kill does not tear them. Call
+ * it when every segment of an earlier run is adopted and before the server listens: it finishes what that run left half done. */
 struct smb_recovery {
     uint64_t finished;       /* changes that were under way, and are made now */
     uint64_t torn_chunks;    /* whose journal is gone: element by element old or new */

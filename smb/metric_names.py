@@ -66,8 +66,7 @@ SERVER: tuple[Description, ...] = (
     ),
     _histogram(
         "smb_server_request_duration_seconds",
-        "From when a request was taken up until its answer was ready (within a host, of one chunk's change, "
-        "before it is made); of what waits (lock, await_barrier, "
+        "From when a request was taken up until its answer was ready; of what waits (lock, await_barrier, "
         "await_version) until it was answered, the wait included. Not shm, which no server sees.",
         "transport",
         "kind",

@@ -42,18 +42,15 @@ NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_recovery.c": (
             "killed_at_every_point",
             "killed_in_recovery",
-            "killed_after_it_was_told",
-            "not_told_before",
             "local_client_between_marks",
             "state_is_gone",
             "local_client_waits_for_recovery",
             "lost_journal",
+            "write_of_version_4",
         ),
     },
     "its madvise(MADV_COLLAPSE) does nothing, and says that it did": {"test_segment.c": ("large_pages",)},
 }
-# Of these, those that pass unless a server is killed in the moment in which it holds a lock.
-BY_CHANCE = {"not_told_before"}
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 if CONGESTION.exists() and CONGESTION.read_text() == "bbr\n":  # elsewhere it passes
     NOT_EMULATED["it refuses names of congestion control of less than 4 bytes, and this system's own is bbr"] = {
@@ -152,7 +149,7 @@ def emulate(programs: list[Path]) -> int:
         passed, unnamed = (int(counts[1]), len(failed - named)) if counts else (0, 1)
         if unnamed:
             print(done.stdout, end="")
-        stale += [f"{file}: {test}" for test in sorted(named - failed - BY_CHANCE)] if counts else []
+        stale += [f"{file}: {test}" for test in sorted(named - failed)] if counts else []
         print(
             f"aarch64: {file}: {passed} passed, {unnamed} failed"
             f"{f', {len(failed & named)} not run under emulation' if failed & named else ''}"

@@ -26,7 +26,6 @@ static const struct smb_change CHANGES[] = {
     {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 3.0, .offset = AT, .bytes = CHANGED},
     {.opcode = SMB_FETCH_ADD, .offset = AT, .bytes = 8, .argument = 1000},
     {.opcode = SMB_COMPARE_SWAP, .offset = AT, .bytes = 8, .argument = 1000},
-    {.opcode = SMB_WRITE, .offset = AT, .bytes = CHANGED}, /* answered before it was made */
 };
 enum { CHANGE_COUNT = sizeof CHANGES / sizeof *CHANGES };
 
@@ -90,22 +89,16 @@ static void make_templates(void)
     smb_server_destroy(server);
 }
 
-/* As if the daemon had been killed in this block of the change (or after the last), before it was changed, or in its middle: a write
- * is one block, whose old bytes nobody keeps. */
+/* As if the daemon had been killed in this block of the change (or after the last), before it was changed, or in its middle. */
 static void stop_in_block(const struct smb_change *change, uint64_t block, bool dirty)
 {
-    bool writes = change->opcode == SMB_WRITE;
     bool whole = change->opcode != SMB_ACCUMULATE;
     uint64_t blocks = whole ? 1 : BLOCKS;
     uint8_t *data = segment + DATA_AT + change->offset, *words = journal + WORDS_AT;
     block %= blocks + 1;
     dirty = dirty && block < blocks;
-    uint64_t written = !writes ? 0 : block > 0 ? change->bytes : dirty ? change->bytes / 16 * 8 : 0;
-    for (uint64_t i = 0; i < written; i += 8)
-        smb_store64(data + i, (uint64_t)delta(i / 8));
-    dirty = dirty && !writes;
     uint64_t last = block + dirty < blocks ? block + dirty : blocks; /* blocks whose undo was taken */
-    for (uint64_t b = 0; !writes && b < last; b++) {
+    for (uint64_t b = 0; b < last; b++) {
         uint64_t from = b * JOURNAL_BLOCK_BYTES, left = change->bytes - from;
         uint64_t bytes = left < JOURNAL_BLOCK_BYTES ? left : JOURNAL_BLOCK_BYTES;
         memcpy(journal + SLOT_AT, data + from, bytes);
@@ -155,8 +148,6 @@ static bool was_marked(uint64_t chunk)
 static int64_t made_once(const struct smb_change *change, uint64_t i)
 {
     int64_t old = content(change->offset / 8 + i);
-    if (change->opcode == SMB_WRITE)
-        return delta(i);
     return change->opcode == SMB_ACCUMULATE ? old + 3 * delta(i) : change->opcode == SMB_FETCH_ADD ? old + 1000 : 1000 + old;
 }
 

@@ -100,7 +100,7 @@ inline finish()
 
 active proctype daemon()
 {
-    byte r, c, s; bool again, told;
+    byte r, c, s; bool again;
 restart:
     recovering = true;
     if
@@ -148,33 +148,24 @@ apply:
                     /* never blocks: it would park the request; here it just waits for its turn */
                     atomic { (locked == 0 || (locked != 0 && owner_dead)) -> locked = 1; owner_dead = false };
                     CRASH_HERE;
-#ifdef TOLD_TOO_SOON
-                    to_client ! life, c, s, false; told = true;
-                    CRASH_HERE;
-#endif
                     atomic { in_slot = true; dirty = false; at = 0 };
                     CRASH_HERE;
                     mark = true;
                     CRASH_HERE;
                     odd = true;
                     CRASH_HERE;
-                    /* From here on the addition is made, by this life or the next: on one host it is answered before it is. */
-                    if
-                    :: !told -> to_client ! life, c, s, false; told = true; CRASH_HERE
-                    :: true
-                    fi;
                     run_blocks();
                     finish();
                     locked = 0;
                     CRASH_HERE;
                     in_slot = false;
                     CRASH_HERE;
-                    if :: told :: else -> to_client ! life, c, s, false fi
+                    to_client ! life, c, s, false
                 fi
             fi
         fi;
         CRASH_HERE;
-        atomic { r = 0; c = 0; s = 0; again = false; told = false; executing = false }
+        atomic { r = 0; c = 0; s = 0; again = false; executing = false }
     od;
 died:
     atomic {
@@ -182,7 +173,7 @@ died:
         executing = false;
         recovering = true; /* it serves nobody before that is done */
         if :: locked == 1 -> owner_dead = true :: else fi;
-        r = 0; c = 0; s = 0; again = false; told = false
+        r = 0; c = 0; s = 0; again = false
     };
     goto restart;
 done:

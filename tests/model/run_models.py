@@ -43,7 +43,6 @@ MODELS = (
             "EVICTED_IS_NEW",
             "SEQUENCES_RESTART",
             "DOUBLES_APPLIED",
-            "TOLD_TOO_SOON",
         ),
     ),
     Model(
