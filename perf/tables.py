@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TCP, TRANSPORTS, Case
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TRANSPORTS, Case
 from perf.results import Cell, Results
 
 _LATENCY_BYTES = 8
@@ -185,7 +185,7 @@ def _beside_one_connection(results: Results) -> list[str]:
     """Over TCP the limit may cut the array in two, a connection and a thread for each half; we have one to a server."""
 
     def limit(case: Case) -> Cell | None:
-        return results.best(case, without="connections") if case.transport == TCP and case.nbytes > 8 else None
+        return results.best(case, without="connections") if case.over_tcp and case.nbytes > 8 else None
 
     if not any(map(limit, results.cases())):
         return []

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perf import clients, compare, limits, run
+from perf import clients, compare, limits, run, turns
 from perf.contender import (
     ACCUMULATE,
     FETCH_ADD,
@@ -161,9 +161,9 @@ def test_a_kept_reason_names_no_path_of_this_machine() -> None:
 
 def test_what_is_not_over_tcp_has_no_figure_there() -> None:
     """A library that takes shared memory where TCP was asked for is found out."""
-    run.check_tcp(CASE, _sample(1e9), 100 * 1000)
+    turns.check_tcp(CASE, _sample(1e9), 100 * 1000)
     with pytest.raises(RuntimeError, match="not over TCP"):
-        run.check_tcp(CASE, _sample(1e9), 100 * 1000 - 1)
+        turns.check_tcp(CASE, _sample(1e9), 100 * 1000 - 1)
 
 
 class Arriving:
