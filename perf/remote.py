@@ -76,6 +76,15 @@ def on_server() -> Iterator[str]:
             _enter(own.fileno())
 
 
+def move_to_server() -> None:
+    """This process is on the servers' host from now on: for one that a launcher starts beside the clients. Its threads
+    until now are not."""
+    namespace = server_namespace()
+    if namespace is not None:
+        with namespace.open("rb") as servers:
+            _enter(servers.fileno())
+
+
 def _enter(namespace: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12 on
     if libc.setns(namespace, _CLONE_NEWNET) != 0:
