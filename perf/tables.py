@@ -65,6 +65,11 @@ def _about(results: Results) -> str:
         f"{m['governor'] or 'not known'}, load {m['load_average_before']:.1f} before",
         f"- medians of {results.rounds} rounds" if results.rounds > 1 else "- one round: no spread is known",
     ]
+    if any(case.remote for case in results.cases()):
+        lines.append(
+            "- remote: TCP between two hosts, network namespaces with a veth pair between, unshaped or with the rate "
+            "named; tcp: over loopback, from one address to itself, which no two hosts have"
+        )
     lines += [f"- not here: {name}: {why}" for name, why in sorted(results.missing.items())]
     return "\n".join(lines)
 
