@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perf import netlab
+from perf import netlab, ranges
 from perf.contender import (
     ASIDE,
     FETCH_ADD,
@@ -153,6 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("interrupted: what was measured so far follows")
     whole.add(results)
     write(whole, options.output, console)
+    if options.quick:
+        sys.stdout.write(ranges.report(results, ranges.load()))
     failed = [cell for cell in results.cells.values() if cell.failed and results.kinds[cell.contender] in (OURS, LIMIT)]
     return 130 if interrupted else 1 if failed else 0
 
@@ -252,7 +254,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.2")
     parser.add_argument("--output", type=Path, help="folder; default perf/results, with --quick build/perf/results")
     parser.add_argument("--add", action="store_true", help="keep the cells that --output has, of the same commit")
-    parser.add_argument("--quick", action="store_true", help="a look: few sizes, 1 and 2 clients, one short round")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a look: few sizes, one short round; says of each cell whether it is where published runs were",
+    )
     options = parser.parse_args(words)
     quick = options.quick
     defaults: dict[str, Any] = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from perf import clients, compare, limits, netlab, ours, remote, run, turns
+from perf import clients, compare, limits, netlab, ours, ranges, remote, run, turns
 from perf.contender import (
     ACCUMULATE,
     FETCH_ADD,
@@ -339,6 +339,45 @@ def test_parts_of_one_measurement_add_up_and_of_two_do_not() -> None:
     part.commit = "another"
     with pytest.raises(ValueError, match="same commit"):
         whole.add(part)
+
+
+def _beside_limit(ratio: float, cases: list[Case]) -> Results:
+    results = _results({case: [ratio] for case in cases})
+    results.kinds["limit"] = LIMIT
+    results.rounds = 1
+    results.machine = {"cpu": "one"}
+    for case in cases:
+        results.cell("limit", case).samples.append(_sample(1.0))
+    return results
+
+
+def test_a_range_is_what_all_runs_lie_within(tmp_path: Path) -> None:
+    """Lowest and highest of the runs' ratios; a look finds its cells by what they are, not by their seconds."""
+    rare = replace(CASE, nbytes=2000)
+    runs = [_beside_limit(0.9, [CASE]), _beside_limit(0.8, [CASE, rare]), _beside_limit(1.1, [CASE, rare])]
+    paths = []
+    for number, each in enumerate(runs):
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(each.to_json()))
+    published = tmp_path / "ranges.json"
+    assert ranges.main([*map(str, paths), "--output", str(published)]) == 0
+    found = ranges.load(published)
+    assert found == {ranges.key_of(CASE): ranges.Range(0.8, 1.1, 3)}
+    look = replace(CASE, seconds=0.05)
+    for ratio, place in ((0.8, "inside"), (1.1, "inside"), (0.79, "below"), (1.11, "above")):
+        assert f"1 {place}" in ranges.report(_beside_limit(ratio, [look]), found)
+    assert "1 not published" in ranges.report(_beside_limit(1.0, [replace(look, clients=1)]), found)
+    assert "No range is published yet" in ranges.report(runs[0], ranges.load(tmp_path / "none.json"))
+
+
+def test_a_range_of_few_runs_or_of_two_commits_is_none() -> None:
+    """It would promise what was not seen."""
+    runs = [_beside_limit(1.0, [CASE]) for _ in range(3)]
+    with pytest.raises(ValueError, match="at least 3 runs"):
+        ranges.merge(runs[:2])
+    runs[1].commit = "another"
+    with pytest.raises(ValueError, match="same commit"):
+        ranges.merge(runs)
 
 
 # ---- the whole
