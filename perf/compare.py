@@ -201,9 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before, after = (Results.load(Path(name)) for name in (names.a, names.b))
     else:
         options = parse(["--rounds", str(_ROUNDS), *others])
+        cases = [case for case in cases_of(options) if not case.remote]  # its daemons are on this host
         try:
             with interrupted_once():
-                before, after = compare_commits((names.a, names.b), cases_of(options), options.rounds)
+                before, after = compare_commits((names.a, names.b), cases, options.rounds)
         except KeyboardInterrupt:
             return 130
     text, status = report(*changes(before, after))

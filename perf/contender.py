@@ -15,7 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 WRITE, READ, ACCUMULATE, FETCH_ADD = OPERATIONS = ("write", "read", "accumulate", "fetch_add")
-SHM, TCP, VERBS = TRANSPORTS = ("shm", "tcp", "verbs")
+# remote: TCP between the two hosts of perf/remote.py, unshaped and with a rate; tcp: over loopback, of one address.
+SHM, REMOTE, REMOTE_10GBIT, REMOTE_1GBIT, TCP, VERBS = TRANSPORTS = (
+    *("shm", "remote", "remote-10gbit", "remote-1gbit", "tcp", "verbs"),
+)
+REMOTE_RATES = {REMOTE: None, REMOTE_10GBIT: "10gbit", REMOTE_1GBIT: "1gbit"}
 OURS, LIMIT, ASIDE, PEER = KINDS = ("ours", "limit", "aside", "peer")
 
 
@@ -33,6 +37,16 @@ class Case:
     nbytes: int
     clients: int = 1
     seconds: float = 0.3
+
+    @property
+    def remote(self) -> bool:
+        """Whether servers and clients are on the two hosts of perf/remote.py."""
+        return self.transport in REMOTE_RATES
+
+    @property
+    def over_tcp(self) -> bool:
+        """Over loopback or between two hosts."""
+        return self.transport == TCP or self.remote
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@
  * per stripe. Bytes are received straight into the array: of two writes at once an element may have bytes of both, so
  * all clients write the same there.
  *
+ * With namespace=FILE (as `ip netns` keeps them) and address= of an interface there, the server is in that network
+ * namespace and the clients are in the one in which this was started: two hosts, as far as TCP can tell.
+ *
  * Processes: this one forks the server (a thread for every connection, or one that polls them all) and the clients (a
  * thread for every connection), starts all clients at once and waits. What they count lies in shared memory; children
  * end with this process.
@@ -20,6 +23,7 @@
 #include "limits.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -232,6 +236,32 @@ static void run_server(unsigned listener)
     serve((int)listener);
 }
 
+/* From now on sockets, and children, are in the network namespace of that file. */
+static void enter(const char *namespace)
+{
+    int fd = open(namespace, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || setns(fd, CLONE_NEWNET) != 0) {
+        fail("network namespace %s: %s", namespace, strerror(errno));
+    }
+    close(fd);
+}
+
+static pid_t start_server(void)
+{
+    int own = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
+    if (plan.namespace) {
+        enter(plan.namespace);
+    }
+    int listener = listen_somewhere();
+    pid_t server = start(run_server, (unsigned)listener);
+    close(listener);
+    if (plan.namespace && setns(own, CLONE_NEWNET) != 0) {
+        fail("back from network namespace %s: %s", plan.namespace, strerror(errno));
+    }
+    close(own);
+    return server;
+}
+
 /* Wait until `count` clients are so far. Where a process fails, all end: it has said why. */
 static void wait_for(_Atomic unsigned *counter)
 {
@@ -290,6 +320,10 @@ static void read_plan(int count, char **words)
             plan.reno = number != 0;
         } else if (!strcmp(name, "piece_bytes")) {
             plan.piece_bytes = number;
+        } else if (!strcmp(name, "address")) {
+            plan.address = value;
+        } else if (!strcmp(name, "namespace")) {
+            plan.namespace = value;
         } else {
             fail("no such argument: %s=%s", name, value);
         }
@@ -342,9 +376,7 @@ int main(int count, char **words)
         array = share_file(plan.bytes);
         fill_array();
     } else {
-        int listener = listen_somewhere();
-        server_pid = start(run_server, (unsigned)listener);
-        close(listener);
+        server_pid = start_server();
     }
     for (unsigned c = 0; c < plan.clients; c++) {
         start(run_client, c);

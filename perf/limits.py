@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from perf import remote
 from perf.contender import ASIDE, FETCH_ADD, LIMIT, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
 
 FOLDER = Path(__file__).resolve().parent
@@ -70,7 +71,7 @@ class Limit:
         return None if _compiler() else "no C compiler (gcc)"
 
     def takes(self, case: Case) -> bool:
-        if case.transport != self._over:
+        if case.transport != self._over and not (case.remote and self._transport == TCP):
             return False
         return self._takes_memory(case) if self._transport == SHM else self._takes_socket(case)
 
@@ -95,7 +96,7 @@ class Limit:
         pass
 
     def measure(self, case: Case) -> Sample:
-        asked = {
+        asked: dict[str, Any] = {
             "operation": case.operation,
             "transport": self._transport,
             "bytes": case.nbytes,
@@ -103,6 +104,9 @@ class Limit:
             "seconds": case.seconds,
             **self._options,
         }
+        namespace = remote.server_namespace()
+        if namespace is not None:
+            asked |= {"address": remote.server_address(), "namespace": str(namespace)}
         command = [str(self._program), *(f"{name}={value}" for name, value in asked.items())]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             try:

@@ -1,6 +1,7 @@
 /* The limits of sockets, TCP and Unix: the server, and a client's call over its connections. */
 #include "limits.h"
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -185,6 +186,9 @@ int listen_somewhere(void)
     address_bytes = sizeof address.tcp;
     if (plan.transport == TCP) {
         address.tcp = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        if (plan.address && inet_pton(AF_INET, plan.address, &address.tcp.sin_addr) != 1) {
+            fail("%s is no IPv4 address", plan.address);
+        }
     } else {
         address_bytes = sizeof address.unix_.sun_family; /* the system picks a name outside the file system */
         address.unix_.sun_family = AF_UNIX;

@@ -11,6 +11,9 @@ namespace of its own, so that nothing of the machine's own network is touched. E
 out by a token bucket (tc-tbf): the host's end is its upload, the switch's end its download. Every end also carries the
 other hosts' traffic on this machine's processors, which bound the sum of all rates.
 
+With direct=True two hosts have one cable between them, a veth pair, and no switch, which would cost processor time for
+every packet. Each end of it is shaped on its way out by its own host's rate.
+
 What can be left behind are named namespaces, and processes in them. A name carries the process that owns it and when
 that started, so that whoever comes later can tell one whose owner is dead; each start, and `--clean`, sweeps those.
 Files, shared memory and Unix sockets are not apart: only the network is.
@@ -30,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -99,7 +102,7 @@ class Lab:
     or KeyboardInterrupt). What a SIGKILL leaves the next lab sweeps. Raises LabError where there can be no lab.
     """
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[Host], *, direct: bool = False) -> None:
         names = [host.name for host in hosts]
         for name in names:
             if not _NAME.fullmatch(name) or name == "switch":
@@ -109,7 +112,10 @@ class Lab:
         for host in hosts:
             if host.rate is not None:
                 parse_rate(host.rate)
+        if direct and len(hosts) != 2:
+            raise LabError(f"a cable joins two hosts, and asked were {len(hosts)}: leave direct out")
         self.hosts = tuple(hosts)
+        self._direct = direct
         self._prefix = f"{_owner()}-{next(_numbers)}"
         self._processes: list[subprocess.Popen[Any]] = []
         self._handler_before: Any = None
@@ -122,6 +128,18 @@ class Lab:
         """Return the name of its network namespace: `ip netns exec NAME CMD` runs there."""
         self._index(host)
         return f"{self._prefix}-{host}"
+
+    def set_rate(self, host: str, rate: str | None) -> None:
+        """Give the host's link another rate, or none, from now on; connections stay. Raises LabError."""
+        if rate is not None:
+            parse_rate(rate)
+        index = self._index(host)
+        before, after = self.hosts[index], replace(self.hosts[index], rate=rate)
+        for where, interface in self._ends(index):
+            if _shape(before, interface):
+                _tool("tc", "-n", where, "qdisc", "delete", "dev", interface, "root")
+            _shape_end(after, where, interface)
+        self.hosts = (*self.hosts[:index], after, *self.hosts[index + 1 :])
 
     def popen(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on the host, with subprocess.Popen's options. The pid is the command's own; it is ended with
@@ -188,28 +206,41 @@ class Lab:
                 return index
         raise LabError(f'no host "{host}" in this lab; there are {", ".join(known.name for known in self.hosts)}')
 
+    def _ends(self, index: int) -> list[tuple[str, str]]:
+        """Where a host's link is shaped: the namespace and the interface of each end that is its own."""
+        own = (self.namespace(self.hosts[index].name), "eth0")
+        return [own] if self._direct else [own, (self._switch, f"port{index}")]
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._prefix}-switch"
+
     def _build(self) -> None:
-        switch = f"{self._prefix}-switch"
-        _tool("ip", "netns", "add", switch)
+        for host in self.hosts:
+            _tool("ip", "netns", "add", self.namespace(host.name))
         if any(host.delay_ms for host in self.hosts):
-            _check_delay(switch)
-        lines = ["link set lo up", "link add bridge type bridge", "link set bridge up"]
-        _tool("ip", "-n", switch, "-batch", "-", stdin=lines)
+            _check_delay(self.namespace(self.hosts[0].name))
+        if self._direct:
+            first, second = (self.namespace(host.name) for host in self.hosts)
+            _tool("ip", "-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+        else:
+            self._add_switch()
         for index, host in enumerate(self.hosts):
-            inside, port = self.namespace(host.name), f"port{index}"
-            _tool("ip", "netns", "add", inside)
-            lines = [
-                f"link add {port} type veth peer name eth0 netns {inside}",
-                f"link set {port} master bridge",
-                f"link set {port} up",
-            ]
-            _tool("ip", "-n", switch, "-batch", "-", stdin=lines)
             lines = ["link set lo up", f"address add {self.address(host.name)}/24 dev eth0", "link set eth0 up"]
-            _tool("ip", "-n", inside, "-batch", "-", stdin=lines)
-            for where, interface in ((inside, "eth0"), (switch, port)):
-                shape = _shape(host, interface)
-                if shape:
-                    _tool("tc", "-n", where, "-batch", "-", stdin=shape)
+            _tool("ip", "-n", self.namespace(host.name), "-batch", "-", stdin=lines)
+            for where, interface in self._ends(index):
+                _shape_end(host, where, interface)
+
+    def _add_switch(self) -> None:
+        _tool("ip", "netns", "add", self._switch)
+        lines = ["link set lo up", "link add bridge type bridge", "link set bridge up"]
+        for index, host in enumerate(self.hosts):
+            lines += [
+                f"link add port{index} type veth peer name eth0 netns {self.namespace(host.name)}",
+                f"link set port{index} master bridge",
+                f"link set port{index} up",
+            ]
+        _tool("ip", "-n", self._switch, "-batch", "-", stdin=lines)
 
 
 @contextlib.contextmanager
@@ -284,6 +315,12 @@ def _shape(host: Host, interface: str) -> list[str]:
         bucket = f"tbf rate {8 * bytes_per_s:.0f}bit burst {burst} limit {limit}"
         lines.append(f"qdisc add dev {interface} {parent} handle 10: {bucket}")
     return lines
+
+
+def _shape_end(host: Host, namespace: str, interface: str) -> None:
+    lines = _shape(host, interface)
+    if lines:
+        _tool("tc", "-n", namespace, "-batch", "-", stdin=lines)
 
 
 def _check_delay(namespace: str) -> None:

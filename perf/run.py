@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perf import limits, ours
+from perf import netlab, ranges
 from perf.contender import (
     ASIDE,
     FETCH_ADD,
@@ -24,6 +22,7 @@ from perf.contender import (
     LIMIT,
     OPERATIONS,
     OURS,
+    REMOTE,
     SHM,
     TCP,
     TRANSPORTS,
@@ -31,48 +30,17 @@ from perf.contender import (
     Contender,
     Sample,
 )
+from perf.remote import Hosts
 from perf.results import ROOT, Results, new_results
 from perf.tables import describe, markdown
+from perf.turns import Turn, discover
 from smb.cli.signals import interrupted_once
 from smb.config import parse_bytes
 
 SIZES = "8,4KiB,256KiB,4MiB,64MiB"
 RESULTS = ROOT / "perf" / "results"
-PEERS = ROOT / "perf" / "peers"
-_CELL_S = 120.0  # for a case with all that goes with it, for a start, and for an end: longer means that it hangs
-_FAILURES_MAX = 3  # in a row, before a contender is given up for the round
 _VARIANTS_KEPT = 4  # of each kind of limit, after the first round
 _AND_MORE = ", and more parts with --add"
-
-
-class HangError(Exception):
-    """A contender took longer than anything here takes."""
-
-
-# ---- who takes part
-
-
-def discover() -> tuple[list[Contender], dict[str, str]]:
-    """Return all contenders that can run here, and of the others why not."""
-    missing: dict[str, str] = {}
-    found: list[Contender] = [*ours.CONTENDERS, *limits.CONTENDERS, *_peers(missing)]
-    there: list[Contender] = []
-    for contender in found:
-        why = contender.missing()
-        if why is None:
-            there.append(contender)
-        else:
-            missing[contender.name] = why
-    return there, missing
-
-
-def _peers(missing: dict[str, str]) -> Iterator[Contender]:
-    for path in sorted(PEERS.glob("[!_]*.py")):
-        try:
-            module = importlib.import_module(f"perf.peers.{path.stem}")
-            yield from getattr(module, "CONTENDERS", [])
-        except Exception as error:  # noqa: BLE001 - an optional package's own troubles
-            missing[path.stem] = f"its module can't be used: {type(error).__name__}: {error}"
 
 
 # ---- what is measured
@@ -90,87 +58,26 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     return cases
 
 
-class Turn:
-    """A contender in one round: entered when it is first needed, and anew after a failure."""
-
-    def __init__(self, contender: Contender) -> None:
-        self.contender = contender
-        self._entered = False
-        self._failures = 0
-        self._why = ""
-
-    def measure(self, case: Case) -> Sample | str:
-        """Return the sample, or why there is none."""
-        if self._failures >= _FAILURES_MAX:
-            return f"given up after {self._failures} failures in a row; the last: {self._why}"
-        try:
-            with _time_limit(_CELL_S + 3 * case.seconds):
-                if not self._entered:
-                    self.contender.__enter__()
-                    self._entered = True
-                before = _loopback_bytes()
-                sample = self.contender.measure(case)
-                if case.transport == TCP and self.contender.kind != ASIDE:
-                    check_tcp(case, sample, _loopback_bytes() - before)
-        except Exception as error:  # noqa: BLE001 - whatever a peer's library raises is shown in its cell
-            self._failures += 1
-            self._why = f"{type(error).__name__}: {error}" if type(error) is not RuntimeError else str(error)
-            self.close()
-            return self._why
-        self._failures = 0
-        return sample
-
-    def close(self) -> None:
-        """End what it started."""
-        if self._entered:
-            self._entered = False
-            try:
-                with _time_limit(_CELL_S):
-                    self.contender.__exit__(None, None, None)
-            except Exception as error:  # noqa: BLE001 - as above; the run goes on
-                sys.stderr.write(f"{self.contender.name} did not end well: {error}\n")
-
-
-def check_tcp(case: Case, sample: Sample, loopback_bytes: int) -> None:
-    """RuntimeError where the loopback device has not carried what was moved: some libraries find another way."""
-    if loopback_bytes < sample.calls * case.nbytes:
-        raise RuntimeError(
-            f"not over TCP: {sample.calls} calls of {case.nbytes} bytes, {loopback_bytes} bytes on the loopback device"
-        )
-
-
-def _loopback_bytes() -> int:
-    return int(Path("/sys/class/net/lo/statistics/rx_bytes").read_text())
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise HangError in the block after so many seconds. Main thread only."""
-
-    def ring(_signal: int, _frame: FrameType | None) -> None:
-        raise HangError(f"nothing came back within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 Step = Callable[[str, Case], None]
 
 
-def measure(results: Results, contenders: Sequence[Contender], cases: Sequence[Case], step: Step) -> None:
-    """Fill `results`. In a round all take turns case by case, so that a drift of the machine hits them alike."""
+def measure(
+    results: Results, contenders: Sequence[Contender], cases: Sequence[Case], step: Step, hosts: Hosts | None = None
+) -> None:
+    """Fill `results`. In a round all take turns case by case, so that a drift of the machine hits them alike. Remote
+    cases need the lab."""
     results.kinds |= {contender.name: contender.kind for contender in contenders}
     for number in range(results.rounds):
-        _measure_round(results, contenders, cases, number, step)
+        _measure_round(results, contenders, cases, number, step, hosts)
 
 
 def _measure_round(
-    results: Results, contenders: Sequence[Contender], cases: Sequence[Case], number: int, step: Step
+    results: Results,
+    contenders: Sequence[Contender],
+    cases: Sequence[Case],
+    number: int,
+    step: Step,
+    hosts: Hosts | None,
 ) -> None:
     turns = [Turn(contender) for contender in contenders]
     try:
@@ -182,11 +89,19 @@ def _measure_round(
                 if not turn.contender.takes(case):
                     continue
                 step(name, case)
-                if name not in dropped:
-                    _take_down(results, name, case, turn.measure(case))
+                if name in dropped:
+                    continue
+                if case.remote:
+                    assert hosts is not None
+                    found = hosts.measure(name, case)
+                else:
+                    found = turn.measure(case)
+                _take_down(results, name, case, found)
     finally:
         for turn in turns:
             turn.close()
+        if hosts is not None:
+            hosts.end_round()
 
 
 def _take_down(results: Results, name: str, case: Case, found: Sample | str) -> None:
@@ -224,18 +139,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(whole, str):
         console.print(whole)
         return 2
-    cases = cases_of(options)
+    cases = _possible(cases_of(options), contenders, missing, console)
     interrupted = False
     try:
-        with interrupted_once(), _progress(console, contenders, cases, options.rounds) as step:
-            measure(results, contenders, cases, step)
+        with (
+            interrupted_once(),
+            _hosts(cases) as hosts,
+            _progress(console, contenders, cases, options.rounds) as step,
+        ):
+            measure(results, contenders, cases, step, hosts)
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what was measured so far follows")
     whole.add(results)
     write(whole, options.output, console)
+    if options.quick:
+        sys.stdout.write(ranges.report(results, ranges.load()))
     failed = [cell for cell in results.cells.values() if cell.failed and results.kinds[cell.contender] in (OURS, LIMIT)]
     return 130 if interrupted else 1 if failed else 0
+
+
+def _possible(
+    cases: Sequence[Case], contenders: Sequence[Contender], missing: dict[str, str], console: Console
+) -> list[Case]:
+    """Return the cases that this machine can do. Says what it can't, and who is not between two hosts, in `missing`."""
+    if not any(case.remote for case in cases):
+        return list(cases)
+    why = netlab.missing()
+    if why is not None:
+        missing["remote"] = why
+        console.print(f"nothing is measured between two hosts: {why}")
+        return [case for case in cases if not case.remote]
+    for contender in contenders:
+        if any(map(contender.takes, (replace(case, transport=TCP) for case in cases))):
+            reason = getattr(contender, "not_remote", None)
+            if reason is not None:
+                missing[f"{contender.name}, remote"] = reason
+    return list(cases)
+
+
+@contextmanager
+def _hosts(cases: Sequence[Case]) -> Iterator[Hosts | None]:
+    """The remote lab, where a case needs it."""
+    if not any(case.remote for case in cases):
+        yield None
+        return
+    with Hosts() as hosts:
+        yield hosts
 
 
 def _begun(results: Results, options: argparse.Namespace) -> Results | str:
@@ -297,14 +247,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     one_of: Callable[[Sequence[str]], Callable[[str], list[str]]] = lambda known: lambda text: _choices(text, known)  # noqa: E731
     parser.add_argument("--sizes", type=_sizes, help=f"bytes of the array; default {SIZES}")
     parser.add_argument("--operations", type=one_of(OPERATIONS), default=list(OPERATIONS), help=", ".join(OPERATIONS))
-    parser.add_argument("--transports", type=one_of(TRANSPORTS), default=[SHM, TCP], help=", ".join(TRANSPORTS))
+    parser.add_argument("--transports", type=one_of(TRANSPORTS), default=[SHM, REMOTE, TCP], help=", ".join(TRANSPORTS))
     parser.add_argument("--clients", type=_counts, help="processes on one array; default 1,2")
     parser.add_argument("--contenders", type=lambda text: text.lower().split(","), help=f"{', '.join(KINDS)}, or names")
     parser.add_argument("--rounds", type=int, help="default 2; the tables show medians over them")
     parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.2")
     parser.add_argument("--output", type=Path, help="folder; default perf/results, with --quick build/perf/results")
     parser.add_argument("--add", action="store_true", help="keep the cells that --output has, of the same commit")
-    parser.add_argument("--quick", action="store_true", help="a look: few sizes, 1 and 2 clients, one short round")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a look: few sizes, one short round; says of each cell whether it is where published runs were",
+    )
     options = parser.parse_args(words)
     quick = options.quick
     defaults: dict[str, Any] = {

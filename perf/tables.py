@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TCP, TRANSPORTS, Case
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, OPERATIONS, OURS, PEER, TRANSPORTS, Case
 from perf.results import Cell, Results
 
 _LATENCY_BYTES = 8
@@ -65,6 +65,11 @@ def _about(results: Results) -> str:
         f"{m['governor'] or 'not known'}, load {m['load_average_before']:.1f} before",
         f"- medians of {results.rounds} rounds" if results.rounds > 1 else "- one round: no spread is known",
     ]
+    if any(case.remote for case in results.cases()):
+        lines.append(
+            "- remote: TCP between two hosts, network namespaces with a veth pair between, unshaped or with the rate "
+            "named; tcp: over loopback, from one address to itself, which no two hosts have"
+        )
     lines += [f"- not here: {name}: {why}" for name, why in sorted(results.missing.items())]
     return "\n".join(lines)
 
@@ -185,7 +190,7 @@ def _beside_one_connection(results: Results) -> list[str]:
     """Over TCP the limit may cut the array in two, a connection and a thread for each half; we have one to a server."""
 
     def limit(case: Case) -> Cell | None:
-        return results.best(case, without="connections") if case.transport == TCP and case.nbytes > 8 else None
+        return results.best(case, without="connections") if case.over_tcp and case.nbytes > 8 else None
 
     if not any(map(limit, results.cases())):
         return []

@@ -1,4 +1,4 @@
-"""Gloo, through torch.distributed, over TCP loopback: its send and recv.
+"""Gloo, through torch.distributed, over TCP: its send and recv.
 
 It is for ranks that call at once, and has no one-sided operations: a thread of the server answers each client, which is
 what one would write with it. Accumulate is a send, added with PyTorch at the server, and an answer. No fetch_add.
@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from perf import remote
 from perf.clients import Array
-from perf.contender import ACCUMULATE, FETCH_ADD, READ, TCP, WRITE, Case, Sample
+from perf.contender import ACCUMULATE, FETCH_ADD, READ, WRITE, Case, Sample
 from perf.peers import processes
 
 SERVER, CLIENT = range(2)  # ranks in a group that each client has with the server
@@ -31,7 +32,7 @@ class Pair:
         from torch import distributed
 
         self._torch = torch
-        store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        store = distributed.TCPStore(remote.server_address(), port, is_master=False, timeout=timedelta(seconds=60))
         prefixed = distributed.PrefixStore(str(client), store)
         self._group = distributed.ProcessGroupGloo(prefixed, rank, 2, timedelta(hours=1))
         self._other = 1 - rank
@@ -78,7 +79,7 @@ def serve(ready: Callable[[int], None], case: Case) -> None:
     import torch
     from torch import distributed
 
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = distributed.TCPStore(remote.server_address(), 0, is_master=True, wait_for_workers=False)
     array = torch.zeros(case.nbytes // 4)
     lock = threading.Lock()
 
@@ -109,7 +110,7 @@ def serve(ready: Callable[[int], None], case: Case) -> None:
 
 
 def _measure(case: Case) -> Sample:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of this process and of those it starts
+    os.environ["GLOO_SOCKET_IFNAME"] = remote.device()  # of this process and of those it starts
     with processes.server(serve, case) as (pid, port):
         return processes.measure(case, functools.partial(Client, port), pid)
 
@@ -121,7 +122,7 @@ class Gloo(processes.Peer):
         return processes.missing_modules("torch")
 
     def takes(self, case: Case) -> bool:
-        return case.transport == TCP and case.operation != FETCH_ADD
+        return case.over_tcp and case.operation != FETCH_ADD
 
     def measure(self, case: Case) -> Sample:
         return processes.apart(_measure, case)

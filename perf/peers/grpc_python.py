@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from perf import remote
 from perf.clients import Array, zeros
-from perf.contender import FETCH_ADD, TCP, Case, Sample
+from perf.contender import FETCH_ADD, Case, Sample
 from perf.peers import processes
 
 CHUNK_BYTES = 1 << 20
@@ -90,7 +91,7 @@ def serve(ready: Callable[[int], None], nbytes: int, clients: int) -> None:
     # One more thread for the process that sets and checks the array.
     at_server = grpc.server(futures.ThreadPoolExecutor(clients + 1), options=OPTIONS)
     at_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Store", handlers),))
-    port = at_server.add_insecure_port("127.0.0.1:0")
+    port = at_server.add_insecure_port(f"{remote.server_address()}:0")
     at_server.start()
     ready(port)
     at_server.wait_for_termination()
@@ -102,7 +103,7 @@ class Unary:
     def __init__(self, port: int, _case: Case, _client: int) -> None:
         import grpc
 
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS)
+        self._channel = grpc.insecure_channel(f"{remote.server_address()}:{port}", options=OPTIONS)
         self._write = self._channel.unary_unary("/Store/write")
         self._read = self._channel.unary_unary("/Store/read")
         self._accumulate = self._channel.unary_unary("/Store/accumulate")
@@ -162,7 +163,7 @@ class GrpcUnary(processes.Peer):
         return processes.missing_modules("grpc")
 
     def takes(self, case: Case) -> bool:
-        return case.transport == TCP
+        return case.over_tcp
 
     def measure(self, case: Case) -> Sample:
         with processes.server(serve, case.nbytes, case.clients) as (pid, port):
@@ -174,7 +175,7 @@ class GrpcStreamed(GrpcUnary):
     connect = Streamed
 
     def takes(self, case: Case) -> bool:
-        return case.transport == TCP and case.operation != FETCH_ADD and case.nbytes > CHUNK_BYTES
+        return case.over_tcp and case.operation != FETCH_ADD and case.nbytes > CHUNK_BYTES
 
 
 CONTENDERS = [GrpcUnary(), GrpcStreamed()]

@@ -74,6 +74,7 @@ def _measure(case: Case) -> Sample:
 
 class Mooncake(processes.Peer):
     name = "Mooncake"
+    not_remote = "not tried there yet"
 
     def missing(self) -> str | None:
         return processes.missing_modules("mooncake")

@@ -1,4 +1,4 @@
-"""MPI's one-sided operations, of Open MPI and of MPICH, through mpi4py: over shared memory and over TCP loopback.
+"""MPI's one-sided operations, of Open MPI and of MPICH, through mpi4py: over shared memory and over TCP.
 
 Rank 0 holds the window, the others are the clients: Put, Get, Accumulate and Fetch_and_op under lock_all, each with its
 flush. Over TCP neither is one-sided: rank 0 has to be within MPI, so it waits there, which is what its CPU seconds are.
@@ -21,11 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from perf import remote
 from perf.clients import ANSWER_S, Array, check, end_with_parent, zeros
 from perf.contender import FETCH_ADD, READ, SHM, TCP, Case, Run, Sample, sample_of
 from perf.peers import processes
 
 OWNER = 0
+RANK_VARIABLE = "PMI_RANK"  # of MPICH's launcher, before MPI is there
 NAP_S = 0.001  # of the owner, where the clients do without it
 
 
@@ -64,6 +66,8 @@ class Window:
 
 def rank_main(case: Case, answer: Path) -> None:
     end_with_parent()
+    if os.environ.get(RANK_VARIABLE) == str(OWNER):
+        remote.move_to_server()  # its connection to the launcher is there already
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -131,10 +135,10 @@ class Mpi(processes.Peer):
         return processes.missing_modules("mpi4py")
 
     def takes(self, case: Case) -> bool:
-        return case.transport in self.transports
+        return case.transport in self.transports or (case.remote and self.not_remote is None)
 
     def measure(self, case: Case) -> Sample:
-        options, environment = self.transports[case.transport]
+        options, environment = self.transports[TCP if case.over_tcp else SHM]
         library = self._file(self.library)
         with (
             tempfile.TemporaryDirectory(prefix="perf-mpi-") as directory,
@@ -147,7 +151,7 @@ class Mpi(processes.Peer):
                 environment={
                     "LD_LIBRARY_PATH": f"{library.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}",
                     "MPI4PY_MPIABI": self.abi,
-                    **environment,
+                    **{name: value.format(device=remote.device()) for name, value in environment.items()},
                 },
             ) as launched,
         ):
@@ -170,6 +174,7 @@ class OpenMpi(Mpi):
     package = "openmpi"
     abi = "openmpi"
     library = "libmpi.so.40"
+    not_remote = "its ranks reach their launcher over loopback, so each host would need one, started by ssh"
     launcher = "prterun"  # both packages have an mpirun; the last one installed owns that name
     options = ("--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")
     transports = {  # noqa: RUF012
@@ -180,7 +185,7 @@ class OpenMpi(Mpi):
                 "OMPI_MCA_pml": "ob1",
                 "OMPI_MCA_btl": "tcp,self",
                 "OMPI_MCA_osc": "rdma",
-                "OMPI_MCA_btl_tcp_if_include": "lo",
+                "OMPI_MCA_btl_tcp_if_include": "{device}",
                 "OMPI_MCA_btl_tcp_sndbuf": str(4 << 20),
                 "OMPI_MCA_btl_tcp_rcvbuf": str(4 << 20),
             },
@@ -198,7 +203,12 @@ class Mpich(Mpi):
         SHM: ((), {}),
         TCP: (
             (),
-            {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"},
+            {
+                "MPIR_CVAR_CH4_NETMOD": "ofi",
+                "MPIR_CVAR_NOLOCAL": "1",
+                "FI_PROVIDER": "tcp",
+                "FI_TCP_IFACE": "{device}",
+            },
         ),
     }
 

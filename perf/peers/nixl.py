@@ -94,6 +94,7 @@ def _measure(case: Case) -> Sample:
 
 class Nixl(processes.Peer):
     name = "NIXL"
+    not_remote = "not tried there yet"
 
     def missing(self) -> str | None:
         return processes.missing_modules("nixl_cu12")

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from perf import remote
 from perf.clients import (
     ANSWER_S,
     SPAWN,
@@ -45,6 +46,7 @@ class Peer:
     """What most peers are: nothing of theirs runs but within `measure`."""
 
     kind = PEER
+    not_remote: str | None = None  # why it isn't measured between two hosts, where it is over loopback
 
     def __enter__(self) -> Any:
         return self
@@ -151,17 +153,22 @@ def _apart_main(ready: Callable[[Any], None], measure_case: Callable[[Case], Sam
 
 @contextlib.contextmanager
 def server(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[int, Any]]:
-    """A process that runs serve(ready, *arguments), which calls ready(answer) once and never returns. (pid, answer)."""
-    with _child(serve, _START_S, *arguments) as answer:
+    """A process on the servers' host that runs serve(ready, *arguments), which calls ready(answer) once and never
+    returns. (pid, answer)."""
+    with _child(serve, _START_S, *arguments, there=True) as answer:
         yield answer
 
 
 @contextlib.contextmanager
-def _child(main: Callable[..., None], seconds: float, *arguments: Any) -> Iterator[tuple[int, Any]]:
-    """(pid, what it answers within so many seconds) of a process that ends with the block. It may have children."""
+def _child(
+    main: Callable[..., None], seconds: float, *arguments: Any, there: bool = False
+) -> Iterator[tuple[int, Any]]:
+    """(pid, what it answers within so many seconds) of a process that ends with the block, on the servers' host if it
+    is to be `there`. It may have children."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_child_main, args=(theirs, main, arguments))
-    process.start()
+    with remote.on_server() if there else contextlib.nullcontext():
+        process.start()
     theirs.close()
     try:
         if not ours.poll(seconds):
@@ -218,9 +225,9 @@ def program(*command: str | Path, environment: dict[str, str] | None = None) -> 
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    """A TCP port of the servers' host that nobody had a moment ago."""
+    with remote.on_server() as address, socket.socket() as probe:
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 

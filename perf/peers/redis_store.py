@@ -1,6 +1,6 @@
 """Redis: SET and GET of one string; INCRBY; accumulate is a lock, GET, add, SET, since the server adds no floats.
 
-One redis-server of Debian's, no persistence, over TCP loopback (a value ends at 512 MB). The client is redis-py.
+One redis-server of Debian's, no persistence, over TCP (a value ends at 512 MB). The client is redis-py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 
 import numpy as np
 
+from perf import remote
 from perf.clients import Array
-from perf.contender import TCP, Case, Sample
+from perf.contender import Case, Sample
 from perf.peers import processes
 
 
@@ -21,7 +22,7 @@ class Client:
     def __init__(self, port: int, _case: Case, _client: int) -> None:
         import redis
 
-        self._redis = redis.Redis("127.0.0.1", port)
+        self._redis = redis.Redis(remote.server_address(), port)
         self._lock = self._redis.lock("lock", sleep=0.0002)
 
     def write(self, source: Array) -> None:
@@ -55,27 +56,28 @@ class Redis(processes.Peer):
         return processes.missing_modules("redis")
 
     def takes(self, case: Case) -> bool:
-        return case.transport == TCP
+        return case.over_tcp
 
     def __enter__(self) -> Redis:
         import redis
 
         self._port = processes.free_port()
-        started = self._stack.enter_context(
-            processes.program(
-                *("redis-server", "--bind", "127.0.0.1", "--port", str(self._port)),
-                *("--save", "", "--appendonly", "no", "--daemonize", "no", "--logfile", "/dev/null"),
+        with remote.on_server() as address:
+            started = self._stack.enter_context(
+                processes.program(
+                    *("redis-server", "--bind", address, "--port", str(self._port), "--protected-mode", "no"),
+                    *("--save", "", "--appendonly", "no", "--daemonize", "no", "--logfile", "/dev/null"),
+                )
             )
-        )
         self._pid = started.pid
         deadline = time.monotonic() + 20
         while True:
-            with contextlib.suppress(redis.ConnectionError), redis.Redis("127.0.0.1", self._port) as client:
+            with contextlib.suppress(redis.ConnectionError), redis.Redis(remote.server_address(), self._port) as client:
                 client.ping()
                 return self
             if started.poll() is not None or time.monotonic() > deadline:
                 self._stack.close()
-                raise RuntimeError(f"redis-server did not start on port {self._port} of 127.0.0.1")
+                raise RuntimeError(f"redis-server did not start on port {self._port} of {address}")
             time.sleep(0.01)
 
     def __exit__(self, *_: object) -> None:

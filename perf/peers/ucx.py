@@ -1,4 +1,4 @@
-"""UCX's put, get and 64-bit fetch-add through its C interface, over shared memory and TCP loopback. It adds no floats.
+"""UCX's put, get and 64-bit fetch-add through its C interface, over shared memory and TCP. It adds no floats.
 
 The library and its headers are those of the package libucx-cu12 (no GPU is needed); ucx_peer.c is compiled against them
 on first use. Over TCP the target must call UCX for anything to happen: it polls, which is what its CPU seconds are.
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf import remote
 from perf.clients import Array
-from perf.contender import ACCUMULATE, READ, SHM, TCP, Case, Sample
+from perf.contender import ACCUMULATE, READ, SHM, Case, Sample
 from perf.peers import processes
 
 SOURCE = Path(__file__).with_name("ucx_peer.c")
@@ -60,15 +61,15 @@ def compiled() -> Path:
 
 def transports(case: Case) -> tuple[bytes, bytes]:
     """Names and network devices, in UCX's words: the fastest for that operation and size."""
-    if case.transport == TCP:
-        return b"tcp,self", b"lo"
+    if case.over_tcp:
+        return b"tcp,self", remote.device().encode()
     by_kernel = case.operation == READ and not target_works(case)  # CMA, which "shm" has and "posix" has not
     return (b"shm,self" if by_kernel else b"posix,self"), b""
 
 
 def target_works(case: Case) -> bool:
     """Whether a process of the target's must poll: UCX gets from mapped memory by asking it."""
-    return case.transport == TCP or (case.operation == READ and case.nbytes <= GET_MAPPED_BYTES)
+    return case.over_tcp or (case.operation == READ and case.nbytes <= GET_MAPPED_BYTES)
 
 
 class Peer:
@@ -130,7 +131,7 @@ def serve(ready: Callable[[Any], None], library: Path, case: Case) -> None:
 
 
 def _measure(case: Case) -> Sample:
-    if case.transport == TCP:
+    if case.over_tcp:
         os.environ.update(SEGMENTS)  # of this process and of those it starts
     library = compiled()
     with processes.server(serve, library, case) as (pid, target):
@@ -147,7 +148,7 @@ class Ucx(processes.Peer):
         return processes.missing_modules("libucx", "cffi")
 
     def takes(self, case: Case) -> bool:
-        return case.transport in (SHM, TCP) and case.operation != ACCUMULATE
+        return (case.transport == SHM or case.over_tcp) and case.operation != ACCUMULATE
 
     def measure(self, case: Case) -> Sample:
         return processes.apart(_measure, case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from perf import netlab
+from perf import netlab, remote
+from perf.contender import ACCUMULATE, FETCH_ADD, READ, REMOTE, REMOTE_1GBIT
 from perf.netlab import Host, Lab, LabError
+from perf.results import Results
 from tests.support.daemons import wait_for
 
 REASON = netlab.missing()
@@ -76,10 +79,10 @@ def runs(pid: int) -> bool:
     return netlab._started(pid) is not None
 
 
-@pytest.mark.parametrize("shaped", ["receiver", "sender"])
-def test_a_link_has_its_rate_in_both_directions(shaped: str) -> None:
+@pytest.mark.parametrize(("shaped", "direct"), [("receiver", False), ("sender", False), ("sender", True)])
+def test_a_link_has_its_rate_in_both_directions(shaped: str, direct: bool) -> None:
     hosts = [Host(name, rate="20mbit" if name == shaped else None) for name in ("receiver", "sender")]
-    with Lab(hosts) as lab:
+    with Lab(hosts, direct=direct) as lab:
         address = lab.address("receiver")
         command = [sys.executable, "-c", RECEIVER, address]
         with lab.popen("receiver", command, stdout=subprocess.PIPE, text=True) as receiver:
@@ -87,6 +90,21 @@ def test_a_link_has_its_rate_in_both_directions(shaped: str) -> None:
             lab.run("sender", [sys.executable, "-c", SENDER, address, str(4 << 20)])
             reached = 8 * float(receiver.stdout.read())
     assert 0.85 * 20e6 < reached < 1.15 * 20e6
+
+
+def test_a_cable_joins_two_hosts_and_its_rate_can_change() -> None:
+    with Lab([Host("receiver"), Host("sender")], direct=True) as lab:
+        assert {name.rpartition("-")[2] for name in ours() if name.startswith(lab._prefix)} == {"receiver", "sender"}
+        for rate in ("1gbit", "20mbit", None):
+            lab.set_rate("sender", rate)
+            shown = lab.run("sender", ["tc", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True).stdout
+            assert ("tbf" in shown) == (rate is not None)
+            assert rate is None or f"rate {rate.replace('gbit', 'Gbit').replace('mbit', 'Mbit')} " in shown
+        with pytest.raises(LabError, match="no rate"):
+            lab.set_rate("sender", "fast")
+        lab.run("sender", ["ip", "route", "get", lab.address("receiver")], capture_output=True)
+    with pytest.raises(LabError, match="a cable joins two hosts"):
+        Lab([Host("one")], direct=True)
 
 
 def test_hosts_see_each_other_and_nothing_else() -> None:
@@ -208,3 +226,31 @@ def test_a_kernel_without_delay_refuses_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(subprocess, "run", without_netem)
     with pytest.raises(LabError, match="no netem"), Lab([Host("far", delay_ms=20)]):
         pass
+
+
+def test_a_remote_run_measures_over_the_cable(tmp_path: Path) -> None:
+    """Ours and the limit between two hosts, unshaped and with a rate, which no speed exceeds; nothing stays."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    before = namespaces()
+    command = [
+        *(sys.executable, "-m", "perf.run", "--transports", "remote,remote-1gbit", "--sizes", "8,256KiB"),
+        *("--operations", "read,accumulate,fetch_add", "--clients", "1", "--rounds", "1", "--seconds", "0.01"),
+        *("--contenders", "smb,polling", "--output", str(tmp_path)),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = Results.load(tmp_path / "results.json")
+    assert {(case.transport, case.operation, case.nbytes) for case in found.cases()} == {
+        (transport, *cell)
+        for transport in (REMOTE, REMOTE_1GBIT)
+        for cell in ((READ, 8), (ACCUMULATE, 8), (FETCH_ADD, 8), (READ, 256 << 10), (ACCUMULATE, 256 << 10))
+    }
+    for case in found.cases():
+        limit = found.best(case)
+        assert limit
+        assert found.ratio(case, limit), f"{case}: {[cell.failed for cell in found.cells.values()]}"
+        if case.transport == REMOTE_1GBIT:
+            # A bucket of 2 ms that is full at the start adds to what 10 ms carry.
+            assert max(cell.speed for (_, of), cell in found.cells.items() if of == case) * 8 < 2e9
+    assert not [name for name in namespaces() - before if name.endswith((remote.SERVER, remote.CLIENT))]

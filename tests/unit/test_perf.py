@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
+import socket
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from perf import clients, compare, limits, run
+from perf import clients, compare, limits, netlab, ours, ranges, remote, run, turns
 from perf.contender import (
     ACCUMULATE,
     FETCH_ADD,
@@ -19,14 +21,19 @@ from perf.contender import (
     OURS,
     PEER,
     READ,
+    REMOTE,
+    REMOTE_1GBIT,
+    REMOTE_RATES,
     SHM,
     TCP,
     WRITE,
     Case,
+    Contender,
     Run,
     Sample,
     sample_of,
 )
+from perf.peers import mpi
 from perf.results import ROOT, Results
 from perf.tables import markdown
 
@@ -161,9 +168,9 @@ def test_a_kept_reason_names_no_path_of_this_machine() -> None:
 
 def test_what_is_not_over_tcp_has_no_figure_there() -> None:
     """A library that takes shared memory where TCP was asked for is found out."""
-    run.check_tcp(CASE, _sample(1e9), 100 * 1000)
+    turns.check_tcp(CASE, _sample(1e9), 100 * 1000)
     with pytest.raises(RuntimeError, match="not over TCP"):
-        run.check_tcp(CASE, _sample(1e9), 100 * 1000 - 1)
+        turns.check_tcp(CASE, _sample(1e9), 100 * 1000 - 1)
 
 
 class Arriving:
@@ -192,6 +199,91 @@ def test_nothing_is_measured_while_a_client_process_still_imports(tmp_path: Path
         assert {path.name for path in tmp_path.iterdir()} == {str(process.pid) for process in started.processes}
     finally:
         started.close()
+
+
+# ---- two hosts
+
+
+def test_each_case_between_two_hosts_has_its_limits_and_they_are_tcp() -> None:
+    """Bare TCP sockets on one connection and on two, sleeping and polling; neither memory nor Unix sockets."""
+    case = Case(REMOTE, WRITE, 4 << 20)
+    names = [limit.name for limit in limits.CONTENDERS if limit.takes(case)]
+    assert all(name.startswith("bare TCP socket") for name in names)
+    for words in (("blocking",), ("polling",), ("blocking", "2 connections")):
+        assert any(all(word in name for word in words) for name in names)
+    assert all(limit.kind == LIMIT for limit in limits.CONTENDERS if limit.takes(case))
+    assert [ours.Ours().takes(replace(case, transport=transport)) for transport in REMOTE_RATES] == [True] * 3
+
+
+def test_where_there_can_be_no_two_hosts_their_cells_are_left_out_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rest is measured, and the table names the reason."""
+    monkeypatch.setattr(netlab, "missing", lambda: "no root here")
+    words = ["--sizes", "8", "--operations", "read", "--transports", "remote,shm", "--clients", "1", "--rounds", "1"]
+    words += ["--contenders", "memory", "--seconds", "0.01", "--output", str(tmp_path)]
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    assert run.main(words) == 0
+    assert {case.transport for case in Results.load(tmp_path / "results.json").cases()} == {SHM}
+    assert "not here: remote: no root here" in (tmp_path / "table.md").read_text()
+    assert "nothing is measured between two hosts: no root here" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_on_loopback_only_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI is; MPICH is between two hosts too."""
+    monkeypatch.setattr(netlab, "missing", lambda: None)
+    missing: dict[str, str] = {}
+    cases = [Case(REMOTE, WRITE, 8), Case(TCP, WRITE, 8)]
+    assert run._possible(cases, [mpi.OpenMpi(), mpi.Mpich()], missing, Console()) == cases
+    assert list(missing) == ["Open MPI 5, remote"]
+    assert [mpi.OpenMpi().takes(case) for case in cases] == [False, True]
+    assert [mpi.Mpich().takes(case) for case in cases] == [True, True]
+
+
+def test_without_the_lab_servers_are_on_loopback() -> None:
+    """So a contender is written once. What the loopback device carries is counted."""
+    assert not remote.inside()
+    with remote.on_server() as address:
+        assert address == remote.server_address() == "127.0.0.1"
+        assert remote.device() == "lo"
+        before = remote.carried_bytes()
+        with socket.create_server((address, 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+            taken, _ = listener.accept()
+            with taken:
+                one.sendall(bytes(5000))
+                assert len(taken.recv(5000, socket.MSG_WAITALL)) == 5000
+        assert remote.carried_bytes() - before >= 5000
+
+
+def test_the_measuring_process_answers_case_by_case_and_ends_its_round() -> None:
+    """A sample, or why there is none; what was entered is left at the round's end."""
+    contender = Forgetful(0)
+    entered: dict[str, turns.Turn] = {}
+    case = asdict(Case(SHM, ACCUMULATE, 8))
+    there: dict[str, Contender] = {"forgetful": contender}
+    assert turns._answer({"contender": "forgetful", "case": case}, there, entered) == {"sample": _sample(1e9).to_json()}
+    assert "can't be used" in turns._answer({"contender": "other", "case": case}, there, entered)["failed"]
+    contender.lost = 1
+    assert "wrong bytes" in turns._answer({"contender": "forgetful", "case": case}, there, entered)["failed"]
+    contender.lost = 0
+    turns._answer({"contender": "forgetful", "case": case}, there, entered)
+    assert contender.inside == 1
+    assert turns._answer({}, there, entered) == {}
+    assert contender.inside == 0
+
+
+def test_the_table_has_two_hosts_before_loopback() -> None:
+    """And says what the two are."""
+    results = _results({replace(CASE, transport=transport): [1.0] for transport in (TCP, REMOTE_1GBIT, REMOTE, SHM)})
+    results.kinds["limit"] = LIMIT
+    for case in results.cases():
+        results.cell("limit", case).samples.append(_sample(2.0))
+    results.machine = {"cpu": "", "cores": 1, "memory_bytes": 0, "kernel": "", "governor": "", "load_average_before": 0}
+    first = markdown(results).partition("## Ours / limit")[2].partition("###")[0]
+    rows = [line.split("|")[1].strip() for line in first.splitlines() if line.startswith("| ")]
+    assert rows == ["transport", "---", SHM, REMOTE, REMOTE_1GBIT, TCP]
+    assert "which no two hosts have" in markdown(results)
 
 
 # ---- ratios and regressions
@@ -247,6 +339,45 @@ def test_parts_of_one_measurement_add_up_and_of_two_do_not() -> None:
     part.commit = "another"
     with pytest.raises(ValueError, match="same commit"):
         whole.add(part)
+
+
+def _beside_limit(ratio: float, cases: list[Case]) -> Results:
+    results = _results({case: [ratio] for case in cases})
+    results.kinds["limit"] = LIMIT
+    results.rounds = 1
+    results.machine = {"cpu": "one"}
+    for case in cases:
+        results.cell("limit", case).samples.append(_sample(1.0))
+    return results
+
+
+def test_a_range_is_what_all_runs_lie_within(tmp_path: Path) -> None:
+    """Lowest and highest of the runs' ratios; a look finds its cells by what they are, not by their seconds."""
+    rare = replace(CASE, nbytes=2000)
+    runs = [_beside_limit(0.9, [CASE]), _beside_limit(0.8, [CASE, rare]), _beside_limit(1.1, [CASE, rare])]
+    paths = []
+    for number, each in enumerate(runs):
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(each.to_json()))
+    published = tmp_path / "ranges.json"
+    assert ranges.main([*map(str, paths), "--output", str(published)]) == 0
+    found = ranges.load(published)
+    assert found == {ranges.key_of(CASE): ranges.Range(0.8, 1.1, 3)}
+    look = replace(CASE, seconds=0.05)
+    for ratio, place in ((0.8, "inside"), (1.1, "inside"), (0.79, "below"), (1.11, "above")):
+        assert f"1 {place}" in ranges.report(_beside_limit(ratio, [look]), found)
+    assert "1 not published" in ranges.report(_beside_limit(1.0, [replace(look, clients=1)]), found)
+    assert "No range is published yet" in ranges.report(runs[0], ranges.load(tmp_path / "none.json"))
+
+
+def test_a_range_of_few_runs_or_of_two_commits_is_none() -> None:
+    """It would promise what was not seen."""
+    runs = [_beside_limit(1.0, [CASE]) for _ in range(3)]
+    with pytest.raises(ValueError, match="at least 3 runs"):
+        ranges.merge(runs[:2])
+    runs[1].commit = "another"
+    with pytest.raises(ValueError, match="same commit"):
+        ranges.merge(runs)
 
 
 # ---- the whole
