@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
 ANSWERED = "smb-answered"
 
 _COMES_BACK_S = 2.0
+_AGAIN_S = 0.05
 _PROBE_S = 1.0
 _RENEW_S = 3.0
 _LOOKS_PER_LIFE = 4  # at what is due, whoever opened a buffer meanwhile
@@ -150,26 +152,21 @@ class Coordinator:
         return buffer
 
     def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
-        try:
+        end = time.monotonic() + min(timeout, _COMES_BACK_S)
+        while True:
             try:
                 return method(request, timeout=timeout)
+            # gRPC's own tracebacks, chained, are 30 lines that say no more.
             except grpc.RpcError as error:
                 if not _was_not_sent(error):
-                    raise
-            # Perhaps it is just being started, or started again: gRPC would go on failing until its next attempt.
-            ready = grpc.channel_ready_future(self._channel)
-            try:
-                ready.result(timeout=min(timeout, _COMES_BACK_S))
-            finally:
-                ready.cancel()  # or gRPC's watching thread would find the channel closed one day, and complain
-            return method(request, timeout=timeout)
-        # gRPC's own tracebacks, chained, are 30 lines that say no more.
-        except grpc.FutureTimeoutError:
-            raise self._nobody(self._why_not()) from None
-        except grpc.RpcError as error:
-            raise self._error(error, timeout) from None
-        except ValueError as error:  # grpc's answer to a call on a closed channel
-            raise errors.UnavailableError("the client is closed; call smb.connect again") from error
+                    raise self._error(error, timeout) from None
+            except ValueError as error:  # grpc's answer to a call on a closed channel
+                raise errors.UnavailableError("the client is closed; call smb.connect again") from error
+            # Perhaps it is just being started, or started again. Not grpc.channel_ready_future: the thread that watches
+            # for it may find the channel closed, and then prints a traceback.
+            if time.monotonic() >= end:
+                raise self._nobody(self._why_not()) from None
+            time.sleep(_AGAIN_S)
 
     def _why_not(self) -> str:
         why = _why_not(self.address)

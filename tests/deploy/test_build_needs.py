@@ -95,7 +95,7 @@ def test_all_that_is_missing_is_told_at_once(machine: Machine) -> None:
 
 
 # An interpreter of the system's, and the one that is its python3.
-SYSTEM = "os.path.realpath = lambda p: '/usr/bin/python3.12' if p == sys.executable else p"
+SYSTEM = "os.path.realpath = lambda p, **options: '/usr/bin/python3.12' if p == sys.executable else p"
 DEFAULT = SYSTEM.replace("p == sys.executable", "p in (sys.executable, '/usr/bin/python3')")
 
 
