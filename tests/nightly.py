@@ -117,7 +117,8 @@ def seeds(log: str) -> list[str]:
 
 def findings(log: str) -> list[str]:
     """Return the lines of a log that name what failed; else its last ones."""
-    found = re.findall(r"^(?:(?:FAILED|ERROR) \S+::.*|make: \S+ failed at this step: .*|.*\bSanitizer: .*)$", log, re.M)
+    pattern = r"(?:\w+: )?FAILED \S+.*|ERROR \S+::.*|make: \S+ failed at this step: .*|.*Sanitizer: .*"
+    found = re.findall(rf"^(?:{pattern})$", log, re.M)
     return found[:20] or log.splitlines()[-5:]
 
 

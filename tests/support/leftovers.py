@@ -80,13 +80,8 @@ class Watch:
         """Remember who lives, and what shared memory they hold. Returns the processes."""
         found = descendants(waited_for)
         self.pids.update(found)
-        pattern = re.compile(f"{SHARED_MEMORY}/([^/\n]+)")
         for pid in found:
-            with suppress(OSError):
-                self.held.update(pattern.findall(Path(f"/proc/{pid}/maps").read_text()))
-                for link in Path(f"/proc/{pid}/fd").iterdir():
-                    with suppress(OSError):
-                        self.held.update(pattern.findall(str(link.readlink())))
+            self.held |= _held_by(pid)
         return found
 
     def wait_for_all(self, deadline_s: float) -> list[int]:
@@ -97,7 +92,7 @@ class Watch:
         return found
 
     def clean(self) -> tuple[list[str], list[str]]:
-        """End and remove what is left. Returns what it was, and names that are new but perhaps somebody else's."""
+        """End and remove what is left. Returns what it was, and new names of nobody who lives: ours or somebody's."""
         left = [f"process {pid}: {_command(pid)}" for pid in self.look()]
         while found := self.look():
             for pid in found:
@@ -107,11 +102,14 @@ class Watch:
         for point in mounts_below(self.directory, Path("/proc/self/mountinfo").read_text()):
             left.append(f"mount {point}")
             subprocess.run(["umount", "--lazy", point], check=False)
+        used: set[str] = set()
+        for path in Path("/proc").glob("[0-9]*"):
+            used |= _held_by(int(path.name))
         unknown = []
         for place, before in self.before.items():
             ours, others = split(_names(place) - before, self.pids, self.held)
             left += [str(place / name) for name in ours]
-            unknown += [str(place / name) for name in others]
+            unknown += [str(place / name) for name in others if name not in used and not _lives(number_of(name))]
             for name in ours:
                 _remove(place / name)
         return left, unknown
@@ -119,6 +117,22 @@ class Watch:
 
 def _names(place: Path) -> set[str]:
     return {path.name for path in place.iterdir()} if place.is_dir() else set()
+
+
+def _held_by(pid: int) -> set[str]:
+    """Return the names in shared memory that a process has open or mapped."""
+    found: set[str] = set()
+    pattern = re.compile(f"{SHARED_MEMORY}/([^/\n]+)")
+    with suppress(OSError):
+        found.update(pattern.findall(Path(f"/proc/{pid}/maps").read_text()))
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found.update(pattern.findall(str(link.readlink())))
+    return found
+
+
+def _lives(pid: int | None) -> bool:
+    return pid is not None and Path(f"/proc/{pid}").exists()
 
 
 def _command(pid: int) -> str:

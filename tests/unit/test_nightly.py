@@ -112,6 +112,8 @@ def test_a_log_tells_its_seeds_and_what_failed() -> None:
     log = "seed 4: repeat with x\nINFO: Seed: 99\nseeds 1 to 8\nseed 4\nproceed 7\nFAILED a.py::b - no\nlast"
     assert seeds(log) == ["4", "99", "1 to 8"]
     assert findings(log) == ["FAILED a.py::b - no"]
+    for line in ("tsan: FAILED two_clients (wait status 0x100)", "==7==ERROR: AddressSanitizer: heap-use-after-free"):
+        assert findings(f"begun\n{line}\nlast") == [line]
     assert findings("one\ntwo") == ["one", "two"]
 
 
