@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -99,6 +99,13 @@ def bounds(forms: Sequence[Form], hours: float) -> dict[str, int]:
 def to_do(forms: Sequence[Form], known: dict[str, Result], again: bool) -> list[Form]:
     """Return the forms that have not come to their end, or all of them."""
     return [form for form in forms if again or form.name not in known or known[form.name].state not in ENDED]
+
+
+def variables(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a form: as in a new shell, without what our own make or environment has set."""
+    given = re.findall(r"(?:^| )(\w+)=", ours.get("MAKEFLAGS", ""))
+    starts = ("MAKE", "MFLAGS", "SMB_", "VIRTUAL_ENV", "PYTHON")
+    return {name: value for name, value in ours.items() if name not in given and not name.startswith(starts)}
 
 
 def verdict(code: int | None, bound_s: int, left: Sequence[str]) -> tuple[str, str]:
@@ -199,11 +206,10 @@ class Night:
 
     def _make(self, tree: Path, words: list[str], log: Path, bound_s: int, watch: Watch, name: str) -> int | None:
         """Run make, in a process group of its own. Returns its exit code, or None where it had to be ended."""
-        variables = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "SMB_", "VIRTUAL_ENV"))}
         began = time.monotonic()
         with log.open("wb") as out:
             child = subprocess.Popen(
-                ["make", *words], cwd=tree, env=variables, stdin=subprocess.DEVNULL, stdout=out,
+                ["make", *words], cwd=tree, env=variables(os.environ), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         try:

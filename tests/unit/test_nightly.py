@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.nightly import FORMS, NOT_RUN, Form, Result, bounds, findings, seeds, table, to_do, verdict
+from tests.nightly import FORMS, NOT_RUN, Form, Result, bounds, findings, seeds, table, to_do, variables, verdict
 from tests.support.daemons import wait_for
 from tests.support.leftovers import mounts_below, number_of, split
 
@@ -99,6 +99,12 @@ def test_a_night_goes_on_with_what_has_no_end_yet() -> None:
     known = {form.name: Result(form.name, form.name) for form in forms[:-1]}
     assert [form.name for form in to_do(forms, known, again=False)] == ["interrupted", "not run", "new"]
     assert to_do(forms, known, again=True) == forms
+
+
+def test_a_form_inherits_nothing_of_the_make_that_runs_the_night() -> None:
+    """What is said to `make nightly` is exported by it, and would be said to each form."""
+    ours = {"MAKEFLAGS": " -- HOURS=1 TESTS=tests/unit\\ -x", "HOURS": "1", "TESTS": "tests/unit -x", "MAKELEVEL": "1"}
+    assert variables({**ours, "PYTHONPATH": "here", "SMB_LONG": "1", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 def test_the_verdict_is_of_the_exit_code_the_bound_and_what_is_left() -> None:
