@@ -120,7 +120,8 @@ def run_tests(kind: str, arguments: list[str]) -> int:
     """Run pytest on a build and return its exit code. What a sanitizer says is a failure, too."""
     made = build(kind)
     made.forget_reports()
-    environment = os.environ | made.environment
+    # The working directory is this build's, and examples import what lies beside them.
+    environment = os.environ | made.environment | {"PYTHONSAFEPATH": ""}
     done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=made.packages, env=environment)
     made.check_reports()
     return done.returncode
