@@ -21,9 +21,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("smb", "memserver")
-# The repository's entries that a build has no link to. Every other one is where tests look for it, beside the packages.
-NOT_LINKED = (*PACKAGES, "build", "dist", ".venv", ".git", ".hypothesis", "*_cache", "*.egg-info", "__pycache__")
+# The entries of the repository that a build has no copy of. Every other one is where tests look for it.
+NOT_COPIED = ("build", "dist", ".venv", ".git", ".hypothesis", "*_cache", "*.egg-info", "__pycache__", "demo-*.png")
 VARIABLE = "SMB_TEST_DAEMON_BUILD"  # a kind: daemons of tests/support/daemons.py run on that build
 
 # Low levels, since who compiles waits for it; every result is that of the others (see build_engine.py). The checks of
@@ -94,9 +93,12 @@ def build(kind: str) -> Build:
     made = Build(directory, {})
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs may want it at once
-        for package in PACKAGES:
-            _mirror(ROOT / package, made.packages / package)
-        _link_others(made.packages)
+        for path in ROOT.iterdir():
+            copy = made.packages / path.name
+            if copy.is_symlink():  # an earlier form of these builds, through which the tree itself would be written
+                copy.unlink()
+            if not any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
+                _mirror(path, copy)
         if kind == "sanitized":
             text = SITECUSTOMIZE.format(prefix=sys.prefix, libraries=_libraries())
             _write(made.packages / "sitecustomize.py", text.encode())
@@ -146,30 +148,23 @@ def _compile(kind: str, made: Build) -> None:
 
 def _mirror(source: Path, target: Path) -> None:
     """Make target hold source's files, bytecode and engines aside; files that are equal are not touched."""
+    if source.is_file():
+        _write(target, source.read_bytes(), source.stat().st_mode)
+        return
     wanted = {path.relative_to(source) for path in _files(source)}
     for path in wanted:
-        _write(target / path, (source / path).read_bytes())
+        _write(target / path, (source / path).read_bytes(), (source / path).stat().st_mode)
     for path in list(_files(target)):
         if path.relative_to(target) not in wanted:
             path.unlink()
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Make path hold content; it is not touched if it does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_bytes() != content:
         path.write_bytes(content)
-
-
-def _link_others(packages: Path) -> None:
-    """Link every entry of the repository that is no package beside the packages; links to what is gone go."""
-    for link in packages.iterdir():
-        if link.is_symlink() and not link.exists():
-            link.unlink()
-    for path in ROOT.iterdir():
-        left_out = any(fnmatch(path.name, pattern) for pattern in NOT_LINKED)
-        if not left_out and not (packages / path.name).is_symlink():
-            (packages / path.name).symlink_to(path)
+        path.chmod(mode & 0o777)
 
 
 def _files(directory: Path) -> Iterator[Path]:
