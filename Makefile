@@ -2,6 +2,7 @@
 # make test   everything that must hold; what CI runs
 # make verbs  the RDMA transport on real or soft devices, in a virtual machine where there are none
 # make fault  kills, cuts and slow clients for long; make fuzz, make model, make sanitized: likewise (tests/README.md)
+# make nightly HOURS=8   all of these, each in a clean clone, and a table of what held
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -27,7 +28,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint lock matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test bare install clean
+.PHONY: demo test pytest lint lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -144,6 +145,12 @@ fuse3:
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.
 sanitized: $(VENV)/test-installed
 	$(BIN)/python -m tests.support.builds sanitized $(or $(TESTS),tests/wire tests/integration --ignore=tests/integration/test_fork.py)
+
+# Every long form in turn, each in a fresh clone of HEAD, a bound for each, a table at the end. Ctrl-C ends it, the same call goes on
+# from there. ARGS: --list, --only docs fuzz, --again.
+HOURS ?= 8
+nightly:
+	$(PYTHON) -m tests.nightly --hours $(HOURS) $(ARGS)
 
 # The figures of docs/promises.md that are ratios.
 promises: $(VENV)/installed

@@ -17,17 +17,19 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("smb", "memserver")
-BESIDE = ("tests", "docs", "csrc", "pyproject.toml")  # what tests look for where the packages are
+# The entries of the repository that a build has no copy of. Every other one is where tests look for it.
+NOT_COPIED = ("build", "dist", ".venv", ".git", ".hypothesis", "*_cache", "*.egg-info", "__pycache__", "demo-*.png")
 VARIABLE = "SMB_TEST_DAEMON_BUILD"  # a kind: daemons of tests/support/daemons.py run on that build
 
-# -O1, since who compiles waits for it; every result is that of the other levels (see build_engine.py).
+# Low levels, since who compiles waits for it; every result is that of the others (see build_engine.py). The checks of
+# the sanitizers make the kernels' compilation at -O1 six times as long as at -O0.
 FLAGS = {
     "failpoints": "-O1 -Werror -DSMB_FAILPOINTS",
-    "sanitized": "-O1 -g -Werror -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all",
+    "sanitized": "-O0 -g -Werror -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all",
 }
 
 # In a process of its own: setuptools warns, and changes the process that it runs in.
@@ -41,6 +43,19 @@ command = BuildEngine(distribution)
 command.build_lib, command.build_temp = sys.argv[1:]
 command.ensure_finalized()
 command.run()
+"""
+
+
+# What every Python of the sanitized build runs first. The sanitizers' library must be there when a process starts, but
+# only in ours: tools that tests call are not to be judged, and some (dd) do not run under it. So nobody inherits
+# LD_PRELOAD: a Python that was started without it starts itself again with it, as the same process, and forgets it.
+SITECUSTOMIZE = """\
+import os
+import sys
+
+if sys.prefix == {prefix!r}:  # not one of the system's, which a tool may be written in
+    if os.environ.pop("LD_PRELOAD", None) != {libraries!r}:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {{"LD_PRELOAD": {libraries!r}}})
 """
 
 
@@ -78,16 +93,22 @@ def build(kind: str) -> Build:
     made = Build(directory, {})
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs may want it at once
-        for package in PACKAGES:
-            _mirror(ROOT / package, made.packages / package)
-        for name in BESIDE:
-            if not (made.packages / name).is_symlink():
-                (made.packages / name).symlink_to(ROOT / name)
+        for path in ROOT.iterdir():
+            copy = made.packages / path.name
+            if copy.is_symlink():  # an earlier form of these builds, through which the tree itself would be written
+                copy.unlink()
+            if not any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
+                _mirror(path, copy)
+        if kind == "sanitized":
+            text = SITECUSTOMIZE.format(prefix=sys.prefix, libraries=_libraries())
+            _write(made.packages / "sitecustomize.py", text.encode())
         _compile(kind, made)
     # Safe path: -m would look into the working directory first, where the other build may lie.
     made.environment.update(PYTHONPATH=str(made.packages), PYTHONSAFEPATH="1")
     if kind == "sanitized":
-        made.environment.update(_sanitizers(directory / "reports"))
+        common = f"log_path={directory}/reports/report:halt_on_error=1"
+        # What Python itself never gives back is not ours: no leaks.
+        made.environment.update(ASAN_OPTIONS=f"{common}:detect_leaks=0", UBSAN_OPTIONS=f"{common}:print_stacktrace=1")
     return made
 
 
@@ -101,7 +122,8 @@ def run_tests(kind: str, arguments: list[str]) -> int:
     """Run pytest on a build and return its exit code. What a sanitizer says is a failure, too."""
     made = build(kind)
     made.forget_reports()
-    environment = os.environ | made.environment
+    # The working directory is this build's, and examples import what lies beside them.
+    environment = os.environ | made.environment | {"PYTHONSAFEPATH": ""}
     done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=made.packages, env=environment)
     made.check_reports()
     return done.returncode
@@ -126,15 +148,23 @@ def _compile(kind: str, made: Build) -> None:
 
 def _mirror(source: Path, target: Path) -> None:
     """Make target hold source's files, bytecode and engines aside; files that are equal are not touched."""
+    if source.is_file():
+        _write(target, source.read_bytes(), source.stat().st_mode)
+        return
     wanted = {path.relative_to(source) for path in _files(source)}
     for path in wanted:
-        copy = target / path
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if not copy.exists() or copy.read_bytes() != (source / path).read_bytes():
-            shutil.copyfile(source / path, copy)
+        _write(target / path, (source / path).read_bytes(), (source / path).stat().st_mode)
     for path in list(_files(target)):
         if path.relative_to(target) not in wanted:
             path.unlink()
+
+
+def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Make path hold content; it is not touched if it does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_bytes() != content:
+        path.write_bytes(content)
+        path.chmod(mode & 0o777)
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -144,23 +174,17 @@ def _files(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def _sanitizers(reports: Path) -> dict[str, str]:
-    """Variables for a Python that was not compiled with the sanitizers, and loads what was.
+def _libraries() -> str:
+    """Return what LD_PRELOAD is for a Python that was not compiled with the sanitizers, and loads what was.
 
     Their library must come first; the C++ library with it, or the exceptions of others' extensions are not understood.
-    What Python itself never gives back is not ours: no leaks.
     """
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     libraries = []
     for name in ("libasan.so", "libstdc++.so"):
         found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
         libraries.append(str(Path(found.stdout.strip()).resolve()))
-    common = f"log_path={reports}/report:halt_on_error=1"
-    return {
-        "LD_PRELOAD": " ".join(libraries),
-        "ASAN_OPTIONS": f"{common}:detect_leaks=0",
-        "UBSAN_OPTIONS": f"{common}:print_stacktrace=1",
-    }
+    return " ".join(libraries)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.builds import ROOT, Build, build, run_tests
+from tests.support.trees import sources
+from tests.verbs.run import default_tests
 
 OVERRUN = """
 import sys
@@ -29,6 +32,28 @@ for _ in range(2):
     print("opened", flush=True)
     engine.close()
 """
+
+# Prints whether the checker is in each process, and what of it the next would inherit.
+WHERE = """
+import multiprocessing, os, subprocess, sys
+def has():
+    return "libasan" in open("/proc/self/maps").read()
+def tell(to):
+    to.put(has())
+if __name__ == "__main__":
+    ours = "print('libasan' in open('/proc/self/maps').read())"
+    tool = subprocess.run(["sh", "-c", "cat /proc/self/maps"], capture_output=True, text=True, check=True).stdout
+    behind = subprocess.run(["sh", "-c", '"$@"', "sh", sys.executable, "-c", ours], capture_output=True, text=True)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=tell, args=(answers,))
+    process.start()
+    spawned = answers.get()
+    process.join()
+    print(has(), spawned, behind.stdout.strip(), "libasan" in tool, os.environ.get("LD_PRELOAD"), sys.argv[1:])
+"""
+# Forms whose recipe names their tests. `make verbs` chooses by itself; what others give pytest, `make test` runs, too.
+FROM_RECIPES = ("sanitized", "fault")
 
 PACKED = """
 import sys
@@ -72,6 +97,50 @@ def test_the_sanitized_engine_reports_a_planted_overrun(sanitized: Build) -> Non
     assert run(sanitized, OVERRUN.format(count=4097)).returncode != 0
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
         sanitized.check_reports()
+    sanitized.forget_reports()
+
+
+def test_the_checker_is_in_our_processes_and_in_no_tool(sanitized: Build, tmp_path: Path) -> None:
+    """A Python that starts from a Python, spawned or behind a shell, has it; the shell has not."""
+    (tmp_path / "where.py").write_text(WHERE)
+    environment = os.environ | sanitized.environment
+    command = [sys.executable, str(tmp_path / "where.py"), "a word", ""]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True True True False None ['a word', '']\n", done.stderr
+    sanitized.check_reports()
+
+
+def test_a_build_has_every_file_of_the_repository(sanitized: Build) -> None:
+    """Tests find beside the packages what they find in the tree: measurements, examples, manifests. No links, or those
+    that copy a folder would copy a link."""
+    assert {Path("perf/netlab.py"), Path("examples/minilm.py"), Path("deploy/container/Containerfile")} < set(sources())
+    assert [path for path in sources() if not (sanitized.packages / path).is_file()] == []
+    assert not any(path.is_symlink() for path in sanitized.packages.iterdir())
+
+
+def recipe(form: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command that `make FORM` ends with, in this Python, and the variables that it sets."""
+    others = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "TESTS"}
+    command = ["make", "--no-print-directory", "--dry-run", form]
+    told = subprocess.run(command, cwd=ROOT, env=others, capture_output=True, text=True, timeout=60, check=True).stdout
+    words = shlex.split(told.splitlines()[-1])
+    variables = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
+    program, *arguments = words[len(variables) :]
+    return [sys.executable, *(["-m", "pytest"] if Path(program).name == "pytest" else []), *arguments], variables
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("form", [*FROM_RECIPES, "verbs"])
+def test_the_tests_of_each_long_form_load_in_its_tree(form: str) -> None:
+    """Nobody looks at a long form for weeks: a file that its tree lacks, or a test that moved, is found here."""
+    if form in FROM_RECIPES:
+        command, variables = recipe(form)
+    else:
+        command, variables = [sys.executable, "-m", "pytest", *default_tests(long=True)], {"SMB_TEST_FAR": "verbs"}
+    done = subprocess.run(
+        [*command, "--collect-only", "-q"], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(300)

@@ -45,12 +45,17 @@ def missing() -> tuple[bool, str]:
     return bool(told[0]), "\n".join(told[1:])
 
 
+def default_tests(long: bool) -> list[str]:
+    """Return pytest's arguments where the caller named no test."""
+    return ["tests/verbs", *(f"tests/{file}" for file in (*chosen(long), *OF_THE_KERNEL))]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vm", action="store_true")
     given, arguments = parser.parse_known_args()
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
-        arguments += ["tests/verbs", *(f"tests/{file}" for file in (*chosen(LONG), *OF_THE_KERNEL))]
+        arguments += default_tests(LONG)
     command = [sys.executable, "-m", "pytest", *arguments]
     variables = {"SMB_TEST_VERBS": "required", "SMB_TEST_FAR": "verbs"}
     problem: vm.VmError | None = None
