@@ -4,7 +4,7 @@
 # make fault  kills, cuts and slow clients for long; make fuzz, make model, make sanitized: likewise (tests/README.md)
 # make nightly HOURS=8   all of these, each in a clean clone, and a table of what held
 PYTHON ?= python3
-VENV ?= .venv
+VENV := .venv
 BIN := $(VENV)/bin
 # The versions that the tests passed with, for every Python; `make lock` finds newer ones. Empty: the newest of everything.
 CONSTRAINTS ?= tests/constraints.txt
@@ -16,7 +16,7 @@ step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1;
 SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
 # An environment is of one Python for as long as it lives.
-ifneq ($(origin PYTHON),file)
+ifeq ($(origin PYTHON),command line)
 ifneq ($(wildcard $(VENV)/made),)
 ifeq ($(filter clean,$(MAKECMDGOALS)),)
 version = $(shell $(1) -c 'import sys; print(sys.version.split()[0])' 2>&1)
@@ -36,6 +36,7 @@ demo: $(VENV)/demo-installed
 # LATEST=1: in an environment of its own with the newest of everything; then the oldest that pyproject.toml allows.
 ifdef LATEST
 test:
+	@rm -rf build/newest
 	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
@@ -70,7 +71,7 @@ lock: $(VENV)/test-installed
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
 # built for that and run under qemu, about 4 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test:
-	$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm))
+	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm)))
 	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 
@@ -171,7 +172,7 @@ install: $(VENV)/installed
 # A stamp is made when its step is complete: after a failure the same step is done again, not the next one.
 $(VENV)/made:
 	@csrc/check-build-needs.sh $(PYTHON)
-	@if [ -e $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
+	@case $(VENV) in .venv|build/*) rm -rf $(VENV);; esac
 	@$(call step,$(PYTHON) -m venv $(VENV), a virtual environment of $(PYTHON))
 	@touch $@
 
@@ -206,4 +207,4 @@ $(VENV)/perf-large-installed: $(VENV)/perf-installed perf/peers/requirements-lar
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info smb/_engine*.so smb/proto/*_pb2*
+	rm -rf .venv build *.egg-info smb/_engine*.so smb/proto/*_pb2*

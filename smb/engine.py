@@ -35,7 +35,7 @@ def isa_names() -> list[str]:
 def _check_isa() -> None:
     """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not."""
     wanted, names = os.environ.get("SMB_ISA"), isa_names()
-    if wanted is not None and wanted not in names:
+    if wanted and wanted not in names:
         raise InvalidArgumentError(
             f"SMB_ISA={wanted}: on this processor it is one of {', '.join(names)}; without SMB_ISA the fastest is taken"
         )

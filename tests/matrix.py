@@ -26,6 +26,7 @@ from smb.engine import isa_names
 from tests.support.trees import ROOT, copy_sources
 
 OLDEST = (3, 10)  # as requires-python in pyproject.toml
+NEWEST = (3, 14)  # of docs/platforms.md: a newer one may have no packages yet, and is none of --short's
 WORK = ROOT / "build" / "matrix"
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 EXTRAS = "certs,dev,fsspec"
@@ -33,8 +34,16 @@ EXTRAS = "certs,dev,fsspec"
 BESIDE = ("setuptools", "PyYAML", "safetensors")
 TESTS = ("tests/unit", "tests/wire", "tests/integration/test_api.py")
 # These compile, measure or document; the Python that does so makes no difference.
-SAME_EVERYWHERE = ("test_builds.py", "test_perf.py", "test_perf_digits.py", "test_perf_peers.py", "test_reference.py")
+SAME_EVERYWHERE = (
+    "test_builds.py",
+    "test_nightly.py",
+    "test_perf.py",
+    "test_perf_digits.py",
+    "test_perf_peers.py",
+    "test_reference.py",
+)
 COMPUTING = ("tests/unit/test_kernels.py", "tests/unit/test_wire_kernels.py", "tests/unit/test_rules.py", TESTS[-1])
+WORKERS = str(min(8, len(os.sched_getaffinity(0))))
 ASK = """
 import sys, sysconfig
 print(*sys.version_info[:3], int(bool(sysconfig.get_config_var("Py_GIL_DISABLED"))), sys._base_executable)
@@ -89,12 +98,25 @@ def ask(path: str) -> Python | None:
     """Return what an interpreter says of itself, or None where it is none (pyenv's name for one that is not chosen)."""
     try:
         done = subprocess.run([path, "-c", ASK], capture_output=True, text=True, timeout=20, check=False)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode != 0:
         return None
     major, minor, patch, free_threaded, base = done.stdout.split(maxsplit=4)
     return Python((int(major), int(minor), int(patch)), free_threaded == "1", base.strip())
+
+
+def refusal(python: Python) -> str:
+    """Return why the package cannot be built for a Python, or nothing."""
+    done = subprocess.run(
+        [str(ROOT / "csrc" / "check-build-needs.sh"), python.path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    missing = [line.strip() for line in done.stderr.splitlines() if line.startswith("  missing: ")]
+    return "; ".join(missing) if done.returncode != 0 else ""
 
 
 def needs_torch(directory: Path) -> list[str]:
@@ -148,7 +170,7 @@ class Trial:
 
     def test(self, place: str, *options: str) -> None:
         """Run pytest on a file or a folder."""
-        command = [self.python, "-m", "pytest", "--numprocesses", str(os.cpu_count()), "--dist", "loadfile", *options]
+        command = [self.python, "-m", "pytest", "--numprocesses", WORKERS, "--dist", "loadfile", *options]
         told = self.call(place, [*command, place], 1800)
         self.row.results[Path(place).stem.removeprefix("test_")] = _count(told)
 
@@ -233,15 +255,20 @@ def main() -> int:
     found = [python for python in map(ask, options.pythons) if python] if options.pythons else find_pythons()
     if len(found) < len(options.pythons):
         raise SystemExit(f"not all of these are Pythons: {' '.join(options.pythons)}")
-    print("found", *(f"{python.name} ({python.path})" for python in found), flush=True)
+    usable = []
     for python in found:
-        if python.free_threaded:
-            print(f"{python.name}: not run, the engine is not built for free-threaded Pythons")
-    usable = [python for python in found if not python.free_threaded]
+        why = refusal(python)
+        print(f"{python.name} ({python.path})" + (f": not run, {why}" if why else ""), flush=True)
+        if not why:
+            usable.append(python)
+    if options.pythons and len(usable) < len(found):
+        return 1
     if options.oldest:
         usable = usable[:1]
     if options.short:
-        usable = [python for python in usable if python.version[:2] != sys.version_info[:2]]
+        usable = [
+            python for python in usable if python.version[:2] != sys.version_info[:2] and python.version[:2] <= NEWEST
+        ]
         usable = sorted({*usable[:1], *usable[-1:]})
         if not usable:
             print("no other Python is here")

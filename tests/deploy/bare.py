@@ -116,6 +116,8 @@ def main() -> None:
     """Each suite in turn, its directory removed before the next; then a table. 1 if one failed."""
     if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
         sys.exit("needs root and Debian's mmdebstrap")
+    if unknown := set(sys.argv[1:]) - set(SUITES):
+        sys.exit(f"no such suite: {' '.join(sorted(unknown))}; there are {' '.join(SUITES)}")
     rows, failed = [], False
     work = Path(tempfile.mkdtemp(prefix="smb-bare-", dir=os.environ.get("TMPDIR", "/var/tmp")))
     work.chmod(0o755)

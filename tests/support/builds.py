@@ -103,7 +103,8 @@ def build(kind: str) -> Build:
             text = SITECUSTOMIZE.format(prefix=sys.prefix, libraries=_libraries())
             _write(made.packages / "sitecustomize.py", text.encode())
         _compile(kind, made)
-    # Safe path: -m would look into the working directory first, where the other build may lie.
+    # Safe path: -m and -c would look into the working directory first, where the other build may lie. Python 3.10 does
+    # not know that variable: start it in `packages`.
     made.environment.update(PYTHONPATH=str(made.packages), PYTHONSAFEPATH="1")
     if kind == "sanitized":
         common = f"log_path={directory}/reports/report:halt_on_error=1"

@@ -76,7 +76,9 @@ class Daemon:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
         environment |= {OWNER_VARIABLE: str(os.getpid()), **variables}
         with log.open("ab") as out:
-            self.process = subprocess.Popen(command, stderr=out, stdout=out, env=environment)
+            self.process = subprocess.Popen(
+                command, stderr=out, stdout=out, env=environment, cwd=variables.get("PYTHONPATH")
+            )
         self.pid = self.process.pid
 
     @property

@@ -94,11 +94,12 @@ class Watch:
     def clean(self) -> tuple[list[str], list[str]]:
         """End and remove what is left. Returns what it was, and new names of nobody who lives: ours or somebody's."""
         left = [f"process {pid}: {_command(pid)}" for pid in self.look()]
-        while found := self.look():
-            for pid in found:
-                with suppress(ProcessLookupError):
+        for _ in range(5):  # one that is another user's, or hangs in the kernel, stays
+            for pid in self.look():
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            self.wait_for_all(1)
+            if not self.wait_for_all(1):
+                break
         for point in mounts_below(self.directory, Path("/proc/self/mountinfo").read_text()):
             left.append(f"mount {point}")
             subprocess.run(["umount", "--lazy", point], check=False)

@@ -70,7 +70,7 @@ def run(made: Build, script: str, *arguments: str, **variables: str) -> subproce
     """Run a script on the build."""
     environment = os.environ | made.environment | variables
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=made.packages, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture(scope="module")

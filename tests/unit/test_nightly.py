@@ -47,9 +47,10 @@ class Trial:
         self.repository, self.directory = work / "repository", work / "nightly"
         self.repository.mkdir()
         (self.repository / "Makefile").write_text(MAKEFILE)
+        ours = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
         identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
         for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "forms"]):
-            subprocess.run(["git", *words], cwd=self.repository, check=True, timeout=60)
+            subprocess.run(["git", *words], cwd=self.repository, env=ours, check=True, timeout=60)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", NIGHT, str(self.repository), *arguments]
