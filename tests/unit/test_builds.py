@@ -67,10 +67,11 @@ sys.stdout.write("\\n".join(files.files))
 
 
 def run(made: Build, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script on the build."""
+    """Run a script on the build, or, without an environment, on what is installed."""
     environment = os.environ | made.environment | variables
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, cwd=made.packages, env=environment, capture_output=True, text=True, timeout=60)
+    directory = made.packages if made.environment else ROOT
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture(scope="module")
