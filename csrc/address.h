@@ -6,7 +6,6 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sched.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
@@ -123,21 +122,6 @@ static inline uint32_t address_suit_loopback(int fd)
         getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &held, &length) != 0)
         return 0;
     return (uint32_t)held;
-}
-
-/* The core from which the socket was last sent something, over loopback its peer's; -1: not known. */
-static inline int address_peers_core(int fd)
-{
-    int core = -1;
-    socklen_t length = sizeof core;
-    return getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &core, &length) == 0 ? core : -1;
-}
-
-/* That core, if it is not the caller's own; else -1. */
-static inline int address_other_core(int fd)
-{
-    int core = address_peers_core(fd);
-    return core != sched_getcpu() ? core : -1;
 }
 
 #endif

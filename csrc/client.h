@@ -36,7 +36,6 @@ enum {
     LINK_IN_BYTES = 4096,
     ANSWERS_AWAITED = 16,  /* reads that are answered in one look at the socket: 4 MiB of chunks */
     SPIN_BYTES_MAX = 128 << 10, /* who awaits more sleeps at once: spinning keeps the core that the other end needs, or the cache */
-    SPIN_APART_MAX = 512 << 10, /* where the other end has a core of its own: to be woken takes as long as to receive 256 KiB */
     STREAM_BURST = 8       /* frames of one stream before the next stream of the link has its turn */
 };
 _Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");

@@ -486,12 +486,6 @@ static enum step next_request(struct connection *connection)
     connection->have_request = true;
     connection->follows = !connection->awaited;
     connection->awaited = false;
-    if (frame.length >= LARGE_BYTES) {
-        struct loop *loop = connection->loop;
-        loop->series = connection->follows || connection->in_series || loop->clock_ns < connection->paired_until_ns ||
-                       loop->clock_ns < loop->crowded_until_ns; /* no core is left to a pair's other end */
-        connection->in_series = connection->follows;
-    }
     connection->begun_ns = connection->loop->clock_ns;
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
@@ -834,7 +828,6 @@ static enum step answer_read(struct connection *connection)
     }
     batch_done(&batch);
     connection->in_start += (begun - 1) * SMB_FRAME_BYTES;
-    connection->in_series |= begun > 1 && connection->request.frame.length >= LARGE_BYTES;
     finish_request(connection, false);
     return step;
 }

@@ -80,8 +80,6 @@ void lanes_leave(struct connection *connection)
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
-_Static_assert((LOOPS_MAX & (LOOPS_MAX - 1)) == 0, "a loop's index is the lowest bits of a time");
-
 /* A session with large requests on two connections keeps two loops and two threads of its client's busy. Where that is more than
  * there are, one connection each is faster: clients are told so with their answers. */
 void lanes_note_large(struct connection *connection)
@@ -92,11 +90,7 @@ void lanes_note_large(struct connection *connection)
         return;
     connection->crowd_noted_ns = now_ns;
     _Atomic uint64_t *crowd = loop->server->crowd;
-    uint64_t noted = (now_ns & ~(uint64_t)(LOOPS_MAX - 1)) | (uint64_t)loop->index;
-    uint64_t before = atomic_exchange_explicit(&crowd[connection->crowd_slot], noted, memory_order_relaxed);
-    /* On four cores each of the four threads has its own. */
-    if (loop->server->loop_count < 4 && before % LOOPS_MAX != (uint64_t)loop->index && before + 2 * CROWD_NOTED_NS > now_ns)
-        connection->paired_until_ns = now_ns + 3 * CROWD_NOTED_NS;
+    atomic_store_explicit(&crowd[connection->crowd_slot], now_ns, memory_order_relaxed);
     int sessions = 0;
     for (int i = 0; i < CROWD_SLOTS; i++)
         sessions += atomic_load_explicit(&crowd[i], memory_order_relaxed) + CROWD_NS > now_ns;

@@ -1,5 +1,4 @@
 /* One lane to a server: frames in flight, sent in order, answered in any, over as many connections as it takes. */
-#include "address.h"
 #include "flight.h"
 
 #include <errno.h>
@@ -119,9 +118,7 @@ bool link_busy(const struct smb_link *link)
 
 bool link_sleeps_at_once(const struct smb_link *link)
 {
-    if (link->flying_bytes < SPIN_BYTES_MAX || link->flying_bytes >= SPIN_APART_MAX)
-        return link->flying_bytes >= SPIN_APART_MAX; /* small calls are not to pay for the question */
-    return !link->here || link->fd < 0 || address_other_core(link->fd) < 0;
+    return link->flying_bytes >= SPIN_BYTES_MAX;
 }
 
 bool link_wants_output(const struct smb_link *link)

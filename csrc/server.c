@@ -15,12 +15,6 @@
 enum {
     EVENTS_PER_WAIT = 64,
     LOOKS_PER_WAIT = 4, /* at the socket served last, while a loop spins, to one at all of them */
-    APART_NS = 1000000, /* a loop that found its peers on one other core at every turn for so long goes there */
-    APART_ODD_NS = 1500000,
-    APART_LOOK_NS = 500000, /* so much of it a turn is worth at most, with the pause before it: no loop goes after one or two */
-    SMALL_TURNS_PER_LOOK = 16, /* a loop whose turns are small looks after one of so many where its peer is */
-    TOGETHER_LOOKS = 4, /* that many in a row found it on the loop's own core: the loop goes to another one, */
-    LEAVE_PAUSE_NS = 20000000, /* if it has not for so long: where nothing else is free and both meet again, this costs little */
     SPIN_NS = 50000 /* a loop that had something to do looks again for this long before it sleeps: a wake-up costs more */
 };
 
@@ -146,93 +140,15 @@ static bool move_connection(struct loop *loop, struct connection *connection)
     return moves;
 }
 
-/* To `core`, or away from it, where we may be; from there the scheduler may move us again. */
-static void change_core(int core, bool away)
-{
-    cpu_set_t all, wanted;
-    CPU_ZERO(&wanted);
-    CPU_SET(core, &wanted);
-    if (sched_getaffinity(0, sizeof all, &all) != 0)
-        return;
-    CPU_AND(&wanted, &wanted, &all);
-    if (away)
-        CPU_XOR(&wanted, &wanted, &all);
-    if (CPU_COUNT(&wanted) > 0 && sched_setaffinity(0, sizeof wanted, &wanted) == 0)
-        sched_setaffinity(0, sizeof all, &all);
-}
-
-/* Before anything is answered: what the peer sends because of an answer counts as sent from our own core. */
-static void look_where_peer_is(struct loop *loop, const struct connection *connection)
-{
-    int core = connection->here ? address_other_core(connection->fd) : -1;
-    uint64_t since_ns = loop->clock_ns - loop->looked_ns;
-    /* Time, not turns: of a loop whose peer takes its bytes from another core, while it sends, a turn may last 4 ms. */
-    if (core < 0)
-        loop->apart_ns = 0;
-    else if (loop->apart_ns == 0 || core != loop->peers_core || !loop->series)
-        loop->apart_ns = 1; /* one chunk a call is fastest between two cores, as one copies in while the other copies out */
-    else
-        loop->apart_ns += since_ns < APART_LOOK_NS ? since_ns : APART_LOOK_NS;
-    loop->peers_core = core;
-    loop->looked_ns = loop->clock_ns;
-    /* Of two loops that serve a pair of connections one waits longer: together they would leave a core to nobody. */
-    if (loop->apart_ns >= (loop->index % 2 ? APART_ODD_NS : APART_NS)) {
-        change_core(core, false); /* much came from there: it stays in that core's cache */
-        loop->apart_ns = 0;
-    }
-}
-
-static uint32_t turns_of_others(const struct loop *loop)
-{
-    uint32_t turns = 0;
-    for (int i = 0; i < loop->server->loop_count; i++)
-        if (&loop->server->loops[i] != loop)
-            turns += atomic_load_explicit(&loop->server->loops[i].turns, memory_order_relaxed);
-    return turns;
-}
-
-/* The core to leave, or -1: the one of the only peer that has requests, while no other loop has any. Small ones take half as long
- * between two cores, where both ends look for what comes, as on one, where each look waits for the scheduler; it often puts both on
- * one after a pause. To be asked before the answer, as below. */
-static int core_to_leave(struct loop *loop, const struct connection *connection)
-{
-    int core = connection->here ? address_peers_core(connection->fd) : -1;
-    if (core < 0 || core != sched_getcpu()) {
-        loop->together = 0;
-        return -1;
-    }
-    if (loop->together++ == 0)
-        loop->others_turns = turns_of_others(loop);
-    if (loop->together < TOGETHER_LOOKS || loop->clock_ns - loop->left_ns < LEAVE_PAUSE_NS)
-        return -1;
-    loop->together = 0;
-    return turns_of_others(loop) == loop->others_turns ? core : -1;
-}
-
 static void serve(struct loop *loop, struct connection *connection)
 {
-    uint32_t turns = atomic_load_explicit(&loop->turns, memory_order_relaxed) + 1;
-    atomic_store_explicit(&loop->turns, turns, memory_order_relaxed);
-    int core = -1; /* to be left */
-    if (loop->was_bulk || connection != loop->last)
-        loop->together = 0;
-    if (loop->was_bulk)
-        look_where_peer_is(loop, connection);
-    else if (turns % SMALL_TURNS_PER_LOOK == 0)
-        core = core_to_leave(loop, connection);
-    if (connection_turn(connection)) {
-        loop->last = connection;
-        if (!move_connection(loop, connection))
-            arm(loop, connection);
-    } else {
+    if (!connection_turn(connection)) {
         drop_connection(loop, connection);
+        return;
     }
-    /* After the answer: the move may take longer than a peer looks before it sleeps. One that slept would be woken by the late
-     * answer, and so, it seems, come to our new core. */
-    if (core >= 0 && !loop->bulk) {
-        change_core(core, true);
-        loop->left_ns = loop->clock_ns;
-    }
+    loop->last = connection;
+    if (!move_connection(loop, connection))
+        arm(loop, connection);
 }
 
 static void take_over(struct loop *loop, struct connection *connection)
@@ -450,7 +366,7 @@ static int wait_for_events(struct loop *loop, struct epoll_event *events, bool s
 {
     int timeout = wait_ms(loop);
     /* Whoever moves much spins in vain where the other end needs this core, or finds its bytes in this core's cache. */
-    bool spins = !loop->bulk || loop->apart_ns > 0;
+    bool spins = !loop->bulk;
     int count = spins ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0) : 0;
     bool waits = count == 0 && timeout != 0 && spins && served;
     uint32_t looks = 0;
@@ -475,7 +391,6 @@ static void *run_loop(void *argument)
     bool served = false;
     while (!atomic_load_explicit(&loop->stop, memory_order_acquire)) {
         int count = wait_for_events(loop, events, served);
-        loop->was_bulk = loop->bulk;
         loop->bulk = false;
         uint64_t now_ns = loop->clock_ns = smb_now_ns();
         served = count > 0 || loop->again;

@@ -113,7 +113,7 @@ struct smb_server {
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
-    _Atomic uint64_t crowd[CROWD_SLOTS]; /* when a session of that slot last had a large request; the lowest bits: on which loop */
+    _Atomic uint64_t crowd[CROWD_SLOTS]; /* when a session of that slot last had a large request */
     struct sync_counters waited;        /* of all segments */
     pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
     struct connection *lanes;
@@ -141,16 +141,7 @@ struct loop {
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
-    uint64_t apart_ns;            /* for how long, in a series, peers of this host have been on one other core; 0: they are on ours */
-    uint64_t looked_ns;           /* when it last looked where they are */
-    int peers_core;               /* that one; -1: on ours */
-    _Atomic uint32_t turns;       /* of its connections; other loops see whether this one has something to do */
-    uint32_t together;            /* so many looks in a row found the peer of small requests on our own core */
-    uint32_t others_turns;        /* when the first of them did */
-    uint64_t left_ns;             /* when we last left that core */
-    bool was_bulk;                /* what `bulk` was before it waited */
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
-    bool series;                  /* its last large request was one of several, of a call or of a pair, or sessions crowd the loops */
     uint64_t crowded_until_ns;    /* several sessions have large requests, and there are not two loops for each */
 };
 
@@ -311,8 +302,6 @@ struct connection {
     uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
-    bool in_series;                     /* its last large request came right behind another */
-    uint64_t paired_until_ns;           /* its session had large requests on another loop, too, lately: and fewer than four cores */
     bool awaited, follows;              /* the next request had not come when the last was done; the one in hand had */
     uint32_t low_water;                 /* SO_RCVLOWAT, if it was set */
     bool awaited_room;                  /* for the read in hand */
