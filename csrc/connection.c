@@ -2,7 +2,6 @@
  * has room again, or when a parked request is to be tried once more. One request is in hand at a time; the peer may send many
  * more meanwhile: they wait in the socket. Answers leave in the order of the requests. */
 #include <errno.h>
-#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdlib.h>
@@ -27,12 +26,11 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
     if (transport == SMB_TRANSPORT_TCP) {
         int on = 1; /* an answer must not wait for the next one; failure costs time, not correctness */
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        connection->send_buffer = address_suit_loopback(fd);
+        address_suit_loopback(fd);
     }
     connection->loop = loop;
     connection->fd = fd;
     connection->transport = transport;
-    connection->here = transport == SMB_TRANSPORT_TCP && address_is_here(fd);
     connection->opened_ns = smb_now_ns();
     connection->pass_fd = -1;
     pthread_mutex_init(&connection->turn, NULL);
@@ -251,19 +249,11 @@ static uint32_t token_bytes(const struct smb_frame *frame)
 /* *have: bytes read. STEP_WAIT: nothing there now. */
 static enum step receive(struct connection *connection, struct iovec *parts, int count, size_t *have)
 {
-    int looks = 1;
-    if (connection->drained) {
+    if (connection->drained) { /* epoll will say: one system call less before the answers go out */
         connection->drained = false;
-        /* Epoll will say: one system call less before the answers go out. But a peer on this host is about to send the rest of a
-         * payload; for so long that others have their turn, too. */
-        if (!connection->have_request || !connection->here || !all_sent(connection) || connection->looked++ == PAYLOAD_READS)
-            return wait_for(connection, WAIT_INPUT);
-        looks = PAYLOAD_LOOKS;
+        return wait_for(connection, WAIT_INPUT);
     }
-    ssize_t done;
-    do
-        done = count == 1 ? read(connection->fd, parts->iov_base, parts->iov_len) : readv(connection->fd, parts, count);
-    while (done < 0 && errno == EAGAIN && --looks > 0);
+    ssize_t done = count == 1 ? read(connection->fd, parts->iov_base, parts->iov_len) : readv(connection->fd, parts, count);
     if (done > 0) {
         size_t room = 0;
         for (int i = 0; i < count; i++)
@@ -441,10 +431,8 @@ static enum step next_request(struct connection *connection)
     uint32_t here = connection->in_end - connection->in_start;
     bool is_record = connection->slots && connection->greeted;
     uint32_t header_bytes = is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES;
-    if (here < header_bytes) {
-        connection->awaited = true;
+    if (here < header_bytes)
         return receive_more(connection);
-    }
     struct smb_frame frame;
     const uint8_t *header = connection->in + connection->in_start;
     int status = smb_frame_parse(header, &frame);
@@ -484,12 +472,10 @@ static enum step next_request(struct connection *connection)
     /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
-    connection->follows = !connection->awaited;
-    connection->awaited = false;
     connection->begun_ns = connection->loop->clock_ns;
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
-    connection->retried = connection->from_kept = connection->awaited_room = false;
+    connection->retried = connection->from_kept = false;
     connection->payload_have = is_record ? frame.payload : 0;
     return connection->admitted == SMB_PROTOCOL ? refuse(connection, SMB_PROTOCOL) : STEP_ON;
 }
@@ -556,40 +542,13 @@ static enum step take_payload(struct connection *connection, const uint8_t *byte
     return STEP_ON;
 }
 
-/* How much has to be there before epoll says so. Failure costs time, not correctness. */
-static void set_low_water(struct connection *connection, uint32_t bytes)
-{
-    int value = (int)bytes;
-    if (connection->low_water != bytes)
-        setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
-    connection->low_water = bytes;
-}
-
-/* Within a host, one of many chunks to be written is left in the socket until it has arrived whole, so that it is copied once. For
- * once: what else wakes the loop, a peer that left or a buffer that is full, is no reason to wait again. The first one of a call
- * is not: where nothing follows, to receive while the rest arrives takes less time. */
-static bool lets_it_arrive(struct connection *connection)
-{
-    const struct smb_frame *frame = &connection->request.frame;
-    if (!connection->here || !connection->follows)
-        return false;
-    connection->follows = connection->drained = false;
-    connection->loop->bulk |= frame->length >= LARGE_BYTES;
-    set_low_water(connection, frame->length - (connection->in_end - connection->in_start));
-    return true;
-}
-
 static enum step receive_payload(struct connection *connection)
 {
     const struct smb_frame *frame = &connection->request.frame;
-    if (connection->low_water > 1)
-        set_low_water(connection, 1);
     if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
         frame->length >= BULK_BYTES && frame->payload == frame->length) { /* as it is, and nothing beside it */
-        bool done = false, arrived = has_arrived(connection);
-        if (!arrived && lets_it_arrive(connection))
-            return wait_for(connection, WAIT_INPUT);
-        enum step step = arrived ? receive_in_place(connection, &done) : STEP_ON;
+        bool done = false;
+        enum step step = has_arrived(connection) ? receive_in_place(connection, &done) : STEP_ON;
         if (done || step != STEP_ON)
             return step;
     }
@@ -662,10 +621,9 @@ static bool is_plain_read(const struct connection *connection, const uint8_t *by
            frame->length >= BULK_BYTES;
 }
 
-/* Those behind the one in hand stay in `in` until they are answered. All of them together are to fit into `room`. */
-static void batch_admit(struct connection *connection, uint64_t room, struct batch *batch)
+/* Those behind the one in hand stay in `in` until they are answered. */
+static void batch_admit(struct connection *connection, struct batch *batch)
 {
-    uint64_t bytes = SMB_FRAME_BYTES + (uint64_t)connection->request.frame.length;
     batch->requests[0] = connection->request;
     batch->admitted = 1;
     if (connection->request.frame.length < BULK_BYTES)
@@ -677,7 +635,6 @@ static void batch_admit(struct connection *connection, uint64_t room, struct bat
         request->record_hint = 0;
         request->grants = &connection->grants;
         if (!is_plain_read(connection, connection->in + at, &frame) ||
-            (bytes += SMB_FRAME_BYTES + (uint64_t)frame.length) > room ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;
         batch->admitted++;
@@ -760,25 +717,6 @@ static enum step answer_read_by_copy(struct connection *connection)
     return STEP_ON;
 }
 
-/* What the socket takes now, about: it bounds its own structures, too. Where it is not known how much it holds: everything. */
-static uint64_t room_to_send(const struct connection *connection)
-{
-    int queued = 0;
-    if (connection->send_buffer == 0 || ioctl(connection->fd, SIOCOUTQ, &queued) != 0)
-        return UINT64_MAX;
-    return (uint64_t)queued < connection->send_buffer ? connection->send_buffer - (uint64_t)queued : 0;
-}
-
-/* Within a host a chunk that the socket would not take whole waits for room, once, so that it is neither copied aside nor sent in two
- * parts: each of them wakes the peer. One that may be larger than the third that TCP calls room does not. */
-static bool awaits_room(struct connection *connection, uint64_t room)
-{
-    uint64_t length = connection->request.frame.length, bytes = SMB_FRAME_BYTES + length;
-    connection->awaited_room = room < bytes && bytes <= connection->send_buffer / 3 && !connection->awaited_room;
-    connection->loop->bulk |= connection->awaited_room && length >= LARGE_BYTES;
-    return connection->awaited_room;
-}
-
 /* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once, at one instant. Of the one that
  * it does not take whole the rest is set aside before its lock is released, so that a slow peer never holds it. */
 static enum step answer_read(struct connection *connection)
@@ -790,12 +728,7 @@ static enum step answer_read(struct connection *connection)
         return refuse(connection, SMB_OUT_OF_MEMORY);
     if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
         return answer_read_by_copy(connection);
-    uint64_t room = connection->request.frame.length < BULK_BYTES ? UINT64_MAX : room_to_send(connection);
-    if (awaits_room(connection, room)) {
-        gate_done(&connection->request);
-        return wait_for(connection, WAIT_OUTPUT);
-    }
-    batch_admit(connection, room, &batch);
+    batch_admit(connection, &batch);
     int status = batch_open(connection, &batch);
     if (status != SMB_OK) {
         batch_done(&batch);
@@ -963,7 +896,6 @@ static enum step execute(struct connection *connection)
 bool connection_turn(struct connection *connection)
 {
     enum step step = STEP_ON;
-    connection->looked = 0;
     for (int frames = 0; step == STEP_ON;) {
         /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
         put_late_answers(connection);

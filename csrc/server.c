@@ -53,8 +53,6 @@ static void count_backlog(struct connection *connection, bool waits)
 {
     struct loop_stats *stats = &connection->loop->stats;
     uint64_t bytes = (connection->out_end - connection->out_start) + (uint64_t)(connection->tail_end - connection->tail_start);
-    if (connection->awaited_room)
-        bytes += connection->request.frame.length;
     if (!waits)
         bytes = 0;
     else if (connection->backlog_bytes == 0)

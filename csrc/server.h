@@ -31,9 +31,7 @@ enum {
     FRAMES_PER_TURN = 32,         /* then the next connection of the loop has its turn */
     LARGE_BYTES = 128 << 10,      /* after requests of this size a loop sleeps at once */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
-    READS_PER_SEND = 4,           /* chunks whose locks one answer holds: of 256 KiB, and as much as a socket within a host holds */
-    PAYLOAD_LOOKS = 8,            /* at a socket within a host, for the rest of a payload, before epoll is asked: 2 us or so; */
-    PAYLOAD_READS = 64,           /* and after so many times in a turn */
+    READS_PER_SEND = 4,           /* chunks whose locks one answer holds */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
     CROWD_SLOTS = 64,             /* of sessions; more share them, and may then pass for fewer */
@@ -268,8 +266,6 @@ struct connection {
     struct loop *destination;           /* so too. Set by HELLO: it is to be served there, where its session has fewer connections */
     int fd;
     int transport;
-    bool here;                          /* TCP, and the peer is on this host */
-    uint32_t send_buffer;               /* what its socket holds, where that is bounded; else 0 */
     enum connection_wait wait;
     uint32_t armed;                     /* epoll events asked for now */
     bool in_list;                       /* linked in `again` or `parked` */
@@ -302,11 +298,7 @@ struct connection {
     uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;          /* received, not yet parsed */
-    bool awaited, follows;              /* the next request had not come when the last was done; the one in hand had */
-    uint32_t low_water;                 /* SO_RCVLOWAT, if it was set */
-    bool awaited_room;                  /* for the read in hand */
     bool drained;                       /* the last look at the socket took all that was there */
-    uint32_t looked;                    /* how often in this turn it was looked at again all the same */
     uint32_t out_start, out_end;        /* small replies to be sent */
     uint32_t replies_held;
     uint32_t tail_start, tail_end;      /* what is left of a chunk being sent, in `tail` */
