@@ -12,7 +12,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "address.h"
 #include "failpoint.h"
 #include "server.h"
 
@@ -26,7 +25,6 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
     if (transport == SMB_TRANSPORT_TCP) {
         int on = 1; /* an answer must not wait for the next one; failure costs time, not correctness */
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        address_suit_loopback(fd);
     }
     connection->loop = loop;
     connection->fd = fd;

@@ -114,12 +114,7 @@ static int open_tcp(const char *address, uint16_t port, uint64_t deadline_ns, in
         return SMB_SYSTEM;
     int on = 1;
     setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    if (address_leads_here(&peer))
-        address_unpace(*fd);
-    int status = connect_to(*fd, &peer.name.any, peer.length, deadline_ns);
-    if (status == SMB_OK)
-        address_suit_loopback(*fd);
-    return status;
+    return connect_to(*fd, &peer.name.any, peer.length, deadline_ns);
 }
 
 static int open_unix(const char *path, uint64_t deadline_ns, int *fd)

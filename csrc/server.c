@@ -22,7 +22,6 @@ struct listener {
     int fd;
     int transport;
     struct smb_server *server;
-    char congestion[CONGESTION_NAME_BYTES]; /* control, the system's own, where what is accepted has another; else empty */
 };
 
 /* ---- loop --------------------------------------------------------------------------------------------------------- */
@@ -224,13 +223,6 @@ static int let_in(struct smb_server *server, int fd, int transport, struct smb_s
     return SMB_OK;
 }
 
-/* What the listener accepts may be as within a host; over a network the system decides. */
-static void suit_network(const struct listener *listener, int fd)
-{
-    if (listener->congestion[0] && !address_is_here(fd))
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, listener->congestion, (socklen_t)strlen(listener->congestion));
-}
-
 static void accept_all(struct listener *listener)
 {
     struct smb_server *server = listener->server;
@@ -241,7 +233,6 @@ static void accept_all(struct listener *listener)
                 continue;
             return;
         }
-        suit_network(listener, fd);
         int status = listener->transport == SMB_TRANSPORT_UNIX && !peer_is_ours(fd) ? SMB_DENIED
                                                                                     : let_in(server, fd, listener->transport, NULL);
         if (status != SMB_OK) {
@@ -487,7 +478,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
 }
 
 /* Takes fd over. Loop 0 accepts for all. */
-static int add_listener(struct smb_server *server, int fd, int transport, const char *congestion)
+static int add_listener(struct smb_server *server, int fd, int transport)
 {
     int index = 0;
     while (index < LISTENERS_MAX && server->listeners[index])
@@ -498,8 +489,6 @@ static int add_listener(struct smb_server *server, int fd, int transport, const 
         return SMB_OUT_OF_MEMORY;
     }
     *listener = (struct listener){.fd = fd, .transport = transport, .server = server};
-    if (congestion)
-        memcpy(listener->congestion, congestion, CONGESTION_NAME_BYTES);
     server->listeners[index] = listener;
     /* Told from connections by the lowest bit, which is free in a pointer to either. */
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)((uintptr_t)listener + 1U)};
@@ -524,12 +513,10 @@ int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16
         return SMB_SYSTEM;
     int on = 1; /* a restarted daemon gets its old port although old connections linger */
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    char congestion[CONGESTION_NAME_BYTES];
-    address_unpace_listener(fd, congestion);
     if (bind(fd, &here.name.any, here.length) != 0 || listen(fd, SOMAXCONN) != 0 ||
         getsockname(fd, &here.name.any, &here.length) != 0)
         return close_failed(fd);
-    int status = add_listener(server, fd, SMB_TRANSPORT_TCP, congestion);
+    int status = add_listener(server, fd, SMB_TRANSPORT_TCP);
     if (status == SMB_OK)
         *bound_port = address_port(&here);
     return status;
@@ -550,7 +537,7 @@ int smb_server_listen_unix(struct smb_server *server, const char *path)
     server->unix_path = strdup(path);
     if (!server->unix_path || listen(fd, SOMAXCONN) != 0)
         return close_failed(fd);
-    return add_listener(server, fd, SMB_TRANSPORT_UNIX, NULL);
+    return add_listener(server, fd, SMB_TRANSPORT_UNIX);
 }
 
 /* A loop hands connections to others: all are stopped before the first one is emptied. */

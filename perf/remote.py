@@ -28,6 +28,9 @@ from perf.netlab import NAMESPACES, Host, Lab
 
 SERVER, CLIENT = "server0", "client0"
 LOOPBACK = "127.0.0.1"
+# Linux's default, or the other one without pacing, where a namespace may not choose that: this machine's own may be BBR, whose
+# timers few users have between two hosts of a rack.
+_UNPACED = "f=/proc/sys/net/ipv4/tcp_congestion_control; echo cubic > $f || echo reno > $f"
 _ROOT = Path(__file__).parents[1]
 _ADDRESS, _NAMESPACE = f"NETLAB_{SERVER.upper()}_ADDRESS", f"NETLAB_{SERVER.upper()}_NAMESPACE"  # netlab.Lab.variables
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
@@ -115,6 +118,8 @@ class Hosts:
     def __enter__(self) -> Hosts:
         with ExitStack() as stack:
             stack.enter_context(self._lab)
+            for host in (SERVER, CLIENT):
+                self._lab.run(host, ["sh", "-c", _UNPACED])
             environment = os.environ | self._lab.variables() | {"PYTHONPATH": str(_ROOT)}
             command = [sys.executable, "-m", "perf.turns"]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

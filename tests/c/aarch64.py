@@ -51,11 +51,6 @@ NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "its madvise(MADV_COLLAPSE) does nothing, and says that it did": {"test_segment.c": ("large_pages",)},
 }
-CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-if CONGESTION.exists() and CONGESTION.read_text() == "bbr\n":  # elsewhere it passes
-    NOT_EMULATED["it refuses names of congestion control of less than 4 bytes, and this system's own is bbr"] = {
-        "test_service.c": ("ends_within_a_host_begin_not_paced",)
-    }
 
 # The guest's first process. run.sh is what runs the tests everywhere else.
 GUEST_INIT = f"""#!/bin/busybox sh

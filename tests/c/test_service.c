@@ -1,13 +1,8 @@
 /* Servers and clients in one process: every operation in every way gives what plain arrays give. */
-#include <dirent.h>
-#include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
-#include "address.h"
 #include "random.h"
 #include "rig.h"
 #include "segment.h"
@@ -629,202 +624,6 @@ static void contiguous_view(void)
     rig_stop(&rig);
 }
 
-/* ---- socket buffers */
-
-static int send_buffer_bytes(int fd)
-{
-    int bytes = 0;
-    socklen_t length = sizeof bytes;
-    return getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, &length) == 0 ? bytes : -1;
-}
-
-static bool has_reno(int fd)
-{
-    char name[16] = "";
-    socklen_t length = sizeof name;
-    return getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &length) == 0 && strcmp(name, "reno") == 0;
-}
-
-/* TCP connections of this process, clients' and servers' ends, that are as those within one host: bounded, not paced. */
-struct ends {
-    int bounded, reno;
-};
-
-static struct ends ends_of_connections(void)
-{
-    int like = socket(AF_INET, SOCK_STREAM, 0), bytes = SEND_BUFFER_HERE_BYTES;
-    struct ends ends = {0};
-    CHECK(setsockopt(like, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes) == 0);
-    for (int fd = 0; fd < 256; fd++) {
-        struct address peer;
-        socklen_t length = sizeof peer.name;
-        if (getpeername(fd, &peer.name.any, &length) != 0 || peer.name.any.sa_family != AF_INET)
-            continue;
-        ends.bounded += send_buffer_bytes(fd) == send_buffer_bytes(like);
-        ends.reno += has_reno(fd);
-    }
-    close(like);
-    return ends;
-}
-
-static void connections_within_a_host_are_bounded_and_not_paced(void)
-{
-    static struct rig rig;
-    static struct reach reach;
-    rig_start(&rig, LAYOUT, SMB_INT64);
-    reach_make(&reach, &rig, BY_TCP, 9);
-    int bounded = address_may_have(SEND_BUFFER_HERE_BYTES) ? 2 * RIG_SERVERS * RIG_CONNECTIONS : 0;
-    struct ends near = ends_of_connections();
-    CHECK_EQ(near.bounded, bounded);
-    CHECK_EQ(near.reno, 2 * RIG_SERVERS * RIG_CONNECTIONS);
-    /* Another address of loopback has the ends of a connection differ, as over a network. */
-    uint16_t port;
-    uint64_t instance;
-    struct smb_link *link;
-    CHECK(smb_server_listen_tcp(rig.servers[0], "0.0.0.0", 0, &port) == SMB_OK);
-    CHECK(smb_client_connect_tcp(reach.client, "127.0.0.2", port, 7, RIG_TIMEOUT_MS, &link, &instance) == SMB_OK);
-    struct ends all = ends_of_connections();
-    int fresh = socket(AF_INET, SOCK_STREAM, 0);
-    CHECK_EQ(all.bounded, near.bounded);
-    CHECK_EQ(all.reno, near.reno + (has_reno(fresh) ? 2 : 0)); /* where it is the system's own */
-    close(fresh);
-    smb_link_close(link);
-    reach_end(&reach);
-    rig_stop(&rig);
-}
-
-/* Sockets of this process in that state of TCP's with reno. */
-static int in_state_with_reno(uint8_t state)
-{
-    int count = 0;
-    for (int fd = 0; fd < 256; fd++) {
-        struct tcp_info info = {0};
-        socklen_t length = sizeof info;
-        count += getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 && info.tcpi_state == state && has_reno(fd);
-    }
-    return count;
-}
-
-struct dialling {
-    struct smb_client *client;
-    uint16_t port;
-    int status;
-};
-
-static void *dial(void *argument)
-{
-    struct dialling *dialling = argument;
-    struct smb_link *link;
-    uint64_t instance;
-    dialling->status = smb_client_connect_tcp(dialling->client, "127.0.0.1", dialling->port, 0, RIG_TIMEOUT_MS, &link, &instance);
-    return NULL;
-}
-
-/* Not even at first: a socket that began with the system's BBR is paced for good. */
-static void ends_within_a_host_begin_not_paced(void)
-{
-    struct rig rig;
-    int fresh = socket(AF_INET, SOCK_STREAM, 0), before = in_state_with_reno(TCP_LISTEN);
-    char own[CONGESTION_NAME_BYTES] = "";
-    socklen_t room = sizeof own - 1;
-    CHECK(getsockopt(fresh, IPPROTO_TCP, TCP_CONGESTION, own, &room) == 0);
-    bool has_been_put_aside = strncmp(own, "bbr", 3) == 0 || strcmp(own, "reno") == 0;
-    rig_start(&rig, LAYOUT, SMB_INT64);
-    CHECK_EQ(in_state_with_reno(TCP_LISTEN), before + (has_been_put_aside ? RIG_SERVERS : 0));
-    struct address name;
-    socklen_t length = sizeof name.name;
-    int full = socket(AF_INET, SOCK_STREAM, 0), filler = socket(AF_INET, SOCK_STREAM, 0);
-    CHECK(address_parse("127.0.0.1", 0, &name) && bind(full, &name.name.any, name.length) == 0 && listen(full, 0) == 0);
-    CHECK(getsockname(full, &name.name.any, &length) == 0);
-    CHECK(connect(filler, &name.name.any, name.length) == 0); /* nobody accepts it, so that a later one is not answered */
-    struct pollfd queue = {.fd = full, .events = POLLIN};
-    CHECK_EQ(poll(&queue, 1, RIG_TIMEOUT_MS), 1);
-    struct dialling dialling = {.port = address_port(&name)};
-    pthread_t thread;
-    CHECK_EQ(smb_client_create(14, &dialling.client), SMB_OK);
-    CHECK_EQ(pthread_create(&thread, NULL, dial, &dialling), 0);
-    WAIT_UNTIL(in_state_with_reno(TCP_SYN_SENT) == 1);
-    close(full); /* it is told so when it asks again */
-    pthread_join(thread, NULL);
-    CHECK_EQ(dialling.status, SMB_DISCONNECTED);
-    smb_client_destroy(dialling.client);
-    close(filler);
-    close(fresh);
-    rig_stop(&rig);
-}
-
-/* ---- cores */
-
-/* Sets the mask of this thread, which those that it starts inherit, to core `core` of `all`; returns its number in the system. */
-static int stay_on(const cpu_set_t *all, int core)
-{
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        if (CPU_ISSET(cpu, all) && core-- == 0) {
-            CPU_SET(cpu, &one);
-            CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
-            return cpu;
-        }
-    }
-    return -1;
-}
-
-/* Of the threads of this process but this one, how many have that mask. */
-static int threads_with(const cpu_set_t *mask)
-{
-    int count = 0;
-    DIR *tasks = opendir("/proc/self/task");
-    for (struct dirent *task = readdir(tasks); task; task = readdir(tasks)) {
-        cpu_set_t its;
-        int thread = atoi(task->d_name);
-        count += thread > 0 && thread != getpid() && sched_getaffinity(thread, sizeof its, &its) == 0 && CPU_EQUAL(&its, mask);
-    }
-    closedir(tasks);
-    return count;
-}
-
-static void large_calls_from_two_cores(bool confined)
-{
-    enum { LARGE = 256 << 10, CALLS = 500 };
-    struct rig rig;
-    struct reach reach;
-    cpu_set_t all, given;
-    CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
-    given = all;
-    if (confined) {
-        CPU_ZERO(&given);
-        CPU_SET(stay_on(&all, 0), &given);
-    }
-    rig_start(&rig, (struct smb_layout){LARGE, LARGE, LARGE, 1}, SMB_INT64);
-    int threads = threads_with(&given);
-    CHECK(threads > 0);
-    reach_make(&reach, &rig, BY_TCP, 31);
-    uint8_t *source = calloc(1, LARGE);
-    for (int core = 0; core < CPU_COUNT(&all) && core < 2; core++) { /* of which one is not the loop's */
-        stay_on(&all, core);
-        for (int i = 0; i < CALLS; i++)
-            must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LARGE, .source = source});
-    }
-    CHECK(sched_setaffinity(0, sizeof all, &all) == 0);
-    free(source);
-    reach_end(&reach); /* and with it threads that the client started */
-    CHECK_EQ(threads_with(&given), threads);
-    rig_stop(&rig);
-}
-
-/* A loop goes to the core of a client that sends much, and is free to leave it again: its mask is what it was. */
-static void loops_are_not_bound_to_a_core(void)
-{
-    large_calls_from_two_cores(false);
-}
-
-/* One that was given a core does not leave it for the client's. */
-static void loops_stay_where_they_may_be(void)
-{
-    large_calls_from_two_cores(true);
-}
-
 int main(void)
 {
     static const struct test tests[] = {
@@ -846,10 +645,6 @@ int main(void)
         TEST(deletion_under_traffic),
         TEST(counters_are_true),
         TEST(contiguous_view),
-        TEST(connections_within_a_host_are_bounded_and_not_paced),
-        TEST(ends_within_a_host_begin_not_paced),
-        TEST(loops_are_not_bound_to_a_core),
-        TEST(loops_stay_where_they_may_be),
     };
     return RUN_TESTS(tests);
 }
