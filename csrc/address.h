@@ -4,12 +4,9 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 struct address {
     socklen_t length;
@@ -38,19 +35,6 @@ static inline bool address_parse(const char *text, uint16_t port, struct address
 static inline uint16_t address_port(const struct address *address)
 {
     return ntohs(address->name.any.sa_family == AF_INET ? address->name.v4.sin_port : address->name.v6.sin6_port);
-}
-
-/* Whether a connected socket leads to this host: both ends have one address. */
-static inline bool address_is_here(int fd)
-{
-    struct address ours, peers;
-    socklen_t ours_length = sizeof ours.name, peers_length = sizeof peers.name;
-    if (getsockname(fd, &ours.name.any, &ours_length) != 0 || getpeername(fd, &peers.name.any, &peers_length) != 0 ||
-        ours.name.any.sa_family != peers.name.any.sa_family || ours.name.any.sa_family == AF_UNIX)
-        return false; /* a pair of Unix sockets: TLS is behind it, and any host */
-    return ours.name.any.sa_family == AF_INET
-               ? ours.name.v4.sin_addr.s_addr == peers.name.v4.sin_addr.s_addr
-               : memcmp(&ours.name.v6.sin6_addr, &peers.name.v6.sin6_addr, sizeof ours.name.v6.sin6_addr) == 0;
 }
 
 #endif

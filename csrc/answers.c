@@ -26,10 +26,10 @@ static void take_failure(struct smb_link *link, struct flight *flight, int statu
     struct stream *stream = flight->stream;
     /* What is known to have been applied was, also if the answer can't be had any more. */
     int state = flight->fate == SMB_DOUBT_APPLIED ? SMB_DOUBT_APPLIED : state_after(status);
-    flight_settle(link, flight, state);
+    flight_settle(flight, state);
     if (stream) {
         if (smb_opcode_changes(flight->opcode))
-            call_part_done(stream, flight->buffer_offset, flight->length, state);
+            call_doubt(stream->call, flight->buffer_offset, flight->length, state);
         call_failed(stream, status);
     }
     flight_landed(link, flight);
@@ -57,7 +57,7 @@ void link_take_success(struct smb_link *link, struct flight *flight, uint64_t a,
     struct stream *stream = flight->stream;
     if (!stream && flight->opcode == SMB_LOCK)
         give_back(link, flight, a);
-    flight_settle(link, flight, SMB_DOUBT_APPLIED);
+    flight_settle(flight, SMB_DOUBT_APPLIED);
     if (stream && stream->told) {
         stream->told->a = a;
         stream->told->b = b;
@@ -123,8 +123,6 @@ static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t her
     if (whole > SMB_FRAME_BYTES && !smb_checksum_is(bytes + SMB_FRAME_BYTES, link->crc))
         return link_spoilt(link);
     *taken = whole;
-    if (reply.opcode == SMB_READ || smb_opcode_changes(reply.opcode))
-        link->crowded = reply.flags & SMB_FLAG_CROWDED;
     return link->watermark_count > 0 ? link_take_watermark(link, &reply) : take_reply(link, &reply);
 }
 

@@ -9,14 +9,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#ifndef SMB_BULK_CALL_BYTES
-#define SMB_BULK_CALL_BYTES (512 << 10) /* tests of small calls have less */
-#endif
-
 enum {
-    BULK_CALL_BYTES = SMB_BULK_CALL_BYTES, /* the second driver helps from here on: to wake it takes as long as half a megabyte */
     POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX,
-    CROWDED_NS = 50000000, /* so long the server's last word is believed */
     /* How long the driver looks again before it sleeps: longer than it takes to wake a loop whose core sleeps (55 to 70 us measured),
      * since a driver that sleeps by then is woken by that loop's answer, and so, it seems, put on its core. Bounded, so that peers
      * which share a core don't wait for each other's spinning. */
@@ -31,16 +25,13 @@ int smb_client_create(uint64_t session, struct smb_client **client)
     made->references = 1;
     made->session = session;
     made->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (made->wake_fd < 0 || second_make(&made->second) != SMB_OK) {
+    if (made->wake_fd < 0) {
         int saved = errno;
-        if (made->wake_fd >= 0)
-            close(made->wake_fd);
         free(made);
         errno = saved;
         return SMB_SYSTEM;
     }
     pthread_mutex_init(&made->mutex, NULL);
-    pthread_mutex_init(&made->accounts, NULL);
     pthread_cond_init(&made->link_wanted, NULL);
     *client = made;
     return SMB_OK;
@@ -84,14 +75,6 @@ void client_wake_driver(struct smb_client *client)
         return; /* its counter is not 0: the driver wakes anyway */
 }
 
-void client_wake_sleeper(struct smb_client *client)
-{
-    pthread_mutex_lock(&client->mutex);
-    if (client->sleeping)
-        client_wake_driver(client);
-    pthread_mutex_unlock(&client->mutex);
-}
-
 void smb_client_close(struct smb_client *client)
 {
     atomic_store(&client->closing, true); /* read by the driver in every round */
@@ -103,7 +86,6 @@ void smb_client_close(struct smb_client *client)
 
 void smb_client_destroy(struct smb_client *client)
 {
-    second_end(&client->second);
     while (client->active) { /* with frames that a caller left, or broken since the last call */
         struct smb_link *link = client->active;
         client->active = link->next;
@@ -123,7 +105,6 @@ void client_release(struct smb_client *client)
     if (atomic_fetch_sub_explicit(&client->references, 1, memory_order_acq_rel) != 1)
         return;
     pthread_cond_destroy(&client->link_wanted);
-    pthread_mutex_destroy(&client->accounts);
     pthread_mutex_destroy(&client->mutex);
     close(client->wake_fd);
     free(client);
@@ -137,46 +118,36 @@ void call_failed(struct stream *stream, int status)
             stream->told->status = status;
         return;
     }
-    pthread_mutex_lock(&stream->link->client->accounts);
     if (outcome->status == SMB_OK) {
         outcome->status = status;
         outcome->segment = stream->segment_index;
     }
-    pthread_mutex_unlock(&stream->link->client->accounts);
 }
 
 void call_applied(struct stream *stream, uint32_t bytes, uint64_t result)
 {
-    pthread_mutex_lock(&stream->link->client->accounts);
     stream->call->outcome->bytes_applied += bytes;
     stream->call->outcome->result = result;
-    pthread_mutex_unlock(&stream->link->client->accounts);
 }
 
-/* Both drivers say the same, so that no order among them is needed. */
 void call_note_sent(struct call *call)
 {
-    __atomic_store_n(&call->outcome->sent, 1, __ATOMIC_RELAXED);
+    call->outcome->sent = 1;
 }
 
 bool call_was_sent(const struct stream *stream)
 {
-    return stream->told ? stream->told->sent : __atomic_load_n(&stream->call->outcome->sent, __ATOMIC_RELAXED);
+    return stream->told ? stream->told->sent : stream->call->outcome->sent;
 }
 
 static bool is_finished(const struct call *call)
 {
-    return atomic_load_explicit(&call->streams_left, memory_order_acquire) == 0;
+    return call->streams_left == 0;
 }
 
 void call_stream_finished(struct stream *stream)
 {
-    struct smb_client *client = stream->link->client;
-    if (atomic_fetch_sub_explicit(&stream->call->streams_left, 1, memory_order_acq_rel) != 1)
-        return;
-    /* The call may be gone from here on. The driver may sleep, if it is not the one who is here. */
-    if (atomic_load_explicit(&client->second.working, memory_order_relaxed))
-        client_wake_sleeper(client);
+    stream->call->streams_left--;
 }
 
 /* ---- the driver --------------------------------------------------------------------------------------------------- */
@@ -191,43 +162,6 @@ static void activate(struct smb_client *client, struct smb_link *link)
     client->active = link;
 }
 
-static bool is_up_and_idle(const struct smb_link *link)
-{
-    return !link_busy(link) && atomic_load_explicit(&link->state, memory_order_relaxed) == LINK_UP;
-}
-
-/* Which link of a pair odd chunks travel on. It is chosen while nothing is under way on either, nor can be on a connection of theirs
- * before this one: a change must not be overtaken by a later one of the same chunk that went the other way. */
-static void choose_way(struct smb_link *even)
-{
-    const struct smb_link *odd = even->odd, *last = odd->heard_ns > even->heard_ns ? odd : even;
-    if (is_up_and_idle(odd) && is_up_and_idle(even))
-        even->alone = last->crowded && smb_now_ns() - last->heard_ns < CROWDED_NS;
-}
-
-/* The even link, if the stream has chunks for the odd one. Its caller's buffer holds it. */
-static struct smb_link *even_of(const struct stream *stream)
-{
-    return stream->request && stream->link->is_odd ? stream->link->even : NULL;
-}
-
-/* Before any of its streams is on a link. */
-static void choose_ways(struct smb_client *client, struct call *call)
-{
-    for (uint32_t i = 0; i < call->stream_count; i++) {
-        struct stream *stream = &call->streams[i];
-        if (second_has(client, stream->link))
-            second_take_back(client);
-        if (even_of(stream))
-            choose_way(even_of(stream));
-    }
-    for (uint32_t i = 0; i < call->stream_count; i++) {
-        struct stream *stream = &call->streams[i];
-        if (even_of(stream) && even_of(stream)->alone)
-            stream->link = even_of(stream);
-    }
-}
-
 static void take_arrivals(struct smb_client *client)
 {
     pthread_mutex_lock(&client->mutex);
@@ -239,18 +173,14 @@ static void take_arrivals(struct smb_client *client)
         call->next = client->calls;
         client->calls = call;
         if (call->settles) {
-            pthread_mutex_lock(&client->accounts);
             if (call->settles->pending > 0)
                 call->settles->settler = call;
             else
                 call->streams_left = 0;
-            pthread_mutex_unlock(&client->accounts);
         }
-        choose_ways(client, call);
         for (uint32_t i = 0; i < call->stream_count; i++) {
             struct stream *stream = &call->streams[i];
             link_enqueue(stream->link, stream);
-            stream->link->bulk |= stream->request && stream->request->bytes >= BULK_CALL_BYTES;
             activate(client, stream->link);
         }
         call = next;
@@ -287,7 +217,6 @@ static int why_late(const struct stream *stream)
     return state == LINK_UP || state == LINK_RESUMING ? SMB_TIMEOUT : sent ? SMB_LINK_LOST : SMB_DISCONNECTED;
 }
 
-/* None of its links is lent. */
 static void abandon(struct call *call)
 {
     for (uint32_t i = 0; i < call->stream_count && !is_finished(call); i++) {
@@ -312,17 +241,13 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
     uint64_t next = UINT64_MAX;
     for (struct call *call = client->calls; call; call = call->next) {
         uint64_t deadline_ns = atomic_load_explicit(&call->deadline_ns, memory_order_relaxed);
-        pthread_mutex_lock(&client->accounts);
         if (call->settles && call->settles->pending == 0) { /* another one was told */
             call->settles = NULL;
             call->streams_left = 0;
         }
-        pthread_mutex_unlock(&client->accounts);
-        if (now_ns >= deadline_ns) {
-            second_take_back(client);
+        if (now_ns >= deadline_ns)
             abandon(call);
-        }
-        if (now_ns < deadline_ns && deadline_ns < next)
+        else if (deadline_ns < next)
             next = deadline_ns;
     }
     return next;
@@ -331,24 +256,18 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
 static bool progress(struct smb_client *client)
 {
     bool moved = false, closing = atomic_load_explicit(&client->closing, memory_order_relaxed);
-    if (closing || second_is_over(client))
-        second_take_back(client);
     if (closing) /* before anything is sent that need not be */
         for (struct smb_link *link = client->active; link; link = link->next)
             link_shut(link, SMB_LINK_LOST);
     for (struct smb_link **at = &client->active; *at;) {
         struct smb_link *link = *at;
-        if (second_has(client, link)) {
-            at = &link->next;
-            continue;
-        }
         if (link_busy(link))
             moved |= link_progress(link);
         if (link_busy(link)) {
             at = &link->next;
         } else {
             *at = link->next;
-            link->active = link->bulk = false;
+            link->active = false;
             client_want_link(link, false);
             link_release(link);
         }
@@ -356,32 +275,20 @@ static bool progress(struct smb_client *client)
     return moved;
 }
 
-/* By the second driver, since take_out_finished looked. */
-static bool some_call_is_finished(const struct smb_client *client)
-{
-    const struct call *call = client->calls;
-    while (call && !is_finished(call))
-        call = call->next;
-    return call != NULL;
-}
-
 /* Until a link can move, a call arrives, or the next deadline. */
-static void sleep_driver(struct smb_client *client, const struct call *own, uint64_t now_ns, uint64_t deadline_ns)
+static void sleep_driver(struct smb_client *client, uint64_t now_ns, uint64_t deadline_ns)
 {
     struct pollfd pollers[POLLED_MAX];
     nfds_t count = 0;
     pollers[count++] = (struct pollfd){.fd = client->wake_fd, .events = POLLIN};
     for (struct smb_link *link = client->active; link && count < POLLED_MAX; link = link->next)
-        if (!second_has(client, link))
-            pollers[count++] = (struct pollfd){.fd = link_fd(link), /* one of -1 is passed over */
-                                               .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
+        pollers[count++] = (struct pollfd){.fd = link_fd(link), /* one of -1 is passed over */
+                                           .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
     uint64_t ms = deadline_ns <= now_ns ? 0 : (deadline_ns - now_ns) / 1000000U + 1;
     if (client->active && count == POLLED_MAX && ms > 1)
         ms = 1; /* more links than are looked at */
     pthread_mutex_lock(&client->mutex);
-    /* The second driver stores (streams_left, working), then looks at `sleeping`; we store `sleeping` and look at those. Both under the
-     * mutex: what it ends after this look, it finds us asleep. Every call is looked at: its caller sleeps until we take it out. */
-    bool arrived = client->arrivals != NULL || is_finished(own) || some_call_is_finished(client) || second_is_over(client);
+    bool arrived = client->arrivals != NULL;
     client->sleeping = !arrived;
     pthread_mutex_unlock(&client->mutex);
     if (arrived)
@@ -395,12 +302,10 @@ static void sleep_driver(struct smb_client *client, const struct call *own, uint
         return;
 }
 
-/* On what the second driver has left to do this one looks for a moment, too: its core would fall asleep, and to be woken then takes
- * longer than half of a megabyte does. */
 static bool much_is_under_way(const struct smb_client *client)
 {
     for (const struct smb_link *link = client->active; link; link = link->next)
-        if (!second_has(client, link) && link_sleeps_at_once(link))
+        if (link_sleeps_at_once(link))
             return true;
     return false;
 }
@@ -410,7 +315,6 @@ static void drive(struct smb_client *client, struct call *own, uint64_t until_ns
     uint64_t last_move_ns = smb_now_ns();
     while (!is_finished(own) || work) {
         take_arrivals(client);
-        second_lend(client);
         bool moved = progress(client);
         uint64_t now_ns = smb_now_ns();
         uint64_t deadline_ns = abandon_late(client, now_ns);
@@ -427,13 +331,12 @@ static void drive(struct smb_client *client, struct call *own, uint64_t until_ns
         } else if (moved) {
             last_move_ns = now_ns;
         } else if (!own_done && (now_ns - last_move_ns > SPIN_NS || much_is_under_way(client))) {
-            sleep_driver(client, own, now_ns, deadline_ns);
+            sleep_driver(client, now_ns, deadline_ns);
             last_move_ns = smb_now_ns();
         } else {
             sched_yield(); /* the peer may have been put on this very core */
         }
     }
-    second_take_back(client); /* nobody drives from here on, or another one */
     take_out_finished(client);
 }
 
@@ -592,30 +495,16 @@ uint32_t call_doubt(struct call *call, uint64_t buffer_offset, uint32_t bytes, i
     return doubt->count++;
 }
 
-uint32_t call_part_done(struct stream *stream, uint64_t buffer_offset, uint32_t bytes, int state)
+void doubt_settled(struct smb_doubt *doubt, uint32_t index, int state)
 {
-    pthread_mutex_lock(&stream->link->client->accounts);
-    uint32_t index = call_doubt(stream->call, buffer_offset, bytes, state);
-    pthread_mutex_unlock(&stream->link->client->accounts);
-    return index;
-}
-
-void doubt_settled(struct smb_client *client, struct smb_doubt *doubt, uint32_t index, int state)
-{
-    bool told = false;
-    pthread_mutex_lock(&client->accounts);
-    if (doubt->pieces[index].state == SMB_DOUBT_PENDING) {
-        doubt->pieces[index].state = state;
-        told = --doubt->pending == 0 && doubt->settler;
-    }
-    if (told) {
-        doubt->settler->settles = NULL;
-        doubt->settler->streams_left = 0;
-        doubt->settler = NULL;
-    }
-    pthread_mutex_unlock(&client->accounts);
-    if (told && atomic_load_explicit(&client->second.working, memory_order_relaxed))
-        client_wake_sleeper(client);
+    if (doubt->pieces[index].state != SMB_DOUBT_PENDING)
+        return;
+    doubt->pieces[index].state = state;
+    if (--doubt->pending > 0 || !doubt->settler)
+        return;
+    doubt->settler->settles = NULL;
+    doubt->settler->streams_left = 0;
+    doubt->settler = NULL;
 }
 
 int smb_doubt_settle(struct smb_client *client, struct smb_doubt *doubt, uint32_t timeout_ms)

@@ -4,12 +4,8 @@
  * calls on all links of the client, and when its own call is done it hands the driving to another that waits. A lone caller
  * thus sends and receives by itself, without a wake-up in between; many callers share the links and fill them.
  *
- * The driver has a second one where links come in pairs (one for the even chunks of a server's segments, one for the odd ones): a
- * thread of ours, to which it lends the odd links while they have much to do. A link is one driver's at a time.
- *
  * Ownership. `mutex` guards: driving, arrivals, waiting, each call's `done`, and which links want a connection. Everything else
- * of links, streams, calls and doubts belongs to the driver, or, of a link that it lent and its streams, to the second one; what
- * both of them account to one call is under `accounts`. A call, its streams and the caller's memory live on the caller's
+ * of links, streams, calls and doubts belongs to the driver. A call, its streams and the caller's memory live on the caller's
  * stack until `done`.
  *
  * A link is a lane, not a connection. When its connection breaks, the frames that were not answered stay; somebody (a thread of
@@ -43,7 +39,7 @@ _Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result tha
 struct call {
     struct smb_outcome *outcome;
     _Atomic uint64_t deadline_ns;
-    _Atomic uint32_t streams_left; /* streams not yet finished; whoever finds 0 (acquire) finds all that they accounted (release) */
+    uint32_t streams_left;         /* streams not yet finished */
     bool done;
     bool waits;                    /* its thread sleeps on `wake` */
     bool has_wake;
@@ -139,14 +135,6 @@ struct smb_link {
     bool local;                    /* to a server of this host, over its Unix socket */
     uint32_t window;
     bool active;                   /* in the driver's list */
-    bool here;                     /* the server is on this host */
-    struct smb_link *odd;          /* set before its first call: carries the odd chunks of all segments there; a reference */
-    struct smb_link *even;         /* the other way round, while that one lives; mutex, or a buffer that holds that one */
-    bool is_odd;                   /* one of the two; set with them */
-    bool bulk;                     /* of an odd one: large calls were put on it since it was idle */
-    bool crowded;                  /* said the last answer that has to do with data */
-    bool alone;                    /* of an even one: it carries the odd chunks, too */
-    struct smb_link *next_lent;    /* while the second driver has it */
     struct smb_link *next;         /* of it */
     struct smb_link *next_of_all;  /* mutex */
     struct stream *queue_head, *queue_tail;
@@ -171,19 +159,6 @@ struct smb_link {
     uint64_t watermark_bytes_sent;
 };
 
-/* The second driver: a thread of ours, for as long as the client lives, but asleep unless the driver lends it links. See second.c. */
-struct second {
-    pthread_t thread;
-    pid_t process;                 /* that it belongs to; 0: not started */
-    pthread_mutex_t mutex;
-    pthread_cond_t changed;
-    bool quit;
-    _Atomic bool working;          /* from lending until it has no more to do with the links */
-    _Atomic bool recalled;
-    int wake_fd;
-    struct smb_link *links;        /* lent: its own while it works, else the driver's; NULL: none */
-};
-
 struct smb_client {
     struct client_stats stats;
     _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
@@ -199,11 +174,9 @@ struct smb_client {
     struct smb_link *links;        /* all that are not freed */
     struct call *arrivals;
     int wake_fd;
-    pthread_mutex_t accounts;      /* what both drivers write: outcomes and doubts. Nothing is taken while it is held */
     /* the driver's */
     struct call *calls;            /* in progress */
     struct smb_link *active;
-    struct second second;
 };
 
 /* Pieces of a call whose caller left, and what became of them. */
@@ -237,17 +210,6 @@ void link_shut(struct smb_link *link, int status);
 /* The stream's call is over: what was not sent is forgotten, what was is left in doubt. */
 void link_abandon(struct smb_link *link, struct stream *stream);
 
-/* ---- second.c. Driver only, but for make and end. */
-int second_make(struct second *second);
-void second_end(struct second *second);
-/* Lends it the odd links that have much to do, if it has none. */
-void second_lend(struct smb_client *client);
-/* Waits until it leaves them alone (a system call or two), and has them back. */
-void second_take_back(struct smb_client *client);
-/* It is done with what it has, or one of them is to be closed: they are to be taken back. */
-bool second_is_over(struct smb_client *client);
-bool second_has(const struct smb_client *client, const struct smb_link *link);
-
 /* ---- client.c */
 /* Goes on to the stream's next piece: have_piece, or not. */
 void stream_advance(struct stream *stream);
@@ -262,12 +224,10 @@ void call_stream_finished(struct stream *stream);
 void call_failed(struct stream *stream, int status);
 /* A piece of a change that is not confirmed; returns its index, or UINT32_MAX where there is no memory to note it. */
 uint32_t call_doubt(struct call *call, uint64_t buffer_offset, uint32_t bytes, int state);
-/* The same, where the other driver may be at it too. */
-uint32_t call_part_done(struct stream *stream, uint64_t buffer_offset, uint32_t bytes, int state);
 void call_applied(struct stream *stream, uint32_t bytes, uint64_t result);
 void call_note_sent(struct call *call);
 bool call_was_sent(const struct stream *stream);
-void doubt_settled(struct smb_client *client, struct smb_doubt *doubt, uint32_t index, int state);
+void doubt_settled(struct smb_doubt *doubt, uint32_t index, int state);
 /* Runs the call's streams to their end. `work` is done in between, piece by piece, until it returns false. */
 void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument);
 /* The same in parts: submit once, then wait, as often as one likes, until it returns true: done. */
@@ -278,7 +238,5 @@ void client_release(struct smb_client *client);
 /* Somebody should make a connection for the link (or no longer). */
 void client_want_link(struct smb_link *link, bool wanted);
 void client_wake_driver(struct smb_client *client);
-/* Only if it sleeps. */
-void client_wake_sleeper(struct smb_client *client);
 
 #endif

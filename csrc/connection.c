@@ -189,15 +189,6 @@ static void count_done(struct connection *connection, const struct gate_request 
     count_request(connection, request->segment, request->frame.opcode, request->frame.length, loop->clock_ns - connection->begun_ns);
 }
 
-/* To what has to do with data. */
-static struct smb_frame reply_to(const struct connection *connection, const struct smb_frame *request, int status)
-{
-    const struct loop *loop = connection->loop;
-    struct smb_frame reply = smb_frame_reply(request, status);
-    reply.flags |= loop->clock_ns < loop->crowded_until_ns ? SMB_FLAG_CROWDED : 0;
-    return reply;
-}
-
 /* The request in hand is answered. `done`: it was carried out, not refused, and is to be counted. */
 static void finish_request(struct connection *connection, bool done)
 {
@@ -205,10 +196,7 @@ static void finish_request(struct connection *connection, bool done)
     if (done)
         count_done(connection, &connection->request);
     connection->replies_held += frame->length >= BULK_BYTES;
-    if (frame->length >= LARGE_BYTES) {
-        connection->loop->bulk = true;
-        lanes_note_large(connection);
-    }
+    connection->loop->bulk |= frame->length >= LARGE_BYTES;
     gate_done(&connection->request);
     connection->have_request = false;
 }
@@ -520,7 +508,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
     if (step == STEP_ON) {
         *done = true;
         connection->payload_have = length;
-        struct smb_frame reply = reply_to(connection, &request->frame, SMB_OK);
+        struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
         put_reply(connection, &reply);
         finish_request(connection, true);
     }
@@ -595,7 +583,7 @@ static enum step answer_failure(struct connection *connection, int status)
     if (smb_opcode_changes(connection->request.frame.opcode))
         gate_refused(connection->loop->server, &connection->request);
     server_count(&connection->loop->server->errors[status], 1);
-    struct smb_frame reply = reply_to(connection, &connection->request.frame, status);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     put_reply(connection, &reply);
     finish_request(connection, false);
     return STEP_ON;
@@ -640,7 +628,7 @@ static void batch_admit(struct connection *connection, struct batch *batch)
 }
 
 /* SMB_OK: at least the first is locked. */
-static int batch_open(const struct connection *connection, struct batch *batch)
+static int batch_open(struct batch *batch)
 {
     for (uint32_t i = batch->count = 0; i < batch->admitted; i++) {
         const struct smb_frame *frame = &batch->requests[i].frame;
@@ -648,7 +636,7 @@ static int batch_open(const struct connection *connection, struct batch *batch)
         int status = gate_open(&batch->requests[i], false, &place);
         if (status != SMB_OK)
             return i == 0 ? status : SMB_OK;
-        struct smb_frame reply = reply_to(connection, frame, SMB_OK);
+        struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
         reply.length = reply.payload = frame->length;
         smb_frame_encode(&reply, batch->headers[i]);
         batch->parts[1 + 2 * i] = (struct iovec){batch->headers[i], SMB_FRAME_BYTES};
@@ -704,7 +692,7 @@ static enum step answer_read_by_copy(struct connection *connection)
         return park(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
-    struct smb_frame reply = reply_to(connection, &request->frame, SMB_OK);
+    struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     reply.length = length;
     uint32_t bytes = wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4);
     if (connection->named)
@@ -727,7 +715,7 @@ static enum step answer_read(struct connection *connection)
     if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
         return answer_read_by_copy(connection);
     batch_admit(connection, &batch);
-    int status = batch_open(connection, &batch);
+    int status = batch_open(&batch);
     if (status != SMB_OK) {
         batch_done(&batch);
         return status == SMB_BUSY ? answer_read_by_copy(connection) : answer_failure(connection, status);
@@ -806,7 +794,7 @@ static enum step answer_change(struct connection *connection)
     if (status != SMB_OK)
         return answer_failure(connection, status);
     FAILPOINT("connection.changed");
-    struct smb_frame reply = reply_to(connection, frame, SMB_OK);
+    struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.argument = result;
     if (fetch && connection->named) { /* the payload is not needed any more */
         reply.length = frame->length;

@@ -218,7 +218,6 @@ static int greet(struct smb_client *client, int fd, int status, uint16_t lane, u
     made->fd = fd;
     made->fresh_fd = -1;
     made->lane = lane;
-    made->here = address_is_here(fd);
     made->window = WINDOW_FRAMES;
     /* A later link of the same lane continues above all that earlier ones used: its changes are never taken for theirs. */
     made->made = made->id << 32 | 1U;

@@ -44,10 +44,10 @@ static inline uint8_t *flight_landing(const struct flight *flight)
     return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
 }
 
-static inline void flight_settle(struct smb_link *link, struct flight *flight, int state)
+static inline void flight_settle(struct flight *flight, int state)
 {
     if (flight->doubt)
-        doubt_settled(link->client, flight->doubt, flight->doubt_index, state);
+        doubt_settled(flight->doubt, flight->doubt_index, state);
 }
 
 /* ---- flight.c */

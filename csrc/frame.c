@@ -90,7 +90,7 @@ static bool reply_is_sound(const struct smb_frame *frame)
 
 static bool request_is_sound(const struct smb_frame *frame)
 {
-    if (frame->status != 0 || frame->flags & SMB_FLAG_CROWDED || frame->payload < smb_frame_checksum_bytes(frame))
+    if (frame->status != 0 || frame->payload < smb_frame_checksum_bytes(frame))
         return false;
     uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
     if (frame->flags & SMB_FLAG_FETCH && frame->opcode != SMB_ACCUMULATE)

@@ -63,7 +63,7 @@ struct smb_cursor smb_cursor_make(const struct smb_layout *layout, uint32_t segm
     return cursor;
 }
 
-static bool next_piece(struct smb_cursor *cursor, struct smb_piece *piece)
+bool smb_cursor_next(struct smb_cursor *cursor, struct smb_piece *piece)
 {
     if (cursor->position >= cursor->end)
         return false;
@@ -75,14 +75,4 @@ static bool next_piece(struct smb_cursor *cursor, struct smb_piece *piece)
     if (cursor->position % layout->stripe_bytes == 0) /* the stripes between belong to the other segments */
         cursor->position += (layout->segment_count - 1) * layout->stripe_bytes;
     return true;
-}
-
-bool smb_cursor_next(struct smb_cursor *cursor, struct smb_piece *piece)
-{
-    while (next_piece(cursor, piece)) {
-        bool odd = piece->segment_offset / cursor->layout->chunk_bytes & 1U;
-        if (cursor->part == SMB_EVERY_CHUNK || odd == (cursor->part == SMB_ODD_CHUNKS))
-            return true;
-    }
-    return false;
 }

@@ -4,16 +4,12 @@
 
 #include "smb.h"
 
-/* Walks the pieces of buffer bytes [position, end) that lie on `segment`, each within one chunk: all of them, or every other
- * chunk's, as the client sends them over two links. */
-enum smb_cursor_part { SMB_EVERY_CHUNK, SMB_EVEN_CHUNKS, SMB_ODD_CHUNKS };
-
+/* Walks the pieces of buffer bytes [position, end) that lie on `segment`, each within one chunk. */
 struct smb_cursor {
     const struct smb_layout *layout;
     uint64_t position;
     uint64_t end;
     uint32_t segment;
-    enum smb_cursor_part part;
 };
 
 struct smb_cursor smb_cursor_make(const struct smb_layout *layout, uint32_t segment, uint64_t offset, uint64_t bytes);

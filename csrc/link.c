@@ -32,11 +32,7 @@ void link_release(struct smb_link *link)
     while (*at != link)
         at = &(*at)->next_of_all;
     *at = link->next_of_all;
-    if (link->odd)
-        link->odd->even = NULL;
     pthread_mutex_unlock(&client->mutex);
-    if (link->odd)
-        link_release(link->odd);
     int fresh = atomic_load(&link->fresh_fd);
     if (fresh >= 0)
         close(fresh);
@@ -49,24 +45,6 @@ void link_release(struct smb_link *link)
     free(link->tokens);
     free(link);
     client_release(client);
-}
-
-int smb_link_pair(struct smb_link *link, struct smb_link *odd)
-{
-    if (link->client != odd->client || link->identity != odd->identity || link->lane == odd->lane || link->odd || odd->even)
-        return SMB_INVALID;
-    link_retain(odd);
-    pthread_mutex_lock(&link->client->mutex);
-    link->odd = odd;
-    odd->even = link;
-    odd->is_odd = true;
-    pthread_mutex_unlock(&link->client->mutex);
-    return SMB_OK;
-}
-
-int smb_link_is_here(struct smb_link *link)
-{
-    return link->here;
 }
 
 int smb_link_alive(struct smb_link *link)
@@ -410,7 +388,7 @@ static void note_unmade(struct stream *stream)
 {
     while (stream->have_piece && !stream->ask) {
         if (smb_opcode_changes(stream->request->opcode))
-            call_part_done(stream, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
+            call_doubt(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
         stream_advance(stream);
     }
     stream->have_piece = false;
@@ -422,10 +400,10 @@ static void fail_flights(struct smb_link *link, int status)
         struct flight *flight = flight_take_from(&link->unsent, &link->unsent_end);
         struct stream *stream = flight->stream;
         int fate = flight->fate == SMB_DOUBT_PENDING ? SMB_DOUBT_UNKNOWN : flight->fate;
-        flight_settle(link, flight, fate);
+        flight_settle(flight, fate);
         if (stream) {
             if (smb_opcode_changes(flight->opcode))
-                call_part_done(stream, flight->buffer_offset, flight->length, fate);
+                call_doubt(stream->call, flight->buffer_offset, flight->length, fate);
             call_failed(stream, status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED : status);
             note_unmade(stream);
         }
@@ -433,21 +411,10 @@ static void fail_flights(struct smb_link *link, int status)
     }
 }
 
-/* Two links of one server live and die together: who asks finds both, or neither. */
-static void close_other(struct smb_link *link)
-{
-    pthread_mutex_lock(&link->client->mutex);
-    struct smb_link *other = link->odd ? link->odd : link->even;
-    if (other)
-        atomic_store(&other->closing, true);
-    pthread_mutex_unlock(&link->client->mutex);
-}
-
 void link_shut(struct smb_link *link, int status)
 {
     if (link_state_of(link) != LINK_CLOSED)
         break_connection(link);
-    close_other(link);
     atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
     link_enter(link, LINK_CLOSED);
     client_want_link(link, false);
@@ -472,7 +439,7 @@ static void leave(struct flight *flight)
     stream->in_flight--;
     if (!smb_opcode_changes(flight->opcode))
         return;
-    flight->doubt_index = call_part_done(stream, flight->buffer_offset, flight->length, flight->fate);
+    flight->doubt_index = call_doubt(stream->call, flight->buffer_offset, flight->length, flight->fate);
     if (flight->fate != SMB_DOUBT_PENDING || flight->doubt_index == UINT32_MAX)
         return;
     flight->doubt = stream->call->outcome->doubt;

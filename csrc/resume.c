@@ -113,7 +113,7 @@ void link_resume(struct smb_link *link)
             if (flight->stream) {
                 link_take_success(link, flight, 0, 0);
             } else {
-                flight_settle(link, flight, flight->fate);
+                flight_settle(flight, flight->fate);
                 flight_landed(link, flight);
             }
         } else {

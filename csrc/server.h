@@ -34,9 +34,6 @@ enum {
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
-    CROWD_SLOTS = 64,             /* of sessions; more share them, and may then pass for fewer */
-    CROWD_NS = 20000000,          /* so long after its last large request a session is one of the crowd: */
-    CROWD_NOTED_NS = 1000000,     /* which a connection notes once in this time */
     LOOPS_MAX = 64
 };
 
@@ -111,7 +108,6 @@ struct smb_server {
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
-    _Atomic uint64_t crowd[CROWD_SLOTS]; /* when a session of that slot last had a large request */
     struct sync_counters waited;        /* of all segments */
     pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
     struct connection *lanes;
@@ -140,7 +136,6 @@ struct loop {
     struct wait *answers;         /* whose answers came, newest first */
     uint32_t not_greeted;
     bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
-    uint64_t crowded_until_ns;    /* several sessions have large requests, and there are not two loops for each */
 };
 
 /* ---- registry (registry.c) */
@@ -254,8 +249,6 @@ void lanes_enter(struct connection *connection);
 void lanes_leave(struct connection *connection);
 /* No connection of the session does anything any more; their loops close them. */
 void lanes_fence_session(struct smb_server *server, uint64_t session);
-/* It has had a request of LARGE_BYTES or more. */
-void lanes_note_large(struct connection *connection);
 
 enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_PARKED };
 
@@ -285,8 +278,6 @@ struct connection {
     uint64_t opened_ns;
     struct smb_tally done;
     uint64_t begun_ns;                  /* the request in hand */
-    uint64_t crowd_noted_ns;
-    uint32_t crowd_slot;                /* its session's, from when it speaks for it; lanes_lock, to others than its loop */
     uint64_t backlog_bytes;             /* as counted in its loop */
 
     /* the request in hand */

@@ -389,11 +389,6 @@ int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uin
 int smb_link_alive(struct smb_link *link);
 /* 1 while it has a connection, as far as is known. */
 int smb_link_connected(struct smb_link *link);
-/* 1 where its server is on this host, by the addresses of the connection that it began with. */
-int smb_link_is_here(struct smb_link *link);
-/* Before the first call of either, two links to one server, of two lanes: what is asked of odd chunks through a buffer that was told
- * of `link` travels on `odd` from now on, and large calls on both at once. They are closed together. */
-int smb_link_pair(struct smb_link *link, struct smb_link *odd);
 uint64_t smb_link_id(struct smb_link *link);
 void smb_link_close(struct smb_link *link);
 /* Waits until some link has calls but no connection, and puts it into the caller's hands: resume it, or let it go. SMB_TIMEOUT;

@@ -9,7 +9,6 @@
 enum {
     STEP_WAIT_NS = 1000000, /* for a chunk's lock, before the links are looked after: this thread may move others' bytes */
     STREAMS_ON_STACK = 8,
-    STREAMS_PER_SEGMENT = 2, /* over a pair of links */
     /* A call of this size and more goes around the caches. Measured against plain copies: 0.7 times at 4 MiB, 1.3 at 16. The
      * size of the last cache is no guide: virtual machines report what they share with others. */
     STREAMING_BYTES = 16 << 20
@@ -332,13 +331,10 @@ static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_r
 
 /* The part of the range that travels over one link; false: there is none. */
 static bool make_stream(struct smb_buffer *buffer, const struct smb_request *request, struct call *call, uint32_t index,
-                        enum smb_cursor_part part, struct stream *stream)
+                        struct smb_cursor cursor, struct stream *stream)
 {
     const struct place *place = &buffer->places[index];
-    struct smb_cursor cursor = smb_cursor_make(&buffer->layout, index, request->offset, request->bytes);
-    cursor.part = part;
-    *stream = (struct stream){.call = call, .link = part == SMB_ODD_CHUNKS ? place->link->odd : place->link,
-                              .request = request, .cursor = cursor, .segment_index = index,
+    *stream = (struct stream){.call = call, .link = place->link, .request = request, .cursor = cursor, .segment_index = index,
                               .segment_id = place->segment_id, .epoch = place->epoch, .dtype = (uint8_t)buffer->dtype};
     const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
     int sources = others_of(request, others);
@@ -362,10 +358,7 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
             *local = true;
             continue;
         }
-        bool two = place->link->odd;
-        count += make_stream(buffer, request, call, i, two ? SMB_EVEN_CHUNKS : SMB_EVERY_CHUNK, &streams[count]);
-        if (two)
-            count += make_stream(buffer, request, call, i, SMB_ODD_CHUNKS, &streams[count]);
+        count += make_stream(buffer, request, call, i, cursor, &streams[count]);
     }
     return count;
 }
@@ -504,8 +497,8 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
     struct call call = {.outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
     struct local_work work = {.buffer = buffer, .request = request, .outcome = &local_outcome,
                               .deadline_ns = call.deadline_ns};
-    if (STREAMS_PER_SEGMENT * buffer->layout.segment_count > STREAMS_ON_STACK)
-        streams = malloc(STREAMS_PER_SEGMENT * buffer->layout.segment_count * sizeof *streams);
+    if (buffer->layout.segment_count > STREAMS_ON_STACK)
+        streams = malloc(buffer->layout.segment_count * sizeof *streams);
     bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
     /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1 byte. */
     if (needs_scratch)

@@ -38,9 +38,7 @@ enum smb_frame_flag {
     SMB_FLAG_WIRE_SHIFT = 4,  /* enum smb_wire, 3 bits */
     SMB_FLAG_WIRE = 7 << SMB_FLAG_WIRE_SHIFT,
     SMB_FLAG_CHECKSUM = 1 << 7, /* the payload ends with the crc32c of header and payload before it */
-    SMB_FLAG_CROWDED = 1 << 8, /* of a reply: the server has no two loops for each client with large requests */
-    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM |
-                      SMB_FLAG_CROWDED
+    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
 /* Payloads: of ACCUMULATE_FROM, where to read; of APPLY, the segments of the gradient and of the state (0: none), then the words

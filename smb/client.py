@@ -462,7 +462,7 @@ class Client:
         return for_each(
             places,
             lambda place: choose(self._transports, place, epoch, deadline),
-            lambda way: way.transport == Tcp.name and way.link is not None and not way.link.is_here(),
+            lambda way: way.transport == Tcp.name,
         )
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:

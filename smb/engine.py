@@ -138,12 +138,11 @@ class Lane(IntEnum):
     """What each link to a server is for. Changes of a lane are made in order; what waits has a lane of its own, so that
     nothing waits behind it."""
 
-    TCP_DATA = 0  # of even chunks only, where there is a link of TCP_ODD_CHUNKS beside it
+    TCP_DATA = 0
     TCP_WAITS = 1
     UNIX_DATA = 2
     UNIX_WAITS = 3
     UNIX_ATTACH = 4
-    TCP_ODD_CHUNKS = 5
     VERBS_DATA = 6
 
 
@@ -398,14 +397,6 @@ class Link:
     def alive(self) -> bool:
         """Whether it may be used: it was not closed. It need not have a connection now."""
         return bool(lib.smb_link_alive(self.pointer))
-
-    def is_here(self) -> bool:
-        """Whether its server is on this host, by the addresses of the connection."""
-        return bool(lib.smb_link_is_here(self.pointer))
-
-    def pair(self, odd: Link) -> None:
-        """Let what is asked of odd chunks travel on `odd`: before the first call of either."""
-        _check(lib.smb_link_pair(self.pointer, odd.pointer))
 
     def connected(self) -> bool:
         """Whether it has a connection, as far as is known."""

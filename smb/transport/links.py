@@ -121,24 +121,10 @@ class Links:
         with entry.lock:  # one connects, the others wait for its link
             if entry.link is None or not entry.link.alive():
                 link = self._connect(entry, where, deadline)
-                if lane is Lane.TCP_DATA and link.is_here():
-                    self._pair(link, place, deadline)
                 entry.link, entry.where = link, where
             link = entry.link
         self.tokens.show(link, place.id, deadline.left_ms())
-        if lane is Lane.TCP_DATA:
-            with self._lock:
-                odd = self._entries.get((place.server, Lane.TCP_ODD_CHUNKS))
-            if odd is not None and odd.link is not None:
-                self.tokens.show(odd.link, place.id, deadline.left_ms())
         return link
-
-    def _pair(self, link: Link, place: SegmentPlace, deadline: Deadline) -> None:
-        """Give the link a second one beside it: over loopback one connection is one core's work. Over a network nothing
-        was measured that would need it."""
-        with self._lock:
-            self._entries.pop((place.server, Lane.TCP_ODD_CHUNKS), None)  # it belongs to a link that is closed
-        link.pair(self.reach(place, Lane.TCP_ODD_CHUNKS, deadline))
 
     def close(self) -> None:
         """Close all of them."""

@@ -104,13 +104,6 @@ void reach_make(struct reach *reach, struct rig *rig, enum way way, uint64_t ses
                                             &instance),
                      SMB_OK);
         CHECK_EQ(instance, 1000 + i);
-        if (way == BY_UNIX)
-            continue;
-        CHECK_EQ(smb_client_connect_tcp(reach->client, "127.0.0.1", rig->ports[i], 11, RIG_TIMEOUT_MS, &reach->odd_links[i],
-                                        &instance),
-                 SMB_OK);
-        CHECK_EQ(smb_link_pair(reach->links[i], reach->odd_links[i]), SMB_OK);
-        CHECK_EQ(smb_link_pair(reach->links[i], reach->odd_links[i]), SMB_INVALID); /* once */
     }
     reach->buffer = reach_buffer(reach, rig, way, 0);
 }
@@ -121,11 +114,8 @@ void reach_end(struct reach *reach)
     for (int i = 0; i < RIG_SEGMENTS_MAX; i++)
         if (reach->segments[i])
             smb_segment_release(reach->segments[i]);
-    for (int i = 0; i < RIG_SERVERS; i++) {
+    for (int i = 0; i < RIG_SERVERS; i++)
         smb_link_close(reach->links[i]);
-        if (reach->odd_links[i])
-            smb_link_close(reach->odd_links[i]);
-    }
     smb_client_destroy(reach->client);
     for (int i = 0; i < RIG_SERVERS; i++) {
         if (reach->pumps[i])

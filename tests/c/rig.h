@@ -5,8 +5,7 @@
 #include "check.h"
 #include "smb.h"
 
-enum { RIG_SERVERS = 2, RIG_SEGMENTS_MAX = 8, RIG_EPOCH = 3, RIG_TIMEOUT_MS = 20000,
-       RIG_CONNECTIONS = 2 /* over TCP, of a client to each server */ };
+enum { RIG_SERVERS = 2, RIG_SEGMENTS_MAX = 8, RIG_EPOCH = 3, RIG_TIMEOUT_MS = 20000 };
 
 /* Another process may have a copy, to reach the servers. */
 struct rig {
@@ -31,7 +30,6 @@ enum way { BY_TCP, BY_UNIX, BY_MAPPING, BY_BOTH /* every other segment mapped, t
 struct reach {
     struct smb_client *client;
     struct smb_link *links[RIG_SERVERS];
-    struct smb_link *odd_links[RIG_SERVERS]; /* of TCP: a pair with the other */
     struct smb_segment *segments[RIG_SEGMENTS_MAX]; /* mapped ones */
     struct smb_buffer *buffer;
     struct pump *pumps[RIG_SERVERS];         /* of BY_REFERENCE */

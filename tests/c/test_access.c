@@ -99,33 +99,6 @@ static void rights_on_a_link(void)
     take_down(&rigged);
 }
 
-/* A token is shown on the link that it is for, also where the data of both links of a pair travels on one. */
-static void both_links_of_a_pair_show_tokens(void)
-{
-    struct rigged rigged;
-    struct smb_link *odd;
-    uint64_t instance;
-    int end;
-    set_up(&rigged);
-    adopt(&rigged, &end);
-    CHECK_EQ(smb_client_connect_fd(rigged.client, end, 5, RIG_TIMEOUT_MS, &odd, &instance), SMB_OK);
-    CHECK_EQ(smb_link_pair(rigged.link, odd), SMB_OK);
-    struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
-    CHECK_EQ(smb_link_authorize(rigged.link, &token, RIG_TIMEOUT_MS), SMB_OK);
-    must(rigged.buffer, (struct smb_request){.opcode = SMB_FETCH_ADD, .bytes = 8});
-    uint32_t even_references = rigged.link->references, odd_references = odd->references;
-    rigged.link->crowded = odd->crowded = true;
-    rigged.link->heard_ns = odd->heard_ns = smb_now_ns();
-    CHECK_EQ(smb_link_authorize(odd, &token, RIG_TIMEOUT_MS), SMB_OK);
-    CHECK_EQ(rigged.link->references, even_references);
-    CHECK_EQ(odd->references, odd_references);
-    rigged.link->heard_ns = odd->heard_ns = smb_now_ns();
-    must(rigged.buffer, add());
-    CHECK(rigged.link->alone);
-    smb_link_close(odd);
-    take_down(&rigged);
-}
-
 /* Gives the link another connection whenever it has none. */
 static void *tend(void *argument)
 {
@@ -362,7 +335,7 @@ static void sha256_of_known_texts(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(rights_on_a_link), TEST(both_links_of_a_pair_show_tokens), TEST(tokens_follow_the_link),
+    static const struct test tests[] = {TEST(rights_on_a_link), TEST(tokens_follow_the_link),
                                         TEST(grants_of_many_segments), TEST(tokens_travel_by_record), TEST(records_without_a_token),
                                         TEST(proofs_for_the_control_plane), TEST(sha256_of_known_texts)};
     return RUN_TESTS(tests);

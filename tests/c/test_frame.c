@@ -231,8 +231,7 @@ static void each_rule(void)
     frame = request(SMB_ACCUMULATE), frame.flags = SMB_FLAG_FETCH, expect(frame, SMB_OK);
     frame.flags = SMB_FLAG_RETRY, expect(frame, SMB_OK);
     frame.flags = SMB_FLAGS_KNOWN + 1, expect(frame, SMB_PROTOCOL);
-    frame.flags = SMB_FLAG_CROWDED, expect(frame, SMB_PROTOCOL);
-    frame = smb_frame_reply(&frame, SMB_OK), expect(frame, SMB_OK);
+    frame = request(SMB_READ), frame = smb_frame_reply(&frame, SMB_TIMEOUT), expect(frame, SMB_OK);
     frame = request(SMB_ACCUMULATE);
     frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL);
     frame.payload += SMB_TOKEN_BYTES, expect(frame, SMB_OK);

@@ -255,11 +255,9 @@ class OfLanes:
         return fault
 
 
-@pytest.mark.parametrize("loops", [4, 1])
-def test_large_calls_over_two_connections(tmp_path: Path, loops: int) -> None:
-    """Calls of ten chunks travel over two connections, each with chunks of its own, or, where the server has not loops
-    enough for two clients, by turns over two and over one; both break, again and again, and a small call to any chunk
-    finds what the large ones before it left: nothing is lost, doubled or overtaken."""
+def test_large_calls_of_two_clients(tmp_path: Path) -> None:
+    """Calls of ten chunks, and small ones between them, of two clients, over connections that break again and again:
+    a small call to any chunk finds what the large ones before it left; nothing is lost, doubled or overtaken."""
     count = 10 * 32768 + 5  # int64: ten chunks of 256 KiB and a bit
     calls, step = times(40, 400), delta(count)
     plan = OfLanes(RandomPlan(seed(), 25.0))
@@ -271,14 +269,14 @@ def test_large_calls_over_two_connections(tmp_path: Path, loops: int) -> None:
             for turn in range(calls):
                 common.accumulate(step)
                 own.write(step * turn)
-                at = (turn * 32768 + number) % count  # a chunk of either connection
+                at = (turn * 32768 + number) % count
                 assert own.read(at, 1)[0] == step[at] * turn
                 assert own.fetch_add(at, 7) == step[at] * turn
                 expected = step * turn
                 expected[at] += 7
                 np.testing.assert_array_equal(own.read(), expected)
 
-    daemons = behind_a_proxy(tmp_path, plan, "--loops", str(loops))
+    daemons = behind_a_proxy(tmp_path, plan)
     with daemons as (address, _), smb.connect(address, transport="tcp", timeout=60) as client:
         for name in ("common", "own-0", "own-1"):
             client.create(name, count, "int64")
@@ -288,5 +286,4 @@ def test_large_calls_over_two_connections(tmp_path: Path, loops: int) -> None:
                 done.result()
         plan.plan.quiet = True
         np.testing.assert_array_equal(client.open("common").read(), step * (2 * calls))
-    even, odd = (plan.fired.get(lane, 0) for lane in (Lane.TCP_DATA, Lane.TCP_ODD_CHUNKS))
-    assert (min(even, odd) > 10) if loops == 4 else (even + odd > 20), plan.fired
+    assert plan.fired.get(Lane.TCP_DATA, 0) > 10, plan.fired

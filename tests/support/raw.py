@@ -81,7 +81,6 @@ class Flag(IntFlag):
     INT8 = 0x30
     SPARSE = 0x40
     CHECKSUM = 0x80
-    CROWDED = 0x100
 
 
 class Status(IntEnum):

@@ -42,7 +42,6 @@ MALFORMED = {
     "a reply": replace(READ, flags=Flag.REPLY),
     "unknown flag": replace(READ, flags=16),
     "high flag": replace(READ, flags=0x8000),
-    "what only an answer tells": replace(READ, flags=Flag.CROWDED),
     "fetch of a read": replace(READ, flags=Flag.FETCH),
     "status in a request": replace(READ, status=1),
     "no dtype": replace(READ, dtype=0),
