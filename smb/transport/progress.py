@@ -99,8 +99,10 @@ class Progress:
 
     def close(self) -> None:
         """Close all of them, and end the thread."""
-        self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            self._stopping = True
+            if not self._ended:  # else the descriptor is closed, and its number may be somebody else's
+                os.eventfd_write(self._wake, 1)
         self._thread.join()
 
     def _call(self, call: Callable[[], None]) -> None:
