@@ -10,11 +10,7 @@
 #include <unistd.h>
 
 enum {
-    POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX,
-    /* How long the driver looks again before it sleeps: longer than it takes to wake a loop whose core sleeps (55 to 70 us measured),
-     * since a driver that sleeps by then is woken by that loop's answer, and so, it seems, put on its core. Bounded, so that peers
-     * which share a core don't wait for each other's spinning. */
-    SPIN_NS = 100000
+    POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX
 };
 
 int smb_client_create(uint64_t session, struct smb_client **client)

@@ -21,6 +21,7 @@
 #include <sys/types.h>
 
 #include "access.h"
+#include "clock.h"
 #include "layout.h"
 #include "segment.h"
 #include "stats.h"
@@ -31,7 +32,6 @@ enum {
     ATOMICS_FLYING_MAX = 4, /* fetch_add and compare_swap: a record keeps the results of the last RECORD_RESULTS */
     LINK_IN_BYTES = 4096,
     ANSWERS_AWAITED = 16,  /* reads that are answered in one look at the socket: 4 MiB of chunks */
-    SPIN_BYTES_MAX = 128 << 10, /* who awaits more sleeps at once: spinning keeps the core that the other end needs, or the cache */
     STREAM_BURST = 8       /* frames of one stream before the next stream of the link has its turn */
 };
 _Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");

@@ -1,9 +1,14 @@
-/* clock.h: nanoseconds of the two clocks that are used. */
+/* clock.h: nanoseconds of the two clocks that are used, and how long who waits for a peer looks before it sleeps. */
 #ifndef SMB_CLOCK_H
 #define SMB_CLOCK_H
 
 #include <stdint.h>
 #include <time.h>
+
+enum {
+    SPIN_NS = 100000,          /* longer than it takes to wake a thread whose core sleeps */
+    SPIN_BYTES_MAX = 128 << 10 /* no spinning where so much is under way: it keeps the core, or the cache, that the peer needs */
+};
 
 static inline uint64_t smb_clock_ns(clockid_t clock)
 {

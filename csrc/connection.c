@@ -196,7 +196,7 @@ static void finish_request(struct connection *connection, bool done)
     if (done)
         count_done(connection, &connection->request);
     connection->replies_held += frame->length >= BULK_BYTES;
-    connection->loop->bulk |= frame->length >= LARGE_BYTES;
+    connection->loop->bulk |= frame->length >= SPIN_BYTES_MAX;
     gate_done(&connection->request);
     connection->have_request = false;
 }
@@ -538,7 +538,7 @@ static enum step receive_payload(struct connection *connection)
         if (done || step != STEP_ON)
             return step;
     }
-    connection->loop->bulk |= frame->payload - connection->payload_have >= LARGE_BYTES;
+    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX;
     uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
     bool in_checksum = connection->payload_have >= elements;
     uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;

@@ -15,7 +15,6 @@
 enum {
     EVENTS_PER_WAIT = 64,
     LOOKS_PER_WAIT = 4, /* at the socket served last, while a loop spins, to one at all of them */
-    SPIN_NS = 50000 /* a loop that had something to do looks again for this long before it sleeps: a wake-up costs more */
 };
 
 struct listener {

@@ -17,6 +17,7 @@
 #include <stdatomic.h>
 
 #include "access.h"
+#include "clock.h"
 #include "journal.h"
 #include "segment.h"
 #include "stats.h"
@@ -29,7 +30,6 @@ enum {
     OUT_BYTES = 4096,             /* as do small replies, each of up to: */
     SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
     FRAMES_PER_TURN = 32,         /* then the next connection of the loop has its turn */
-    LARGE_BYTES = 128 << 10,      /* after requests of this size a loop sleeps at once */
     BULK_BYTES = 32768,           /* a request of this size is worth a system call for its answer: */
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
