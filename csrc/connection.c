@@ -385,19 +385,6 @@ static const struct slot *change_slot(const struct connection *connection)
     return connection->named && connection->staging == connection->named->payload ? connection->named : &connection->slot;
 }
 
-bool connection_look(struct connection *connection)
-{
-    if (connection->wait != WAIT_INPUT || connection->have_request || connection->in_start < connection->in_end)
-        return false;
-    ssize_t done = read(connection->fd, connection->in, IN_BYTES);
-    if (done <= 0)
-        return false; /* also of one that has ended: epoll says that, too */
-    connection->in_start = 0;
-    connection->in_end = (uint32_t)done;
-    connection->drained = done < IN_BYTES;
-    return true;
-}
-
 static enum step receive_more(struct connection *connection)
 {
     uint32_t left = connection->in_end - connection->in_start;

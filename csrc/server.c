@@ -13,8 +13,7 @@
 #include "server.h"
 
 enum {
-    EVENTS_PER_WAIT = 64,
-    LOOKS_PER_WAIT = 4, /* at the socket served last, while a loop spins, to one at all of them */
+    EVENTS_PER_WAIT = 64
 };
 
 struct listener {
@@ -63,8 +62,6 @@ static void count_backlog(struct connection *connection, bool waits)
 static void unlink_connection(struct loop *loop, struct connection *connection)
 {
     count_backlog(connection, false);
-    if (loop->last == connection)
-        loop->last = NULL;
     if (connection->previous)
         connection->previous->next = connection->next;
     else
@@ -142,7 +139,6 @@ static void serve(struct loop *loop, struct connection *connection)
         drop_connection(loop, connection);
         return;
     }
-    loop->last = connection;
     if (!move_connection(loop, connection))
         arm(loop, connection);
 }
@@ -353,22 +349,15 @@ static int wait_ms(const struct loop *loop)
 static int wait_for_events(struct loop *loop, struct epoll_event *events, bool served)
 {
     int timeout = wait_ms(loop);
-    /* Whoever moves much spins in vain where the other end needs this core, or finds its bytes in this core's cache. */
-    bool spins = !loop->bulk;
-    int count = spins ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0) : 0;
-    bool waits = count == 0 && timeout != 0 && spins && served;
-    uint32_t looks = 0;
-    uint64_t until_ns = waits ? smb_now_ns() + SPIN_NS : 0; /* from here on: what it had to do may have taken longer than that */
-    while (waits && count == 0 && smb_now_ns() < until_ns) {
+    bool spins = served && !loop->bulk && timeout != 0;
+    uint64_t until_ns = spins ? smb_now_ns() + SPIN_NS : 0; /* from here on: what it had to do may have taken longer than that */
+    int count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, spins ? 0 : timeout);
+    while (spins && count == 0) {
         sched_yield(); /* the peer that we wait for may have been put on this very core: measured 6 times the latency */
-        if (loop->last && connection_look(loop->last)) {
-            events[0] = (struct epoll_event){.events = EPOLLIN, .data.ptr = loop->last};
-            return 1;
-        }
-        if (!loop->last || looks++ % LOOKS_PER_WAIT == 0)
-            count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, 0);
+        spins = smb_now_ns() < until_ns;
+        count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, spins ? 0 : timeout);
     }
-    return count == 0 && (timeout != 0 || !spins) ? epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, timeout) : count;
+    return count;
 }
 
 static void *run_loop(void *argument)

@@ -128,7 +128,6 @@ struct loop {
     pthread_mutex_t inbox_lock;
     struct connection *inbox;     /* accepted by another loop, to be taken over by this one */
     struct connection *connections;
-    struct connection *last;      /* served; NULL: none, or it has left */
     struct connection *again;     /* had their turn but have more in hand */
     struct connection *parked;
     _Atomic bool sweep;           /* some connection of the loop was fenced from outside: close it */
@@ -229,8 +228,6 @@ struct connection *connection_create(struct loop *loop, int fd, int transport);
 void slots_retain(struct smb_slots *slots);
 /* One of them; NULL where there is no such. */
 const struct slot *slots_at(const struct smb_slots *slots, uint64_t index);
-/* Looks for a next request without asking epoll; what came is taken up in its next turn. */
-bool connection_look(struct connection *connection);
 /* Reads, executes, answers until nothing more can be done now. false: close it. */
 bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
