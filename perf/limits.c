@@ -316,8 +316,6 @@ static void read_plan(int count, char **words)
             plan.connections = (unsigned)number;
         } else if (!strcmp(name, "buffer_bytes")) {
             plan.buffer_bytes = number;
-        } else if (!strcmp(name, "reno")) {
-            plan.reno = number != 0;
         } else if (!strcmp(name, "piece_bytes")) {
             plan.piece_bytes = number;
         } else if (!strcmp(name, "address")) {

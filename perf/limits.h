@@ -23,7 +23,6 @@ struct plan {
     bool polling;     /* sockets: never sleep */
     unsigned connections;   /* of each client, each with a part of the array and a thread on both sides */
     uint64_t buffer_bytes;  /* SO_SNDBUF and SO_RCVBUF; 0: the system's own */
-    bool reno;              /* TCP: that congestion control, which does not pace what it sends; else the system's own */
     uint64_t piece_bytes;   /* what the server adds at once */
     const char *address;    /* TCP: where the server listens, IPv4; NULL: on loopback */
     const char *namespace;  /* the file of the network namespace in which the server is; NULL: the clients' own */

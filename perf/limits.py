@@ -139,18 +139,11 @@ def _sockets(family: str, over: str, buffers: Sequence[int]) -> list[Limit]:
         if polling and connections > 1 and (os.cpu_count() or 1) < 4:
             continue  # four pollers, a core for each of which there is not
         for buffer_bytes in buffers:
-            for reno in (0, 1) if family == TCP and buffer_bytes <= SMALL_BYTES else (0,):
-                name = f"bare {title} socket{'s'[: connections > 1]}, {'polling' if polling else 'blocking'}"
-                name += f", {connections} connections" if connections > 1 else ""
-                name += f", {buffer_bytes >> 10} KiB buffers" if buffer_bytes else ""
-                name += ", reno" if reno else ""
-                options = {
-                    "polling": polling,
-                    "connections": connections,
-                    "buffer_bytes": buffer_bytes,
-                    "reno": reno,
-                }
-                limits.append(Limit(name, family, over, **options))
+            name = f"bare {title} socket{'s'[: connections > 1]}, {'polling' if polling else 'blocking'}"
+            name += f", {connections} connections" if connections > 1 else ""
+            name += f", {buffer_bytes >> 10} KiB buffers" if buffer_bytes else ""
+            options = {"polling": polling, "connections": connections, "buffer_bytes": buffer_bytes}
+            limits.append(Limit(name, family, over, **options))
     return limits
 
 

@@ -158,9 +158,6 @@ static void set_socket(int socket)
     if (plan.transport == TCP) {
         setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     }
-    if (plan.transport == TCP && plan.reno && setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, "reno", 4) != 0) {
-        fail("congestion control reno: %s", strerror(errno));
-    }
     if (bytes > 0) {
         /* The second one, for who may, is not bounded by the system's limit. */
         setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);

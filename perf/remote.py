@@ -28,9 +28,9 @@ from perf.netlab import NAMESPACES, Host, Lab
 
 SERVER, CLIENT = "server0", "client0"
 LOOPBACK = "127.0.0.1"
-# Linux's default, or the other one without pacing, where a namespace may not choose that: this machine's own may be BBR, whose
-# timers few users have between two hosts of a rack.
-_UNPACED = "f=/proc/sys/net/ipv4/tcp_congestion_control; echo cubic > $f || echo reno > $f"
+# Linux's default congestion control; where a namespace may not choose that, reno, which does not pace either. This machine's
+# own may be BBR, whose timers few users have between two hosts of a rack.
+_UNPACED = "f=/proc/sys/net/ipv4/tcp_congestion_control; { echo cubic > $f; } 2>/dev/null || echo reno > $f"
 _ROOT = Path(__file__).parents[1]
 _ADDRESS, _NAMESPACE = f"NETLAB_{SERVER.upper()}_ADDRESS", f"NETLAB_{SERVER.upper()}_NAMESPACE"  # netlab.Lab.variables
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
