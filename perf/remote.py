@@ -28,8 +28,8 @@ from perf.netlab import NAMESPACES, Host, Lab
 
 SERVER, CLIENT = "server0", "client0"
 LOOPBACK = "127.0.0.1"
-# Linux's default congestion control; where a namespace may not choose that, reno, which does not pace either. This machine's
-# own may be BBR, whose timers few users have between two hosts of a rack.
+# Linux's default congestion control; where a namespace may not choose that, reno, which does not pace either. This
+# machine's own may be BBR, whose timers few users have between two hosts of a rack.
 _UNPACED = "f=/proc/sys/net/ipv4/tcp_congestion_control; { echo cubic > $f; } 2>/dev/null || echo reno > $f"
 _ROOT = Path(__file__).parents[1]
 _ADDRESS, _NAMESPACE = f"NETLAB_{SERVER.upper()}_ADDRESS", f"NETLAB_{SERVER.upper()}_NAMESPACE"  # netlab.Lab.variables
