@@ -142,7 +142,7 @@ class Route(Arguments):
                 if all(buffer._open_again(deadline) for buffer in (self, *others)):
                     ended = None
                     continue
-            elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
+            elsewhere = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE) or not _all_alive(self._ways)
             if not elsewhere or ended.sent or deadline.left() == 0.0:
                 raise self._error(opcode, ended)
             self._forget(handle)
