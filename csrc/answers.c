@@ -41,7 +41,7 @@ static void give_back(struct smb_link *link, const struct flight *lock, uint64_t
     struct flight *flight = flight_take(link);
     if (!flight)
         return;
-    *flight = (struct flight){.sequence = link->made++, .segment_id = lock->segment_id, .epoch = lock->epoch,
+    *flight = (struct flight){.sequence = link_next_sequence(link), .segment_id = lock->segment_id, .epoch = lock->epoch,
                               .opcode = SMB_UNLOCK, .fate = SMB_DOUBT_NOT_APPLIED};
     struct smb_frame frame = {.opcode = SMB_UNLOCK, .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
     flight_put_small(flight, token);

@@ -18,7 +18,7 @@ MODULE = "smb._engine"
 SOURCES = (
     *("failpoint", "kernels", "frame", "layout", "sha256", "access", "records", "pages", "segment", "journal", "sync"),
     *("gate", "waits", "lanes", "connection", "counts", "registry", "slots", "server"),
-    *("dial", "flight", "resume", "answers", "link", "client", "transfer"),
+    *("dial", "flight", "resume", "answers", "link", "client", "views", "transfer"),
 )
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
 # become vector selects; it changes no result. No -march: users run what we build on other machines (see kernels.c).

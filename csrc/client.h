@@ -138,7 +138,7 @@ struct smb_link {
     struct smb_link *next;         /* of it */
     struct smb_link *next_of_all;  /* mutex */
     struct stream *queue_head, *queue_tail;
-    uint64_t made;                 /* the next sequence number */
+    uint64_t made;                 /* frames, ever */
     uint32_t flying;               /* unsent and sent ones */
     uint64_t flying_bytes;         /* of ranges, of them */
     uint32_t atomics_flying;
@@ -171,6 +171,7 @@ struct smb_client {
     bool sleeping;                 /* the driver is in poll: wake it */
     _Atomic bool closing;
     _Atomic uint64_t links_made;
+    _Atomic uint64_t sequences;    /* numbers used, by all links: one lane's later link goes on above what its earlier ones used */
     struct smb_link *links;        /* all that are not freed */
     struct call *arrivals;
     int wake_fd;

@@ -219,8 +219,6 @@ static int greet(struct smb_client *client, int fd, int status, uint16_t lane, u
     made->fresh_fd = -1;
     made->lane = lane;
     made->window = WINDOW_FRAMES;
-    /* A later link of the same lane continues above all that earlier ones used: its changes are never taken for theirs. */
-    made->made = made->id << 32 | 1U;
     made->unsent_end = &made->unsent;
     made->sent_end = &made->sent;
     pthread_mutex_lock(&client->mutex);
@@ -355,7 +353,7 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
                     struct smb_segment **segment)
 {
     struct smb_frame request = {.opcode = SMB_ATTACH, .flags = client_frame_flags(link->client), .lane = link->lane, .session = link->client->session,
-                                .sequence = link->made++, .segment = segment_id, .epoch = epoch};
+                                .sequence = link_next_sequence(link), .segment = segment_id, .epoch = epoch};
     struct smb_frame reply;
     int fd = -1;
     int status = exchange(link->fd, &request, NULL, false, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);

@@ -205,7 +205,7 @@ bool flight_make(struct smb_link *link, struct stream *stream)
     struct flight *flight = flight_take(link);
     if (!flight)
         return false;
-    *flight = (struct flight){.stream = stream, .sequence = link->made++, .segment_id = stream->segment_id,
+    *flight = (struct flight){.stream = stream, .sequence = link_next_sequence(link), .segment_id = stream->segment_id,
                               .epoch = stream->epoch, .made_ns = smb_now_ns(), .fate = SMB_DOUBT_NOT_APPLIED};
     if (stream->ask) {
         make_ask(link, stream, flight);

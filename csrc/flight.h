@@ -15,6 +15,14 @@ static inline void link_enter(struct smb_link *link, enum link_state state)
     atomic_store_explicit(&link->state, state, memory_order_release);
 }
 
+/* Of the next frame on any of the client's links. A server takes a lane's change for one that it has made unless its number is above
+ * those of all that were: so numbers go up for as long as the client lives, whatever links it makes meanwhile. */
+static inline uint64_t link_next_sequence(struct smb_link *link)
+{
+    link->made++;
+    return atomic_fetch_add_explicit(&link->client->sequences, 1, memory_order_relaxed) + 1;
+}
+
 /* Of every frame that the client sends. */
 static inline uint16_t client_frame_flags(const struct smb_client *client)
 {

@@ -200,6 +200,7 @@ const char *smb_status_name(int status)
     case SMB_PROTOCOL: return "protocol";
     case SMB_VERSION: return "version";
     case SMB_CHECKSUM: return "checksum";
+    case SMB_NAMESPACE: return "namespace";
     case SMB_SYSTEM: return "system";
     default: return NULL;
     }

@@ -322,12 +322,10 @@ static void let_go(const struct left *left)
 
 static struct record *record_of(struct smb_segment *segment, const struct slot_words *words)
 {
-    uint32_t count;
-    _Atomic uint64_t *evictions;
-    struct record *table = smb_segment_records(segment, &count, &evictions);
-    for (uint32_t i = 0; i < count; i++)
-        if (atomic_load(&table[i].session) == words->session && atomic_load(&table[i].lane) == words->lane)
-            return &table[i];
+    struct record_table table = smb_segment_records(segment);
+    for (uint32_t i = 0; i < table.count; i++)
+        if (atomic_load(&table.records[i].session) == words->session && atomic_load(&table.records[i].lane) == words->lane)
+            return &table.records[i];
     return NULL;
 }
 

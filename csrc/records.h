@@ -16,7 +16,7 @@
 #include "smb.h"
 
 /* At most as many fetch_add and compare_swap of a lane may be unanswered at any time. */
-enum { RECORD_RESULTS = 4, RECORD_REFUSALS = 3, RECORD_BYTES = 128, RECORDS_MIN = 32, RECORDS_MAX = 1024 };
+enum { RECORD_RESULTS = 4, RECORD_REFUSALS = 3, RECORD_BYTES = 128, RECORDS_MIN = 128, RECORDS_MIN_BEFORE = 32, RECORDS_MAX = 1024 };
 
 struct record {
     _Atomic uint64_t session;    /* 0: empty */
@@ -32,22 +32,33 @@ struct record {
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
 
+/* Where they lie in a mapped segment. */
+struct record_table {
+    struct record *records;
+    uint32_t count;
+    _Atomic uint64_t *evictions;       /* of sessions that may come back: whether a repeated change is a new one is then unknown */
+    _Atomic uint64_t *ended_evictions; /* of sessions that had ended */
+};
+
 struct records;
 
 /* How many a segment of data_bytes has: about 1.6 % of it. */
 uint32_t records_count_for(uint64_t data_bytes);
-/* Over the table of a mapped segment; `evictions` lies in its header. */
-int records_create(struct record *table, uint32_t count, _Atomic uint64_t *evictions, struct records **records);
+/* And how many those of format 2 have. */
+uint32_t records_count_before(uint64_t data_bytes);
+/* `ended_are_known`, which lives as long: every session that has ended is known to have, and not let in. Until it is, evictions of
+ * ended sessions count as the others do. */
+int records_create(struct record_table table, const _Atomic bool *ended_are_known, struct records **records);
 void records_destroy(struct records *records);
 
 /* The record of a lane, kept from eviction until released. A new one is made, where `retry` says that the frame was sent
- * before only if none was ever evicted here: SMB_EVICTED otherwise. *hint: where it was the last time. */
+ * before only if none of a session that may come back was ever evicted here: SMB_EVICTED otherwise. *hint: where it was the last time. */
 int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry, uint32_t *hint,
                  struct record **record);
 void records_release(struct records *records, struct record *record);
 /* Read only: SMB_OK and the watermark, 0 where there is no record and never was; SMB_EVICTED where there may have been. */
 int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark, uint64_t *refused);
-/* Its records are the first to be evicted. */
+/* It sends nothing more. Its records are the first to be evicted. */
 void records_end_session(struct records *records, uint64_t session);
 
 /* SMB_OK: the change was not made. SMB_EXISTS: it was. SMB_EVICTED: that is forgotten. */

@@ -107,7 +107,7 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
 int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info)
 {
     struct smb_segment *segment;
-    int status = smb_segment_open(path, &segment);
+    int status = smb_segment_take_over(path, &segment);
     if (status != SMB_OK)
         return status;
     struct smb_segment_info found;

@@ -31,7 +31,7 @@ int link_ask_watermarks(struct smb_link *link)
         if (!link->watermarks || link->watermark_count == WINDOW_FRAMES)
             return SMB_OUT_OF_MEMORY;
         link->watermarks[link->watermark_count++] =
-            (struct watermark){.segment_id = flight->segment_id, .epoch = flight->epoch, .sequence = link->made++};
+            (struct watermark){.segment_id = flight->segment_id, .epoch = flight->epoch, .sequence = link_next_sequence(link)};
     }
     return SMB_OK;
 }

@@ -13,8 +13,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PAGE = 4096, CHUNK_STATE_BYTES = 64, FORMAT_VERSION = 2, READ_ATTEMPTS = 8, LOCK_SPINS = 2000, SYNC_OFFSET = 2048,
+enum { PAGE = 4096, CHUNK_STATE_BYTES = 64, FORMAT_VERSION = 3, READ_ATTEMPTS = 8, LOCK_SPINS = 2000, SYNC_OFFSET = 2048,
        MARKED_RETRY_NS = 1000000 };
+enum { FORMAT_WITHOUT_NAMESPACE = 2 }; /* has fewer records, too, and 0 or 1 where the namespace is */
 static const uint64_t MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
 
 /* Locks of another C library, or of another word size, lie differently in memory: such a process must not share them. */
@@ -39,12 +40,13 @@ struct header {
     uint64_t data_offset;
     uint32_t chunk_bytes;
     uint32_t record_count;
-    _Atomic uint64_t evictions;       /* of completion records */
+    _Atomic uint64_t evictions;       /* of completion records whose session had not ended */
     _Atomic uint32_t deleted;         /* release by the daemon; acquire by everyone before each operation */
-    uint32_t unused;                  /* 0; in files of some earlier builds 1: docs/decisions/0017 */
+    _Atomic uint32_t pid_namespace;   /* in which the locks hold; release by the daemon, acquire by everyone before each operation */
     _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
     _Atomic uint64_t operations[32];  /* by local clients, per opcode */
     _Atomic uint64_t bytes[32];
+    _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
 };
 _Static_assert(sizeof(struct header) <= SYNC_OFFSET && SYNC_OFFSET + sizeof(struct sync_words) <= PAGE, "the header is one page");
 _Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opcode");
@@ -74,7 +76,16 @@ struct smb_segment {
     uint32_t epoch;
     uint32_t dtype;
     uint32_t chunk_bytes;
+    uint32_t pid_namespace; /* this process's */
 };
+
+/* The kernel's number of this process's PID namespace, 0 where /proc does not tell. A robust lock holds its owner's thread id as that
+ * is inside the namespace: of two that share a segment, each with a thread 1, the kernel would take one's death for the other's. */
+static uint32_t own_pid_namespace(void)
+{
+    struct stat namespace;
+    return stat("/proc/self/ns/pid", &namespace) == 0 ? (uint32_t)namespace.st_ino : 0;
+}
 
 static uint64_t round_up_to_page(uint64_t bytes)
 {
@@ -91,18 +102,22 @@ static uint64_t records_offset_for(uint64_t data_bytes, uint32_t chunk_bytes)
     return PAGE + round_up_to_page(chunk_count(data_bytes, chunk_bytes) * CHUNK_STATE_BYTES);
 }
 
-static uint64_t data_offset_for(uint64_t data_bytes, uint32_t chunk_bytes)
+static uint64_t data_offset_for(uint64_t data_bytes, uint32_t chunk_bytes, uint32_t record_count)
 {
-    return records_offset_for(data_bytes, chunk_bytes) +
-           round_up_to_page((uint64_t)records_count_for(data_bytes) * RECORD_BYTES);
+    return records_offset_for(data_bytes, chunk_bytes) + round_up_to_page((uint64_t)record_count * RECORD_BYTES);
 }
 
-uint64_t smb_segment_file_bytes(uint64_t data_bytes, uint32_t chunk_bytes)
+static uint64_t file_bytes_for(uint64_t data_bytes, uint32_t chunk_bytes, uint32_t record_count)
 {
     if (data_bytes == 0 || data_bytes > (uint64_t)1 << 56 || chunk_bytes < SMB_CHUNK_BYTES_MIN ||
         chunk_bytes > SMB_CHUNK_BYTES_MAX || chunk_bytes % SMB_CHUNK_BYTES_MIN != 0)
         return 0;
-    return data_offset_for(data_bytes, chunk_bytes) + round_up_to_page(data_bytes);
+    return data_offset_for(data_bytes, chunk_bytes, record_count) + round_up_to_page(data_bytes);
+}
+
+uint64_t smb_segment_file_bytes(uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    return file_bytes_for(data_bytes, chunk_bytes, records_count_for(data_bytes));
 }
 
 /* ---- life --------------------------------------------------------------------------------------------------------- */
@@ -132,18 +147,20 @@ static int map_file(int fd, const struct header *trusted, struct smb_segment **s
     made->epoch = trusted->epoch;
     made->dtype = trusted->dtype;
     made->chunk_bytes = trusted->chunk_bytes;
+    made->pid_namespace = atomic_load_explicit(&trusted->pid_namespace, memory_order_relaxed);
     *segment = made;
     return SMB_OK;
 }
 
 static bool header_is_sound(const struct header *header, uint64_t real_bytes)
 {
-    uint64_t file_bytes = smb_segment_file_bytes(header->data_bytes, header->chunk_bytes);
-    return file_bytes != 0 && header->file_bytes == file_bytes && real_bytes == file_bytes &&
+    uint32_t records = header->record_count;
+    uint64_t file_bytes = file_bytes_for(header->data_bytes, header->chunk_bytes, records);
+    /* One that was made in the format before keeps the records that it has. */
+    return (records == records_count_for(header->data_bytes) || records == records_count_before(header->data_bytes)) && file_bytes != 0 && header->file_bytes == file_bytes && real_bytes == file_bytes &&
            header->chunks_offset == PAGE && header->id != 0 &&
            header->records_offset == records_offset_for(header->data_bytes, header->chunk_bytes) &&
-           header->record_count == records_count_for(header->data_bytes) &&
-           header->data_offset == data_offset_for(header->data_bytes, header->chunk_bytes) &&
+           header->data_offset == data_offset_for(header->data_bytes, header->chunk_bytes, records) &&
            smb_dtype_bytes((int)header->dtype) != 0;
 }
 
@@ -185,9 +202,10 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
         .file_bytes = file_bytes,
         .chunks_offset = PAGE,
         .records_offset = records_offset_for(data_bytes, chunk_bytes),
-        .data_offset = data_offset_for(data_bytes, chunk_bytes),
+        .data_offset = data_offset_for(data_bytes, chunk_bytes, records_count_for(data_bytes)),
         .chunk_bytes = chunk_bytes,
         .record_count = records_count_for(data_bytes),
+        .pid_namespace = own_pid_namespace(),
     };
     struct smb_segment *made = NULL;
     int status = pages_allocate(fd, file_bytes);
@@ -214,8 +232,29 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
     return SMB_OK;
 }
 
+/* Whether this process may take the locks. */
+static int check_sharing(const struct header *header)
+{
+    if (header->format_version != FORMAT_VERSION || header->lock_abi != LOCK_ABI)
+        return SMB_VERSION;
+    uint32_t own = own_pid_namespace();
+    return own != 0 && own == atomic_load_explicit(&header->pid_namespace, memory_order_relaxed) ? SMB_OK : SMB_NAMESPACE;
+}
+
+/* The same of a daemon that finds the segments of its earlier run. That one may have lived in another namespace, or have had the
+ * format before: `header` becomes what it will be. */
+static int check_taking_over(struct header *header)
+{
+    if ((header->format_version != FORMAT_VERSION && header->format_version != FORMAT_WITHOUT_NAMESPACE) ||
+        header->lock_abi != LOCK_ABI)
+        return SMB_VERSION;
+    header->format_version = FORMAT_VERSION;
+    atomic_store_explicit(&header->pid_namespace, own_pid_namespace(), memory_order_relaxed);
+    return SMB_OK;
+}
+
 /* Takes fd over, also on failure. */
-static int open_owned(int fd, struct smb_segment **segment)
+static int open_owned(int fd, bool take_over, struct smb_segment **segment)
 {
     struct header header;
     struct stat file;
@@ -225,11 +264,11 @@ static int open_owned(int fd, struct smb_segment **segment)
     else if (!S_ISREG(file.st_mode) || pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header ||
              header.magic != MAGIC)
         status = SMB_INVALID;
-    else if (header.format_version != FORMAT_VERSION || header.lock_abi != LOCK_ABI)
-        status = SMB_VERSION;
-    else if (!header_is_sound(&header, (uint64_t)file.st_size))
-        status = SMB_INVALID;
     else
+        status = take_over ? check_taking_over(&header) : check_sharing(&header);
+    if (status == SMB_OK && !header_is_sound(&header, (uint64_t)file.st_size))
+        status = SMB_INVALID;
+    if (status == SMB_OK)
         status = map_file(fd, &header, segment);
     if (status != SMB_OK) {
         int saved = errno;
@@ -239,18 +278,36 @@ static int open_owned(int fd, struct smb_segment **segment)
     return status;
 }
 
-int smb_segment_open(const char *path, struct smb_segment **segment)
+static int open_path(const char *path, bool take_over, struct smb_segment **segment)
 {
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0)
         return errno == ENOENT ? SMB_NOT_FOUND : SMB_SYSTEM;
-    return open_owned(fd, segment);
+    return open_owned(fd, take_over, segment);
+}
+
+int smb_segment_open(const char *path, struct smb_segment **segment)
+{
+    return open_path(path, false, segment);
+}
+
+int smb_segment_take_over(const char *path, struct smb_segment **segment)
+{
+    struct smb_segment *taken;
+    int status = open_path(path, true, &taken);
+    if (status != SMB_OK)
+        return status;
+    /* Release: pairs with the acquire in smb_segment_is_shared. */
+    atomic_store_explicit(&taken->header->pid_namespace, taken->pid_namespace, memory_order_release);
+    taken->header->format_version = FORMAT_VERSION; /* last: whoever finds it finds the namespace */
+    *segment = taken;
+    return SMB_OK;
 }
 
 int smb_segment_open_fd(int fd, struct smb_segment **segment)
 {
     int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    return own < 0 ? SMB_SYSTEM : open_owned(own, segment);
+    return own < 0 ? SMB_SYSTEM : open_owned(own, false, segment);
 }
 
 struct smb_segment *smb_segment_retain(struct smb_segment *segment)
@@ -288,6 +345,11 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
 bool smb_segment_deleted(const struct smb_segment *segment)
 {
     return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;
+}
+
+int smb_segment_is_shared(const struct smb_segment *segment)
+{
+    return atomic_load_explicit(&segment->header->pid_namespace, memory_order_acquire) == segment->pid_namespace;
 }
 
 uint64_t smb_segment_id(const struct smb_segment *segment)
@@ -363,11 +425,12 @@ bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint6
            offset / segment->chunk_bytes == (offset + bytes - 1) / segment->chunk_bytes;
 }
 
-struct record *smb_segment_records(struct smb_segment *segment, uint32_t *count, _Atomic uint64_t **evictions)
+struct record_table smb_segment_records(struct smb_segment *segment)
 {
-    *count = segment->record_count;
-    *evictions = &segment->header->evictions;
-    return segment->records;
+    return (struct record_table){.records = segment->records,
+                                 .count = segment->record_count,
+                                 .evictions = &segment->header->evictions,
+                                 .ended_evictions = &segment->header->ended_evictions};
 }
 
 struct sync_words *smb_segment_sync_words(struct smb_segment *segment)
@@ -518,8 +581,9 @@ static inline void order_for_devices(void)
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
 {
     struct chunk_state *chunk = chunk_at(segment, offset);
-    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
-    atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_relaxed);
+    /* Made odd and not one more, here, and even below: whatever it was found as, it is right from the next change on. */
+    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U;
+    atomic_store_explicit(&chunk->sequence, sequence, memory_order_relaxed);
     /* The odd count is seen before any changed byte; pairs with the acquire fence in read_unlocked. */
     atomic_thread_fence(memory_order_release);
     order_for_devices();
@@ -528,10 +592,10 @@ void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 {
     struct chunk_state *chunk = chunk_at(segment, offset);
-    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    uint32_t sequence = (atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U) + 1;
     order_for_devices();
     /* Pairs with the acquire load at the start of read_unlocked. */
-    atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
+    atomic_store_explicit(&chunk->sequence, sequence, memory_order_release);
 }
 
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
@@ -774,6 +838,8 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
         return SMB_INVALID;
     if (smb_segment_deleted(segment))
         return SMB_NOT_FOUND;
+    if (!smb_segment_is_shared(segment))
+        return SMB_NAMESPACE;
     if (change->opcode == SMB_READ && read_unlocked(segment, change, deadline_ns == SMB_TRY_ONCE ? 2 : READ_ATTEMPTS))
         return smb_segment_still_there(segment);
     int status = smb_segment_lock(segment, change->offset, deadline_ns);

@@ -14,6 +14,11 @@
  * (EOWNERDEAD): the chunk then holds, element by element, the old or the new value of the change that was under way, and the
  * count is made even again.
  *
+ * Namespaces. A robust lock holds the thread id that its owner has in its PID namespace, and the kernel tells a dead owner by that
+ * alone. So the header says in which namespace the locks hold: no process of another one maps the segment. A daemon that is
+ * started in another one than its earlier run takes its segments along; clients of the old one, mapped as they are, get
+ * SMB_NAMESPACE from their next operation. docs/decisions/0019.
+ *
  * Marks. While the daemon makes a journalled change (journal.h) the chunk is marked with the slot it is made from. A marked chunk
  * whose lock is free was left by a daemon that was killed: nobody but the recovery of the next one touches it, and it is
  * not marked afterwards. Locking one waits for that. Recovery has no lock: that the mark is gone tells the next holder that all is done.
@@ -58,7 +63,8 @@ enum { SMB_TRY = 0, SMB_TRY_ONCE = 1 }; /* as deadline_ns: do not wait; and do n
 
 /* Does it, as a whole, under the chunk's lock (a read: as it stood at one instant). Waits for the lock until deadline_ns
  * (monotonic): SMB_TIMEOUT then; with SMB_TRY it spins for some microseconds and returns SMB_BUSY, nothing done.
- * SMB_INVALID where the range is not inside one chunk of the segment; SMB_NOT_FOUND once it is deleted. */
+ * SMB_INVALID where the range is not inside one chunk of the segment; SMB_NOT_FOUND once it is deleted; SMB_NAMESPACE once its
+ * daemon is in another PID namespace. */
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns);
 
 /* The segments that a change of this one changes, itself first; returns how many. */
@@ -70,7 +76,8 @@ int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_
 /* The lock by itself, for the daemon's way of sending straight from the segment. SMB_OK: held. */
 int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns);
 void smb_segment_unlock(struct smb_segment *segment, uint64_t offset);
-/* Around a change made under the lock by the caller itself (receiving straight into the segment). */
+/* Around a change made under the lock by the caller itself (receiving straight into the segment): the sequence count is odd in
+ * between and even afterwards, whatever it was. */
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset);
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset);
 
@@ -92,7 +99,7 @@ bool smb_segment_changing(const struct smb_segment *segment, uint64_t offset);
  * are; returns how many. */
 uint64_t smb_segment_clear_marks(struct smb_segment *segment);
 
-struct record *smb_segment_records(struct smb_segment *segment, uint32_t *count, _Atomic uint64_t **evictions);
+struct record_table smb_segment_records(struct smb_segment *segment);
 struct sync_words *smb_segment_sync_words(struct smb_segment *segment);
 uint64_t smb_segment_data_bytes(const struct smb_segment *segment);
 /* Keeps something beside it, freed with the last reference. */
@@ -104,6 +111,8 @@ struct smb_segment *smb_segment_retain(struct smb_segment *segment);
 void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes);
 /* Whether [offset, offset + bytes) lies in the segment and within one of its chunks. */
 bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes);
+/* As smb_segment_open, for the daemon: one that an earlier run left, in another PID namespace maybe, or in the format before. */
+int smb_segment_take_over(const char *path, struct smb_segment **segment);
 bool smb_segment_deleted(const struct smb_segment *segment);
 uint64_t smb_segment_id(const struct smb_segment *segment);
 uint32_t smb_segment_epoch(const struct smb_segment *segment);

@@ -46,6 +46,7 @@ enum smb_status {
     SMB_PROTOCOL = 18,       /* the peer sent a frame that is none; the link is closed */
     SMB_VERSION = 19,        /* the peer speaks another version of the protocol */
     SMB_CHECKSUM = 20,       /* what arrived is not what was sent; the link gets another connection. Never on the wire */
+    SMB_NAMESPACE = 21,      /* the segment's server is in another PID namespace: nothing applied; reach it over a link. Never on the wire */
     SMB_SYSTEM = 32          /* a system call failed: errno tells */
 };
 
@@ -227,8 +228,11 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
                        struct smb_segment **segment);
 /* Maps an existing file; every field of its header is checked against the file's real size before it is used. */
 int smb_segment_open(const char *path, struct smb_segment **segment);
-/* The same from a descriptor, which is duplicated. SMB_VERSION where another build's locks make sharing impossible. */
+/* The same from a descriptor, which is duplicated. SMB_VERSION where another build's locks make sharing impossible,
+ * SMB_NAMESPACE where another PID namespace than the server's does. */
 int smb_segment_open_fd(int fd, struct smb_segment **segment);
+/* 0 once its server has been started in another PID namespace: every operation gets SMB_NAMESPACE. */
+int smb_segment_is_shared(const struct smb_segment *segment);
 /* Drops one reference; the last one unmaps. */
 void smb_segment_release(struct smb_segment *segment);
 void smb_segment_info(const struct smb_segment *segment, struct smb_segment_info *info);
@@ -320,6 +324,9 @@ struct smb_recovery {
 int smb_server_open_journal(struct smb_server *server, const char *path, struct smb_recovery *recovery);
 /* Everything that the session holds here is given up: connections, locks, seats, pins, waits. It is not let in again. */
 void smb_server_end_session(struct smb_server *server, uint64_t session);
+/* Every session that ended before now, also during earlier runs, has been ended here: from now on a session that is let in never lost
+ * a record because it had ended. */
+void smb_server_know_ended(struct smb_server *server);
 /* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters);

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include "client.h"
+#include "views.h"
 
 enum {
     STEP_WAIT_NS = 1000000, /* for a chunk's lock, before the links are looked after: this thread may move others' bytes */
@@ -400,6 +401,61 @@ static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
     sum->sent |= part->sent;
 }
 
+/* ---- a buffer's own memory as source or sink ---- */
+
+/* Bytes at `source`. */
+static uint64_t source_bytes(const struct smb_buffer *buffer, const struct smb_request *request)
+{
+    return request->wire == SMB_WIRE_SPARSE ? request->count * buffer->element_bytes : request->bytes;
+}
+
+/* Whether the caller's memory is a view of the buffer itself. Copied while it is read, element after element, what is written would be
+ * read again further on. */
+static inline bool uses_itself(const struct smb_buffer *buffer, const struct smb_request *request)
+{
+    if (!views_any())
+        return false;
+    uint64_t id = buffer->places[0].segment_id;
+    return (request->source && views_overlap(request->source, source_bytes(buffer, request), id)) ||
+           (request->indices && views_overlap(request->indices, request->count * sizeof *request->indices, id)) ||
+           (request->sink && views_overlap(request->sink, request->bytes, id));
+}
+
+static void *copy_of(const void *memory, uint64_t bytes)
+{
+    void *copy = memory ? malloc(bytes) : NULL;
+    if (copy)
+        memcpy(copy, memory, bytes);
+    return copy;
+}
+
+static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
+                          const struct smb_link **link);
+
+/* As if the source had been copied before the call, and the sink were filled after it. */
+static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
+                                   const struct smb_link **link)
+{
+    struct smb_request apart = *request;
+    void *source = copy_of(request->source, source_bytes(buffer, request));
+    void *indices = copy_of(request->indices, request->count * sizeof *request->indices);
+    apart.source = source;
+    apart.indices = indices;
+    apart.sink = request->sink ? malloc(request->bytes) : NULL;
+    if (!apart.source != !request->source || !apart.indices != !request->indices || !apart.sink != !request->sink)
+        outcome->status = SMB_OUT_OF_MEMORY;
+    else
+        outcome->status = transfer_apart(buffer, &apart, outcome, link);
+    if (outcome->status == SMB_OK && apart.sink)
+        memcpy(request->sink, apart.sink, request->bytes);
+    free(source);
+    free(indices);
+    free(apart.sink);
+    return outcome->status;
+}
+
+/* ---- the call, continued ---- */
+
 /* A call within one chunk that this process has mapped and whose lock is free: no account to be kept, no clock to be read.
  * false: nothing was done. `tally` is where to count it for this client, or NULL: before the segment's counters, whose bus locks
  * it would have to wait for. Inlined: a call of its own is 3 % of a small read. */
@@ -445,7 +501,7 @@ int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *re
 {
     struct client_stats *stats = &buffer->client->stats;
     *outcome = (struct smb_outcome){0};
-    if (!request_is_sound(buffer, request))
+    if (!request_is_sound(buffer, request) || uses_itself(buffer, request))
         return 0;
     struct smb_tally *tally = atomic_load_explicit(&stats->wanted, memory_order_relaxed) ? &stats->at_once : NULL;
     if (tally && stats_read(&stats->at_once.of[request->opcode].operations) % CALLS_PER_TIMED == 0)
@@ -477,12 +533,23 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, s
     bool counted = atomic_load_explicit(&buffer->client->stats.wanted, memory_order_relaxed);
     uint64_t begun_ns = counted ? smb_now_ns() : 0;
     *outcome = (struct smb_outcome){0};
-    outcome->status = !request_is_sound(buffer, request)                      ? SMB_INVALID
-                      : done_at_once(buffer, request, outcome, SMB_TRY, NULL) ? SMB_OK
-                                                                              : transfer(buffer, request, outcome, &link);
+    if (!request_is_sound(buffer, request))
+        outcome->status = SMB_INVALID;
+    else if (uses_itself(buffer, request))
+        transfer_through_copies(buffer, request, outcome, &link);
+    else
+        transfer_apart(buffer, request, outcome, &link);
     if (counted)
         count_call(buffer, request, outcome, link, begun_ns);
     return outcome->status;
+}
+
+static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
+                          const struct smb_link **link)
+{
+    if (done_at_once(buffer, request, outcome, SMB_TRY, NULL))
+        return outcome->status = SMB_OK;
+    return transfer(buffer, request, outcome, link);
 }
 
 static int transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
@@ -563,6 +630,8 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
             status = map_stripe(buffer->places[piece.segment].segment, base + at, &piece);
         at += piece.bytes;
     }
+    if (status == SMB_OK)
+        status = views_add(base, whole, buffer->places[0].segment_id);
     if (status != SMB_OK) {
         int saved = errno;
         munmap(base, whole);
@@ -576,5 +645,6 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
 
 void smb_buffer_unmap(void *address, uint64_t bytes)
 {
+    views_remove(address); /* before its addresses may be somebody else's */
     munmap(address, bytes);
 }

@@ -113,10 +113,8 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
     served->segment = segment;
     served->due_ns = UINT64_MAX;
     served->shares = calloc((size_t)server->loop_count, sizeof *served->shares);
-    uint32_t count;
-    _Atomic uint64_t *evictions;
-    struct record *table = smb_segment_records(segment, &count, &evictions);
-    int status = served->shares ? records_create(table, count, evictions, &served->records) : SMB_OUT_OF_MEMORY;
+    int status = served->shares ? records_create(smb_segment_records(segment), &server->ended_are_known, &served->records)
+                                : SMB_OUT_OF_MEMORY;
     if (status == SMB_OK)
         status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment), smb_segment_data_bytes(segment),
                              left, smb_boot_ns(), &served->sync);
@@ -262,6 +260,12 @@ void smb_server_end_session(struct smb_server *server, uint64_t session)
     lanes_fence_session(server, session);
     server_each_segment(server, end_on_segment, &session);
     forget_past(server, session);
+}
+
+void smb_server_know_ended(struct smb_server *server)
+{
+    /* Release: pairs with the acquire in records.c, that sees the sessions ended. */
+    atomic_store_explicit(&server->ended_are_known, true, memory_order_release);
 }
 
 /* ---- for people --------------------------------------------------------------------------------------------------- */

@@ -257,6 +257,10 @@ class Engine:
         """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""
         lib.smb_server_end_session(self._server, session_id)
 
+    def know_ended(self) -> None:
+        """Say that every session that ended before now, also during earlier runs, has been ended here."""
+        lib.smb_server_know_ended(self._server)
+
     def counters(self) -> Counters:
         """Read the counters."""
         raw = ffi.new("struct smb_server_counters *")

@@ -100,6 +100,10 @@ class Segments:
                     del self._ended[next(iter(self._ended))]
             failpoint("memserver.session.ended")
 
+    def know_ended(self) -> None:
+        """Say that end_sessions was told of every session that has ended, also during earlier runs of this server."""
+        self._engine.know_ended()
+
     def has_ended(self, session_id: int) -> bool:
         """Return whether it was told that this session is over."""
         with self._lock:

@@ -57,7 +57,7 @@ class Arguments(Place):
 
     def _range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
         """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""
-        if type(offset) is type(count) is int and 0 <= offset <= self._size and 0 < count <= self._size - offset:
+        if type(offset) is type(count) is int and 0 <= offset <= self._size and 0 <= count <= self._size - offset:
             return offset, count
         try:
             offset = operator.index(offset)
@@ -66,7 +66,7 @@ class Arguments(Place):
             raise InvalidArgumentError(
                 f"{self._asked(call)}: {count!r} elements from element {offset!r}: these are not whole numbers"
             ) from error
-        if not 0 <= offset <= self._size or not 0 < count <= self._size - offset:
+        if not 0 <= offset <= self._size or not 0 <= count <= self._size - offset:
             raise InvalidArgumentError(
                 f"{self._asked(call)}: {count} elements from element {offset} are not inside its {self._size} elements"
             )

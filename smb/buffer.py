@@ -57,9 +57,10 @@ class Buffer(Route):
     An acknowledged call counts exactly once, also when connections break and servers are killed and restarted
     meanwhile: within the client's timeout it is finished over a new connection (docs/promises.md).
 
-    Offsets and counts are in elements of the flattened array. Every call blocks until all servers involved have
-    answered, at most the client's timeout; the servers work at the same time, and the GIL is released (but for what
-    takes no longer than handing it over). Calls may come from any thread.
+    Offsets and counts are in elements of the flattened array, and 0 elements are a count like others: such a call
+    changes and returns nothing, and asks no server. Every call blocks until all servers involved have answered, at most
+    the client's timeout; the servers work at the same time, and the GIL is released (but for what takes no longer than
+    handing it over). Calls may come from any thread.
 
     A call is atomic chunk by chunk (a chunk is `layout.chunk_bytes`, 256 KiB unless the stripe is smaller): an
     accumulate and a write of a chunk happen whole, and a read never sees half of one. Calls that overlap in time are
@@ -219,10 +220,11 @@ class Buffer(Route):
     def view(self) -> Array:
         """Return the buffer's own memory as one array of its shape: no copy, same host only.
 
-        What is read and written through it is neither atomic nor ordered against other processes. The stripes of
-        several servers are mapped side by side, so the view is contiguous; it stays valid until it is garbage
-        collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on this
-        host, or not reached over shm.
+        What is read and written through it is neither atomic nor ordered against other processes. A call on the buffer
+        that takes a part of its view, as its array or as out=, takes and fills a copy, as large as that part. The
+        stripes of several servers are mapped side by side, so the view is contiguous; it stays valid until it is
+        garbage collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on
+        this host, or not reached over shm.
         """
         if self._info.versions > 1:
             raise InvalidArgumentError(f"{self._asked('view')}: it has two copies that take turns; use read()")
@@ -280,7 +282,8 @@ class Buffer(Route):
         offset, count = self._range(offset, count, "accumulate")
         result = np.empty(owner.shape, self.dtype) if fetch else None
         sink = arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE
-        if feedback is None:
+        if feedback is None or count == 0:
+            place = NOWHERE if feedback is not None else place
             self._call(_ACCUMULATE, offset, count, place, sink, op=number, scale=scale, fence=fence, wire=wires)
             return result
         with feedback.lock:
@@ -313,18 +316,20 @@ class Buffer(Route):
         """
         asked = self._asked("accumulate_sparse")
         where, memory = np.ascontiguousarray(indices), self._readable(values, "accumulate_sparse")
+        if where.size == 0 and not isinstance(indices, np.ndarray):
+            where = where.astype(np.int64)  # numpy takes [] for floats
         if feedback is not None:
             self._check_feedback(feedback, op, "accumulate_sparse")
             if scale != 1.0:
                 raise InvalidArgumentError(f"{asked}: scale={scale!r} with feedback=: give it to top_k, which scales")
         number = self._op(op, scale, "accumulate_sparse")
-        if where.dtype != np.int64 or where.ndim != 1 or where.size != memory.count or where.size == 0:
+        if where.dtype != np.int64 or where.ndim != 1 or where.size != memory.count:
             raise InvalidArgumentError(
                 f"{asked}: {where.dtype}{list(where.shape)} indices for {memory.count} values; pass int64, one each"
             )
-        if where[0] < 0 or where[-1] >= self.size or not (where[1:] > where[:-1]).all():
+        first, count = (int(where[0]), int(where[-1]) - int(where[0]) + 1) if where.size else (0, 0)
+        if first < 0 or first + count > self.size or not (where[1:] > where[:-1]).all():
             raise InvalidArgumentError(f"{asked}: indices must ascend strictly, from 0 to {self.size - 1}")
-        first, count = int(where[0]), int(where[-1] - where[0]) + 1
         try:
             self._call(
                 Opcode.ACCUMULATE, first, count, memory.place, op=number, scale=scale, fence=fence,

@@ -193,17 +193,18 @@ class Client:
     ) -> Buffer:
         """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
 
-        `shape` is a tuple of positive extents (or one number; () for a single element), `dtype` one of float16, float32
-        (default), float64, bfloat16, int32, int64, uint8. `servers` says on how many servers (default: as many as pay),
-        or on which, by name. `stripe` is how many bytes ("256KiB") lie on one server before the next has its turn, a
-        multiple of 4096; default 256 KiB, and 1 MiB for more than 8 GiB. like= another buffer takes shape, dtype,
-        servers and stripe from it, so that servers can combine the two. exist_ok=True opens an existing buffer of the
-        same shape and dtype instead. versions=2 keeps two copies, so that a read never mixes what publish() replaces;
-        such a buffer changes by publish alone, and takes twice the memory. `wire` is how its elements travel where a
-        call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it
-        along. `metadata` is a JSON object, at most 1 MiB as text, that the coordinator keeps with the buffer: whoever
-        opens it finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by
-        exist_ok=True has the metadata that it was created with.
+        `shape` is a tuple of extents (or one number; () for a single element; an extent of 0 for no elements, which
+        takes the memory of one), `dtype` one of float16, float32 (default), float64, bfloat16, int32, int64, uint8.
+        `servers` says on how many servers (default: as many as pay), or on which, by name. `stripe` is how many bytes
+        ("256KiB") lie on one server before the next has its turn, a multiple of 4096; default 256 KiB, and 1 MiB for
+        more than 8 GiB. like= another buffer takes shape, dtype, servers and stripe from it, so that servers can
+        combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead. versions=2 keeps
+        two copies, so that a read never mixes what publish() replaces; such a buffer changes by publish alone, and
+        takes twice the memory. `wire` is how its elements travel where a call does not say: "exact" (default), or for
+        float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along. `metadata` is a JSON object, at most
+        1 MiB as text, that the coordinator keeps with the buffer: whoever opens it finds it in Buffer.metadata. It
+        never changes; like= does not take it along, and a buffer opened by exist_ok=True has the metadata that it was
+        created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
@@ -291,7 +292,7 @@ class Client:
         """
         self.check_open()
         extents, element = _extents("empty", shape), dtype_of(dtype)
-        if self._choice in ("auto", "verbs"):
+        if self._choice in ("auto", "verbs") and 0 not in extents:
             try:
                 return self.verbs.memory().empty(extents, element.numpy)
             except TransportError as error:
@@ -425,15 +426,16 @@ class Client:
         self.engine.close()
         if executor is not None:
             executor.shutdown(cancel_futures=True)
+        self._links.close()
         for transport in {*self._transports, self.verbs}:
             transport.close()
-        self._links.close()
         self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
         try:
             self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
         except Error as error:
             _log.debug("the session ends with its lease: %s", error)
         self.coordinator.close()
+        self._links.join()  # what they asked for was closed: connections, queue pairs, the coordinator's channel
 
     def __enter__(self) -> Client:
         return self
@@ -579,8 +581,8 @@ def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
         extents = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"create {name!r}: {shape!r} is no shape") from error
-    if any(not 0 < extent < 2**56 for extent in extents):
-        raise InvalidArgumentError(f"create {name!r}: shape {extents} has an extent that is not positive, or absurd")
+    if any(not 0 <= extent < 2**56 for extent in extents):
+        raise InvalidArgumentError(f"create {name!r}: shape {extents} has an extent that is negative, or absurd")
     return extents
 
 

@@ -64,6 +64,7 @@ class Status(IntEnum):
     LINK_LOST = lib.SMB_LINK_LOST
     PROTOCOL = lib.SMB_PROTOCOL
     VERSION = lib.SMB_VERSION
+    NAMESPACE = lib.SMB_NAMESPACE
     SYSTEM = lib.SMB_SYSTEM
 
     @classmethod
@@ -213,6 +214,7 @@ _WORDS = {
     Status.LINK_LOST: "the connection broke",
     Status.PROTOCOL: "it answers, but not as a memory server does",
     Status.VERSION: "it speaks another version of the protocol",
+    Status.NAMESPACE: "this process is in another PID namespace than the server, where its locks do not hold",
     Status.SESSION_ENDED: "this client's session has ended there",
 }
 
@@ -273,6 +275,10 @@ class Segment:
 
     def __init__(self, pointer: Any) -> None:
         self.pointer = ffi.gc(pointer, lib.smb_segment_release)
+
+    def shared(self) -> bool:
+        """Whether its locks still hold for this process: not once its server runs in another PID namespace."""
+        return bool(lib.smb_segment_is_shared(self.pointer))
 
     def version(self) -> tuple[int, int]:
         """(version published, version whose publication has begun, 0 for none ever)."""

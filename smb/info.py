@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,7 @@ class BufferInfo:
             buffer.id,
             tuple(buffer.shape),
             dtype.numpy,
-            buffer.nbytes,
+            math.prod(buffer.shape) * dtype.itemsize,  # buffer.nbytes is what is stored: one element at least
             layout,
             buffer.created_at,
             buffer.versions or 1,

@@ -91,6 +91,9 @@ class Route(Arguments):
                     f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
                 )
             token = fence.token
+        if count == 0:  # nothing to ask of anybody
+            client.check_open()
+            return 0
         deadline = Deadline(client.timeout, started)
         pause = _RETRY_FIRST_S
         opened_again = False
@@ -142,7 +145,7 @@ class Route(Arguments):
                 if all(buffer._open_again(deadline) for buffer in (self, *others)):
                     ended = None
                     continue
-            elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
+            elsewhere = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE) or not _all_alive(self._ways)
             if not elsewhere or ended.sent or deadline.left() == 0.0:
                 raise self._error(opcode, ended)
             self._forget(handle)

@@ -93,8 +93,6 @@ class TensorTable(Mapping[str, TensorPlace]):
                 raise InvalidArgumentError(
                     f"{asked}: tensor {name!r} ends at {end} bytes, past the largest buffer's end"
                 )
-        if end == 0:
-            raise InvalidArgumentError(f"{asked}: the tensors have no elements at all")
         return cls(places)
 
     @classmethod

@@ -51,8 +51,10 @@ class Creation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, 0 where the dtype is left to `like`."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype else 0
+        """Bytes of the data, 0 where the dtype is left to `like`. No elements have the place of one: its locks and
+        versions live there.
+        """
+        return max(math.prod(self.shape), 1) * DTYPES[self.dtype].itemsize if self.dtype else 0
 
 
 def first_use(kind: Kind, name: str) -> Creation:
@@ -117,8 +119,8 @@ def check_name(kind: Kind, name: str) -> None:
 def _check_array(creation: Creation, asked: str) -> None:
     if len(creation.shape) > DIMENSIONS_MAX:
         raise InvalidArgumentError(f"{asked}: a shape has at most {DIMENSIONS_MAX} extents, got {len(creation.shape)}")
-    if any(extent < 1 for extent in creation.shape):
-        raise InvalidArgumentError(f"{asked}: shape {creation.shape} has an extent of 0; every extent is at least 1")
+    if any(extent < 0 for extent in creation.shape):
+        raise InvalidArgumentError(f"{asked}: shape {creation.shape} has a negative extent; every extent is at least 0")
     if creation.dtype not in DTYPES and not (creation.like and not creation.dtype):
         raise InvalidArgumentError(f'{asked}: no dtype "{creation.dtype}"; there are {", ".join(DTYPES)}')
 

@@ -38,7 +38,7 @@ class SharedMemory:
         """See Transport."""
         with self._lock:
             segment = self._mapped.get(place.id)
-            if segment is None:
+            if segment is None or not segment.shared():
                 if self._resumable.tokens.read_only(place.id):
                     raise NoWayError("who may only read is not given the memory itself")
                 link = self._link(place, deadline)

@@ -7,6 +7,7 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
 #include "check.h"
 #include "kernels.h"
@@ -192,7 +193,7 @@ static void large_pages(void)
 static void full_file_system(void)
 {
     if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
-        mount("tmpfs", scratch_path(""), "tmpfs", 0, "size=160k") != 0) {
+        mount("tmpfs", scratch_path(""), "tmpfs", 0, "size=184k") != 0) {
         printf("full_file_system: not run, it takes the right to mount\n");
         return;
     }
@@ -246,7 +247,10 @@ static void corrupted_headers(void)
     smb_segment_release(make("a", SMB_INT32));
     static const uint64_t wrong[] = {0, 1, 7, 4096, 4097, UINT32_MAX, (uint64_t)1 << 40, INT64_MAX, UINT64_MAX};
     check_field(path, 0, 8, 0, SMB_INVALID);            /* magic */
-    check_field(path, 8, 4, 3, SMB_VERSION);            /* format */
+    check_field(path, 8, 4, 2, SMB_VERSION);            /* format: the one before */
+    check_field(path, 8, 4, 4, SMB_VERSION);
+    check_field(path, 92, 4, 1, SMB_NAMESPACE);         /* another PID namespace */
+    check_field(path, 92, 4, 0, SMB_NAMESPACE);         /* one that nobody knew */
     check_field(path, 12, 4, 0x30028, SMB_VERSION);     /* another C library's locks */
     check_field(path, 16, 8, 0, SMB_INVALID);           /* id */
     check_field(path, 28, 4, 0, SMB_INVALID);           /* dtype */
@@ -262,6 +266,136 @@ static void corrupted_headers(void)
             check_field(path, 72, 4, wrong[i], SMB_INVALID); /* chunk_bytes */
         check_field(path, 76, 4, wrong[i], SMB_INVALID);     /* record_count */
     }
+}
+
+static int take_over_status(const char *path, struct smb_segment **segment)
+{
+    int status = smb_segment_take_over(path, segment);
+    if (status != SMB_OK)
+        *segment = NULL;
+    return status;
+}
+
+/* A file of the format before, with fewer records and no namespace: its daemon takes it over as it is, data and all, and others may
+ * map it from then on. One of a format after is left alone. */
+static void format_before(void)
+{
+    enum { RECORDS = 32, DATA_AT = 3 * 4096 };
+    const char *path = scratch_path("a");
+    smb_segment_release(make("a", SMB_UINT8));
+    uint64_t bytes = DATA_AT + (DATA + 4095) / 4096 * 4096, data_at = DATA_AT;
+    CHECK(bytes < smb_segment_file_bytes(DATA, CHUNK));
+    put(path, 8, &(uint32_t){2}, 4);
+    put(path, 40, &bytes, 8);
+    put(path, 64, &data_at, 8);
+    put(path, 76, &(uint32_t){RECORDS}, 4);
+    put(path, 92, &(uint32_t){1}, 4);
+    put(path, DATA_AT + 5, "x", 1);
+    CHECK_EQ(truncate(path, (off_t)bytes), 0);
+    CHECK_EQ(open_status(path), SMB_VERSION);
+    struct smb_segment *taken, *opened;
+    CHECK_EQ(take_over_status(path, &taken), SMB_OK);
+    CHECK_EQ(((uint8_t *)smb_segment_data(taken))[5], 'x');
+    CHECK_EQ(smb_segment_records(taken).count, RECORDS);
+    CHECK_EQ(smb_segment_open(path, &opened), SMB_OK);
+    uint8_t byte = 'y', back = 0;
+    CHECK_EQ(apply(opened, SMB_WRITE, DATA - 1, 1, &byte, NULL), SMB_OK);
+    CHECK_EQ(apply(taken, SMB_READ, DATA - 1, 1, NULL, &back), SMB_OK);
+    CHECK_EQ(back, 'y');
+    smb_segment_release(taken);
+    smb_segment_release(opened);
+    put(path, 8, &(uint32_t){4}, 4);
+    CHECK_EQ(take_over_status(path, &taken), SMB_VERSION);
+}
+
+/* Runs it as the first process of a PID namespace of its own; false: this process may not make one. */
+static bool in_namespace(int (*run)(void), int expected)
+{
+    int left = 0;
+    pid_t outer = check_fork();
+    if (outer == 0) {
+        if (unshare(CLONE_NEWPID) != 0)
+            _exit(200);
+        pid_t inner = fork();
+        if (inner == 0) /* in there it has no parent to look after it */
+            _exit(run());
+        CHECK_EQ(waitpid(inner, &left, 0), inner);
+        _exit(WIFEXITED(left) ? WEXITSTATUS(left) : 201);
+    }
+    CHECK_EQ(waitpid(outer, &left, 0), outer);
+    CHECK(WIFEXITED(left));
+    if (WEXITSTATUS(left) == 200)
+        return false;
+    CHECK_EQ(WEXITSTATUS(left), expected);
+    return true;
+}
+
+static struct smb_segment *outside; /* mapped before namespaces are made */
+
+static int open_inside(void)
+{
+    struct smb_segment *segment;
+    int by_fd = smb_segment_open_fd(smb_segment_fd(outside), &segment);
+    int by_path = smb_segment_open(scratch_path("a"), &segment);
+    return getpid() == 1 && by_fd == by_path ? by_path : 100;
+}
+
+static int take_over_inside(void)
+{
+    struct smb_segment *segment;
+    uint8_t byte = 7;
+    int status = smb_segment_take_over(scratch_path("a"), &segment);
+    return status == SMB_OK ? apply(segment, SMB_WRITE, 1, 1, &byte, NULL) : status;
+}
+
+/* A process of another PID namespace is refused the mapping: its threads have the numbers of others here, and the kernel tells the
+ * dead holder of a lock by its number. A daemon that moves takes the segment along: who had it mapped before is told. */
+static void namespaces_do_not_share(void)
+{
+    outside = make("a", SMB_UINT8);
+    (void)scratch_path("a");
+    if (!in_namespace(open_inside, SMB_NAMESPACE)) {
+        printf("namespaces_do_not_share: not run, it takes the right to make a PID namespace\n");
+        return;
+    }
+    CHECK(smb_segment_is_shared(outside));
+    CHECK(in_namespace(take_over_inside, SMB_OK));
+    CHECK(!smb_segment_is_shared(outside));
+    uint8_t byte = 0;
+    CHECK_EQ(apply(outside, SMB_READ, 1, 1, NULL, &byte), SMB_NAMESPACE);
+    CHECK_EQ(apply(outside, SMB_WRITE, 1, 1, &byte, NULL), SMB_NAMESPACE);
+    CHECK_EQ(open_status(scratch_path("a")), SMB_NAMESPACE);
+    struct smb_segment *taken;
+    CHECK_EQ(smb_segment_take_over(scratch_path("a"), &taken), SMB_OK);
+    CHECK_EQ(apply(taken, SMB_READ, 1, 1, NULL, &byte), SMB_OK);
+    CHECK_EQ(byte, 7);
+    smb_segment_release(taken);
+    smb_segment_release(outside);
+}
+
+/* A count that somebody has left odd, or made even too early, is right again with the next change: while it goes on, and after it. */
+static void parity_is_set(void)
+{
+    struct smb_segment *segment = make("a", SMB_UINT8);
+    for (int stray = 0; stray < 4; stray++) {
+        for (int i = 0; i < stray; i++) {
+            if (i % 2)
+                smb_segment_change_begin(segment, 0);
+            else
+                smb_segment_change_end(segment, 0);
+        }
+        uint8_t byte = (uint8_t)(1 + stray), back = 0;
+        CHECK_EQ(smb_segment_lock(segment, 0, SMB_TRY), SMB_OK);
+        smb_segment_change_begin(segment, 0);
+        CHECK(smb_segment_changing(segment, 0));
+        smb_segment_change_end(segment, 0);
+        CHECK(!smb_segment_changing(segment, 0));
+        smb_segment_unlock(segment, 0);
+        CHECK_EQ(apply(segment, SMB_WRITE, 0, 1, &byte, NULL), SMB_OK);
+        CHECK_EQ(apply(segment, SMB_READ, 0, 1, NULL, &back), SMB_OK);
+        CHECK_EQ(back, byte);
+    }
+    smb_segment_release(segment);
 }
 
 /* A file that is shorter or longer than its header says, or no file at all, is refused. */
@@ -442,7 +576,7 @@ int main(void)
         TEST(no_room_in_the_middle),
         TEST(large_pages),
         TEST(full_file_system),
-        TEST(corrupted_headers), TEST(wrong_sizes),              TEST(bounds),            TEST(words),
+        TEST(corrupted_headers), TEST(format_before), TEST(namespaces_do_not_share), TEST(parity_is_set), TEST(wrong_sizes),              TEST(bounds),            TEST(words),
         TEST(fill_and_fetch),    TEST(deleted_for_all),          TEST(lock_waits_are_bounded),
     };
     return RUN_TESTS(tests);

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "client.h"
 #include "random.h"
 #include "rig.h"
 #include "segment.h"
@@ -422,6 +423,37 @@ static void wrong_ideas_are_answered(void)
     rig_stop(&rig);
 }
 
+/* A client's requests are numbered on and on. Once each link had 2^32 numbers for itself: after as many requests its successor's
+ * were below the server's watermark, and every change was answered as one made long ago. */
+static void later_links_go_on_above(void)
+{
+    enum { CHANGES = 40, LINKS = 3 };
+    struct rig rig;
+    struct smb_client *client;
+    const struct smb_layout layout = {4096, 4096, 4096, 1};
+    rig_start(&rig, layout, SMB_INT64);
+    CHECK_EQ(smb_client_create(7, &client), SMB_OK);
+    atomic_store(&client->sequences, ((uint64_t)2 << 32) - CHANGES / 2); /* as if the first had carried 2^32 */
+    int64_t one = 1, found = 0;
+    for (int i = 0; i < LINKS; i++) {
+        struct smb_link *link;
+        struct smb_buffer *buffer;
+        uint64_t instance;
+        CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[0], 0, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+        CHECK_EQ(smb_buffer_create(client, &layout, SMB_INT64, &buffer), SMB_OK);
+        CHECK_EQ(smb_buffer_set_link(buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, link), SMB_OK);
+        for (int n = 0; n < CHANGES; n++)
+            must(buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = 8, .source = &one});
+        must(buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 8, .sink = &found});
+        CHECK_EQ(found, (i + 1) * CHANGES);
+        smb_buffer_destroy(buffer);
+        smb_link_close(link);
+    }
+    CHECK(atomic_load(&client->sequences) > (uint64_t)2 << 32);
+    smb_client_destroy(client);
+    rig_stop(&rig);
+}
+
 /* What the client itself can see to be wrong is refused before anything is sent. */
 static void wrong_requests_are_not_sent(void)
 {
@@ -640,6 +672,7 @@ int main(void)
         TEST(large_transfers),
         TEST(wrong_ideas_are_answered),
         TEST(wrong_requests_are_not_sent),
+        TEST(later_links_go_on_above),
         TEST(capacity),
         TEST(adoption),
         TEST(deletion_under_traffic),

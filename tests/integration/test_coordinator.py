@@ -143,7 +143,6 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
     """Each class of mistake has its code and says what was asked; the coordinator serves on."""
     for wishes, told in (
         ({"name": "../w"}, '"../w" cannot name a buffer'),
-        ({"shape": [0]}, "extent of 0"),
         ({"dtype": "complex64"}, 'no dtype "complex64"'),
         ({"stripe_bytes": 1000}, "multiple of 4096"),
         ({"replicas": 2}, "replication is not there yet"),

@@ -43,7 +43,7 @@ def test_locks_and_barriers_have_their_form_and_one_server() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"shape": (3, 0)}, "extent of 0"),
+        ({"shape": (3, -1)}, "negative extent"),
         ({"shape": (1,) * 33}, "at most 32"),
         ({"dtype": "complex64"}, 'no dtype "complex64"; there are float16'),
         ({"dtype": ""}, "no dtype"),

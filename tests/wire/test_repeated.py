@@ -12,7 +12,7 @@ import pytest
 from tests.support.engine_server import CHUNK_BYTES, EPOCH, SCRATCH, EngineServer, whole
 from tests.support.raw import Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
 
-RECORDS = 32  # of a segment as small as these
+RECORDS = 128  # of a segment as small as these
 FOREVER = 2**64 - 1
 _sessions = itertools.count(1 << 40)
 

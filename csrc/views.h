@@ -1,0 +1,27 @@
+/* views.h: which of this process's memory is the memory of a buffer: the contiguous mappings of smb_buffer_map.
+ *
+ * They lie at other addresses than the segments' own mappings, so that a call on the buffer cannot tell from an address alone that it
+ * reads what it writes. Any thread; one lock, which nothing is taken under. A child of fork has its own copy.
+ */
+#ifndef SMB_VIEWS_H
+#define SMB_VIEWS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+extern _Atomic uint32_t views_count;
+
+/* Whether there is any: what every call asks. A view that its caller passes was added before, and its store seen. */
+static inline bool views_any(void)
+{
+    return atomic_load_explicit(&views_count, memory_order_relaxed) > 0;
+}
+
+/* Of the buffer whose first segment has this id. SMB_OUT_OF_MEMORY. */
+int views_add(const void *address, uint64_t bytes, uint64_t segment_id);
+void views_remove(const void *address);
+/* Whether any of these bytes are in a view of that buffer. */
+bool views_overlap(const void *memory, uint64_t bytes, uint64_t segment_id);
+
+#endif
