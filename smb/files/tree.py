@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -28,7 +28,7 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.client import Client
 from smb.errors import Error, OutOfMemoryError, PermissionDeniedError
-from smb.files.catalogue import Catalogue, Listing
+from smb.files.catalogue import Catalogue
 from smb.files.codes import as_os_errors, refuse
 from smb.files.contents import Frozen, FrozenFile, Live, Octets, Reads
 from smb.files.draft import Draft
@@ -71,6 +71,15 @@ class _Found:
     shown: Shown
     info: BufferInfo
     view: View
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A file's bytes in the buffer that its new path asks for, which has a private name yet. `state` is the file's."""
+
+    name: str
+    plan: Plan
+    state: tuple[int, int]
 
 
 class _Hidden:
@@ -139,11 +148,12 @@ class Tree:
             folders, buffers = entries(path, listing.infos)
             folders |= entries(path, (folder + "/" for folder in own))[0]
             start = path + "/" if path else ""
+            own |= listing.folders
             shown: dict[str, bool] = dict.fromkeys(folders, True)
             for last in buffers:
                 info = listing.infos[start + last]
                 if info.id not in hidden:
-                    shown[self._listed(start + last, info, listing)[len(start) :]] = False
+                    shown[self._listed(start + last, info, listing.infos, own)[len(start) :]] = False
             for draft in drafts:
                 if parent_of(draft) == path:
                     shown.setdefault(draft.rpartition("/")[2], False)
@@ -376,7 +386,17 @@ class Tree:
         """Give a file or directory another name, in one step for the whole cluster; a file of the new name goes away in
         it, with replace. Whoever has that one open here goes on reading it. EXDEV from one form to another.
         """
-        with as_os_errors(), self._lock:
+        with as_os_errors():
+            copied = self._copied(path, new_path)
+            try:
+                self._rename(path, new_path, replace, copied)
+            finally:
+                if copied is not None:
+                    with suppress(Error):  # it has its name, as a rule; else sweep() of the next mount finds it
+                        self.client.delete(copied.name, missing_ok=True)
+
+    def _rename(self, path: str, new_path: str, replace: bool, copied: _Copied | None) -> None:
+        with self._lock:
             if path == new_path:
                 self.status(path)
                 return
@@ -395,7 +415,7 @@ class Tree:
                 raise refuse(errno.EISDIR, new_path)
             if there is None and new_path not in self._nodes:
                 self._check_new(new_path)
-            self._rename_file(self._found(path), node, new_path, there, victim)
+            self._rename_file(self._found(path), node, new_path, there, victim, copied)
             self._orphan(new_path)
             if node is not None:
                 del self._nodes[path]
@@ -404,8 +424,9 @@ class Tree:
             self._keep_folder(path)
 
     def _rename_file(
-        self, found: _Found, node: Node | None, new_path: str, there: _Found | None, victim: Node | None
-    ) -> None:
+        self, found: _Found, node: Node | None, new_path: str, there: _Found | None, victim: Node | None,
+        copied: _Copied | None,
+    ) -> None:  # fmt: skip
         form, old = found.shown.form, found.shown.name
         if found.shown.version is not None or not new_path.endswith(form.value):
             raise refuse(errno.EXDEV, f"{found.shown.path!r} is another form than {new_path!r} would be; copy it")
@@ -414,11 +435,12 @@ class Tree:
         plan = self._plan_anew(found, target, new_path)
         if plan is not None:
             with nullcontext() if node is None else node.lock:
-                live = self._made_anew(found, plan, target, there, victim)
+                live = self._made_anew(found, node, plan, copied, there, victim)
                 if live is not None and node is not None:
                     node.content = live
-            target = plan.name if live is not None else target
-            plan = plan if live is not None else None
+            if live is None and (is_long(name_of(target)) or not self._is_free(target, new_path)):
+                raise refuse(errno.ENOSPC, f"{new_path!r}: the memory servers have no room for a copy under that name")
+            target, plan = (target, None) if live is None else (plan.name, plan)
         if plan is None:
             self._put(found.info.name, target, there, victim)
             self._catalogue.rename({old: (target, found.info)})
@@ -441,20 +463,50 @@ class Tree:
         plan = self._plan(new_path, Live(self._catalogue.open(found.shown.name), found.view))
         return plan if must or plan.name != new_path else None
 
-    def _made_anew(
-        self, found: _Found, plan: Plan, target: str, there: _Found | None, victim: Node | None
-    ) -> Live | None:
-        """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
-        a second one for the old. None where there is no room for two, and the old one will do.
+    def _copied(self, path: str, new_path: str) -> _Copied | None:
+        """Make the copy of a file that its rename needs, if it needs one and nobody is in the middle of writing it:
+        while others go on with other names.
         """
-        source = Live(self._catalogue.open(found.shown.name), found.view)
+        with self._lock:
+            found, node = (self._look(path) if path not in self._hidden else None), self._nodes.get(path)
+            if found is None or self._is_folder(path) or (node is not None and not isinstance(node.content, Live)):
+                return None
+            form, state = found.shown.form, self._state(found, node)
+            if found.shown.version is not None or not new_path.endswith(form.value):
+                return None
         try:
-            live = self._made(source, plan, there, victim)
-        except OutOfMemoryError as error:
-            if is_long(name_of(target)) or not self._is_free(target, target + found.shown.form.value):
-                raise
-            _log.warning("%s stays bytes: there is no room to make it anew: %s", target, error)
+            plan = self._plan_anew(found, new_path[: len(new_path) - len(form.value)], new_path)
+            if plan is None:
+                return None
+            source = Live(self._catalogue.open(found.shown.name), found.view)
+            return _Copied(self._filled(source, plan), plan, state)
+        except (Error, OSError) as error:  # the rename meets it too, or does without
+            _log.debug("%s", error)
             return None
+
+    def _state(self, found: _Found, node: Node | None) -> tuple[int, int]:
+        """Return what is another one once a file was replaced, or written to by way of this process."""
+        modified = self._modified.get(found.shown.name, 0)
+        return found.info.id, max(modified, node.written if node is not None else 0)
+
+    def _made_anew(
+        self, found: _Found, node: Node | None, plan: Plan, copied: _Copied | None, there: _Found | None,
+        victim: Node | None,
+    ) -> Live | None:  # fmt: skip
+        """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
+        a second one for the old. None where there is no room for two.
+        """
+        if copied is not None and (copied.plan, copied.state) == (plan, self._state(found, node)):
+            name = copied.name
+        else:
+            if copied is not None:
+                self.client.delete(copied.name, missing_ok=True)
+            try:
+                name = self._filled(Live(self._catalogue.open(found.shown.name), found.view), plan)
+            except OutOfMemoryError as error:
+                _log.warning("%s is not made anew: %s", found.shown.path, error)
+                return None
+        live = self._named(name, plan, there, victim)
         self.client.delete(found.info.name, missing_ok=True)
         self._catalogue.remove(found.shown.name)
         return live
@@ -577,9 +629,11 @@ class Tree:
                 live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name
             if live is None or not draft.nbytes or not live.takes(draft):
                 plan = self._plan(node.path, draft)
-                live, target = self._made(draft, plan, found, None, lambda: node.removed), plan.name
-                if live is None:
+                name = self._filled(draft, plan)
+                if node.removed:  # meanwhile
+                    self.client.delete(name, missing_ok=True)
                     return
+                live, target = self._named(name, plan, found, None), plan.name
             elif live.buffer.versions == 1:
                 _copy(draft, live)
             else:
@@ -603,20 +657,22 @@ class Tree:
             return True
         listing = self._catalogue.listing(missed=True)
         info = listing.infos.get(target)
-        return info is None or self._listed(target, info, listing) == path
+        return info is None or self._listed(target, info, listing.infos, listing.folders | self._folders) == path
 
-    def _made(
-        self, source: Reads, plan: Plan, there: _Found | None, victim: Node | None,
-        is_removed: Callable[[], bool] = lambda: False,
-    ) -> Live | None:  # fmt: skip
-        """Make a buffer with all its bytes in it, and only then give it its name. None: it was removed meanwhile."""
+    def _filled(self, source: Reads, plan: Plan) -> str:
+        """Make a buffer with all of a file in it; return its private name."""
         name = private_name(name_of(plan.name))
         buffer = create(self.client, name, plan)
         try:
             _copy(source, Live(buffer, plan.view))
-            if is_removed():
-                self.client.delete(name, missing_ok=True)
-                return None
+        except BaseException:
+            self.client.delete(name, missing_ok=True)
+            raise
+        return name
+
+    def _named(self, name: str, plan: Plan, there: _Found | None, victim: Node | None) -> Live:
+        """Give such a buffer its own name."""
+        try:
             self._put(name, plan.name, there, victim)
         except BaseException:
             self.client.delete(name, missing_ok=True)
@@ -705,17 +761,19 @@ class Tree:
             return True
         return path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders
 
-    def _listed(self, path: str, info: BufferInfo, listing: Listing) -> str:
+    def _listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
         """Return the one path by which a buffer is listed."""
         try:
             forms = self._catalogue.forms(info)
         except Error as error:  # deleted meanwhile, or its server is away: the name is shown all the same
             _log.debug("%s", error)
             forms = (Form.RAW,)
-        return listed_as(path, forms, listing.infos, listing.folders | self._folders)
+        return listed_as(path, forms, buffers, folders)
 
     def _is_listed(self, found: _Found, path: str) -> bool:
-        return self._listed(found.shown.name, found.info, self._catalogue.listing()) == path
+        listing = self._catalogue.listing()
+        folders = listing.folders | self._folders
+        return self._listed(found.shown.name, found.info, listing.infos, folders) == path
 
     def _orphan(self, path: str) -> None:
         node = self._nodes.pop(path, None)
