@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from smb.buffer import Buffer
 from smb.client import Client
-from smb.files.names import Form, is_private
-from smb.files.views import View, forms_of, may_be_empty, view_of
+from smb.errors import Error, NotFoundError
+from smb.files.names import Form, is_long, is_private, name_of, path_of
+from smb.files.views import View, forms_of, may_be_empty, path_in, view_of
 from smb.info import BufferInfo
 
 FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
@@ -22,7 +23,7 @@ _SERVERS_FRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All buffers by name, and every directory on the way to one."""
+    """All buffers by path, and every directory on the way to one."""
 
     infos: Mapping[str, BufferInfo] = field(default_factory=dict)
     folders: frozenset[str] = frozenset()
@@ -31,8 +32,8 @@ class Listing:
     def of(cls, infos: Mapping[str, BufferInfo]) -> Listing:
         """Return the listing of these."""
         folders: set[str] = set()
-        for name in infos:
-            folder = "" if is_private(name) else name.rpartition("/")[0]
+        for path in infos:
+            folder = "" if is_private(path) else path.rpartition("/")[0]
             while folder and folder not in folders:
                 folders.add(folder)
                 folder = folder.rpartition("/")[0]
@@ -40,7 +41,10 @@ class Listing:
 
 
 class Catalogue:
-    """A client's view of names. Thread-safe; no lock is held while the coordinator is asked."""
+    """A client's view of buffers by their paths. Thread-safe; no lock is held while the coordinator is asked.
+
+    What was added, removed or renamed here is in every later listing: also in one that was asked for before.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -48,7 +52,7 @@ class Catalogue:
         self._listing = Listing()
         self._read_at = float("-inf")
         self._cost = 0.0
-        self._changes = 0
+        self._asking: list[list[dict[str, BufferInfo | None]]] = []  # of each listing under way: what changed since
         self._buffers: dict[int, Buffer] = {}  # one handle for each buffer: its ways to the servers are found once
         self._space: tuple[float, int, int] = (float("-inf"), 0, 0)
 
@@ -61,57 +65,88 @@ class Catalogue:
             missed_s = 0.0 if self._cost < _CHEAP_S else min(FRESH_S, _MISSES_COST * self._cost)
             if age < (missed_s if missed else FRESH_S):
                 return self._listing
-            before = self._changes
-        begun = time.monotonic()
-        infos = {info.name: info for info in self._client.list()}
-        listing = Listing.of(infos)
+            changes: list[dict[str, BufferInfo | None]] = []
+            self._asking.append(changes)
+            begun = time.monotonic()
+        try:
+            infos = {self._path(info): info for info in self._client.list()}
+        except BaseException:
+            with self._lock:
+                self._end(changes)
+            raise
         with self._lock:
-            if before == self._changes:  # else it may lack what was done here meanwhile
-                self._listing, self._read_at = listing, begun
-                self._cost = time.monotonic() - begun
-                known = {info.id for info in infos.values()}
-                self._buffers = {number: buffer for number, buffer in self._buffers.items() if number in known}
-        return listing
+            self._end(changes)
+            if begun < self._read_at:
+                return self._listing
+            for change in changes:
+                _change(infos, change)
+            self._listing, self._read_at = Listing.of(infos), begun
+            self._cost = time.monotonic() - begun
+            known = {info.id for info in infos.values()}
+            self._buffers = {number: buffer for number, buffer in self._buffers.items() if number in known}
+            return self._listing
 
-    def add(self, buffer: Buffer) -> None:
+    def _end(self, changes: list[dict[str, BufferInfo | None]]) -> None:
+        self._asking = [others for others in self._asking if others is not changes]  # two of them may be equal
+
+    def _path(self, info: BufferInfo) -> str:
+        """Return the path of a buffer that was listed: of one with a digest for a name its metadata says it."""
+        if not is_long(info.name):
+            return path_of(info.name)
+        try:
+            path = path_in(self.known(info).metadata)
+            return path if path is not None and name_of(path) == info.name else info.name
+        except (Error, OSError):  # it is gone by now, or was put there by another program
+            return info.name
+
+    def add(self, path: str, buffer: Buffer) -> None:
         """Take note of a buffer that was made here."""
         with self._lock:
             self._buffers[buffer.info.id] = buffer
-            self._show({**self._listing.infos, buffer.name: buffer.info})
+            self._show({path: buffer.info})
 
-    def remove(self, name: str) -> None:
+    def remove(self, path: str) -> None:
         """Take note of a buffer that was deleted here."""
         with self._lock:
-            self._show({key: info for key, info in self._listing.infos.items() if key != name})
+            self._show({path: None})
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Take note of buffers that were renamed here: old name to new one. Later ones win."""
+    def rename(self, infos: Mapping[str, tuple[str, BufferInfo]]) -> None:
+        """Take note of buffers that were renamed here: of each old path the new one, and what was there."""
         with self._lock:
-            before = self._listing.infos
-            infos = {key: info for key, info in before.items() if key not in names}
-            for name, new_name in names.items():
-                if name in before:
-                    infos[new_name] = replace(before[name], name=new_name)
-            self._show(infos)
+            self._show(dict.fromkeys(infos))
+            self._show({path: replace(info, name=name_of(path)) for path, info in infos.values()})
 
-    def open(self, name: str) -> Buffer:
-        """Return the buffer of that name as the coordinator has it now. Raises NotFoundError."""
+    def open(self, path: str) -> Buffer:
+        """Return the buffer of that path as the coordinator has it now. Raises NotFoundError."""
+        name = name_of(path)
         buffer = self._client.open(name)
         with self._lock:
             known = self._buffers.get(buffer.info.id)
             if known is not None and known.name == name:
                 return known
             self._buffers[buffer.info.id] = buffer
-            listed = self._listing.infos.get(name)
+            listed = self._listing.infos.get(path)
             if listed is None or listed.id != buffer.info.id:
-                self._show({**self._listing.infos, name: buffer.info})
+                self._show({path: buffer.info})
         return buffer
+
+    def is_current(self, path: str, buffer_id: int) -> bool:
+        """Whether the buffer of that path is, by now, that one."""
+        try:
+            return self.open(path).info.id == buffer_id
+        except NotFoundError:
+            self.remove(path)
+            return False
 
     def known(self, info: BufferInfo) -> Buffer:
         """Return a handle of a buffer that was listed. Raises NotFoundError."""
         with self._lock:
-            buffer = self._buffers.get(info.id)
-        return buffer if buffer is not None else self.open(info.name)
+            known = self._buffers.get(info.id)
+        if known is not None:
+            return known
+        buffer = self._client.open(info.name)
+        with self._lock:
+            return self._buffers.setdefault(buffer.info.id, buffer)
 
     def forms(self, info: BufferInfo) -> tuple[Form, ...]:
         """Return the forms in which a buffer is shown. Raises NotFoundError."""
@@ -134,7 +169,19 @@ class Catalogue:
             self._space = time.monotonic(), capacity, free
         return capacity, free
 
-    def _show(self, infos: Mapping[str, BufferInfo]) -> None:
-        self._changes += 1
+    def _show(self, change: dict[str, BufferInfo | None]) -> None:
+        for changes in self._asking:
+            changes.append(change)
+        infos = dict(self._listing.infos)
+        _change(infos, change)
         self._listing = Listing.of(infos)
         self._space = (float("-inf"), 0, 0)
+
+
+def _change(infos: dict[str, BufferInfo], change: Mapping[str, BufferInfo | None]) -> None:
+    """Apply what became of some paths: a buffer, or None for no more."""
+    for path, info in change.items():
+        if info is None:
+            infos.pop(path, None)
+        else:
+            infos[path] = info

@@ -114,11 +114,13 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     def mkdir(self, path: str, mode: int) -> int:
         """See mkdir(2)."""
         self._tree.make_folder(_plain(path))
+        self._set_rights(_plain(path), mode, self._folder_mode)
         return 0
 
     def rmdir(self, path: str) -> int:
         """See rmdir(2)."""
         self._tree.remove_folder(_plain(path))
+        self._modes.pop(_plain(path), None)
         return 0
 
     def unlink(self, path: str) -> int:
@@ -139,9 +141,8 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
             return 0
         self._tree.rename(_plain(old), _plain(new), replace=not flags)
         self._modes.pop(_plain(new), None)
-        rights = self._modes.pop(_plain(old), None)
-        if rights is not None:
-            self._modes[_plain(new)] = rights
+        for path in [path for path in list(self._modes) if path == _plain(old) or path.startswith(_plain(old) + "/")]:
+            self._modes[_plain(new) + path[len(_plain(old)) :]] = self._modes.pop(path)
         return 0
 
     def chmod(self, path: str | None, mode: int) -> int:
@@ -230,9 +231,14 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         """See open(2) with O_CREAT."""
         number = self._open(path, fi, fi.flags | os.O_CREAT)
-        if stat.S_IMODE(mode) != stat.S_IMODE(self._file_mode):
-            self._modes[_plain(path)] = stat.S_IMODE(mode)
+        self._set_rights(_plain(path), mode, self._file_mode)
         return number
+
+    def _set_rights(self, path: str, mode: int, usual: int) -> None:
+        """Note the rights of what is new: whoever had that path before had others."""
+        self._modes.pop(path, None)
+        if stat.S_IMODE(mode) != stat.S_IMODE(usual):
+            self._modes[path] = stat.S_IMODE(mode)
 
     def _open(self, path: str, fi: Any, flags: int) -> int:
         file = self._tree.open(_plain(path), flags)

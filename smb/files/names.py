@@ -1,17 +1,32 @@
-"""Which path shows what: NAME, NAME.npy, NAME.safetensors, NAME@VERSION. Pure.
+"""Which path shows what: NAME, NAME.npy, NAME.safetensors, NAME@VERSION; and which buffer's name a path has. Pure.
 
-A buffer's name is a path already: its slashes make the directories. What follows "@" no buffer's name can have.
+A buffer's name is a path already: its slashes make the directories. A part of a path that no name can have is escaped:
+"_." and its bytes, each but A-Z a-z 0-9 . - as "_" and two hexadecimal digits. All other parts are as they are. A
+name that would be longer than names can be is a digest, and its buffer's metadata says the name.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-_PATH = re.compile(r"(?P<name>[^@]+?)(?:@(?P<version>[0-9]+|raw))?(?P<suffix>\.npy|\.safetensors)?")
+from smb.coordinator.request import NAME_CHARACTERS_MAX
+from smb.files.codes import refuse
+
+PART_BYTES_MAX = 255  # of a path between its slashes; the limits of Linux
+PATH_BYTES_MAX = 4096
 PRIVATE = ".smb-files"  # the folder, of each namespace, of buffers on their way to a name or without one; not shown
+_LONG = "long-"  # there: buffers whose paths make too long a name
+_NAMESPACE_CHARACTERS_MAX = 128  # a folder PRIVATE in a longer one would leave no room for names
+_PATH = re.compile(r"(?P<name>.+?)(?:@(?P<version>[0-9]{1,19}|raw))?(?P<suffix>\.npy|\.safetensors)?", re.DOTALL)
+_ESCAPED = "_."
+_PLAIN = re.compile(r"[A-Za-z0-9._-]*")
+_QUOTED = re.compile(r"_([0-9a-f]{2})")
+_UNQUOTED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.-")
 
 
 class Form(str, Enum):
@@ -24,7 +39,7 @@ class Form(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a path means. `version` is None for the buffer as it is now."""
+    """What a path means: a buffer, by its own path. `version` is None for the buffer as it is now."""
 
     name: str
     form: Form = Form.RAW
@@ -37,24 +52,102 @@ class Shown:
 
 
 def meanings(path: str) -> tuple[Shown, ...]:
-    """Return what a path (no leading slash) may mean, the first that exists is it: a buffer of exactly that name before
+    """Return what a path (no leading slash) may mean, the first that exists is it: a buffer of exactly that path before
     a form of another one.
     """
     match = _PATH.fullmatch(path)
     if match is None:
         return ()
     name, version, suffix = match["name"], match["version"], match["suffix"] or ""
+    if name.endswith("/"):
+        return (Shown(path),)
+    whole = (Shown(path), Shown(path[: -len(suffix)], Form(suffix))) if suffix else (Shown(path),)
     if version == "raw":  # where a directory has the plain name
-        return () if suffix else (Shown(name),)
-    if version is not None:
-        return (Shown(name, Form(suffix), int(version)),)
-    return (Shown(path), Shown(name, Form(suffix))) if suffix and not name.endswith("/") else (Shown(path),)
+        return whole if suffix else (*whole, Shown(name))
+    return whole if version is None else (*whole, Shown(name, Form(suffix), int(version)))
+
+
+def listed_as(path: str, forms: Iterable[Form], buffers: Container[str], folders: Container[str]) -> str:
+    """Return the one path by which a directory shows a buffer: with the suffix of its last form; without it where
+    another buffer or a directory has that path, and where it is called .npy or .safetensors itself, as it was put
+    there as such a file.
+    """
+    suffix = "" if path.endswith((Form.NPY.value, Form.SAFETENSORS.value)) else list(forms)[-1].value
+    if suffix and path + suffix not in buffers and path + suffix not in folders:
+        return path + suffix
+    return path + "@raw" if path in folders else path
+
+
+# ---- names of paths
+
+
+def name_of(path: str) -> str:
+    """Return the name that the buffer of a path has. OSError ENAMETOOLONG, EINVAL for what no path can be."""
+    name = escaped(path)
+    if len(name) <= NAME_CHARACTERS_MAX:
+        return name
+    return f"{private_of(name)}/{_LONG}{hashlib.sha256(name.encode()).hexdigest()[:40]}"
+
+
+def is_long(name: str) -> bool:
+    """Whether a buffer's name is a digest, so that its metadata says its path."""
+    return name.rpartition(f"{PRIVATE}/")[2].startswith(_LONG) and is_private(name)
+
+
+def escaped(path: str) -> str:
+    """Return a path as a name, however long that is. OSError as name_of."""
+    if _PLAIN.fullmatch(path.replace("/", "")) and _ESCAPED not in path and len(path) <= PART_BYTES_MAX:
+        return path
+    try:
+        data = path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise refuse(errno.EINVAL, f"{path!r} is no path: {error}") from None
+    if b"\0" in data:
+        raise refuse(errno.EINVAL, f"{path!r} is no path: it has a NUL")
+    if len(data) > PATH_BYTES_MAX or any(len(part) > PART_BYTES_MAX for part in data.split(b"/")):
+        raise refuse(
+            errno.ENAMETOOLONG,
+            f"a path of {len(data)} bytes: it has at most {PATH_BYTES_MAX}, each part of it {PART_BYTES_MAX}",
+        )
+    return "/".join(map(_escaped_part, path.split("/")))
+
+
+def path_of(name: str) -> str:
+    """Return the path of a name: what escaped() turns into it."""
+    if _ESCAPED not in name:
+        return name
+    return "/".join(part if (path := _unescaped_part(part)) is None else path for part in name.split("/"))
+
+
+def _escaped_part(part: str) -> str:
+    return part if _PLAIN.fullmatch(part) and _unescaped_part(part) is None else _quoted(part)
+
+
+def _quoted(part: str) -> str:
+    data = part.encode("utf-8", "surrogateescape")
+    return _ESCAPED + "".join(chr(byte) if byte in _UNQUOTED else f"_{byte:02x}" for byte in data)
+
+
+def _unescaped_part(part: str) -> str | None:
+    """Return what _escaped_part turns into this; None where it leaves it as it is."""
+    if not part.startswith(_ESCAPED):
+        return None
+    data = _QUOTED.sub(lambda match: chr(int(match[1], 16)), part[len(_ESCAPED) :]).encode("latin-1")
+    path = data.decode("utf-8", "surrogateescape")
+    if b"\0" in data or b"/" in data or _quoted(path) != part:
+        return None
+    return None if _PLAIN.fullmatch(path) and _unescaped_part(path) is None else path
+
+
+# ---- directories
 
 
 def private_of(name: str) -> str:
     """Return the folder for what is to be, or was, a buffer of that name: who may use the one may use the other."""
     namespace, slash, _ = name.partition("/")
-    return f"{namespace}/{PRIVATE}" if slash else PRIVATE
+    if not slash or namespace == PRIVATE or len(namespace) > _NAMESPACE_CHARACTERS_MAX:
+        return PRIVATE
+    return f"{namespace}/{PRIVATE}"
 
 
 def is_private(path: str) -> bool:
@@ -67,31 +160,14 @@ def parent_of(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def is_directory(path: str, names: Iterable[str]) -> bool:
-    """Return whether there is a buffer below that path."""
-    return any(name.startswith(path + "/") for name in names)
-
-
-def entries(directory: str, names: Iterable[str]) -> tuple[set[str], set[str]]:
+def entries(directory: str, paths: Iterable[str]) -> tuple[set[str], set[str]]:
     """Return (directories, buffers) of what is right inside a directory ("" is the root), by their last part."""
     start = directory + "/" if directory else ""
     directories: set[str] = set()
     buffers: set[str] = set()
-    for name in names:
-        if name.startswith(start):
-            first, slash, _ = name[len(start) :].partition("/")
-            if not is_private(name):
+    for path in paths:
+        if path.startswith(start):
+            first, slash, _ = path[len(start) :].partition("/")
+            if not is_private(path):
                 (directories if slash else buffers).add(first)
     return directories, buffers
-
-
-def files_of(last: str, forms: Iterable[Form], version: int | None, *, is_also_directory: bool) -> list[str]:
-    """Return the files by which a directory shows a buffer, of whose name `last` is the last part. One that is called
-    .npy or .safetensors itself was put there as such a file, and shows no other forms.
-    """
-    files = [last + "@raw" if is_also_directory else last]
-    if not last.endswith((Form.NPY.value, Form.SAFETENSORS.value)):
-        files += [last + form.value for form in forms if form is not Form.RAW]
-    if version is not None:
-        files.append(f"{last}@{version}")
-    return files

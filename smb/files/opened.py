@@ -79,7 +79,8 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
 def split_url(name: str) -> tuple[str | None, str]:
     """Return ("host:port" or None, path) of softmem://HOST:PORT/PATH, softmem://PATH or PATH.
 
-    No name has a colon. Some libraries (datasets) put the scheme before a path that they stripped of its address.
+    What has a colon there is an address: a path whose first part has one is softmem:///PATH, or has no scheme. Some
+    libraries (datasets) put the scheme before a path that they stripped of its address.
     """
     if not name.startswith(SCHEME):
         return None, name.strip("/")

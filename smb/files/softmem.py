@@ -128,21 +128,13 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
     _rm = rm_file
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """See fsspec. Other forms of a buffer go with it."""
+        """See fsspec."""
         for one in path if isinstance(path, list) else [path]:
             for name in reversed(self.expand_path(one, recursive=recursive, maxdepth=maxdepth)):
-                try:
-                    status = self.tree.status(name)
-                    if not status.directory:
-                        self.tree.remove(name)
-                    elif recursive:
-                        self.tree.remove_folder(name)
-                except FileNotFoundError:
-                    if not recursive:
-                        raise
-                except PermissionError:
-                    if status.version is None:
-                        raise  # a version goes with its buffer
+                if not self.tree.status(name).directory:
+                    self.tree.remove(name)
+                elif recursive:
+                    self.tree.remove_folder(name)
 
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **_: Any) -> None:
         """See fsspec; in one step, directories too."""

@@ -18,25 +18,36 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
-from smb.coordinator.records import Kind
-from smb.coordinator.request import check_name
-from smb.errors import Error, NotFoundError, PermissionDeniedError
+from smb.errors import Error, OutOfMemoryError, PermissionDeniedError
 from smb.files.catalogue import Catalogue
 from smb.files.codes import as_os_errors, refuse
-from smb.files.contents import Frozen, FrozenFile, Live, Octets
+from smb.files.contents import Frozen, FrozenFile, Live, Octets, Reads
 from smb.files.draft import Draft
 from smb.files.handles import Node, OpenFile
-from smb.files.names import PRIVATE, Form, Shown, entries, files_of, is_private, meanings, parent_of
+from smb.files.names import (
+    PRIVATE,
+    Form,
+    Shown,
+    entries,
+    escaped,
+    is_long,
+    is_private,
+    listed_as,
+    meanings,
+    name_of,
+    parent_of,
+)
 from smb.files.private import create, left_by_dead, private_name
-from smb.files.views import View, header_bytes, plan_of
+from smb.files.views import Plan, View, header_bytes, named, plain_plan, plan_of
 from smb.info import BufferInfo
 
 _COPY_BYTES = 8 << 20
@@ -60,6 +71,15 @@ class _Found:
     shown: Shown
     info: BufferInfo
     view: View
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A file's bytes in the buffer that its new path asks for, which has a private name yet. `state` is the file's."""
+
+    name: str
+    plan: Plan
+    state: tuple[int, int]
 
 
 class _Hidden:
@@ -108,9 +128,9 @@ class Tree:
                 return self._aliases[path]
             if self._is_folder(path):
                 return Status(0, 0, directory=True)
-            if path in self._hidden:  # and stays hidden: the name may be about to be another file's
-                raise refuse(errno.ENOENT, path)
-            found = self._found(path)
+            found = self._look(path)
+            if found is None or found.info.id in self._hidden_ids():  # and stays so: it may be about to be replaced
+                raise self._none(path)
             modified = self._modified.get(found.shown.name, round(1e9 * found.info.created))
             return Status(found.view.nbytes, modified, version=found.shown.version)
 
@@ -119,24 +139,24 @@ class Tree:
         with as_os_errors():
             if not self._is_folder(path):
                 raise refuse(errno.ENOTDIR, path) if self._find(path) else refuse(errno.ENOENT, path)
-            infos = self._catalogue.listing(missed=True).infos
-            folders, buffers = entries(path, infos)
-            folders |= entries(path, (folder + "/" for folder in self._folders))[0]
-            start = path + "/" if path else ""
-            shown: dict[str, bool] = dict.fromkeys(folders, True)
-            for last in buffers:
-                for file in self._files(infos[start + last], last, last in folders):
-                    shown[file] = False
+            # Before the catalogue: a draft that becomes a buffer meanwhile is in the one or in the other.
             with self._lock:
                 nodes = [node for node in self._nodes.values() if not node.removed]
                 drafts = [node.path for node in nodes if isinstance(node.content, Draft)]
-                hidden = builtins.list(self._hidden)
+                own, hidden = set(self._folders), self._hidden_ids()
+            listing = self._catalogue.listing(missed=True)
+            folders, buffers = entries(path, listing.infos)
+            folders |= entries(path, (folder + "/" for folder in own))[0]
+            start = path + "/" if path else ""
+            own |= listing.folders
+            shown: dict[str, bool] = dict.fromkeys(folders, True)
+            for last in buffers:
+                info = listing.infos[start + last]
+                if info.id not in hidden:
+                    shown[self._listed(start + last, info, listing.infos, own)[len(start) :]] = False
             for draft in drafts:
                 if parent_of(draft) == path:
                     shown.setdefault(draft.rpartition("/")[2], False)
-            for gone in hidden:
-                if parent_of(gone) == path:
-                    shown.pop(gone.rpartition("/")[2], None)
             return sorted(shown.items())
 
     def buffer(self, path: str) -> tuple[Buffer, Shown]:
@@ -163,7 +183,7 @@ class Tree:
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         with as_os_errors():
-            if not flags & os.O_CREAT and (path in self._hidden or path in self._aliases):
+            if not flags & os.O_CREAT and (path in self._aliases or self._is_hidden(path)):
                 raise refuse(errno.ESTALE, path)
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
@@ -183,7 +203,7 @@ class Tree:
     def _opened(self, path: str, flags: int, *, truncate: bool) -> Node:
         node = self._nodes.get(path)
         known = node.content if node is not None and not node.removed else None
-        if isinstance(known, Live) and not self._is_current(known.buffer.name, known.buffer.info.id):
+        if isinstance(known, Live) and not self._is_current(path, known.buffer.info.id):
             self._orphan(path)  # another process deleted or replaced it: this is about the new one
             node = None
         found = self._find(path) if node is None else None
@@ -197,13 +217,12 @@ class Tree:
             self.truncate_node(node, 0)
         return node
 
-    def _is_current(self, name: str, buffer_id: int) -> bool:
-        """Whether the buffer of that name is, by now, that one."""
-        try:
-            return self._catalogue.open(name).info.id == buffer_id
-        except NotFoundError:
-            self._catalogue.remove(name)
-            return False
+    def _is_current(self, path: str, buffer_id: int) -> bool:
+        """Whether a path shows that buffer, by now."""
+        found = self._find(path)
+        return (
+            found is not None and found.info.id == buffer_id and self._catalogue.is_current(found.shown.name, buffer_id)
+        )
 
     def _node(self, path: str, found: _Found | None, truncate: bool) -> Node:
         now = time.time_ns()
@@ -234,9 +253,13 @@ class Tree:
             raise refuse(errno.ENOTDIR if parent and self._find(parent) else errno.ENOENT, path)
         if is_private(path):
             raise refuse(errno.EPERM, f"{PRIVATE} is where files are on their way")
-        if len(path) > 255:
-            raise refuse(errno.ENAMETOOLONG, path)
-        check_name(Kind.BUFFER, path)
+        name_of(path)
+        if any(part in ("", ".", "..") for part in path.split("/")):
+            raise refuse(errno.EINVAL, f"{path!r}: no part of a path is empty, '.' or '..'")
+        infos = self._catalogue.listing().infos
+        for shown in meanings(path):
+            if shown.version is not None and shown.name in infos and infos[shown.name].versions > 1:
+                raise refuse(errno.EACCES, f"{path!r} would be version {shown.version} of {shown.name!r}")
 
     def _frozen_file(self, found: _Found) -> FrozenFile:
         buffer = self._catalogue.open(found.shown.name)
@@ -254,7 +277,8 @@ class Tree:
     def make_folder(self, path: str) -> None:
         """Make a directory. It is in this process alone until there is something in it. EEXIST, ENOENT."""
         with as_os_errors(), self._lock:
-            if path in self._nodes or self._is_folder(path) or self._find(path):
+            found = self._find(path)
+            if path in self._nodes or self._is_folder(path) or (found is not None and self._is_listed(found, path)):
                 raise refuse(errno.EEXIST, path)
             self._check_new(path)
             self._folders.add(path)
@@ -264,7 +288,11 @@ class Tree:
         with as_os_errors(), self._lock:
             if not path or self.list(path):
                 raise refuse(errno.ENOTEMPTY, path)
+            for inside, hidden in builtins.list(self._hidden.items()):
+                if inside.startswith(path + "/"):
+                    self._end_hidden(inside, hidden)
             self._folders.discard(path)
+            self._keep_folder(path)
 
     def remove(self, path: str) -> None:
         """Delete a file, and with it the buffer, whichever form of it the path is. Whoever has it open here goes on
@@ -273,15 +301,17 @@ class Tree:
         with as_os_errors(), self._lock:
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
-            node, found = self._nodes.get(path), self._find(path)
-            if node is None and found is None:
-                raise refuse(errno.ENOENT, path)
-            if found is not None and found.shown.version is not None:
-                raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
-            if found is not None:
-                self._take_away(found.shown.name, node)
+            node = self._nodes.get(path)
+            with nullcontext() if node is None else node.lock:  # it may be about to become a buffer
+                found = self._find(path)
+                if node is None and found is None:
+                    raise refuse(errno.ENOENT, path)
+                if found is not None and found.shown.version is not None:
+                    raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
+                if found is not None:
+                    self._take_away(found, node)
+                self._orphan(path)
             self._keep_folder(path)
-            self._orphan(path)
 
     def hide(self, path: str, alias: str) -> None:
         """Take away a file that is open, for libfuse: from here on those who have it open know it as `alias`.
@@ -292,16 +322,17 @@ class Tree:
         with as_os_errors(), self._lock:
             status = self.status(path)
             node = self._nodes.pop(path, None)
-            found = self._find(path)
-            if found is not None:
-                self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
+            with nullcontext() if node is None else node.lock:  # as for remove
+                found = self._find(path)
+                if found is not None:
+                    self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
+                if node is not None:
+                    node.removed = True
+                    node.path = alias
+                    self._nodes[alias] = node
+                else:
+                    self._aliases[alias] = status
             self._latest_aliases.append(alias)
-            if node is not None:
-                node.removed = True
-                node.path = alias
-                self._nodes[alias] = node
-            else:
-                self._aliases[alias] = status
             self._keep_folder(path)
 
     def forget(self, alias: str) -> None:
@@ -320,9 +351,10 @@ class Tree:
                 return  # it is over, and the path may be hidden anew: for something else
             self._unhide(path)
             try:
-                found = self._find(path)
-                if found is not None and self._is_current(found.shown.name, hidden.buffer_id):
-                    self._take_away(found.shown.name, hidden.node)
+                found = self._look(path)
+                if found is not None and self._catalogue.is_current(found.shown.name, hidden.buffer_id):
+                    self._take_away(found, hidden.node)
+                    self._keep_folder(path)
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
 
@@ -331,20 +363,40 @@ class Tree:
         hidden.timer.cancel()
         return hidden.node
 
-    def _take_away(self, name: str, node: Node | None) -> None:
-        if node is not None and node.handles and isinstance(node.content, Live):
-            node.displaced = private_name(name)
-            self.client.rename(name, node.displaced)
+    def _is_hidden(self, path: str) -> bool:
+        """Whether what a path showed was taken away, and nothing else is there."""
+        if path not in self._hidden:
+            return False
+        found = self._look(path)
+        return found is None or found.info.id in self._hidden_ids()
+
+    def _hidden_ids(self) -> set[int]:
+        return {hidden.buffer_id for hidden in builtins.list(self._hidden.values())}
+
+    def _take_away(self, found: _Found, node: Node | None) -> None:
+        if _is_open(node):
+            node.displaced = private_name(found.info.name)
+            self.client.rename(found.info.name, node.displaced)
         else:
-            self.client.delete(name)
-        self._catalogue.remove(name)
-        self._modified.pop(name, None)
+            self.client.delete(found.info.name)
+        self._catalogue.remove(found.shown.name)
+        self._modified.pop(found.shown.name, None)
 
     def rename(self, path: str, new_path: str, *, replace: bool = True) -> None:
         """Give a file or directory another name, in one step for the whole cluster; a file of the new name goes away in
         it, with replace. Whoever has that one open here goes on reading it. EXDEV from one form to another.
         """
-        with as_os_errors(), self._lock:
+        with as_os_errors():
+            copied = self._copied(path, new_path)
+            try:
+                self._rename(path, new_path, replace, copied)
+            finally:
+                if copied is not None:
+                    with suppress(Error):  # it has its name, as a rule; else sweep() of the next mount finds it
+                        self.client.delete(copied.name, missing_ok=True)
+
+    def _rename(self, path: str, new_path: str, replace: bool, copied: _Copied | None) -> None:
+        with self._lock:
             if path == new_path:
                 self.status(path)
                 return
@@ -356,14 +408,14 @@ class Tree:
             if node is None and (found is None or self._is_folder(path)):
                 self._rename_folder(path, new_path)
                 return
-            there = self._nodes.get(new_path) is not None or self._find(new_path) is not None
-            if there and not replace:
+            there = self._find(new_path)
+            if not replace and (there is not None or new_path in self._nodes):
                 raise refuse(errno.EEXIST, new_path)
             if self._is_folder(new_path):
                 raise refuse(errno.EISDIR, new_path)
-            if not there:
+            if there is None and new_path not in self._nodes:
                 self._check_new(new_path)
-            self._rename_buffer(self._found(path), path, new_path, victim)
+            self._rename_file(self._found(path), node, new_path, there, victim, copied)
             self._orphan(new_path)
             if node is not None:
                 del self._nodes[path]
@@ -371,18 +423,108 @@ class Tree:
                 self._nodes[new_path] = node
             self._keep_folder(path)
 
-    def _rename_buffer(self, found: _Found, path: str, new_path: str, victim: Node | None) -> None:
-        form, name = found.shown.form, found.shown.name
+    def _rename_file(
+        self, found: _Found, node: Node | None, new_path: str, there: _Found | None, victim: Node | None,
+        copied: _Copied | None,
+    ) -> None:  # fmt: skip
+        form, old = found.shown.form, found.shown.name
         if found.shown.version is not None or not new_path.endswith(form.value):
-            raise refuse(errno.EXDEV, f"{path!r} shows a buffer in another way than {new_path!r} would; copy it")
-        new_name = new_path[: len(new_path) - len(form.value)]
-        if victim is not None and victim.handles and isinstance(victim.content, Live):
-            victim.displaced = private_name(new_name)
-            self.client.displace(name, new_name, victim.displaced)
+            raise refuse(errno.EXDEV, f"{found.shown.path!r} is another form than {new_path!r} would be; copy it")
+        target = new_path[: len(new_path) - len(form.value)]
+        modified = self._modified.get(old, time.time_ns())
+        plan = self._plan_anew(found, target, new_path)
+        if plan is not None:
+            with nullcontext() if node is None else node.lock:
+                live = self._made_anew(found, node, plan, copied, there, victim)
+                if live is not None and node is not None:
+                    node.content = live
+            if live is None and (is_long(name_of(target)) or not self._is_free(target, new_path)):
+                raise refuse(errno.ENOSPC, f"{new_path!r}: the memory servers have no room for a copy under that name")
+            target, plan = (target, None) if live is None else (plan.name, plan)
+        if plan is None:
+            self._put(found.info.name, target, there, victim)
+            self._catalogue.rename({old: (target, found.info)})
+        self._modified.pop(old, None)
+        self._modified[target] = modified
+
+    def _plan_anew(self, found: _Found, target: str, new_path: str) -> Plan | None:
+        """Return the buffer that is to be made of a file at its new path; None where the one that it is gets the name
+        `target`. It is made anew where it becomes an array or tensors by its new path, where its name is too long for a
+        rename to say it, and where its own form of another file there would be lost.
+        """
+        is_bytes = found.shown.form is Form.RAW and self._catalogue.forms(found.info) == (Form.RAW,)
+        must = is_long(name_of(target)) or not self._is_free(target, new_path)
+        if not must and not (is_bytes and new_path.endswith((Form.NPY.value, Form.SAFETENSORS.value))):
+            return None
+        if found.info.versions > 1:
+            if must:
+                raise refuse(errno.ENAMETOOLONG, f"{new_path!r}: no name for a buffer with versions; copy it")
+            return None
+        plan = self._plan(new_path, Live(self._catalogue.open(found.shown.name), found.view))
+        return plan if must or plan.name != new_path else None
+
+    def _copied(self, path: str, new_path: str) -> _Copied | None:
+        """Make the copy of a file that its rename needs, if it needs one and nobody is in the middle of writing it:
+        while others go on with other names.
+        """
+        with self._lock:
+            found, node = (self._look(path) if path not in self._hidden else None), self._nodes.get(path)
+            if found is None or self._is_folder(path) or (node is not None and not isinstance(node.content, Live)):
+                return None
+            form, state = found.shown.form, self._state(found, node)
+            if found.shown.version is not None or not new_path.endswith(form.value):
+                return None
+        try:
+            plan = self._plan_anew(found, new_path[: len(new_path) - len(form.value)], new_path)
+            if plan is None:
+                return None
+            source = Live(self._catalogue.open(found.shown.name), found.view)
+            return _Copied(self._filled(source, plan), plan, state)
+        except (Error, OSError) as error:  # the rename meets it too, or does without
+            _log.debug("%s", error)
+            return None
+
+    def _state(self, found: _Found, node: Node | None) -> tuple[int, int]:
+        """Return what is another one once a file was replaced, or written to by way of this process."""
+        modified = self._modified.get(found.shown.name, 0)
+        return found.info.id, max(modified, node.written if node is not None else 0)
+
+    def _made_anew(
+        self, found: _Found, node: Node | None, plan: Plan, copied: _Copied | None, there: _Found | None,
+        victim: Node | None,
+    ) -> Live | None:  # fmt: skip
+        """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
+        a second one for the old. None where there is no room for two.
+        """
+        if copied is not None and (copied.plan, copied.state) == (plan, self._state(found, node)):
+            name = copied.name
         else:
-            self.client.rename(name, new_name, replace=True)
-        self._catalogue.rename({name: new_name})
-        self._modified[new_name] = self._modified.pop(name, time.time_ns())
+            if copied is not None:
+                self.client.delete(copied.name, missing_ok=True)
+            try:
+                name = self._filled(Live(self._catalogue.open(found.shown.name), found.view), plan)
+            except OutOfMemoryError as error:
+                _log.warning("%s is not made anew: %s", found.shown.path, error)
+                return None
+        live = self._named(name, plan, there, victim)
+        self.client.delete(found.info.name, missing_ok=True)
+        self._catalogue.remove(found.shown.name)
+        return live
+
+    def _put(self, name: str, target: str, there: _Found | None, victim: Node | None) -> None:
+        """Give a buffer its path, in place of the file that is there: in one step, unless that one is of a buffer with
+        another path.
+        """
+        if there is not None and there.shown.name != target:
+            replaced = there.shown.version is None and self._is_listed(there, there.shown.path)
+            self.client.rename(name, name_of(target), replace=True)
+            if replaced:
+                self._take_away(there, victim)
+        elif _is_open(victim):
+            victim.displaced = private_name(name_of(target))
+            self.client.displace(name, name_of(target), victim.displaced)
+        else:
+            self.client.rename(name, name_of(target), replace=True)
 
     def _rename_folder(self, path: str, new_path: str) -> None:
         if not self._is_folder(path):
@@ -394,9 +536,11 @@ class Tree:
         elif self._find(new_path):
             raise refuse(errno.ENOTDIR, new_path)
         infos = self._catalogue.listing(missed=True).infos
-        moved = {name: new_path + name[len(path) :] for name in infos if name.startswith(path + "/")}
+        moved = {old: (new_path + old[len(path) :], infos[old]) for old in infos if old.startswith(path + "/")}
+        if any(is_long(info.name) or is_long(name_of(new)) for new, info in moved.values()):
+            raise refuse(errno.EXDEV, f"{path!r} has paths too long for names in it, or would have; copy it")
         if moved:
-            self.client.rename_folder(path, new_path)
+            self.client.rename_folder(name_of(path), name_of(new_path))
             self._catalogue.rename(moved)
         for node_path in [known for known in self._nodes if known.startswith(path + "/")]:
             node = self._nodes.pop(node_path)
@@ -429,10 +573,10 @@ class Tree:
     def sweep(self) -> None:
         """Delete what processes of this host left half done when they were killed, as far as we may."""
         with as_os_errors(), suppress(PermissionDeniedError):
-            for name in builtins.list(self._catalogue.listing(missed=True).infos):
-                if left_by_dead(name):
-                    self.client.delete(name, missing_ok=True)
-                    self._catalogue.remove(name)
+            for path, info in builtins.list(self._catalogue.listing(missed=True).infos.items()):
+                if left_by_dead(info.name):
+                    self.client.delete(info.name, missing_ok=True)
+                    self._catalogue.remove(path)
 
     # ---- for OpenFile
 
@@ -480,13 +624,16 @@ class Tree:
                 raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
             # To end what is hidden takes the lock that comes before the node's.
             found = self._find(node.path) if node.path not in self._hidden else None
-            live = None
+            live, target = None, ""
             if found is not None and found.view.nbytes == draft.nbytes:
-                live = Live(self._catalogue.open(found.shown.name), found.view)
+                live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name
             if live is None or not draft.nbytes or not live.takes(draft):
-                live = self._made(node, draft)
-                if live is None:
+                plan = self._plan(node.path, draft)
+                name = self._filled(draft, plan)
+                if node.removed:  # meanwhile
+                    self.client.delete(name, missing_ok=True)
                     return
+                live, target = self._named(name, plan, found, None), plan.name
             elif live.buffer.versions == 1:
                 _copy(draft, live)
             else:
@@ -495,28 +642,43 @@ class Tree:
                 node.content = live
             node.changed = False
             node.base_bytes = live.nbytes
-            self._modified[live.buffer.name] = node.modified
+            self._modified[target] = node.modified
 
-    def _made(self, node: Node, draft: Draft) -> Live | None:
-        """Make a buffer with all its bytes in it, and only then give it its name. None: it was removed meanwhile."""
-        path = node.path
-        plan = plan_of(path, draft.head(header_bytes(draft.head(16))), draft.nbytes)
-        name = private_name(plan.name)
+    def _plan(self, path: str, source: Reads) -> Plan:
+        """Return the buffer that a file becomes by its path: one of bytes where another file is in the way."""
+        plan = plan_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
+        if plan.name != path and not self._is_free(plan.name, path):
+            plan = plain_plan(path, source.nbytes)
+        return named(plan)
+
+    def _is_free(self, target: str, path: str) -> bool:
+        """Whether a buffer `target` that is listed as `path` takes the place of that file alone."""
+        if target == path:
+            return True
+        listing = self._catalogue.listing(missed=True)
+        info = listing.infos.get(target)
+        return info is None or self._listed(target, info, listing.infos, listing.folders | self._folders) == path
+
+    def _filled(self, source: Reads, plan: Plan) -> str:
+        """Make a buffer with all of a file in it; return its private name."""
+        name = private_name(name_of(plan.name))
         buffer = create(self.client, name, plan)
         try:
-            _copy(draft, Live(buffer, plan.view))
-            if node.removed:
-                self.client.delete(name, missing_ok=True)
-                return None
-            self.client.rename(name, plan.name, replace=True)
+            _copy(source, Live(buffer, plan.view))
         except BaseException:
             self.client.delete(name, missing_ok=True)
             raise
-        buffer = self.client.open(plan.name)
-        self._catalogue.add(buffer)
-        if plan.name != path and path in self._catalogue.listing().infos:
-            self.client.delete(path, missing_ok=True)  # it was bytes so far, and would hide what it is now
-            self._catalogue.remove(path)
+        return name
+
+    def _named(self, name: str, plan: Plan, there: _Found | None, victim: Node | None) -> Live:
+        """Give such a buffer its own name."""
+        try:
+            self._put(name, plan.name, there, victim)
+        except BaseException:
+            self.client.delete(name, missing_ok=True)
+            raise
+        buffer = self.client.open(name_of(plan.name))
+        self._catalogue.add(plan.name, buffer)
         return Live(buffer, plan.view)
 
     def discard_node(self, node: Node) -> None:
@@ -561,10 +723,15 @@ class Tree:
     # ---- inside
 
     def _find(self, path: str) -> _Found | None:
-        if not path or is_private(path):
-            return None
+        """Return what a path shows, once what is hidden there is gone."""
         if path in self._hidden:
             self._end_hidden(path, self._hidden[path])
+        return self._look(path)
+
+    def _look(self, path: str) -> _Found | None:
+        if not path or is_private(path):
+            return None
+        escaped(path)  # refuses what is too long
         shown = meanings(path)
         for missed in (False, True):
             infos = self._catalogue.listing(missed=missed).infos
@@ -594,14 +761,19 @@ class Tree:
             return True
         return path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders
 
-    def _files(self, info: BufferInfo, last: str, is_also_directory: bool) -> builtins.list[str]:
+    def _listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
+        """Return the one path by which a buffer is listed."""
         try:
             forms = self._catalogue.forms(info)
-            version = self._catalogue.known(info).version if info.versions > 1 else None
         except Error as error:  # deleted meanwhile, or its server is away: the name is shown all the same
             _log.debug("%s", error)
-            forms, version = (Form.RAW,), None
-        return files_of(last, forms, version or None, is_also_directory=is_also_directory)
+            forms = (Form.RAW,)
+        return listed_as(path, forms, buffers, folders)
+
+    def _is_listed(self, found: _Found, path: str) -> bool:
+        listing = self._catalogue.listing()
+        folders = listing.folders | self._folders
+        return self._listed(found.shown.name, found.info, listing.infos, folders) == path
 
     def _orphan(self, path: str) -> None:
         node = self._nodes.pop(path, None)
@@ -610,22 +782,40 @@ class Tree:
 
     def _keep_folder(self, path: str) -> None:
         """A directory does not go away with the last file in it: whoever removes a tree removes it next."""
-        parent = parent_of(path)
-        if parent and parent not in self._catalogue.listing().folders:
-            self._folders.add(parent)
+        folders = self._catalogue.listing().folders
+        while path := parent_of(path):
+            if path not in folders:
+                self._folders.add(path)
 
 
-def _copy(draft: Draft, live: Live) -> None:
-    """Write all of a draft into a buffer that takes it."""
-    for offset, data in draft.pieces():
+def _is_open(node: Node | None) -> TypeGuard[Node]:
+    """Whether somebody has a buffer's own bytes open."""
+    return node is not None and bool(node.handles) and isinstance(node.content, Live)
+
+
+def _head(source: Reads, nbytes: int) -> bytes:
+    """Return a file's first bytes, fewer where it has no more."""
+    out = np.empty(min(nbytes, source.nbytes), np.uint8)
+    source.read_into(0, out)
+    return out.tobytes()
+
+
+def _copy(source: Reads, live: Live) -> None:
+    """Write all of a file into a buffer that takes it."""
+    for offset, data in source.pieces() if isinstance(source, Draft) else _pieces(source, source.nbytes):
         live.write(offset, data)
 
 
 def _draw(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
     """Copy a file's first bytes into an empty draft."""
-    total = min(nbytes, source.nbytes)
-    piece = np.empty(min(_COPY_BYTES, total), np.uint8)
-    for offset in range(0, total, _COPY_BYTES):
-        part = piece[: min(_COPY_BYTES, total - offset)]
+    for offset, data in _pieces(source, min(nbytes, source.nbytes)):
+        draft.write(offset, data)
+
+
+def _pieces(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:
+    """Give a file's first bytes as (offset, bytes), each to be used before the next."""
+    piece = np.empty(min(_COPY_BYTES, nbytes), np.uint8)
+    for offset in range(0, nbytes, _COPY_BYTES):
+        part = piece[: min(_COPY_BYTES, nbytes - offset)]
         source.read_into(offset, part)
-        draft.write(offset, part)
+        yield offset, part

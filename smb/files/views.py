@@ -11,21 +11,22 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from smb.dtypes import DTYPES
 from smb.errors import InvalidArgumentError
-from smb.files.names import Form
+from smb.files.names import Form, escaped, is_long, name_of, path_of
 from smb.metadata import encode
 from smb.tensors import TensorPlace, TensorTable
 
 _npy: Any = np.lib.format  # without types before numpy 2.3
 
 METADATA_KEY = "safetensors"  # of a buffer's metadata: __metadata__ of the file that it was made from
-EMPTY = {"smb.files": {"nbytes": 0}}  # metadata of a file without a byte: no buffer can be that small
+FILES_KEY = "smb.files"  # of a buffer's metadata: what its file is beside its bytes
+EMPTY = {"nbytes": 0}  # there, of a file without a byte: no buffer can be that small
 HEADER_BYTES_MAX = 100 << 20  # the safetensors format's own limit
 _NPY_HEADER_BYTES_MAX = 10 + 0xFFFF
 # https://github.com/huggingface/safetensors: names of element types, little-endian.
@@ -89,7 +90,7 @@ def view_of(
 ) -> View | None:
     """Return the view of such a buffer in that form; None where it has none."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if form is Form.RAW and may_be_empty(dtype, shape) and metadata.items() >= EMPTY.items():
+    if form is Form.RAW and may_be_empty(dtype, shape) and _of_file(metadata).items() >= EMPTY.items():
         return View((), 0)
     if form is Form.RAW:
         return _with_header(b"", [(0, nbytes)])
@@ -99,6 +100,25 @@ def view_of(
         return None
     header = safetensors_header(table, metadata.get(METADATA_KEY))
     return _with_header(header, [(place.offset, place.nbytes) for place in table.values()])
+
+
+def path_in(metadata: Mapping[str, Any]) -> str | None:
+    """Return the path of a buffer whose name is a digest, as its metadata says it; None where it says none."""
+    name = _of_file(metadata).get("name")
+    return path_of(name) if isinstance(name, str) else None
+
+
+def named(plan: Plan) -> Plan:
+    """Return the plan with its path in the metadata where the name can't say it."""
+    if not is_long(name_of(plan.name)):
+        return plan
+    told = {**_of_file(plan.metadata), "name": escaped(plan.name)}
+    return replace(plan, metadata={**plan.metadata, FILES_KEY: told})
+
+
+def _of_file(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    told = metadata.get(FILES_KEY)
+    return told if isinstance(told, Mapping) else {}
 
 
 def may_be_empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
@@ -134,7 +154,7 @@ def plan_of(path: str, head: bytes, nbytes: int) -> Plan:
     same bytes, else one of bytes under its whole name. `head` is at least header_bytes() long, or the whole file.
     """
     if nbytes == 0:
-        return Plan(path, View((), 0), shape=(1,), metadata=EMPTY)
+        return Plan(path, View((), 0), shape=(1,), metadata={FILES_KEY: EMPTY})
     plan = None
     if path.endswith(Form.NPY.value) and not path.endswith("/" + Form.NPY.value):
         plan = _npy_plan(path[: -len(Form.NPY.value)], head)
@@ -142,6 +162,11 @@ def plan_of(path: str, head: bytes, nbytes: int) -> Plan:
         plan = _safetensors_plan(path[: -len(Form.SAFETENSORS.value)], head)
     if plan is not None and plan.view.nbytes == nbytes and head.startswith(plan.view.pieces[0].header):
         return plan
+    return plain_plan(path, nbytes)
+
+
+def plain_plan(path: str, nbytes: int) -> Plan:
+    """Return the buffer of bytes that a file of at least one becomes under its whole name."""
     return Plan(path, _with_header(b"", [(0, nbytes)]), shape=(nbytes,))
 
 

@@ -12,10 +12,34 @@ import pytest
 from safetensors.numpy import load, save
 
 import smb
+from smb.coordinator.records import Kind
+from smb.coordinator.request import check_name
 from smb.files.codes import as_os_errors
-from smb.files.names import Form, Shown, entries, files_of, is_private, meanings, private_of
+from smb.files.names import (
+    Form,
+    Shown,
+    entries,
+    is_long,
+    is_private,
+    listed_as,
+    meanings,
+    name_of,
+    path_of,
+    private_of,
+)
 from smb.files.opened import split_url
-from smb.files.views import forms_of, header_bytes, npy_header, parse_safetensors, plan_of, safetensors_header, view_of
+from smb.files.private import private_name
+from smb.files.views import (
+    forms_of,
+    header_bytes,
+    named,
+    npy_header,
+    parse_safetensors,
+    path_in,
+    plan_of,
+    safetensors_header,
+    view_of,
+)
 from smb.tensors import TensorTable
 
 
@@ -25,18 +49,19 @@ from smb.tensors import TensorTable
         ("w", [Shown("w")]),
         ("a/b.npy", [Shown("a/b.npy"), Shown("a/b", Form.NPY)]),
         ("a/b.safetensors", [Shown("a/b.safetensors"), Shown("a/b", Form.SAFETENSORS)]),
-        ("w@12", [Shown("w", Form.RAW, 12)]),
-        ("w@12.npy", [Shown("w", Form.NPY, 12)]),
-        ("w@raw", [Shown("w")]),
-        ("w@raw.npy", []),
-        ("w@", []),
-        ("@3", []),
+        ("w@12", [Shown("w@12"), Shown("w", Form.RAW, 12)]),
+        ("w@12.npy", [Shown("w@12.npy"), Shown("w@12", Form.NPY), Shown("w", Form.NPY, 12)]),
+        ("w@raw", [Shown("w@raw"), Shown("w")]),
+        ("w@raw.npy", [Shown("w@raw.npy"), Shown("w@raw", Form.NPY)]),
+        ("w@", [Shown("w@")]),
+        ("@3", [Shown("@3")]),
+        ("a/@3", [Shown("a/@3")]),
         (".npy", [Shown(".npy")]),
         ("a/.npy", [Shown("a/.npy")]),
     ],
 )
 def test_paths_mean(path: str, shown: list[Shown]) -> None:
-    """A buffer of that very name comes before a form of another; what no name can have means a version."""
+    """A buffer of that very path comes before a form of another, and before a version."""
     assert list(meanings(path)) == shown
     assert all(one in meanings(one.path) for one in shown)
 
@@ -52,9 +77,91 @@ def test_directories_come_from_slashes() -> None:
     assert entries("", names) == ({"a", "x"}, {"a"})
     assert entries("a", names) == ({"c"}, {"b"})
     assert entries("nowhere", names) == (set(), set())
-    assert files_of("w", (Form.RAW, Form.NPY), 3, is_also_directory=False) == ["w", "w.npy", "w@3"]
-    assert files_of("a", (Form.RAW,), None, is_also_directory=True) == ["a@raw"]
-    assert files_of("w.npy", (Form.RAW, Form.NPY), None, is_also_directory=False) == ["w.npy"]
+
+
+ARRAY = (Form.RAW, Form.NPY)
+
+
+def test_a_buffer_is_listed_once() -> None:
+    """By its richest form, as numpy and safetensors wrote it; by another where that path is somebody else's."""
+    assert listed_as("w", (Form.RAW,), {"w"}, ()) == "w"
+    assert listed_as("w", ARRAY, {"w"}, ()) == "w.npy"
+    assert listed_as("d/w", tuple(Form), {"d/w"}, {"d"}) == "d/w.safetensors"
+    assert listed_as("w.npy", (Form.RAW,), {"w.npy"}, ()) == "w.npy"
+    assert listed_as("w.npy", ARRAY, {"w.npy"}, ()) == "w.npy", "it was put there as such a file"
+    assert listed_as("w", ARRAY, {"w", "w.npy"}, ()) == "w"
+    assert listed_as("w", ARRAY, {"w"}, {"w.npy"}) == "w"
+    assert listed_as("a", (Form.RAW,), {"a", "a/b"}, {"a"}) == "a@raw"
+    assert listed_as("a", ARRAY, {"a", "a/b"}, {"a"}) == "a.npy"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("run/w_1-a.b", "run/w_1-a.b"),
+        ("part/c=x", "part/_.c_3dx"),
+        ("air temp.npy", "_.air_20temp.npy"),
+        ("new/1.M2P3.host:2,S", "new/_.1.M2P3.host_3a2_2cS"),
+        ("a~", "_.a_7e"),
+        ("ü", "_._c3_bc"),
+        ("\udcff", "_._ff"),
+        ("a\n@\\", "_.a_0a_40_5c"),
+        ("_.a_7e", "_._5f.a_5f7e"),
+        ("_.a_7E", "_.a_7E"),
+        ("_.abc", "_.abc"),
+        ("_.", "_."),
+        ("_._2f", "_._2f"),
+        ("..a", "..a"),
+    ],
+)
+def test_paths_have_names(path: str, name: str) -> None:
+    """Ordinary parts are as they are; others are escaped, and what looks like that is escaped too."""
+    assert name_of(path) == name
+    assert path_of(name) == path
+
+
+def test_every_path_has_one_name_and_every_name_one_path() -> None:
+    """Of any bytes, and of any name a buffer may have; names are what a coordinator takes."""
+    rng = random.Random(5)
+    for _ in range(20_000):
+        data = bytes(rng.choice(b"_..a7eE35f2 ~\xff\xc3\xbc=") for _ in range(rng.randrange(1, 12)))
+        path = data.decode("utf-8", "surrogateescape")
+        if path not in (".", ".."):
+            check_name(Kind.BUFFER, name_of(path))
+            assert path_of(name_of(path)) == path
+        name = "".join(rng.choice("_..a7eE35f2") for _ in range(rng.randrange(1, 12)))
+        assert name_of(path_of(name)) == name
+
+
+def test_long_paths_have_a_digest_for_a_name() -> None:
+    """In their namespace, beside what is on its way; the plan of the file says the path. Longer ones are refused."""
+    for path in (
+        "d/" + "x" * 255,
+        "ü" * 127,
+        "/".join(["y" * 255] * 16),
+        "/".join("=" * 2048),
+        "n" * 200 + "/" + "z" * 200,
+    ):
+        name = name_of(path)
+        assert is_long(name)
+        assert is_private(name)
+        check_name(Kind.BUFFER, name)
+        check_name(Kind.BUFFER, private_name(name))
+        plan = named(plan_of(path, b"abc", 3))
+        assert path_in(plan.metadata) == path
+        assert path_in(named(plan_of(path, b"", 0)).metadata) == path
+    assert name_of("d/" + "x" * 255).startswith("d/.smb-files/")
+    assert not is_long(name_of("x" * 255))
+    for path, number in (
+        ("x" * 256, errno.ENAMETOOLONG),
+        ("d/" + "ü" * 128, errno.ENAMETOOLONG),
+        ("x/" * 2048 + "x", errno.ENAMETOOLONG),
+        ("a\0b", errno.EINVAL),
+        ("\ud800", errno.EINVAL),
+    ):
+        with pytest.raises(OSError, match="path") as caught:
+            name_of(path)
+        assert caught.value.errno == number
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64", "uint8", "bfloat16"])

@@ -1,0 +1,67 @@
+"""smb mount in a test: a real mount by a process of its own, where this machine has FUSE."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import smb
+from tests.support.daemons import wait_for
+
+_MISSING = [
+    what
+    for what, there in (
+        ("/dev/fuse", os.access("/dev/fuse", os.R_OK | os.W_OK)),
+        ("libfuse3", ctypes.util.find_library("fuse3") is not None),
+        ("fusermount3", shutil.which("fusermount3") is not None),
+    )
+    if not there
+]
+needs_fuse = pytest.mark.skipif(
+    bool(_MISSING), reason=f"this machine has no {', '.join(_MISSING)}: nothing is mounted here"
+)
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, check=False)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def shown(path: Path) -> Path:
+    """What another client made shows within a second."""
+    wait_for(path.exists, f"{path} in the mount")
+    return path
+
+
+def is_mounted(directory: Path) -> bool:
+    return f" {directory} fuse.smb " in Path("/proc/self/mounts").read_text()
+
+
+def start_mount(cluster: smb.LocalCluster, directory: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """Mount in a foreground process, whose errors go into DIR.log."""
+    directory.mkdir()
+    with directory.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "smb.cli.main", "mount", directory, "--foreground", "-c", cluster.address],
+            stdout=log, stderr=log, env=os.environ | variables,
+        )  # fmt: skip
+    wait_for(lambda: is_mounted(directory) or process.poll() is not None, f"mount at {directory}")
+    assert process.poll() is None, directory.with_suffix(".log").read_text()
+    return process
+
+
+def unmount(directory: Path) -> None:
+    subprocess.run(["fusermount3", "-u", "-z", directory], check=True)
+
+
+def end_mount(process: subprocess.Popen[bytes], directory: Path) -> None:
+    assert process.wait(20) == 0, directory.with_suffix(".log").read_text()
