@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -50,6 +51,7 @@ from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
 TICK_S = 0.5  # a lease is seen to have run out at most this late
+TRIM_S = 10.0  # how often freed memory goes back to the system
 STOP_GRACE_S = 1.0  # for calls under way
 SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # below, a client on a busy host loses it; above, it is none
 
@@ -145,8 +147,8 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
     leaving.callback(ledger.stop_waiting)
-    ticking = asyncio.create_task(_tick(ledger, endings))
-    leaving.push_async_callback(_cancel, ticking)
+    for beginning in (_tick(ledger, endings), _trim()):
+        leaving.push_async_callback(_cancel, asyncio.create_task(beginning))
 
     _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)
     if options.ready_file is not None:
@@ -192,6 +194,17 @@ async def _tick(ledger: Ledger, endings: Endings) -> None:
             endings.tell(await ledger.commit(Ticked()))
         except StoreError as error:
             _log.error("%s", error)
+
+
+async def _trim() -> None:
+    """Give back what large requests took: glibc keeps it, and a burst of them would be the process's size for good."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except AttributeError:  # another C library
+        return
+    while True:
+        await asyncio.sleep(TRIM_S)
+        await asyncio.to_thread(trim, 0)
 
 
 async def _feed_watchdog(interval_s: float) -> None:
