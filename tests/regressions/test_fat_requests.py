@@ -188,7 +188,8 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
         codes = asked(address, reader, "OpenSession", lambda _, fat=fat: fat, 40)  # type: ignore[misc]
         assert set(codes) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
     assert asked(address, reader, "OpenSession", session, REQUESTS) == {"OK": REQUESTS}
-    assert asked(address, client, "CreateBuffer", buffer, REQUESTS) == {"OK": REQUESTS}
+    buffers = REQUESTS // 2  # a server maps each, and Linux lets it map so many
+    assert asked(address, client, "CreateBuffer", buffer, buffers) == {"OK": buffers}
     codes = asked(address, client, "CreateBuffer", described, REQUESTS)
     assert codes == {"OK": states.METADATA_BYTES_MAX >> 20, "RESOURCE_EXHAUSTED": REQUESTS - codes["OK"]}
 
