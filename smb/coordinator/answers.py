@@ -14,7 +14,6 @@ import grpc.aio
 from smb import errors
 from smb.bounds import check_bounds
 from smb.control import ANSWERED, SessionEndedError
-from smb.coordinator.metrics import CallMetrics
 
 _log = logging.getLogger("coordinator")
 
@@ -44,8 +43,9 @@ def code_of(error: errors.Error) -> grpc.StatusCode:
 class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps every unary call of the service."""
 
-    def __init__(self, metrics: CallMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None]) -> None:
+        """`answered` is told of each: method, code, seconds."""
+        self._answered = answered
 
     async def intercept_service(
         self,
@@ -79,7 +79,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 _log.exception("%s failed", method)
                 code, text = grpc.StatusCode.INTERNAL, f"{method} failed inside the coordinator; see its log"
             finally:
-                self._metrics.count(method, code, time.perf_counter() - begun)
+                self._answered(method, code, time.perf_counter() - begun)
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
             # cycle lives until Python looks for cycles, and must not keep a large request.
             del request
