@@ -136,9 +136,11 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
     promised = free_bytes if watch is None or not watch.load.memory_free_bytes else watch.load.memory_free_bytes
     if promised < free_bytes:
         title = f"{server.name} promises more memory than its host has"
-        detail = f"Its capacity leaves {format_bytes(free_bytes)}, its memory directory {format_bytes(promised)}."
+        capacity, place = format_bytes(free_bytes), format_bytes(promised)
+        detail = f"Its capacity leaves {capacity}, its memory directory and memory limit {place}."
         action = (
-            "Others fill that file system, or it is too small: enlarge it (a container's /dev/shm), or lower --capacity"
+            "Others fill that file system, or it or the limit is too small: raise it (a container's /dev/shm, "
+            "its memory), or lower --capacity"
         )
         yield Problem(WARNING, title, detail, action, about)
 
