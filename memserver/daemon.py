@@ -194,8 +194,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         leaving.callback(options.ready_file.unlink, missing_ok=True)
 
     def take_keys(access: pb.AccessKeys) -> None:
-        for each in access.keys:
-            engine.set_key(each.generation, each.key, access.now_ms)
+        engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
     health.registration = Registration(
         options.coordinator,
