@@ -58,7 +58,7 @@ bool access_ready(struct access_keys *keys)
 }
 
 int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
-                 const uint8_t *payload, struct grant *grant)
+                 const uint8_t *payload, struct grant *grant, uint64_t *why)
 {
     uint64_t first = smb_load64(payload), now_ns = smb_now_ns(), now_ms;
     struct smb_token token = {.segment = frame->segment, .epoch = frame->epoch, .rights = (uint32_t)first,
@@ -77,8 +77,11 @@ int access_check(struct access_keys *keys, const struct access_connection *conne
     make_secret(key, connection->session, &token, token.secret);
     make_proof(token.secret, connection, proof);
     bool right = sha256_same(proof, payload + 16);
-    if (!known || !right || now_ms >= token.expires_ms || token.segment == 0 || frame->session != connection->session)
+    if (!known || !right || now_ms >= token.expires_ms || token.segment == 0 || frame->session != connection->session) {
+        *why = !known ? SMB_DENIED_GENERATION : !right ? SMB_DENIED_PROOF : now_ms >= token.expires_ms ? SMB_DENIED_EXPIRED
+                                                                                                       : SMB_DENIED_PROOF;
         return SMB_DENIED;
+    }
     *grant = (struct grant){.segment = token.segment, .epoch = token.epoch, .rights = token.rights,
                             .expires_ns = now_ns + (token.expires_ms - now_ms) * 1000000U};
     return SMB_OK;
@@ -158,35 +161,32 @@ int smb_server_check_proof(struct smb_server *server, uint64_t session, const st
     struct smb_frame frame = {.segment = shown->segment, .epoch = shown->epoch, .session = session};
     uint8_t payload[SMB_AUTHORIZE_BYTES];
     struct grant grant;
+    uint64_t why;
     if (!access_ready(&server->keys))
         return SMB_BUSY;
     smb_store64(payload, shown->rights | (uint64_t)shown->generation << 32);
     smb_store64(payload + 8, shown->expires_ms);
     memcpy(payload + 16, shown->secret, SMB_KEY_BYTES);
-    int status = access_check(&server->keys, &control, &frame, payload, &grant);
+    int status = access_check(&server->keys, &control, &frame, payload, &grant, &why);
     uint64_t now_ns = smb_now_ns();
     if (status == SMB_OK)
         *left_ns = grant.expires_ns > now_ns ? grant.expires_ns - now_ns : 0;
     return status;
 }
 
-int smb_server_set_key(struct smb_server *server, uint32_t generation, const uint8_t key[SMB_KEY_BYTES], uint64_t now_ms)
+int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set, uint64_t now_ms)
 {
     struct access_keys *keys = &server->keys;
+    if (count == 0 || count > ACCESS_KEYS)
+        return SMB_INVALID;
     pthread_mutex_lock(&keys->lock);
-    struct access_key *place = NULL;
-    for (int i = 0; i < ACCESS_KEYS; i++) { /* its own, else a free one, else the oldest */
-        struct access_key *each = &keys->keys[i];
-        if (each->there && each->generation == generation) {
-            place = each;
-            break;
+    for (uint32_t i = 0; i < ACCESS_KEYS; i++) {
+        keys->keys[i].there = i < count;
+        if (i < count) {
+            keys->keys[i].generation = set[i].generation;
+            memcpy(keys->keys[i].bytes, set[i].bytes, SMB_KEY_BYTES);
         }
-        if (!place || (place->there && (!each->there || (int32_t)(each->generation - place->generation) < 0)))
-            place = each;
     }
-    place->there = true;
-    place->generation = generation;
-    memcpy(place->bytes, key, SMB_KEY_BYTES);
     keys->known_ms = now_ms;
     keys->known_at_ns = smb_now_ns();
     pthread_mutex_unlock(&keys->lock);

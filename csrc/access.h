@@ -16,7 +16,7 @@
 #include "wire.h"
 
 enum {
-    ACCESS_KEYS = 3,          /* of the generation before, of this one, and of the next */
+    ACCESS_KEYS = SMB_KEYS_MAX, /* of the generation before, of this one, and of the next */
     GRANTS_MAX = 1 << 20      /* of one connection: each was made by the coordinator for a segment that is there */
 };
 
@@ -55,10 +55,10 @@ struct grants {
     uint32_t room, count;
 };
 
-/* SMB_OK: the frame, an AUTHORIZE, proves that the coordinator made it; *grant is what it gives. Else SMB_DENIED, whatever is
- * wrong with it. */
+/* SMB_OK: the frame, an AUTHORIZE, proves that the coordinator made it; *grant is what it gives. Else SMB_DENIED, and *why is of
+ * enum smb_denied; that a token has expired is said of one that is proved. */
 int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
-                 const uint8_t *payload, struct grant *grant);
+                 const uint8_t *payload, struct grant *grant, uint64_t *why);
 
 /* Whether any key is known. */
 bool access_ready(struct access_keys *keys);

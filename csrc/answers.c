@@ -93,8 +93,11 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
     flight_take_from(at, &link->sent_end);
     if (reply->status == SMB_OK)
         link_take_success(link, flight, reply->argument, reply->offset);
-    else
+    else {
+        if (flight->stream && flight->stream->told) /* of AUTHORIZE: why it is refused */
+            flight->stream->told->a = reply->argument;
         take_failure(link, flight, reply->status);
+    }
     return SMB_OK;
 }
 

@@ -307,7 +307,8 @@ static enum step authorize(struct connection *connection, const struct smb_frame
     struct access_connection self = {.nonce = connection->nonce, .instance = server->instance, .session = connection->session,
                                      .lane = connection->lane};
     struct grant grant;
-    int status = server->guarded ? access_check(&server->keys, &self, frame, payload, &grant) : SMB_OK;
+    uint64_t why = 0;
+    int status = server->guarded ? access_check(&server->keys, &self, frame, payload, &grant, &why) : SMB_OK;
     if (status == SMB_OK && !connection->proven) {
         speak_for_lane(connection);
         if (session_has_ended(server, frame->session))
@@ -320,6 +321,7 @@ static enum step authorize(struct connection *connection, const struct smb_frame
     else
         server_count(&server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(frame, status);
+    reply.argument = why;
     put_reply(connection, &reply);
     return STEP_ON;
 }

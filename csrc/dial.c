@@ -390,7 +390,7 @@ static int keep_token(struct smb_link *link, const struct smb_token *token)
 /* As any other request, on the connection of now. If that is another one when it arrives, it was shown there already, or is
  * proved once more. */
 static int show_now(struct smb_link *link, const struct smb_token *token, const struct access_connection *proof,
-                    uint64_t deadline_ns)
+                    uint64_t deadline_ns, uint64_t *why)
 {
     uint8_t body[SMB_AUTHORIZE_BYTES];
     access_store(token, proof, body);
@@ -405,18 +405,20 @@ static int show_now(struct smb_link *link, const struct smb_token *token, const 
     uint64_t now_ns = smb_now_ns();
     status = smb_ask_wait(asking, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, &told);
     smb_ask_end(asking);
+    *why = told.status == SMB_DENIED ? told.a : 0;
     return status == SMB_BUSY ? SMB_TIMEOUT : told.status;
 }
 
-int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms)
+int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms, uint64_t *why)
 {
     uint64_t deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     pthread_mutex_lock(&link->client->mutex);
     int status = keep_token(link, token);
+    *why = 0;
     struct access_connection proof = link->proof;
     pthread_mutex_unlock(&link->client->mutex);
     while (status == SMB_OK) {
-        status = show_now(link, token, &proof, deadline_ns);
+        status = show_now(link, token, &proof, deadline_ns, why);
         if (status != SMB_DENIED)
             return status;
         pthread_mutex_lock(&link->client->mutex);

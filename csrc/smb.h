@@ -150,7 +150,10 @@ enum {
 
 /* What a token lets its session do with a segment. */
 enum smb_right { SMB_RIGHT_READ = 1, SMB_RIGHT_WRITE = 2 };
-enum { SMB_KEY_BYTES = 32 };
+enum { SMB_KEY_BYTES = 32, SMB_KEYS_MAX = 3 };
+/* Why a token is not taken, in the argument of the answer to AUTHORIZE; 0: from a server that does not tell. GENERATION: its key is
+ * not known there. PROOF: it does not prove that the coordinator made it for this session and segment. */
+enum smb_denied { SMB_DENIED_GENERATION = 1, SMB_DENIED_PROOF = 2, SMB_DENIED_EXPIRED = 3 };
 /* Made by the coordinator for one session and one segment (access.h). `secret` never travels on the data plane. */
 struct smb_token {
     uint64_t segment; uint32_t epoch; uint32_t rights; uint32_t generation;
@@ -303,9 +306,11 @@ int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slo
 int smb_server_hold_segment(struct smb_server *server, uint64_t id, struct smb_segment **segment);
 /* Before it listens: from here on a connection may use no segment that it has shown no token for. */
 void smb_server_guard(struct smb_server *server);
-/* The key of a generation of tokens, shared with the coordinator, and what the coordinator's clock says now, in milliseconds since
- * 1970. The oldest of three is forgotten for a fourth. */
-int smb_server_set_key(struct smb_server *server, uint32_t generation, const uint8_t key[32], uint64_t now_ms);
+/* The keys of so many generations of tokens, 1 to SMB_KEYS_MAX, shared with the coordinator, in the place of all that were known; and
+ * what the coordinator's clock says now, in milliseconds since 1970. That clock may have been put back: no generation is older by
+ * its number. SMB_INVALID for another count. */
+struct smb_key { uint32_t generation; uint8_t bytes[32]; };
+int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set, uint64_t now_ms);
 /* What a client shows on the control plane for keys of RDMA: `shown->secret` is its proof (access.h). SMB_OK: the coordinator gave
  * the session that token, and it is good for *left_ns from now. SMB_DENIED; SMB_BUSY before a key is known. */
 int smb_server_check_proof(struct smb_server *server, uint64_t session, const struct smb_token *shown, uint64_t *left_ns);
@@ -390,8 +395,8 @@ int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
 /* Shows a token on the link's connection, blocking up to timeout_ms, and on every later one; in the place of an older one of the
- * same segment. SMB_DENIED: the server does not take it. Not at the same time as smb_link_attach. */
-int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms);
+ * same segment. SMB_DENIED: the server does not take it, and *why is of enum smb_denied. Not at the same time as smb_link_attach. */
+int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms, uint64_t *why);
 /* 1 unless it was closed, by either side of the library. One whose connection broke is alive: it is waiting for another. */
 int smb_link_alive(struct smb_link *link);
 /* 1 while it has a connection, as far as is known. */

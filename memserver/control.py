@@ -22,6 +22,7 @@ from memserver.engine import NotReadyError, SegmentForm
 from memserver.rdma import Place, Rdma
 from memserver.segments import Segments
 from smb.access import Guard
+from smb.bounds import Bounds
 from smb.config import format_address
 from smb.credentials import Credentials, add_port
 from smb.daemon import GRPC_SERVER_OPTIONS
@@ -194,7 +195,7 @@ class ControlServer:
         check_proof: CheckProof | None = None,
     ) -> None:
         """Listen on a free port of the host and serve; check_proof goes with credentials. Raises UnavailableError."""
-        guards: list[grpc.ServerInterceptor[Any, Any]] = [] if credentials is None else [Guard()]
+        guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()] if credentials is None else [Bounds(), Guard()]
         pool = ThreadPoolExecutor(THREADS, "control")
         self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
         service = ControlService(segments, rdma, check_proof)

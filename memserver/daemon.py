@@ -34,6 +34,7 @@ from memserver.segments import Segments
 from memserver.shares import Names
 from memserver.tls import TlsListener
 from smb.admission import admission
+from smb.cgroup import MemoryLimit
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.credentials import Credentials, check_exposure
 from smb.daemon import Pages, end_with_owner, notify, watchdog_interval_s, write_ready_file
@@ -134,10 +135,13 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)
     place.check_capacity(options.capacity_bytes)
+    limit = MemoryLimit() if place.counts_as_memory() else None
+    if limit is not None:
+        limit.check_capacity(options.capacity_bytes)
     instance_id = secrets.randbits(64) or 1
     engine = Engine(instance_id, options.loops, options.capacity_bytes)
     leaving.callback(engine.close)
-    segments = Segments(engine, place, options.capacity_bytes)
+    segments = Segments(engine, place, options.capacity_bytes, limit)
     life = recover(engine, place, segments, options.capacity_bytes)
 
     if options.credentials is not None:
@@ -190,14 +194,13 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         leaving.callback(options.ready_file.unlink, missing_ok=True)
 
     def take_keys(access: pb.AccessKeys) -> None:
-        for each in access.keys:
-            engine.set_key(each.generation, each.key, access.now_ms)
+        engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
     health.registration = Registration(
         options.coordinator,
         identity,
         segments,
-        lambda: load_of(engine, place),
+        lambda: load_of(engine, place, limit),
         Asking(engine, buffers, clients),
         decided,
         options.credentials,

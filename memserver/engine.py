@@ -6,7 +6,7 @@ Every call releases Python's lock, and may be made from any thread until `close`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,11 +196,21 @@ class Engine:
         """Ask every connection for tokens. Before anything listens."""
         lib.smb_server_guard(self._server)
 
-    def set_key(self, generation: int, key: bytes, now_ms: int) -> None:
-        """Share the key of a generation of tokens with the coordinator, whose clock says now_ms. Raises Error."""
-        if len(key) != lib.SMB_KEY_BYTES:
-            raise InvalidArgumentError(f"a key of {len(key)} bytes; there are {lib.SMB_KEY_BYTES}")
-        _check(lib.smb_server_set_key(self._server, generation, key, now_ms), "take a key")
+    def set_keys(self, keys: Mapping[int, bytes], now_ms: int) -> None:
+        """Share these keys of tokens, by generation, with the coordinator, whose clock says now_ms; no others any more.
+
+        Raises InvalidArgumentError for a key of another length, and for none or too many.
+        """
+        if not 1 <= len(keys) <= lib.SMB_KEYS_MAX or any(len(key) != lib.SMB_KEY_BYTES for key in keys.values()):
+            raise InvalidArgumentError(
+                f"{len(keys)} keys of {sorted({len(key) for key in keys.values()})} bytes; a server takes 1 to "
+                f"{lib.SMB_KEYS_MAX} of {lib.SMB_KEY_BYTES}"
+            )
+        taken = ffi.new("struct smb_key[]", len(keys))
+        for place, (generation, key) in zip(taken, keys.items(), strict=True):
+            place.generation = generation
+            ffi.memmove(place.bytes, key, len(key))
+        _check(lib.smb_server_set_keys(self._server, len(keys), taken, now_ms), "take keys")
 
     def check_proof(self, session_id: int, shown: Token) -> float:
         """Return for how many seconds more the session may use a token; its `secret` is the proof that it has it.

@@ -6,12 +6,13 @@ import os
 
 from memserver.engine import Engine
 from memserver.place import Place
+from smb.cgroup import MemoryLimit
 from smb.proto import control_pb2 as pb
 
 WAITS_MAX = 256  # a renewal stays small however many locks are held
 
 
-def load_of(engine: Engine, place: Place) -> pb.ServerLoad:
+def load_of(engine: Engine, place: Place, limit: MemoryLimit | None = None) -> pb.ServerLoad:
     """Return the counters since the start, and what is held and waits now."""
     counters = engine.counters()
     waits, found = engine.waits(WAITS_MAX)
@@ -29,7 +30,7 @@ def load_of(engine: Engine, place: Place) -> pb.ServerLoad:
         replayed_requests=counters.replayed_total,
         recovered_locks=counters.recovered_locks,
         segment_count=counters.segments,
-        memory_free_bytes=_free_bytes(place),
+        memory_free_bytes=_free_bytes(place, limit),
         waits=[
             pb.Wait(
                 segment_id=wait.segment_id,
@@ -47,9 +48,11 @@ def load_of(engine: Engine, place: Place) -> pb.ServerLoad:
     )
 
 
-def _free_bytes(place: Place) -> int:
+def _free_bytes(place: Place, limit: MemoryLimit | None) -> int:
     try:
         found = os.statvfs(place.directory)
     except OSError:  # somebody removed the directory: a renewal must not fail for that
         return 0
-    return found.f_bavail * found.f_frsize
+    free = found.f_bavail * found.f_frsize
+    room = limit.room_bytes() if limit is not None else None
+    return free if room is None else min(free, room)

@@ -65,6 +65,10 @@ class Place:
                 f"({format_bytes(total_bytes)}); offer less, or make that file system larger"
             )
 
+    def counts_as_memory(self) -> bool:
+        """Whether the segments' pages count against a memory limit: those of tmpfs do, large pages and disks do not."""
+        return file_system_of(self.directory) in ("tmpfs", "ramfs")
+
     def close(self) -> None:
         """Give the name back, and take the journal away if there is nothing left that it could be about."""
         try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from memserver.engine import Engine, SegmentForm
 from memserver.place import Place
+from smb.cgroup import MemoryLimit
 from smb.config import format_bytes
 from smb.engine import segment_file_bytes
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
@@ -23,12 +24,17 @@ from smb.failpoint import failpoint
 DROPPED_MAX = 4096
 # As many ended sessions as the coordinator remembers: after its restart it tells of all of them again.
 ENDED_MAX = 65_536
+# Of the memory limit: for connections, requests and the process itself, which grow beside the segments.
+HEADROOM_BYTES = 32 << 20
 
 
 class Segments:
     """What is held, by id."""
 
-    def __init__(self, engine: Engine, place: Place, capacity_bytes: int) -> None:
+    def __init__(self, engine: Engine, place: Place, capacity_bytes: int, limit: MemoryLimit | None = None) -> None:
+        """`limit` None: there is none, or the directory's pages do not count against it."""
+        self._limit = limit
+        self._making_bytes = 0  # of the segments that are being made
         self._engine = engine
         self._place = place
         self._capacity_bytes = capacity_bytes
@@ -128,10 +134,28 @@ class Segments:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if file_bytes == 0:
             raise InvalidArgumentError(f"no segment has {form.nbytes} bytes in chunks of {form.chunk_bytes}")
+        with self._lock:
+            self._making_bytes += file_bytes
         try:
-            self._engine.create_segment(self._place.segment_path(form.id), form)
-        except OutOfMemoryError:
-            raise OutOfMemoryError(self._no_room(file_bytes)) from None
+            self._check_limit(file_bytes)
+            try:
+                self._engine.create_segment(self._place.segment_path(form.id), form)
+            except OutOfMemoryError:
+                raise OutOfMemoryError(self._no_room(file_bytes)) from None
+        finally:
+            with self._lock:
+                self._making_bytes -= file_bytes
+
+    def _check_limit(self, file_bytes: int) -> None:
+        """Raise OutOfMemoryError rather than have the kernel kill us in the middle."""
+        room = self._limit.room_bytes() if self._limit is not None else None
+        if room is None or self._limit is None:
+            return
+        # What is being made counts as a whole: some of it may be in `room` already, which errs to the safe side.
+        left = room - HEADROOM_BYTES - (self._making_bytes - file_bytes)
+        if file_bytes > left:
+            asked, free, whole = map(format_bytes, (file_bytes, max(left, 0), self._limit.nbytes or 0))
+            raise OutOfMemoryError(f"{asked} asked, {free} left below the memory limit of its process, {whole}")
 
     def _no_room(self, file_bytes: int) -> str:
         free_bytes = self._capacity_bytes - self.used_bytes()

@@ -10,6 +10,7 @@ Without credentials there is no interceptor, and whoever reaches the port may ca
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -44,6 +45,14 @@ class Caller:
     role: Role | None
     name: str = ""
     namespaces: frozenset[str] | None = None
+
+    @property
+    def key(self) -> str:
+        """A short text for whatever certificates say the same; empty without credentials, where nobody is known."""
+        if self == ANYBODY:
+            return ""
+        said = repr((self.role, self.name, sorted(self.namespaces or ()), self.namespaces is None))
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         told = f"a certificate of role {self.role.value}" if self.role else "a certificate without a role"

@@ -2,7 +2,7 @@
 
 With a token (a file that Prometheus has too) whoever shows it, as a bearer or as the password of a browser's prompt.
 Without one: on loopback whoever is here; beyond it nobody, unless `insecure` says that all who reach it are trusted.
-/healthz names nothing, is what orchestrators probe, and is open to all.
+/healthz, /livez and /readyz name nothing, are what orchestrators probe, and are open to all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import WSGIEnvironment
 
 TOKEN_CHARACTERS_MIN = 16
-_OPEN = frozenset({"/healthz"})
+_OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 _ASKS = (("WWW-Authenticate", 'Basic realm="Soft Memory Box: any name, the token as password", charset="UTF-8"'),)
 
 _log = logging.getLogger("pages")

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle holds a thread this long
 
 # Without so_reuseport=0 two daemons would share one port, each getting half of the calls.
+# The largest request that smb/bounds.py lets through has 1.3 MiB: a registration with all its segments.
 GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", 2 << 20),
     ("grpc.max_send_message_length", 256 << 20),
 )
 
+_PATHS = b"There is /metrics, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("daemon")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # when each counter began doubles the page, and nobody asks
 
@@ -175,8 +177,8 @@ def _everybody(_request: WSGIEnvironment) -> Answer | None:
 
 
 class Pages:
-    """GET /metrics (Prometheus), GET /healthz (JSON; 503 where `health` says so) and what `route` has, on threads of
-    their own.
+    """GET /metrics (Prometheus), GET /healthz, /readyz and /livez (JSON; 503 where `health` says so) and what `route`
+    has, on threads of their own.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class Pages:
         admit: Admission = _everybody,
     ) -> None:
         """Listen and serve at once; port 0 picks a free one. `health` returns what /healthz shows; its "ok" decides 200
-        or 503. `admit` is asked before anything else.
+        or 503 there and at /readyz, its "alive", where it has one, at /livez. `admit` is asked before anything else.
 
         Raises UnavailableError where the address cannot be had.
         """
@@ -247,11 +249,12 @@ def _application(
     metrics: WSGIApplication, health: Callable[[], Mapping[str, Any]], route: Route, admit: Admission
 ) -> WSGIApplication:
     def page(path: str, query: str) -> Answer:
-        if path == "/healthz":
+        if path in ("/healthz", "/readyz", "/livez"):
             shown = health()
-            status = "200 OK" if shown["ok"] else "503 Service Unavailable"
+            good = shown.get("alive", shown["ok"]) if path == "/livez" else shown["ok"]
+            status = "200 OK" if good else "503 Service Unavailable"
             return Answer(status, "application/json", json.dumps(shown).encode() + b"\n")
-        return route(path, query) or Answer("404 Not Found", "text/plain", b"There is /metrics and /healthz.\n")
+        return route(path, query) or Answer("404 Not Found", "text/plain", _PATHS)
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         refusal = admit(environ)

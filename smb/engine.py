@@ -196,11 +196,11 @@ class EngineError(Error):
     """An engine call did not succeed; `status` says how, `errno` of which system call's failure, 0 for none. Its
     callers turn it into an error that names what was asked."""
 
-    def __init__(self, status: int, errno: int) -> None:
+    def __init__(self, status: int, errno: int = 0, why: str = "") -> None:
         self.status = Status(status)
         self.errno = errno if self.status in (Status.SYSTEM, Status.DISCONNECTED) else 0
         reason = os.strerror(self.errno) if self.errno else ""
-        super().__init__(reason or _WORDS.get(self.status, self.status.name.lower()))
+        super().__init__(why or reason or _WORDS.get(self.status, self.status.name.lower()))
 
 
 _WORDS = {
@@ -216,6 +216,13 @@ _WORDS = {
     Status.VERSION: "it speaks another version of the protocol",
     Status.NAMESPACE: "this process is in another PID namespace than the server, where its locks do not hold",
     Status.SESSION_ENDED: "this client's session has ended there",
+}
+
+_DENIED = {
+    lib.SMB_DENIED_GENERATION: "it does not know the key of this token: the coordinator's clock was put forward or "
+    "back, of which it hears within 2 s, or it belongs to another coordinator",
+    lib.SMB_DENIED_PROOF: "the token does not prove that its coordinator made it for this session and segment",
+    lib.SMB_DENIED_EXPIRED: "the token has expired by the coordinator's clock",
 }
 
 
@@ -442,13 +449,16 @@ class Link:
 
     def authorize(self, token: Token, timeout_ms: int) -> None:
         """Show a token, on the connection of now and on every later one. Blocks up to timeout_ms. EngineError DENIED
-        where the server does not take it.
+        where the server does not take it, with the reason.
         """
-        shown = ffi.new("struct smb_token *")
+        shown, why = ffi.new("struct smb_token *"), ffi.new("uint64_t *")
         shown.segment, shown.epoch, shown.rights = token.segment_id, token.epoch, token.rights
         shown.generation, shown.expires_ms = token.generation, token.expires_at_ms
         ffi.memmove(shown.secret, token.secret, len(token.secret))
-        _check(lib.smb_link_authorize(self.pointer, shown, timeout_ms))
+        status = lib.smb_link_authorize(self.pointer, shown, timeout_ms, why)
+        if status == Status.DENIED:
+            raise EngineError(status, why=_DENIED.get(why[0], ""))
+        _check(status)
 
     def attach(self, segment_id: int, epoch: int, timeout_ms: int) -> Segment:
         """Map a segment of the server behind this Unix link. One caller at a time. EngineError."""

@@ -1,4 +1,4 @@
-"""Around every call: smb.errors become gRPC codes, and each answer is counted and timed."""
+"""Around every call: its request is within bounds, smb.errors become gRPC codes, each answer is counted and timed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 
 from smb import errors
+from smb.bounds import check_bounds
 from smb.control import ANSWERED, SessionEndedError
-from smb.coordinator.metrics import CallMetrics
 
 _log = logging.getLogger("coordinator")
 
@@ -43,8 +43,9 @@ def code_of(error: errors.Error) -> grpc.StatusCode:
 class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps every unary call of the service."""
 
-    def __init__(self, metrics: CallMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None]) -> None:
+        """`answered` is told of each: method, code, seconds."""
+        self._answered = answered
 
     async def intercept_service(
         self,
@@ -67,6 +68,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
             try:
+                check_bounds(request)
                 return await call(request, context)
             except errors.Error as error:
                 code, text = code_of(error), str(error)
@@ -77,7 +79,10 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 _log.exception("%s failed", method)
                 code, text = grpc.StatusCode.INTERNAL, f"{method} failed inside the coordinator; see its log"
             finally:
-                self._metrics.count(method, code, time.perf_counter() - begun)
+                self._answered(method, code, time.perf_counter() - begun)
+            # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
+            # cycle lives until Python looks for cycles, and must not keep a large request.
+            del request
             await context.abort(code, text, trailing_metadata=((ANSWERED, "1"),))
             raise AssertionError("abort returns to nobody")
 

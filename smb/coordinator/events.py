@@ -117,10 +117,11 @@ class BufferRenamed:
 
 @dataclass(frozen=True, slots=True)
 class SessionRenewed:
-    """A client opens a session, or says that it lives."""
+    """A client opens a session, or says that it lives. `owner`: its certificate's key, empty where there is none."""
 
     session_id: int
     client_name: str
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

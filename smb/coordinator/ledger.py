@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smb.coordinator.events import (
+    BufferFailed,
     Effect,
     EraseBuffer,
     EraseServer,
@@ -25,6 +26,7 @@ from smb.coordinator.events import (
     SaveBuffer,
     SaveServer,
     SaveSession,
+    Ticked,
     WakeOpeners,
 )
 from smb.coordinator.quotas import Quota
@@ -35,6 +37,7 @@ from smb.errors import UnavailableError
 
 _log = logging.getLogger("coordinator")
 _BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
+_PROBE = "probe"  # of no meaning
 
 
 def read_clocks() -> Instant:
@@ -59,6 +62,8 @@ class Ledger:
         self._turn = asyncio.Lock()
         self._openers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._stopping = False
+        self._owed: dict[str, str | None] = {}  # changes that were shown, but could not be stored yet
+        self._store_error = ""
         self.state = state
         # Told of every event after it was stored, with the state before it. In the loop's thread; must not raise.
         self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
@@ -90,9 +95,7 @@ class Ledger:
         async with self._turn:
             before, now = self.state, self.now()
             state, effects = step(before, event, now)
-            changes = _changes(effects)
-            if changes:
-                await self._store.change(changes)
+            await self._put(event, effects)
             self.state = state
         committed = Committed(state, effects)
         if self.on_commit is not None:
@@ -103,6 +106,40 @@ class Ledger:
             elif isinstance(effect, WakeOpeners):
                 self._wake(effect.key)
         return committed
+
+    @property
+    def store_error(self) -> str:
+        """Why the store cannot be written, as of the last half a second; empty where it can."""
+        return self._store_error
+
+    async def _put(self, event: Event, effects: Sequence[Effect]) -> None:
+        """Store what an event changes, with what is owed.
+
+        Of a creation that failed the record need not go at once: a restart takes back what is pending. So it is owed
+        where it cannot be stored, and a name is free again however full the disk is. Raises StoreError for the others.
+        """
+        changes = _changes(effects)
+        if not changes and isinstance(event, Ticked) and self._store_error:
+            changes[_PROBE] = ""  # whether it can be written again
+        elif not changes and not (self._owed and isinstance(event, Ticked)):
+            return
+        makes = any(isinstance(effect, SaveBuffer) for effect in effects) or _PROBE in changes
+        urgent = not makes and not isinstance(event, BufferFailed)
+        wanted = {**self._owed, **changes}
+        try:
+            await self._store.change(wanted, urgent=urgent)
+        except StoreError as error:
+            if not self._store_error:
+                _log.error("%s", error)
+            self._store_error = str(error)
+            if isinstance(event, BufferFailed):
+                self._owed = wanted
+            elif _changes(effects):
+                raise
+        else:
+            if self._store_error:
+                _log.info("the store can be written again")
+            self._owed, self._store_error = {}, ""
 
     async def wait(self, key: str, timeout_s: float) -> bool:
         """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.

@@ -15,10 +15,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from smb.coordinator.events import Event, Instant, Ticked
+from smb.coordinator.health import Health
 from smb.coordinator.ledger import Committed
 from smb.coordinator.records import Kind
 from smb.coordinator.state import State
 from smb.metric_names import CALL_EDGES, METRICS, NAMED_MAX, OTHER, gauge
+from smb.proto import control_pb2 as pb
 
 
 def _described(name: str) -> tuple[str, str, tuple[str, ...]]:
@@ -34,6 +36,9 @@ class CallMetrics:
         self._seconds = Histogram(
             *_described("smb_coordinator_rpc_duration_seconds"), buckets=CALL_EDGES, registry=registry
         )
+        # From the beginning: of a series that begins with 1 Prometheus sees no increase, and the first fault is one.
+        for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods:
+            self._calls.labels(method.name, grpc.StatusCode.INTERNAL.name)
 
     def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
         """Take note of one answered call."""
@@ -54,6 +59,21 @@ class LeaseMetrics:
         if isinstance(event, Ticked):
             self._lost.labels("server").inc(len(before.server_leases.run_out(now.monotonic)))
             self._lost.labels("client").inc(len(before.session_leases.run_out(now.monotonic)))
+
+
+class HealthMetrics(Collector):
+    """Whether loop and store work, looked at with each scrape."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges."""
+        yield gauge("smb_coordinator_tick_age_seconds", self._health.tick_age_s)
+        yield gauge("smb_coordinator_store_failing", int(bool(self._health.store_error)))
+        free = self._health.state_free_bytes()
+        if free is not None:
+            yield gauge("smb_coordinator_state_free_bytes", free)
 
 
 class StateMetrics(Collector):

@@ -17,6 +17,7 @@ NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
 PARKED_S = 4.0  # longer than any healthy holder of a chunk's lock
 HELD_S = 60.0  # a lock that others wait for
 PENDING_S = 30.0
+STATE_LOW_BYTES = 64 << 20  # of the coordinator's disk; deploy/prometheus/alerts.yml has the same
 OTHER_ERRORS = 30  # in a minute: a client that does something wrong in a loop
 NAMES_MAX = 4
 
@@ -51,7 +52,7 @@ class Problem:
 
 def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
     """Return what is wrong, the worst first."""
-    found: list[Problem] = []
+    found: list[Problem] = list(_of_coordinator(seen))
     gone = {name for name in state.servers if not state.alive(name, now)}
     held = _buffers_on(state, gone)
     for server in sorted(state.servers.values(), key=lambda server: server.name):
@@ -64,6 +65,21 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
     found += _of_clients(seen)
     found += _of_creations(state, now)
     return sorted(found, key=lambda problem: _ORDER.index(problem.severity))
+
+
+def _of_coordinator(seen: Seen) -> Iterator[Problem]:
+    if seen.store_error:
+        detail = f"{seen.store_error}. Nothing can be created, and nobody new can join; open buffers go on."
+        action = "Make room on the disk of its --state, or see why it can't be written; it tries again by itself."
+        yield Problem(CRITICAL, "The coordinator cannot store anything", detail, action)
+    elif seen.state_free_bytes is not None and seen.state_free_bytes < STATE_LOW_BYTES:
+        detail = f"{format_bytes(seen.state_free_bytes)} are left. When it is full, nothing can be created."
+        yield Problem(WARNING, "The coordinator's disk is nearly full", detail, "Make room on the disk of its --state.")
+    if seen.failed_calls:
+        count = sum(seen.failed_calls.values())
+        title = f"{count} {'call' if count == 1 else 'calls'} failed inside the coordinator"
+        detail = f"In the last minute: {_listed(sorted(seen.failed_calls))}."
+        yield Problem(WARNING, title, detail, "See its log.")
 
 
 def _of_gone_server(seen: Seen, server: ServerRecord, names: list[str]) -> Problem:
@@ -120,9 +136,11 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
     promised = free_bytes if watch is None or not watch.load.memory_free_bytes else watch.load.memory_free_bytes
     if promised < free_bytes:
         title = f"{server.name} promises more memory than its host has"
-        detail = f"Its capacity leaves {format_bytes(free_bytes)}, its memory directory {format_bytes(promised)}."
+        capacity, place = format_bytes(free_bytes), format_bytes(promised)
+        detail = f"Its capacity leaves {capacity}, its memory directory and memory limit {place}."
         action = (
-            "Others fill that file system, or it is too small: enlarge it (a container's /dev/shm), or lower --capacity"
+            "Others fill that file system, or it or the limit is too small: raise it (a container's /dev/shm, "
+            "its memory), or lower --capacity"
         )
         yield Problem(WARNING, title, detail, action, about)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
-import os
 import signal
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -23,8 +22,9 @@ from smb.config import format_address, parse_address
 from smb.coordinator.answers import Answers
 from smb.coordinator.endings import Endings
 from smb.coordinator.events import Event, Instant, Ticked
+from smb.coordinator.health import Health
 from smb.coordinator.ledger import Committed, Ledger
-from smb.coordinator.metrics import CallMetrics, LeaseMetrics, StateMetrics, targets
+from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics, StateMetrics, targets
 from smb.coordinator.overview import Overview
 from smb.coordinator.page import Dashboard
 from smb.coordinator.peers import MemoryServers
@@ -50,10 +50,11 @@ from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
 TICK_S = 0.5  # a lease is seen to have run out at most this late
+TRIM_S = 10.0  # how often freed memory goes back to the system
 STOP_GRACE_S = 1.0  # for calls under way
 SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # below, a client on a busy host loses it; above, it is none
 
-_PATHS = b"There is / (the page for people), /api/state, /metrics, /targets and /healthz.\n"
+_PATHS = b"There is / (the page for people), /api/state, /metrics, /targets, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("coordinator")
 
 
@@ -118,9 +119,18 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     registry.register(StateMetrics(lambda: (ledger.state, ledger.now()), recovery_s))
     leases = LeaseMetrics(registry)
     guards = [] if options.credentials is None else [AioGuard()]
-    server = grpc.aio.server(interceptors=[Answers(call_metrics), *guards], options=GRPC_SERVER_OPTIONS)
-    address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     watch = Watch(ledger.now())
+
+    def answered(method: str, code: grpc.StatusCode, seconds: float) -> None:
+        call_metrics.count(method, code, seconds)
+        if code is grpc.StatusCode.INTERNAL:
+            watch.failed(method, ledger.now())
+
+    server = grpc.aio.server(interceptors=[Answers(answered), *guards], options=GRPC_SERVER_OPTIONS)
+    address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
+    health = Health(ledger, store, address)
+    watch.look_at_store = lambda: (health.store_error, health.state_free_bytes())
+    registry.register(HealthMetrics(health))
 
     def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
         leases.saw(event, before, committed, now)
@@ -140,13 +150,13 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         return dashboard(path, query) or Answer("404 Not Found", "text/plain", _PATHS)
 
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
-    pages = Pages(options.metrics, registry, lambda: _health(ledger.state, ledger.now(), address), route, admit)
+    pages = Pages(options.metrics, registry, health.show, route, admit)
     leaving.callback(pages.close)
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
     leaving.callback(ledger.stop_waiting)
-    ticking = asyncio.create_task(_tick(ledger, endings))
-    leaving.push_async_callback(_cancel, ticking)
+    for beginning in (_tick(ledger, endings, health), _trim()):
+        leaving.push_async_callback(_cancel, asyncio.create_task(beginning))
 
     _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)
     if options.ready_file is not None:
@@ -173,25 +183,25 @@ def _bind(server: grpc.aio.Server, asked: str, address: str, credentials: Creden
     return port
 
 
-def _health(state: State, now: Instant, address: str) -> Mapping[str, Any]:
-    return {
-        "ok": True,
-        "role": "coordinator",
-        "address": address,
-        "pid": os.getpid(),
-        "buffers": len(state.listed()),
-        "servers_alive": sum(state.alive(name, now) for name in state.servers),
-        "servers_known": len(state.servers),
-    }
-
-
-async def _tick(ledger: Ledger, endings: Endings) -> None:
+async def _tick(ledger: Ledger, endings: Endings, health: Health) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         try:
             endings.tell(await ledger.commit(Ticked()))
         except StoreError as error:
             _log.error("%s", error)
+        health.ticked()
+
+
+async def _trim() -> None:
+    """Give back what large requests took: glibc keeps it, and a burst of them would be the process's size for good."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except AttributeError:  # another C library
+        return
+    while True:
+        await asyncio.sleep(TRIM_S)
+        await asyncio.to_thread(trim, 0)
 
 
 async def _feed_watchdog(interval_s: float) -> None:

@@ -118,11 +118,14 @@ class ServerRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A client's session. `ended` is its number among those that have ended, 0 while it lives."""
+    """A client's session. `ended` is its number among those that have ended, 0 while it lives; of those no more
+    is kept. `owner` is the key of the certificate that it was opened with, empty where there is none.
+    """
 
     id: int
     client_name: str
     ended: int = 0
+    owner: str = ""
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""

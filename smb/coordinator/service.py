@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -53,7 +54,14 @@ from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.store import StoreError
 from smb.coordinator.tokens import Tokens
 from smb.coordinator.watch import Watch
-from smb.errors import AlreadyExistsError, Error, NotFoundError, PermissionDeniedError, UnavailableError
+from smb.errors import (
+    AlreadyExistsError,
+    Error,
+    NotFoundError,
+    OutOfMemoryError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from smb.failpoint import failpoint
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import CoordinatorServicer
@@ -63,6 +71,8 @@ _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
 # How long a create with exist_ok waits for another client's creation of the same name.
 _OTHERS_CREATION_S = 30.0
 _FINISH_S = 5.0
+# Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
+OPENS_WAITING_MAX = 16_384
 
 _Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -98,6 +108,7 @@ class CoordinatorService(CoordinatorServicer):
         self._shared = shared or pb.SharedSettings()
         self._session_lease_ms = int(ledger.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
+        self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -109,7 +120,8 @@ class CoordinatorService(CoordinatorServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
         """See control.proto."""
         session_id = new_id()
-        await self._ledger.commit(SessionRenewed(session_id, request.client_name or "a client without a name"))
+        name = request.client_name or "a client without a name"
+        await self._ledger.commit(SessionRenewed(session_id, name, caller().key))
         failpoint("coordinator.session.opened")
         reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
         if self._tokens is not None:
@@ -122,7 +134,7 @@ class CoordinatorService(CoordinatorServicer):
         self._check_session(request)
         name = request.client_name or "a client without a name"
         failpoint("coordinator.session.renewal_asked")
-        await self._ledger.commit(SessionRenewed(request.session_id, name))
+        await self._ledger.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
@@ -200,10 +212,8 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto."""
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
-        creation = asyncio.create_task(self._create(creation_of(without_session(request))))
-        self._creations.add(creation)
-        creation.add_done_callback(self._forget_creation)
-        record = await asyncio.shield(creation)
+        # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
+        record = await asyncio.shield(self._begun(creation_of(without_session(request))))
         return self._opened(request, record)
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
@@ -221,7 +231,7 @@ class CoordinatorService(CoordinatorServicer):
                             f'buffer "{request.name}" was renamed to a namespace that is not yours'
                         )
                     return self._opened(request, renamed)
-        record = await self._await_ready(kind, request.name, timeout_s)
+        record = await self._opens_wait(kind, request.name, timeout_s)
         if record is None:
             waited = f" appeared within {timeout_s:g} s" if timeout_s else ""
             advice = "create it, or see what there is with: smb ls" if kind is Kind.BUFFER else "nobody has used it yet"
@@ -267,6 +277,21 @@ class CoordinatorService(CoordinatorServicer):
             self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
         return message
 
+    async def _opens_wait(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
+        key = caller().key
+        if timeout_s and self._opens_waiting[key] >= OPENS_WAITING_MAX:
+            raise OutOfMemoryError(
+                f'open of {kind.value} "{name}": {OPENS_WAITING_MAX} opens with this certificate wait already; '
+                f"open it with timeout=0, or try again later"
+            )
+        self._opens_waiting[key] += 1
+        try:
+            return await self._await_ready(kind, name, timeout_s)
+        finally:
+            self._opens_waiting[key] -= 1
+            if not self._opens_waiting[key]:
+                del self._opens_waiting[key]
+
     async def _await_ready(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -276,6 +301,12 @@ class CoordinatorService(CoordinatorServicer):
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0 or not await self._ledger.wait(key_of(kind, name), remaining_s):
                 return None
+
+    def _begun(self, creation: Creation) -> asyncio.Task[BufferRecord]:
+        task = asyncio.create_task(self._create(creation))
+        self._creations.add(task)
+        task.add_done_callback(self._forget_creation)
+        return task
 
     async def _create(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S

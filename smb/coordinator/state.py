@@ -60,7 +60,8 @@ SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown th
 BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536
-METADATA_BYTES_MAX = 256 << 20  # of all buffers: it is held in memory, and read whole at every start
+SESSIONS_PER_CERTIFICATE_MAX = 16_384  # so that the holder of one leaves places for others
+METADATA_BYTES_MAX = 16 << 20  # of all buffers: it is held in memory, and read whole at every start
 FIRST_EPOCH = 1
 
 Key = TypeVar("Key")
@@ -91,6 +92,7 @@ class State:
     server_leases: Leases[str] = field(default_factory=lambda: Leases(SERVER_LEASE_S))
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
     client_names: Mapping[int, str] = field(default_factory=dict)
+    session_owners: Mapping[int, str] = field(default_factory=dict)  # those that have one: Caller.key
     ended_sessions: EndedSessions = field(default_factory=EndedSessions)
     stripe_bytes: int = 0  # of buffers that are created without one; 0: placement's default
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace; a setting of this run
@@ -165,6 +167,7 @@ def load(
         session_leases=Leases(session_lease_s),
         quotas=quotas or {},
         client_names={session.id: session.client_name for session in known if not session.ended},
+        session_owners={session.id: session.owner for session in known if not session.ended and session.owner},
         ended_sessions=EndedSessions(0, max(ended.values(), default=0), ended),
         stripe_bytes=stripe_bytes,
     )
@@ -411,12 +414,16 @@ def _session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
         )
     if len(state.client_names) >= SESSIONS_MAX and event.session_id not in state.client_names:
         raise OutOfMemoryError(f"no place for a session of {event.client_name}: there are {SESSIONS_MAX} already")
+    if event.session_id not in state.client_names:
+        _check_room_of_certificate(state, event)
     leases = state.session_leases.grant(event.session_id, now.monotonic)
     if event.session_id in state.client_names:
         return replace(state, session_leases=leases), ()
     names = {**state.client_names, event.session_id: event.client_name}
-    session = SessionRecord(event.session_id, event.client_name)
-    return replace(state, session_leases=leases, client_names=names), (SaveSession(session),)
+    owners = {**state.session_owners, event.session_id: event.owner} if event.owner else state.session_owners
+    session = SessionRecord(event.session_id, event.client_name, owner=event.owner)
+    state = replace(state, session_leases=leases, client_names=names, session_owners=owners)
+    return state, (SaveSession(session),)
 
 
 def _session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
@@ -510,11 +517,27 @@ def _check_quota(state: State, there: Iterable[BufferRecord], wanted: BufferReco
 
 
 def _check_room_for_metadata(state: State, creation: Creation) -> None:
-    there = sum(len(record.metadata) for record in state.buffers.values())
-    if there + len(creation.metadata) > METADATA_BYTES_MAX:
+    there = sum(_metadata_bytes(record.metadata) for record in state.buffers.values())
+    wanted = _metadata_bytes(creation.metadata)
+    if there + wanted > METADATA_BYTES_MAX:
         raise OutOfMemoryError(
-            f"{creation.asked}: no room for {len(creation.metadata)} bytes of metadata: the buffers that are there "
+            f"{creation.asked}: no room for {wanted} bytes of metadata: the buffers that are there "
             f"have {there} of {METADATA_BYTES_MAX} bytes; delete some, or keep it in a buffer"
+        )
+
+
+def _metadata_bytes(text: str) -> int:
+    """What it takes of memory: four bytes for each character where one of them is no ASCII."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def _check_room_of_certificate(state: State, event: SessionRenewed) -> None:
+    if not event.owner or len(state.session_owners) < SESSIONS_PER_CERTIFICATE_MAX:
+        return
+    if sum(owner == event.owner for owner in state.session_owners.values()) >= SESSIONS_PER_CERTIFICATE_MAX:
+        raise OutOfMemoryError(
+            f"no place for a session of {event.client_name}: its certificate has {SESSIONS_PER_CERTIFICATE_MAX} "
+            f"already; close clients, or give some of them a certificate of another name"
         )
 
 
@@ -614,9 +637,8 @@ def _end_sessions(state: State, session_ids: tuple[int, ...]) -> Step:
     if not session_ids:
         return state, ()
     ended, forgotten = state.ended_sessions.end(session_ids)
-    names = state.client_names
     saves = [
-        SaveSession(SessionRecord(session_id, names.get(session_id, ""), ended.numbers[session_id]))
+        SaveSession(SessionRecord(session_id, "", ended.numbers[session_id]))
         for session_id in session_ids
         if session_id in ended
     ]
@@ -624,6 +646,7 @@ def _end_sessions(state: State, session_ids: tuple[int, ...]) -> Step:
         state,
         session_leases=state.session_leases.end(*session_ids),
         client_names=_without(state.client_names, *session_ids),
+        session_owners=_without(state.session_owners, *session_ids),
         ended_sessions=ended,
     )
     return state, (*saves, *map(EraseSession, forgotten), TellEnded(session_ids))

@@ -7,6 +7,8 @@ for the disk: what a power failure loses here, it has lost on the memory servers
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
@@ -17,7 +19,13 @@ from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.failpoint import failpoint
 
 FILE_NAME = "coordinator.sqlite"
+# Room of the disk that is kept for what makes room: deletions, and what must be stored so that these can be asked for.
+# SQLite writes it to its log first, which grows to 4 MiB before it is used again from its beginning.
+RESERVE_NAME = "coordinator.reserve"
+RESERVE_BYTES = 8 << 20
 SCHEMA_VERSION = 1
+
+_log = logging.getLogger("coordinator")
 
 
 class StoreError(Error):
@@ -30,8 +38,14 @@ class Store(Protocol):
     async def load(self) -> dict[str, str]:
         """Return everything, by key."""
 
-    async def change(self, changes: Mapping[str, str | None]) -> None:
-        """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing."""
+    async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
+        """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing.
+
+        What is `urgent` may use the last of the disk's room.
+        """
+
+    def free_bytes(self) -> int | None:
+        """Return how much room there is for more; None where nobody knows. For any thread."""
 
     async def close(self) -> None:
         """Let the next coordinator have it."""
@@ -56,6 +70,7 @@ class SqliteStore:
     def __init__(self, directory: Path) -> None:
         """Make or open the file and keep it for ourselves. Raises as `open_store` does."""
         self._path = directory / FILE_NAME
+        self._reserve = directory / RESERVE_NAME
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Secrets are in it, the root of all tokens among them.
@@ -70,30 +85,72 @@ class SqliteStore:
         except BaseException:
             self._connection.close()
             raise
+        if not self._has_reserve():
+            _log.warning("%s: the disk is full: buffers can be deleted, perhaps, but none can be made", self._path)
 
     async def load(self) -> dict[str, str]:
-        """Return everything, by key."""
-        with closing(self._connection.execute("SELECT key, text FROM records")) as rows:
-            return dict(rows.fetchall())
-
-    async def change(self, changes: Mapping[str, str | None]) -> None:
-        """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing."""
-        put = [(key, text) for key, text in changes.items() if text is not None]
-        take = [(key,) for key, text in changes.items() if text is None]
+        """Return everything, by key. Raises StoreError for a file that is damaged."""
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            with closing(self._connection.execute("SELECT key, text FROM records")) as rows:
+                return dict(rows.fetchall())
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"cannot read {self._path}: {error}; put a copy of it back, or see what can be read with: "
+                f"sqlite3 {self._path} .recover"
+            ) from error
+
+    async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
+        """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing."""
+        if not urgent and not self._has_reserve():
+            raise StoreError(
+                f"cannot write {self._path}: its disk is full, and what is left is for deletions; nothing was changed"
+            )
+        try:
             try:
-                self._connection.executemany("INSERT OR REPLACE INTO records (key, text) VALUES (?, ?)", put)
-                self._connection.executemany("DELETE FROM records WHERE key = ?", take)
-                failpoint("coordinator.store.written")
-                self._connection.execute("COMMIT")
-                failpoint("coordinator.store.committed")
-            except sqlite3.Error:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+                self._write(changes)
+            except sqlite3.OperationalError as error:
+                if not urgent or "full" not in str(error) or not self._reserve.exists():
+                    raise
+                self._reserve.unlink()
+                _log.warning("%s: the disk is full; its reserve is in use now, and no buffer can be made", self._path)
+                self._write(changes)
         except sqlite3.Error as error:
             raise StoreError(f"cannot write {self._path}: {error}; nothing was changed") from error
+
+    def free_bytes(self) -> int | None:
+        """Return how much room the disk has beside the reserve. For any thread."""
+        try:
+            space = os.statvfs(self._path.parent)
+        except OSError:
+            return None
+        return space.f_bavail * space.f_frsize
+
+    def _has_reserve(self) -> bool:
+        """Make the reserve, if it is not there and the disk has room for it."""
+        if self._reserve.exists():
+            return True
+        try:
+            with self._reserve.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
+            return False
+        return True
+
+    def _write(self, changes: Mapping[str, str | None]) -> None:
+        put = [(key, text) for key, text in changes.items() if text is not None]
+        take = [(key,) for key, text in changes.items() if text is None]
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            self._connection.executemany("INSERT OR REPLACE INTO records (key, text) VALUES (?, ?)", put)
+            self._connection.executemany("DELETE FROM records WHERE key = ?", take)
+            failpoint("coordinator.store.written")
+            self._connection.execute("COMMIT")
+            failpoint("coordinator.store.committed")
+        except sqlite3.Error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
 
     async def close(self) -> None:
         """Let the next coordinator have it."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from smb.coordinator.events import (
@@ -34,6 +34,7 @@ RECENT_S = 60.0  # over which errors are counted
 LOST_CLIENTS_S = 300.0
 EVENTS_MAX = 200
 LOST_CLIENTS_MAX = 1000
+FAILED_MAX = 1000
 
 # What moves bytes to servers, from them, and within them. The other kinds are handshakes and what waits.
 IN = frozenset({"write", "accumulate", "fetch_add", "compare_swap"})
@@ -176,6 +177,9 @@ class Seen:
     held_since: Mapping[tuple[int, str, int], float]  # (segment, kind, token): when it was seen first, monotonic
     events: Sequence[tuple[float, int, str]]  # when, level of the logging module, what; newest last
     history: History
+    failed_calls: Mapping[str, int] = field(default_factory=dict)  # by method, in the last minute: faults of ours
+    store_error: str = ""  # why nothing can be stored
+    state_free_bytes: int | None = None  # of the store's disk, where that is known
 
 
 class Watch:
@@ -194,6 +198,14 @@ class Watch:
         self._lost_clients: deque[tuple[float, str]] = deque(maxlen=LOST_CLIENTS_MAX)
         self._held: dict[str, dict[tuple[int, str, int], float]] = {}
         self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
+        self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
+        # What the store says of itself: why it can't be written, and the room of its disk.
+        self.look_at_store: Callable[[], tuple[str, int | None]] = lambda: ("", None)
+
+    def failed(self, method: str, now: Instant) -> None:
+        """Take note of a call that failed inside the coordinator."""
+        with self._lock:
+            self._failed.append((now.monotonic, method))
 
     def told(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
         """Take note of a server's load, from a renewal that was granted."""
@@ -236,7 +248,9 @@ class Watch:
 
     def seen(self, now: Instant) -> Seen:
         """Return all of it."""
+        store_error, state_free_bytes = self.look_at_store()
         with self._lock:
+            failed = Counter(method for at, method in self._failed if now.monotonic - at <= RECENT_S)
             return Seen(
                 started_at=self._started_at,
                 servers=dict(self._servers),
@@ -247,6 +261,9 @@ class Watch:
                 held_since={key: since for held in self._held.values() for key, since in held.items()},
                 events=list(self._events),
                 history=self._all.history(now),
+                failed_calls=failed,
+                store_error=store_error,
+                state_free_bytes=state_free_bytes,
             )
 
     def history_of(self, server: str, now: Instant) -> History:

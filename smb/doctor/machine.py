@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from smb.cgroup import MemoryLimit
 from smb.config import format_bytes, parse_bytes
 from smb.doctor.findings import Finding, advice, fine, problem
 from smb.settings import SETTINGS, text_of
@@ -25,6 +26,7 @@ def look_at_machine(memory_dir: Path, capacity: str | None, root: Path = Path("/
     proc and sys are, for tests.
     """
     yield _memory_dir(memory_dir, capacity)
+    yield _memory_limit(memory_dir, capacity, root)
     yield _huge_pages(memory_dir, root)
     yield _open_files()
     yield from _socket_buffers(root)
@@ -57,6 +59,31 @@ def _memory_dir(directory: Path, capacity: str | None) -> Finding:
     if size and wanted > free and capacity is not None:
         change = f"--capacity is {format_bytes(wanted)}: unless the rest is that server's own, others take its room"
         return advice(check, found, change, **figures)
+    return fine(check, found, **figures)
+
+
+def _memory_limit(directory: Path, capacity: str | None, root: Path) -> Finding:
+    """Of this shell's control group: a service or container has its own, and is to be asked in there."""
+    from memserver.place import file_system_of
+    from memserver.segments import HEADROOM_BYTES
+
+    check = "memory limit"
+    limit = MemoryLimit(root)
+    if limit.nbytes is None:
+        return fine(check, "none: the processes of this control group may take all of the machine's memory")
+    room = limit.room_bytes() or 0
+    found = f"{format_bytes(limit.nbytes)}, {format_bytes(room)} of it left"
+    figures = {"limit_bytes": float(limit.nbytes), "room_bytes": float(room)}
+    if directory.is_dir() and file_system_of(directory) == "hugetlbfs":
+        return fine(check, f"{found}; pages of {directory} do not count", **figures)
+    wanted = parse_bytes(capacity or SETTINGS["memserver.capacity"].default)
+    if wanted + HEADROOM_BYTES > limit.nbytes:
+        least = format_bytes(limit.nbytes - HEADROOM_BYTES)
+        change = f"raise it (MemoryMax= in a systemd unit, a container's limit), or offer less than {least}"
+        if capacity is None:  # perhaps no memory server is to run here
+            change = f"a memory server's default --capacity is {format_bytes(wanted)}: {change}"
+            return advice(check, found, change, **figures)
+        return problem(check, f"{found}; --capacity is {format_bytes(wanted)}", change, **figures)
     return fine(check, found, **figures)
 
 

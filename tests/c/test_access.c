@@ -26,6 +26,26 @@ static struct smb_token token_of(uint64_t segment, uint32_t rights, uint64_t exp
     return token;
 }
 
+static int set_key(struct smb_server *server, uint32_t generation, uint64_t now_ms)
+{
+    struct smb_key set = {.generation = generation};
+    memcpy(set.bytes, key, sizeof set.bytes);
+    return smb_server_set_keys(server, 1, &set, now_ms);
+}
+
+static int show(struct smb_link *link, const struct smb_token *token)
+{
+    uint64_t why;
+    return smb_link_authorize(link, token, RIG_TIMEOUT_MS, &why);
+}
+
+static uint64_t why_not(struct smb_link *link, const struct smb_token *token)
+{
+    uint64_t why;
+    CHECK_EQ(smb_link_authorize(link, token, RIG_TIMEOUT_MS, &why), SMB_DENIED);
+    return why;
+}
+
 struct rigged {
     struct rig rig;
     struct smb_client *client;
@@ -47,7 +67,7 @@ static void set_up(struct rigged *rigged)
     int end;
     rig_start(&rigged->rig, LAYOUT, SMB_INT64);
     smb_server_guard(rigged->rig.servers[0]); /* no connection was made yet */
-    CHECK_EQ(smb_server_set_key(rigged->rig.servers[0], 4, key, 1000000), SMB_OK);
+    CHECK_EQ(set_key(rigged->rig.servers[0], 4, 1000000), SMB_OK);
     CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
     adopt(rigged, &end);
     CHECK_EQ(smb_client_connect_fd(rigged->client, end, 0, RIG_TIMEOUT_MS, &rigged->link, &instance), SMB_OK);
@@ -85,13 +105,13 @@ static void rights_on_a_link(void)
     struct smb_token reader = token_of(segment, SMB_RIGHT_READ, 2000000), writer = token_of(segment, 3, 2000000);
     struct smb_token late = token_of(segment, 3, 1000000), forged = writer;
     forged.secret[31] ^= 1;
-    CHECK_EQ(smb_link_authorize(rigged.link, &late, RIG_TIMEOUT_MS), SMB_DENIED);
-    CHECK_EQ(smb_link_authorize(rigged.link, &forged, RIG_TIMEOUT_MS), SMB_DENIED);
+    CHECK_EQ(why_not(rigged.link, &late), SMB_DENIED_EXPIRED);
+    CHECK_EQ(why_not(rigged.link, &forged), SMB_DENIED_PROOF);
     CHECK_EQ(reach_try(rigged.buffer, read), SMB_DENIED);
-    CHECK_EQ(smb_link_authorize(rigged.link, &reader, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK_EQ(show(rigged.link, &reader), SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, read), SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
-    CHECK_EQ(smb_link_authorize(rigged.link, &writer, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK_EQ(show(rigged.link, &writer), SMB_OK);
     must(rigged.buffer, add());
     must(rigged.buffer, read);
     for (int i = 0; i < ELEMENTS; i++)
@@ -118,7 +138,7 @@ static void *renew(void *argument)
     struct rigged *rigged = argument;
     for (int i = 0; i < CALLS; i++) {
         struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000 + (uint64_t)i);
-        int status = smb_link_authorize(rigged->link, &token, RIG_TIMEOUT_MS);
+        int status = show(rigged->link, &token);
         CHECK(status == SMB_OK);
     }
     return NULL;
@@ -144,7 +164,7 @@ static void tokens_follow_the_link(void)
     pthread_t tender, renewer, caller;
     set_up(&rigged);
     struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
-    CHECK_EQ(smb_link_authorize(rigged.link, &token, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK_EQ(show(rigged.link, &token), SMB_OK);
     pthread_create(&tender, NULL, tend, &rigged);
     pthread_create(&renewer, NULL, renew, &rigged);
     pthread_create(&caller, NULL, call, &rigged);
@@ -158,7 +178,7 @@ static void tokens_follow_the_link(void)
         adopt(&rigged, &end);
         CHECK_EQ(smb_client_create(SESSION, &other), SMB_OK);
         CHECK_EQ(smb_client_connect_fd(other, end, 0, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
-        CHECK_EQ(smb_link_authorize(link, &token, RIG_TIMEOUT_MS), SMB_OK);
+        CHECK_EQ(show(link, &token), SMB_OK);
         smb_link_close(link);
         smb_client_close(other);
         smb_client_destroy(other);
@@ -211,7 +231,7 @@ static void tokens_travel_by_record(void)
     struct smb_server *server = rigged->rig.servers[0];
     CHECK_EQ(smb_server_open_journal(server, scratch_path("journal"), &recovery), SMB_OK);
     smb_server_guard(server);
-    CHECK_EQ(smb_server_set_key(server, 4, key, 1000000), SMB_OK);
+    CHECK_EQ(set_key(server, 4, 1000000), SMB_OK);
     CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
     pump_start(&self.pumps[self.made++], server);
     self.pumps[0].break_after = 20;
@@ -220,7 +240,7 @@ static void tokens_travel_by_record(void)
     CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link), SMB_OK);
     for (uint64_t i = 0; i < 3; i++) { /* more than one, so that one record follows another */
         struct smb_token token = token_of(rig_segment_id(0, 0) + i, 3, 2000000);
-        CHECK_EQ(smb_link_authorize(rigged->link, &token, RIG_TIMEOUT_MS), SMB_OK);
+        CHECK_EQ(show(rigged->link, &token), SMB_OK);
     }
     CHECK_EQ(pthread_create(&tender, NULL, tend_by_record, &self), 0);
     for (int i = 0; i < CALLS / 10; i++)
@@ -247,7 +267,7 @@ static void records_without_a_token(void)
     uint64_t instance;
     rig_start(&rigged.rig, LAYOUT, SMB_INT64);
     smb_server_guard(rigged.rig.servers[0]);
-    CHECK_EQ(smb_server_set_key(rigged.rig.servers[0], 4, key, 1000000), SMB_OK);
+    CHECK_EQ(set_key(rigged.rig.servers[0], 4, 1000000), SMB_OK);
     CHECK_EQ(smb_client_create(SESSION, &rigged.client), SMB_OK);
     pump_start(&pump, rigged.rig.servers[0]);
     CHECK_EQ(smb_client_connect_reference(rigged.client, pump.client_end, 5, RIG_TIMEOUT_MS, &rigged.link, &instance), SMB_OK);
@@ -255,12 +275,33 @@ static void records_without_a_token(void)
     CHECK_EQ(smb_buffer_set_link(rigged.buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged.link), SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
     struct smb_token reader = token_of(rig_segment_id(0, 0), SMB_RIGHT_READ, 2000000);
-    CHECK_EQ(smb_link_authorize(rigged.link, &reader, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK_EQ(show(rigged.link, &reader), SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
     static int64_t found[ELEMENTS];
     must(rigged.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
     take_down(&rigged);
     pump_join(&pump);
+}
+
+/* A set of keys takes the place of all before it, whatever their numbers: the coordinator's clock may have been put back. */
+static void keys_are_a_set(void)
+{
+    struct rigged rigged;
+    set_up(&rigged);
+    struct smb_server *server = rigged.rig.servers[0];
+    struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
+    struct smb_key set[SMB_KEYS_MAX + 1] = {{.generation = 1000}, {.generation = 1001}, {.generation = 1002}};
+    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* days ahead */
+    CHECK_EQ(why_not(rigged.link, &token), SMB_DENIED_GENERATION);
+    for (uint32_t i = 0; i < 3; i++)
+        set[i].generation = 3 + i;
+    memcpy(set[1].bytes, key, sizeof set[1].bytes);
+    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* put right */
+    CHECK_EQ(show(rigged.link, &token), SMB_OK);
+    CHECK_EQ(smb_server_set_keys(server, 0, set, 1000000), SMB_INVALID);
+    CHECK_EQ(smb_server_set_keys(server, SMB_KEYS_MAX + 1, set, 1000000), SMB_INVALID);
+    CHECK_EQ(show(rigged.link, &token), SMB_OK);
+    take_down(&rigged);
 }
 
 /* On the control plane a proof is good for its session, its segment, its rights and its time alone; and what was proved on a
@@ -276,7 +317,7 @@ static void proofs_for_the_control_plane(void)
     access_store(&token, &(struct access_connection){.session = SESSION, .lane = ACCESS_CONTROL_LANE}, payload);
     memcpy(shown.secret, payload + 16, SMB_KEY_BYTES);
     CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_BUSY);
-    CHECK_EQ(smb_server_set_key(server, 4, key, 1000000), SMB_OK);
+    CHECK_EQ(set_key(server, 4, 1000000), SMB_OK);
     CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_OK);
     CHECK(left_ns > 900000000000 && left_ns <= 1000000000000);
     CHECK_EQ(smb_server_check_proof(server, SESSION + 1, &shown, &left_ns), SMB_DENIED);
@@ -287,7 +328,7 @@ static void proofs_for_the_control_plane(void)
     access_store(&token, &(struct access_connection){.session = SESSION, .lane = 5}, payload);
     memcpy(wrong[4].secret, payload + 16, SMB_KEY_BYTES);
     CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[4], &left_ns), SMB_DENIED);
-    CHECK_EQ(smb_server_set_key(server, 4, key, 2000000), SMB_OK); /* its time is over */
+    CHECK_EQ(set_key(server, 4, 2000000), SMB_OK); /* its time is over */
     CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_DENIED);
     rig_stop(&rig);
 }
@@ -337,6 +378,6 @@ int main(void)
 {
     static const struct test tests[] = {TEST(rights_on_a_link), TEST(tokens_follow_the_link),
                                         TEST(grants_of_many_segments), TEST(tokens_travel_by_record), TEST(records_without_a_token),
-                                        TEST(proofs_for_the_control_plane), TEST(sha256_of_known_texts)};
+                                        TEST(proofs_for_the_control_plane), TEST(keys_are_a_set), TEST(sha256_of_known_texts)};
     return RUN_TESTS(tests);
 }

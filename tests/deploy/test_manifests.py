@@ -100,8 +100,8 @@ WORKLOADS = ("smb-coordinator", "smb-memserver")
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_pods_are_as_little_as_they_need(name: str) -> None:
-    """Not root, nothing gained, nothing written but volumes, probes on /healthz, time to stop in order, limited
-    memory; every SMB_ variable is a setting.
+    """Not root, nothing gained, nothing written but volumes, alive and ready probed apart, time to stop in order,
+    limited memory; every SMB_ variable is a setting.
     """
     spec, (container,) = pod(name), pod(name)["containers"]
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -109,8 +109,9 @@ def test_pods_are_as_little_as_they_need(name: str) -> None:
     assert spec["terminationGracePeriodSeconds"] >= 30
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    for probe, path in (("startupProbe", "/livez"), ("readinessProbe", "/readyz"), ("livenessProbe", "/livez")):
+        assert container[probe]["httpGet"] == {"path": path, "port": "metrics"}
+    assert one("Service", name)["spec"]["publishNotReadyAddresses"] is True
     assert container["resources"]["limits"]["memory"]
     variables = {setting.variable for setting in SETTINGS.values()} | {"SMB_CONFIG"}
     assert {each["name"] for each in container["env"]} <= variables

@@ -63,7 +63,9 @@ static void start(void)
     }
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     smb_server_guard(server);
-    MUST(smb_server_set_key(server, 1, key, 1000) == SMB_OK);
+    struct smb_key set = {.generation = 1};
+    memcpy(set.bytes, key, sizeof set.bytes);
+    MUST(smb_server_set_keys(server, 1, &set, 1000) == SMB_OK);
     MUST(smb_server_listen_unix(server, socket_path) == SMB_OK);
     MUST(smb_segment_open(fuzz_path("witness"), &witness) == SMB_OK);
     uint8_t *bytes = smb_segment_data(witness);

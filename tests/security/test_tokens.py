@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     directory.mkdir()
     engine = Engine(INSTANCE, 2, 1 << 24)
     engine.guard()
-    engine.set_key(GENERATION, KEY, NOW_MS)
+    engine.set_keys({GENERATION: KEY}, NOW_MS)
     for segment in SEGMENTS:
         engine.create_segment(directory / f"{segment:x}", SegmentForm(segment, EPOCH, Dtype.FLOAT32, 65536, 16384))
     unix = tmp_path_factory.mktemp("socket") / "s"
@@ -232,7 +232,7 @@ def test_an_expired_token(place: Place, meet: Meet, transport: str) -> None:
     peer = meet(transport)
     for expires_ms in (0, NOW_MS - MINUTE_MS, NOW_MS):
         assert peer.show(peer.token(expires_ms=expires_ms).payload(peer.nonce)) == Status.DENIED
-    place.engine.set_key(GENERATION, KEY, NOW_MS)
+    place.engine.set_keys({GENERATION: KEY}, NOW_MS)
     peer.authorize(expires_ms=NOW_MS + 300)
     assert peer.ask(*REQUESTS["read"]) == Status.OK
     wait_for(lambda: peer.ask(*REQUESTS["read"]) == Status.DENIED, "end of the token", 5)
@@ -345,19 +345,22 @@ def test_checksums_go_with_tokens(place: Place, leaving: contextlib.ExitStack) -
             assert client.closed()
 
 
-def test_keys_of_three_generations(place: Place, meet: Meet) -> None:
-    """Two keys at least are good at any time; the oldest of more than three is forgotten."""
-    keys = {generation: secrets.token_bytes(32) for generation in range(GENERATION + 1, GENERATION + 4)}
-    for generation, key in keys.items():
-        place.engine.set_key(generation, key, NOW_MS)
+def test_keys_are_a_set_of_three_generations(place: Place, meet: Meet) -> None:
+    """Each of them is good; a set takes the place of the one before as a whole, be its numbers higher or lower: where
+    the coordinator's clock was days ahead and was put right, its tokens count from then on."""
+    for first in (GENERATION + 1, GENERATION + 30, GENERATION + 2):
+        keys = {generation: secrets.token_bytes(32) for generation in range(first, first + 3)}
+        place.engine.set_keys(keys, NOW_MS)
         assert meet("tcp").show(b"x" * 48) == Status.DENIED
-    peer = meet("tcp")
-    for generation, key in keys.items():
-        peer.authorize(generation=generation, key=key)  # type: ignore[arg-type]
-    assert peer.show(peer.token().payload(peer.nonce)) == Status.DENIED
-    place.engine.set_key(GENERATION, KEY, NOW_MS)  # for the tests after this one
-    with pytest.raises(InvalidArgumentError):
-        place.engine.set_key(GENERATION, KEY[:31], NOW_MS)
+        peer = meet("tcp")
+        for generation, key in keys.items():
+            peer.authorize(generation=generation, key=key)  # type: ignore[arg-type]
+        assert peer.show(peer.token().payload(peer.nonce)) == Status.DENIED
+        assert peer.show(peer.token(generation=first - 1).payload(peer.nonce)) == Status.DENIED
+    place.engine.set_keys({GENERATION: KEY}, NOW_MS)  # for the tests after this one
+    for wrong in ({GENERATION: KEY[:31]}, {}, dict.fromkeys(range(4), KEY)):
+        with pytest.raises(InvalidArgumentError):
+            place.engine.set_keys(wrong, NOW_MS)
 
 
 def test_the_coordinators_tokens_are_these(place: Place, meet: Meet) -> None:
@@ -374,13 +377,12 @@ def test_the_coordinators_tokens_are_these(place: Place, meet: Meet) -> None:
         tokens.add_to(buffer, peer.client.session, may_write=True)
         token = buffer.layout.segments[0].token
         if ahead_s == 0:  # the keys of before the change know the next generation
-            for each in access.keys:
-                place.engine.set_key(each.generation, each.key, access.now_ms)
+            place.engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
         made = peer.token(rights=token.rights, generation=token.generation, expires_ms=token.expires_at_ms)
         object.__setattr__(made, "key", next(k.key for k in access.keys if k.generation == token.generation))
         assert made.secret() == token.secret
         assert peer.show(made.payload(peer.nonce)) == Status.OK
-    place.engine.set_key(GENERATION, KEY, NOW_MS)
+    place.engine.set_keys({GENERATION: KEY}, NOW_MS)
 
 
 def test_a_sessions_secret() -> None:

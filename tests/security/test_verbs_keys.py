@@ -76,8 +76,8 @@ def engine() -> Iterator[Engine]:
 
 def hear(engine: Engine, now_s: float = NOW_S) -> None:
     """Tell the engine what a coordinator with the root of these tests would."""
-    for key in Maker(bytes(32), clock=lambda: now_s).keys(SERVER).keys:
-        engine.set_key(key.generation, key.key, int(now_s * 1000))
+    keys = Maker(bytes(32), clock=lambda: now_s).keys(SERVER).keys
+    engine.set_keys({key.generation: key.key for key in keys}, int(now_s * 1000))
 
 
 def proof(

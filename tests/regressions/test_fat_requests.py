@@ -1,0 +1,208 @@
+"""A reader's certificate filled the coordinator: a client's name of 15 MiB was kept in memory, in the state, and once
+more when its session had ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from smb import errors
+from smb.access import RULES, Caller, Role
+from smb.bounds import check_bounds
+from smb.certificates import Holder, make_set
+from smb.coordinator import service
+from smb.coordinator import state as states
+from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
+from smb.coordinator.records import SessionRecord
+from smb.coordinator.state import State, load, step
+from smb.credentials import COORDINATOR_NAME, channel, load_directory
+from smb.proto import control_pb2 as pb
+from smb.proto.control_pb2_grpc import CoordinatorStub
+from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
+
+REQUESTS = int(os.environ.get("SMB_TEST_REQUESTS", "500"))  # of each kind; the figure in docs/promises.md: 10 000
+MORE_MIB = 64
+NOW = Instant(0.0, 0.0)
+
+
+def requests_of_the_proto() -> list[Any]:
+    return [
+        method.input_type
+        for service_type in pb.DESCRIPTOR.services_by_name.values()
+        for method in service_type.methods
+        if f"/{service_type.full_name}/{method.name}" in RULES
+    ]
+
+
+def fattened(make: Callable[[], Any], where: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Requests with one field each that is far too large, and the name of that field."""
+
+    def place() -> tuple[Any, Any]:
+        whole = make()
+        part = whole
+        for name in where:
+            part = getattr(part, name)
+        return whole, part
+
+    for field in place()[1].DESCRIPTOR.fields:
+        whole, part = place()
+        value = getattr(part, field.name)
+        if field.type == FieldDescriptor.TYPE_MESSAGE and hasattr(value, "SerializeToString"):
+            yield from fattened(make, (*where, field.name))
+        elif isinstance(value, str):
+            setattr(part, field.name, "x" * (2 << 20))
+            yield field.name, whole
+        elif isinstance(value, bytes):
+            setattr(part, field.name, b"x" * 256)
+            yield field.name, whole
+        elif hasattr(value, "update"):  # a map
+            value.update({str(i): i for i in range(257)})
+            yield field.name, whole
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            for _ in range(257):
+                value.add()
+            yield field.name, whole
+        elif not isinstance(value, (int, float)):
+            value.extend(["x"] * 200_000 if field.type == FieldDescriptor.TYPE_STRING else [1] * 200_000)
+            yield field.name, whole
+
+
+@pytest.mark.parametrize("request_type", requests_of_the_proto(), ids=lambda each: str(each.name))
+def test_every_field_of_every_request_has_a_bound(request_type: Any) -> None:
+    """Each text, secret, list and map is refused by its name beyond its bound, also in messages within messages."""
+    for name, request in fattened(getattr(pb, request_type.name)):
+        with pytest.raises(errors.InvalidArgumentError, match=rf"{name} has \d+ \w+; it may have \d+"):
+            check_bounds(request)
+    check_bounds(getattr(pb, request_type.name)())
+
+
+def test_a_text_within_a_list_or_map_has_a_bound() -> None:
+    """Server names and reasons of errors are texts, too; what is at its bound passes."""
+    check_bounds(pb.CreateBufferRequest(name="x" * 255, server_names=["x" * 255] * 1024, metadata="x" * (1 << 20)))
+    with pytest.raises(errors.InvalidArgumentError, match="an item of CreateBuffer: server_names has 256 characters"):
+        check_bounds(pb.CreateBufferRequest(server_names=["x" * 256]))
+    with pytest.raises(errors.InvalidArgumentError, match="an item of RenewServer: load: errors has 256"):
+        check_bounds(pb.RenewServerRequest(load=pb.ServerLoad(errors={"x" * 256: 1})))
+
+
+def open_sessions(state: State, first: int, count: int, owner: str) -> State:
+    for session_id in range(first, first + count):
+        state, _ = step(state, SessionRenewed(session_id, "one", owner), NOW)
+    return state
+
+
+def test_one_certificate_leaves_sessions_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its bound a certificate opens no more, also after a restart; others do, it renews, and one that closes
+    makes room. Without credentials nobody is counted."""
+    monkeypatch.setattr(states, "SESSIONS_PER_CERTIFICATE_MAX", 3)
+    state = open_sessions(State(), 1, 3, "a")
+    state = open_sessions(state, 11, 3, "b")
+    state = open_sessions(state, 21, 9, "")
+    with pytest.raises(errors.OutOfMemoryError, match="its certificate has 3 already"):
+        open_sessions(state, 4, 1, "a")
+    records = [SessionRecord(i, "one", owner=state.session_owners.get(i, "")) for i in state.client_names]
+    again = load((), (), [SessionRecord.from_json(record.to_json()) for record in records])
+    with pytest.raises(errors.OutOfMemoryError, match="its certificate has 3 already"):
+        open_sessions(again, 4, 1, "a")
+    state = open_sessions(state, 3, 1, "a")
+    state, _ = step(state, SessionClosed(1), NOW)
+    open_sessions(state, 4, 1, "a")
+
+
+def test_certificates_that_say_the_same_are_one() -> None:
+    """Renewed ones count on; another name, role or namespace is another."""
+    ours = Caller(Role.CLIENT, "a", frozenset({"x"}))
+    assert ours.key == Caller(Role.CLIENT, "a", frozenset({"x"})).key
+    team = frozenset({"x"})
+    others = (Caller(Role.READER, "a", team), Caller(Role.CLIENT, "b", team), Caller(Role.CLIENT, "a"))
+    assert ours.key not in {other.key for other in others}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[tuple[Daemons, Path]]:
+    certificates = tmp_path / "certificates"
+    roles = (Role.COORDINATOR, Role.CLIENT, Role.READER)
+    make_set(certificates, [*(Holder(role, "") for role in roles), Holder(Role.SERVER, "server-0")])
+    with running_daemons(tmp_path) as daemons:
+        yield daemons, certificates
+
+
+def resident_mib(daemon: Daemon) -> float:
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{daemon.pid}/status").read_text(), re.M)
+    assert found
+    return int(found[1]) / 1024
+
+
+def state_mib(daemons: Daemons) -> float:
+    return sum(path.stat().st_size for path in (daemons.directory / "state").iterdir()) / (1 << 20)
+
+
+def asked(address: str, credentials: Path, method: str, make: Callable[[int], Any], count: int) -> Counter[str]:
+    """Make so many calls, eight at a time; return how often each code was the answer."""
+
+    def one(number: int) -> str:
+        try:
+            getattr(stub, method)(make(number), timeout=60)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+    with channel(address, COORDINATOR_NAME, load_directory(credentials)) as opened, ThreadPoolExecutor(8) as pool:
+        stub = CoordinatorStub(opened)
+        return Counter(pool.map(one, range(count)))
+
+
+def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, Path]) -> None:
+    """Sessions with the longest names, buffers with the longest, metadata up to its bound, names far beyond theirs:
+    memory and state grow by less than 64 MiB together with all of it there."""
+    daemons, certificates = place
+    coordinator = daemons.coordinator("127.0.0.1:0", None, "--credentials", str(certificates / "coordinator"))
+    address = coordinator.address
+    secured = ("--credentials", str(certificates / "server-0"), "--capacity", "4GiB")
+    assert daemons.memory_server(address, "server-0", *secured).address
+    memory, state = resident_mib(coordinator), state_mib(daemons)
+    metadata = '{"a":"' + "x" * ((1 << 20) - 8) + '"}'
+
+    def session(_: int) -> Any:
+        return pb.OpenSessionRequest(client_name="\N{GRINNING FACE}" * 255)
+
+    def buffer(number: int) -> Any:
+        return pb.CreateBufferRequest(name=f"{number:08d}{'x' * 247}", shape=[1] * 32, dtype="uint8")
+
+    def described(number: int) -> Any:
+        return pb.CreateBufferRequest(name=f"m{number}", shape=[1], dtype="uint8", metadata=metadata)
+
+    reader, client = certificates / "reader", certificates / "client"
+    for characters in (1 << 20, 15 << 20):
+        fat = pb.OpenSessionRequest(client_name="x" * characters)
+        codes = asked(address, reader, "OpenSession", lambda _, fat=fat: fat, 40)  # type: ignore[misc]
+        assert set(codes) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    assert asked(address, reader, "OpenSession", session, REQUESTS) == {"OK": REQUESTS}
+    buffers = REQUESTS // 2  # a server maps each, and Linux lets it map so many
+    assert asked(address, client, "CreateBuffer", buffer, buffers) == {"OK": buffers}
+    codes = asked(address, client, "CreateBuffer", described, REQUESTS)
+    assert codes == {"OK": states.METADATA_BYTES_MAX >> 20, "RESOURCE_EXHAUSTED": REQUESTS - codes["OK"]}
+
+    wait_for(lambda: resident_mib(coordinator) < memory + MORE_MIB, "less memory", 60)
+    print(f"memory {memory:.0f} -> {resident_mib(coordinator):.0f} MiB, state {state:.1f} -> {state_mib(daemons):.1f}")
+    assert state_mib(daemons) < state + MORE_MIB
+
+
+def test_opens_that_wait_have_a_bound(place: tuple[Daemons, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would wait beside too many of its certificate is refused; one that does not wait is answered."""
+    seen = service.CoordinatorService.__new__(service.CoordinatorService)
+    seen._opens_waiting = Counter({"": 2})
+    monkeypatch.setattr(service, "OPENS_WAITING_MAX", 2)
+    waiting = seen._opens_wait(service.Kind.BUFFER, "w", 1.0)
+    with pytest.raises(errors.OutOfMemoryError, match="2 opens with this certificate wait already"):
+        waiting.send(None)

@@ -1,0 +1,261 @@
+"""A full disk of the coordinator: a create that could not be finished left its name stuck until a restart, nothing
+could be deleted, and a bad page of SQLite was a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from smb.coordinator.events import BufferDeleted, BufferFailed, BufferMade, BufferWanted, ServerRegistered, Ticked
+from smb.coordinator.ledger import Ledger
+from smb.coordinator.records import ServerRecord
+from smb.coordinator.request import Creation
+from smb.coordinator.store import FILE_NAME, RESERVE_NAME, StoreError
+from smb.proto import control_pb2 as pb
+from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
+from tests.support.memory_server import coordinator_stub, fake_memory_servers
+
+DISK_MIB = 24
+
+
+class BrokenStore:
+    """Keeps texts, unless it is told to fail."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.fails = False
+
+    async def load(self) -> dict[str, str]:
+        return dict(self.texts)
+
+    async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
+        if self.fails:
+            raise StoreError("cannot write it; nothing was changed")
+        for key, text in changes.items():
+            self.texts.pop(key, None)
+            if text is not None:
+                self.texts[key] = text
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    async def close(self) -> None:
+        pass
+
+
+def wanted(name: str) -> BufferWanted:
+    numbers = iter(range(int.from_bytes(name.encode(), "big") << 16 | 1, 1 << 40))
+    return BufferWanted(Creation(name, (8,), "float32"), lambda: next(numbers))
+
+
+def test_a_creations_clean_up_is_owed_until_it_is_stored() -> None:
+    """The store fails between a creation's beginning and end: the name and its memory are free at once, in the state;
+    what was refused meanwhile left nothing; the record goes with the first tick that can be stored, and not the one of
+    a later buffer of that name."""
+
+    async def work() -> None:
+        store = BrokenStore()
+        ledger = await Ledger.open(store, 1)
+        server = ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0)
+        await ledger.commit(ServerRegistered(server, frozenset()))
+        for name in ("w", "v"):
+            await ledger.commit(wanted(name))
+        store.fails = True
+        for name in ("w", "v"):
+            with pytest.raises(StoreError):
+                await ledger.commit(BufferMade(name))
+            await ledger.commit(BufferFailed(name))
+        assert not ledger.state.buffers
+        assert ledger.state.allocation("a").nbytes == 0
+        assert ledger.store_error
+        with pytest.raises(StoreError, match="nothing was changed"):
+            await ledger.commit(wanted("w"))
+        assert not ledger.state.buffers
+        await ledger.commit(Ticked())
+        assert {"buffer/w", "buffer/v"} <= store.texts.keys()
+        store.fails = False
+        await ledger.commit(wanted("w"))
+        assert "buffer/w" in store.texts
+        assert "buffer/v" not in store.texts
+        assert not ledger.store_error
+        store.fails = True
+        await ledger.commit(BufferFailed("w"))
+        store.fails = False
+        await ledger.commit(Ticked())
+        assert "buffer/w" not in store.texts
+
+    asyncio.run(work())
+
+
+def test_a_failing_store_is_tried_until_it_works() -> None:
+    """After a failure each tick tries, though there is nothing to store: whoever looks is told what is."""
+
+    async def work() -> None:
+        store = BrokenStore()
+        ledger = await Ledger.open(store, 1)
+        store.fails = True
+        with pytest.raises(StoreError):
+            await ledger.commit(ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1, 0, 0.0), frozenset()))
+        await ledger.commit(Ticked())
+        assert ledger.store_error
+        store.fails = False
+        await ledger.commit(Ticked())
+        assert not ledger.store_error
+
+    asyncio.run(work())
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "smb-test", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("a small disk can be mounted by root alone")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    with running_daemons(tmp_path) as running:
+        yield running
+
+
+def fill(disk: Path) -> Path:
+    """Take what room there is."""
+    filler = disk / "filler"
+    with filler.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                pass
+    return filler
+
+
+def create(stub: Any, name: str) -> str:
+    try:
+        stub.CreateBuffer(pb.CreateBufferRequest(name=name, shape=[8], dtype="float32"), timeout=20)
+    except grpc.RpcError as error:
+        return str(error.details())
+    return ""
+
+
+def test_a_name_is_free_again_after_a_create_on_a_full_disk(disk: Path, daemons: Daemons) -> None:
+    """The disk fills while a server makes the segment: the create fails and says why, the segment is dropped, and with
+    room on the disk the same name is created."""
+    state = str(disk / "state")
+    coordinator = daemons.coordinator("127.0.0.1:0", state)
+    with fake_memory_servers("a") as (server,), coordinator_stub(coordinator.address) as stub:
+        server.register(stub)
+        server.hold = threading.Event()
+        failures: list[str] = []
+        creating = threading.Thread(target=lambda: failures.append(create(stub, "w")))
+        creating.start()
+        assert server.asked.wait(20)
+        filler = fill(disk)
+        (disk / "state" / RESERVE_NAME).unlink()  # not even that is left
+        fill(disk)
+        server.hold.set()
+        creating.join(20)
+        assert "its disk is full" in failures[0] or "disk is full" in failures[0]
+        assert "nothing was" in failures[0]
+        wait_for(lambda: not server.segments, "drop of the segment")
+        again = create(stub, "w")
+        assert "disk is full" in again
+        assert "another client" not in again
+        filler.unlink()
+        wait_for(lambda: create(stub, "w") == "", "creation")
+        assert [buffer.name for buffer in stub.ListBuffers(pb.ListBuffersRequest(), timeout=5).buffers] == ["w"]
+
+
+def started_on_a_full_disk(daemons: Daemons, state: str) -> Daemon:
+    coordinator = daemons.coordinator("127.0.0.1:0", state)
+    assert coordinator.address
+    return coordinator
+
+
+def test_a_coordinator_starts_and_deletes_with_its_disk_full(disk: Path, daemons: Daemons) -> None:
+    """Killed and started again on a full disk it takes registrations, sessions and deletions from its reserve, and
+    refuses creations; once there is room it makes the reserve again, and creates."""
+    state = str(disk / "state")
+    first = daemons.coordinator("127.0.0.1:0", state)
+    with fake_memory_servers("a") as (server,):
+        with coordinator_stub(first.address) as stub:
+            server.register(stub)
+            for number in range(20):
+                assert create(stub, f"w{number}") == ""
+        first.kill()
+        filler = fill(disk)
+        second = started_on_a_full_disk(daemons, state)
+        with coordinator_stub(second.address) as stub:
+            server.instance_id += 1
+            server.register(stub)
+            for number in range(20):
+                stub.OpenSession(pb.OpenSessionRequest(client_name="one"), timeout=10)
+                stub.DeleteBuffer(pb.DeleteBufferRequest(name=f"w{number}"), timeout=10)
+            assert not server.segments
+            assert "what is left is for deletions" in create(stub, "v")
+        second.kill()
+        third = started_on_a_full_disk(daemons, state)
+        with coordinator_stub(third.address) as stub:
+            assert not stub.ListBuffers(pb.ListBuffersRequest(), timeout=5).buffers
+            server.instance_id += 1
+            server.register(stub)
+            filler.unlink()
+            assert create(stub, "v") == ""
+            assert (disk / "state" / RESERVE_NAME).stat().st_size == 8 << 20
+
+
+def test_a_bad_page_is_an_error_with_the_files_name(tmp_path: Path, daemons: Daemons) -> None:
+    """A coordinator whose file has a page that is garbage says so in one line, and does not start."""
+    first = daemons.coordinator()
+    with fake_memory_servers("a") as (server,), coordinator_stub(first.address) as stub:
+        server.register(stub)
+        for number in range(200):
+            assert create(stub, f"w{number}") == ""
+    assert first.stop() == 0
+    file = tmp_path / "state" / FILE_NAME
+    pages = bytearray(file.read_bytes())
+    assert len(pages) > 8 * 4096
+    pages[4096 : len(pages)] = b"\xa5" * (len(pages) - 4096)
+    file.write_bytes(pages)
+    second = daemons.coordinator()
+    assert second.wait() == 1
+    said = second.log.read_text()
+    assert re.search(rf"cannot read {re.escape(str(file))}: database disk image is malformed", said)
+    assert "Traceback" not in said
+
+
+def test_deleting_needs_no_tick() -> None:
+    """What is owed goes with the next change, whichever that is."""
+
+    async def work() -> None:
+        store = BrokenStore()
+        ledger = await Ledger.open(store, 1)
+        await ledger.commit(ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), frozenset()))
+        await ledger.commit(wanted("w"))
+        await ledger.commit(BufferMade("w"))
+        await ledger.commit(wanted("v"))
+        store.fails = True
+        await ledger.commit(BufferFailed("v"))
+        store.fails = False
+        await ledger.commit(BufferDeleted("w", False))
+        assert not [key for key in store.texts if key.startswith("buffer/")]
+
+    asyncio.run(work())
