@@ -270,7 +270,7 @@ class Tree:
         if frozen is None:
             frozen = Frozen(buffer, found.shown.version)
             frozen = self._frozen.setdefault((buffer.info.id, frozen.version), frozen)
-        return FrozenFile(frozen, found.view)
+        return FrozenFile(frozen, found.view, by_version=found.shown.version is not None)
 
     # ---- names
 
