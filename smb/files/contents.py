@@ -153,8 +153,10 @@ class Frozen:
 class FrozenFile:
     """A file on a Frozen."""
 
-    def __init__(self, frozen: Frozen, view: View) -> None:
+    def __init__(self, frozen: Frozen, view: View, *, by_version: bool = False) -> None:
+        """`by_version`: its path says the version, so all that open that path read the same."""
         self.buffer = frozen.buffer
+        self.by_version = by_version
         self.nbytes = view.nbytes
         self._frozen = frozen
         self._view = view

@@ -69,7 +69,7 @@ class OpenFile:
     @property
     def changeable(self) -> bool:
         """Whether what it reads may differ from what another opening of the same path reads: not to be cached."""
-        return self._frozen is not None
+        return self._frozen is not None and not self._frozen.by_version
 
     def read_into(self, offset: int, out: Octets) -> int:
         """Fill `out` with the bytes from `offset` on; return how many there were. ESTALE once the buffer is gone."""

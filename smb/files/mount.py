@@ -246,7 +246,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         self._files[number] = file
         fi.fh = number
         # The pages of a path are shared by all its openings, which here do not read the same.
-        fi.direct_io = file.changeable and "@" not in path
+        fi.direct_io = file.changeable
         return 0
 
     def read_into(self, fi: Any, offset: int, out: Octets) -> int:

@@ -22,6 +22,7 @@ import smb
 from tests.fault.long import LIMIT_S, seed, times
 from tests.support.daemons import tidy, wait_for
 from tests.support.mounts import end_mount, names, needs_fuse, run, shown, start_mount, unmount
+from tests.support.ways import SLOWNESS
 
 pytestmark = [needs_fuse, pytest.mark.timeout(LIMIT_S)]
 
@@ -164,9 +165,9 @@ def test_a_name_is_listed_from_its_creation_on(files: Path, mounts: list[Path]) 
             missing = {str(known) for known in range(number + 1)} - there
             assert not missing, f"after {number}: {missing}"
     assert making.returncode == 0
-    wait_for(lambda: len(names(mounts[1] / "d")) == count, "all files in the other mount", 2)
+    wait_for(lambda: len(names(mounts[1] / "d")) == count, "all files in the other mount", 2 * SLOWNESS)
     shutil.rmtree(files / "d")
-    wait_for(lambda: not (mounts[1] / "d").exists(), "their end in the other mount", 2)
+    wait_for(lambda: not (mounts[1] / "d").exists(), "their end in the other mount", 2 * SLOWNESS)
 
 
 def test_an_open_file_that_was_removed_leaves_no_directory(files: Path, client: smb.Client) -> None:
