@@ -46,6 +46,7 @@ from smb.daemon import (
     write_ready_file,
 )
 from smb.errors import InvalidArgumentError, UnavailableError
+from smb.expiry import ExpiryMetrics
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
@@ -131,6 +132,9 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     health = Health(ledger, store, address)
     watch.look_at_store = lambda: (health.store_error, health.state_free_bytes())
     registry.register(HealthMetrics(health))
+    credentials = options.credentials
+    if credentials is not None:
+        registry.register(ExpiryMetrics(lambda: credentials))
 
     def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
         leases.saw(event, before, committed, now)
