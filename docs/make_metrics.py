@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smb.metric_names import CLIENT, COORDINATOR, NAMED_MAX, SERVER, TRAINING, Description
+from smb.metric_names import CLIENT, COORDINATOR, NAMED_MAX, SECURED, SERVER, TRAINING, Description
 
 PAGE = Path(__file__).parent / "metrics.md"
 _HEAD = f"""# Metrics
@@ -67,6 +67,7 @@ def page() -> str:
         (
             _table("Memory server", "Of every `smb-memserver`.", SERVER),
             _table("Coordinator", "Of `smb coordinator`.", COORDINATOR),
+            _table("With credentials", "Of every daemon that has some. `certificate` is own or authority.", SECURED),
             _table("Client", "Of a process that serves them.", CLIENT),
             _table("Training", "Of `smb.train.Collector`: one group, from any process.", TRAINING),
         )

@@ -36,6 +36,7 @@ def memserver(
     loops: Annotated[int, option("memserver.loops")] = SETTINGS["memserver.loops"].default,
     weight: Annotated[float, option("memserver.weight")] = SETTINGS["memserver.weight"].default,
     advertise: Annotated[str, option("memserver.advertise")] = SETTINGS["memserver.advertise"].default,
+    control: Annotated[str, option("memserver.control")] = SETTINGS["memserver.control"].default,
     verbs: Annotated[str, option("memserver.verbs")] = SETTINGS["memserver.verbs"].default,
     ready_file: Annotated[Path | None, option("memserver.ready_file")] = None,
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
@@ -68,6 +69,7 @@ def memserver(
                 insecure=insecure,
                 metrics_token_file=metrics_token_file,
                 data_tls=data_tls,
+                control=control,
             )
         )
     except Error as error:

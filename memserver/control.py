@@ -189,18 +189,19 @@ class ControlServer:
     def __init__(
         self,
         host: str,
+        port: int,
         segments: Segments,
         rdma: Rdma,
         credentials: Credentials | None = None,
         check_proof: CheckProof | None = None,
     ) -> None:
-        """Listen on a free port of the host and serve; check_proof goes with credentials. Raises UnavailableError."""
+        """Listen and serve; port 0: a free one; check_proof goes with credentials. Raises UnavailableError."""
         guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()] if credentials is None else [Bounds(), Guard()]
         pool = ThreadPoolExecutor(THREADS, "control")
         self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
         service = ControlService(segments, rdma, check_proof)
         add_MemoryServerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]
-        self.port = add_port(self._server, format_address(host, 0), credentials)
+        self.port = add_port(self._server, format_address(host, port), credentials)
         if self.port == 0:
             raise UnavailableError(f"cannot listen on {host} for the coordinator")
         self._server.start()

@@ -37,8 +37,9 @@ from smb.admission import admission
 from smb.cgroup import MemoryLimit
 from smb.config import check_weight, format_address, format_bytes, parse_address
 from smb.credentials import Credentials, check_exposure
-from smb.daemon import Pages, end_with_owner, notify, watchdog_interval_s, write_ready_file
+from smb.daemon import Pages, check_listen, end_with_owner, notify, watchdog_interval_s, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.expiry import ExpiryMetrics
 from smb.proto import control_pb2 as pb
 from smb.transport.queues import Settings
 
@@ -68,6 +69,7 @@ class Options:
     insecure: bool = False
     metrics_token_file: Path | None = None
     data_tls: bool = False
+    control: str = ""  # empty: a free port where data is listened for
 
 
 def default_name() -> str:
@@ -154,7 +156,10 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     leaving.callback(rdma.close)
     segments.on_drop, segments.on_end = rdma.forget_segment, rdma.end_session
     check_proof = engine.check_proof if options.credentials is not None else None
-    control = ControlServer(numeric, segments, rdma, options.credentials, check_proof)
+    asked_host, asked_port = check_listen(options.control) if options.control else (host, 0)
+    control_host = _numeric(asked_host)
+    check_exposure("a memory server", control_host, options.credentials, options.insecure)
+    control = ControlServer(control_host, asked_port, segments, rdma, options.credentials, check_proof)
     leaving.callback(control.close)
     reachable, advertised_port = _advertised(options.advertise)
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
@@ -164,6 +169,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     health = _Health(options, address, segments, life)
     buffers, clients = Names(), Names()
     registry.register(EngineMetrics(engine, segments, options.capacity_bytes, health.life, buffers, clients))
+    credentials = options.credentials
+    if credentials is not None:
+        registry.register(ExpiryMetrics(lambda: credentials))
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(reachable,))
     pages = Pages(options.metrics, registry, health.show, admit=admit)
     leaving.callback(pages.close)
@@ -171,7 +179,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         name=options.name,
         instance_id=instance_id,
         data_address=address,
-        control_address=format_address(reachable, control.port),
+        control_address=format_address(
+            reachable if control_host in (*_ANY_ADDRESS, numeric) else asked_host, control.port
+        ),
         unix_path=str(place.socket_path),
         metrics_address=_shown_to_others(pages.address, reachable),
         capacity_bytes=options.capacity_bytes,

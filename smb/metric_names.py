@@ -183,6 +183,14 @@ COORDINATOR: tuple[Description, ...] = (
     _gauge("smb_coordinator_start_time_seconds", "When this run began, in seconds since 1970."),
 )
 
+SECURED: tuple[Description, ...] = (
+    _gauge(
+        "smb_certificate_expiry_timestamp_seconds",
+        "When the daemon's own certificate, and that of its authority, ends, in seconds since 1970.",
+        "certificate",
+    ),
+)
+
 CLIENT: tuple[Description, ...] = (
     _counter(
         "smb_client_operations_total",
@@ -247,7 +255,7 @@ TRAINING: tuple[Description, ...] = (
 )
 
 METRICS: Mapping[str, Description] = {
-    found.name: found for group in (SERVER, COORDINATOR, CLIENT, TRAINING) for found in group
+    found.name: found for group in (SERVER, COORDINATOR, SECURED, CLIENT, TRAINING) for found in group
 }
 
 

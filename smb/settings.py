@@ -126,6 +126,11 @@ def _quotas(text: str) -> None:
     parse_quotas(text.split())
 
 
+def _address_or_none(text: str) -> None:
+    if text:
+        parse_address(text)
+
+
 def _transport(text: str) -> None:
     from smb.transport.choose import check_choice
 
@@ -200,6 +205,12 @@ _TABLE = (
     ),
     Setting("coordinator", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS)),
     Setting("memserver", "listen", str, "127.0.0.1:0", "Where clients connect; port 0: a free one.", parse_address),
+    Setting(
+        "memserver", "control", str, "",
+        "Where the coordinator connects, and clients with RDMA: fix it where a firewall is to let it through. Default: "
+        "a free port of --listen's host.",
+        _address_or_none, "HOST:PORT",
+    ),
     Setting("memserver", "capacity", str, "1GiB", "Memory to offer, e.g. 512MiB or 64GiB.", parse_bytes, "SIZE"),
     Setting("memserver", "memory_dir", str, _SHM, "A directory on tmpfs or hugetlbfs for the segments."),
     Setting("memserver", "metrics", str, "127.0.0.1:0", _PAGES_HELP, parse_address),

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from smb.cli.bench import bench
-from smb.cli.certs import certs
+from smb.cli.certs import InOrder, certs
 from smb.cli.config import config
 from smb.cli.coordinator import coordinator
 from smb.cli.copy import cp, restore, snapshot
@@ -43,7 +43,7 @@ for _command in (
     *(up, coordinator, status, top, ls, stat, create, rm, cp, snapshot, restore, mount, umount),
     *(bench, demo, certs, config, doctor, targets),
 ):
-    app.command()(configured(_command))
+    app.command(cls=InOrder if _command is certs else None)(configured(_command))
 
 
 def _print_version(wanted: bool) -> None:

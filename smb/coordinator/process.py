@@ -46,6 +46,7 @@ from smb.daemon import (
     write_ready_file,
 )
 from smb.errors import InvalidArgumentError, UnavailableError
+from smb.expiry import ExpiryMetrics
 from smb.proto import control_pb2 as pb
 from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
 
@@ -131,6 +132,9 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     health = Health(ledger, store, address)
     watch.look_at_store = lambda: (health.store_error, health.state_free_bytes())
     registry.register(HealthMetrics(health))
+    credentials = options.credentials
+    if credentials is not None:
+        registry.register(ExpiryMetrics(lambda: credentials))
 
     def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
         leases.saw(event, before, committed, now)
@@ -165,7 +169,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     notify("READY=1", f"STATUS=serving at {address}")
     interval_s = watchdog_interval_s()
     if interval_s is not None:
-        leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s)))
+        leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s, health)))
 
 
 def _shown_to_others(address: str, host: str) -> str:
@@ -204,11 +208,12 @@ async def _trim() -> None:
         await asyncio.to_thread(trim, 0)
 
 
-async def _feed_watchdog(interval_s: float) -> None:
-    """Tell the watchdog that the event loop goes round."""
+async def _feed_watchdog(interval_s: float, health: Health) -> None:
+    """Tell the watchdog that the event loop goes round, and its ticks with it."""
     while True:
         await asyncio.sleep(interval_s)
-        notify("WATCHDOG=1")
+        if health.alive:
+            notify("WATCHDOG=1")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

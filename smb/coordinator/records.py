@@ -78,7 +78,7 @@ class BufferRecord:
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str) -> BufferRecord:
@@ -108,7 +108,7 @@ class ServerRecord:
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str) -> ServerRecord:
@@ -129,7 +129,7 @@ class SessionRecord:
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str) -> SessionRecord:

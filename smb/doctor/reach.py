@@ -15,8 +15,10 @@ import numpy as np
 
 import smb
 from smb.config import parse_address
+from smb.credentials import find
 from smb.doctor.findings import Finding, advice, fine, problem
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError
+from smb.expiry import NOW_DAYS, SOON_DAYS, days_left, ends_of
 from smb.transport.choose import CHOICES, TRY_AUTO
 
 _PROBE_BYTES = 4 << 20
@@ -31,6 +33,7 @@ def look_at_cluster(address: str, timeout: float = 5.0) -> Iterator[Finding]:
     """Yield what is found; each server takes about a second. Never raises smb.Error: that is a finding."""
     try:
         parse_address(address)
+        yield from _certificates()
         started = time.monotonic()
         with smb.connect(address, timeout=timeout) as client:
             joined_s = time.monotonic() - started
@@ -68,6 +71,26 @@ def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[
         yield problem("clock", found, change, offset_s=offset_s)
     else:
         yield fine("clock", found, offset_s=offset_s)
+
+
+def _certificates() -> Iterator[Finding]:
+    """Those that we show and trust; every daemon tells of its own in its metrics."""
+    credentials = find()
+    if credentials is None:
+        return
+    for whose, end in ends_of(credentials).items():
+        path = credentials.certificate_path if whose == "own" else credentials.ca_path
+        left = days_left(end)
+        found = f"{path} is good for {left:.0f} days" if left >= 0 else f"{path} expired {-left:.0f} days ago"
+        change = (
+            "issue another one from the same authority, and put it there (docs/operating.md, SmbCertificateExpiresSoon)"
+        )
+        if left < NOW_DAYS:
+            yield problem("certificate", found, change, days=left)
+        elif left < SOON_DAYS:
+            yield advice("certificate", found, change, days=left)
+        else:
+            yield fine("certificate", found, days=left)
 
 
 def _mtu_towards(address: str) -> str:
