@@ -52,6 +52,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *handle;                        /* keeps `buffer` alive; NULL: not armed */
     Switch *client;
+    Switch *quiet;                           /* closed while the buffer has async calls, whose turn is first */
     struct smb_buffer *buffer;
     uint64_t size;                           /* elements */
     uint32_t itemsize, timeout_ms;
@@ -63,6 +64,7 @@ static int place_traverse(Place *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->handle);
     Py_VISIT(self->client);
+    Py_VISIT(self->quiet);
     return 0;
 }
 
@@ -70,6 +72,7 @@ static int place_clear(Place *self)
 {
     Py_CLEAR(self->handle);
     Py_CLEAR(self->client);
+    Py_CLEAR(self->quiet);
     return 0;
 }
 
@@ -82,11 +85,12 @@ static void place_dealloc(Place *self)
 
 static PyObject *place_arm(Place *self, PyObject *args)
 {
-    PyObject *handle, *client;
+    PyObject *handle, *client, *quiet;
     unsigned long long buffer, size;
     unsigned int itemsize, timeout_ms;
     int format;
-    if (!PyArg_ParseTuple(args, "OO!KKICI:_arm", &handle, &switch_type, &client, &buffer, &size, &itemsize, &format, &timeout_ms))
+    if (!PyArg_ParseTuple(args, "OO!O!KKICI:_arm", &handle, &switch_type, &client, &switch_type, &quiet, &buffer, &size, &itemsize,
+                          &format, &timeout_ms))
         return NULL;
     self->buffer = (struct smb_buffer *)(uintptr_t)buffer; /* NOLINT: what cffi gives as a number */
     self->size = size;
@@ -96,6 +100,8 @@ static PyObject *place_arm(Place *self, PyObject *args)
     self->forks = forks;
     Py_INCREF(client);
     Py_XSETREF(self->client, (Switch *)client);
+    Py_INCREF(quiet);
+    Py_XSETREF(self->quiet, (Switch *)quiet);
     Py_INCREF(handle);
     Py_XSETREF(self->handle, handle);
     Py_RETURN_NONE;
@@ -109,8 +115,8 @@ static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
 
 static PyMethodDef place_methods[] = {
     {"_arm", (PyCFunction)place_arm, METH_VARARGS,
-     "_arm(handle, client, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`, which\n"
-     "`handle` keeps alive, while the client's switch is on."},
+     "_arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`,\n"
+     "which `handle` keeps alive, while both switches are on."},
     {"_disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
     {NULL},
 };
@@ -240,7 +246,7 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
     Place *place = (Place *)self;
     struct given given = {0};
     *taken = false;
-    if (!place->handle || !place->client->open || place->forks != forks ||
+    if (!place->handle || !place->client->open || !place->quiet->open || place->forks != forks ||
         !sort_arguments(opcode, args, positional, names, &given))
         return NULL;
     struct smb_request request = {.opcode = opcode, .scale = 1.0, .timeout_ms = place->timeout_ms};

@@ -8,7 +8,16 @@ class Switch:
 
 class Place:
     def _arm(
-        self, handle: object, client: Switch, buffer: int, size: int, itemsize: int, code: str, timeout_ms: int, /
+        self,
+        handle: object,
+        client: Switch,
+        quiet: Switch,
+        buffer: int,
+        size: int,
+        itemsize: int,
+        code: str,
+        timeout_ms: int,
+        /,
     ) -> None: ...
     def _disarm(self) -> None: ...
 

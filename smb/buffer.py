@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from smb.client import Client
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Result = TypeVar("Result")
 
 # Short, for these are all over.
 _READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
@@ -445,6 +446,8 @@ class Buffer(Route):
             raise InvalidArgumentError(
                 f"{self._asked('publish')}: {memory.count} elements for its {self.size}; give all"
             )
+        if not self._turns.quiet.open:
+            self._wait_turn(_WRITE, 0, self.size)
         asked, homes = self._asked("publish"), self._sync_homes()
         timeout = self._client.timeout if timeout is None else timeout
         if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN is neither
@@ -520,13 +523,16 @@ class Buffer(Route):
     ) -> Future[Array]:
         """As read, at once: a future of the result (awaitable through asyncio.wrap_future).
 
-        Calls that are in flight at the same time are unordered. Leave `out` alone until the future is done.
+        Calls of one client on overlapping elements of a buffer take effect in the order in which they were made: this
+        one sees what the async calls before it change, and blocking calls wait for the async ones before them. Calls
+        that do not overlap, and reads, run side by side. What other threads call meanwhile is unordered, and so is what
+        a future's callback calls. Leave `out` alone until the future is done.
         """
-        return self._client.submit(lambda: self.read(offset, count, out=out, wire=wire))
+        return self._submit(lambda: self.read(offset, count, out=out, wire=wire), offset, count, changes=False)
 
     def write_async(self, array: Any, offset: int = 0, *, wire: str | None = None) -> Future[None]:
-        """As write, at once. Don't change the array until the future is done."""
-        return self._client.submit(lambda: self.write(array, offset, wire=wire))
+        """As write, at once, in its turn (read_async). Don't change the array until the future is done."""
+        return self._submit(lambda: self.write(array, offset, wire=wire), offset, _elements(array))
 
     def accumulate_async(
         self,
@@ -539,12 +545,30 @@ class Buffer(Route):
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Future[Array | None]:
-        """As accumulate, at once. Don't change the array until the future is done."""
-        return self._client.submit(
-            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback)
+        """As accumulate, at once, in its turn (read_async). Don't change the array until the future is done."""
+        return self._submit(
+            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback),
+            offset,
+            _elements(array),
         )
 
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Run what may change any of this buffer's elements on a thread of the client's, in its turn (read_async). What
+        it calls does not wait for turns.
+        """
+        return self._submit(call, 0, None)
+
     # ---- inside
+
+    def _submit(
+        self, call: Callable[[], Result], offset: int, count: int | None, *, changes: bool = True
+    ) -> Future[Result]:
+        self._client.check_open()
+        try:
+            start, elements = self._range(offset, count, "")
+        except InvalidArgumentError:
+            start = elements = 0  # the call itself says why, and changes nothing
+        return self._client.calls.submit(call, self._turns, start, start + elements, changes=changes)
 
     def _check_beside(self, other: Buffer, call: str) -> None:
         if not isinstance(other, Buffer) or other._client is not self._client:
@@ -615,6 +639,8 @@ class Buffer(Route):
         """Read from one version's copy, and return which: no byte of it changed if, after the read, publication version
         + 2 has not begun.
         """
+        if not self._turns.quiet.open:
+            self._wait_turn(_READ, offset, count)
         version, _ = self._look()
         for _ in range(_LOOKS):
             self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
@@ -637,6 +663,14 @@ class Buffer(Route):
 
 
 _MASK = 2**64 - 1
+
+
+def _elements(array: Any) -> int | None:
+    """Return how many elements an array has, as far as can be told without making one of it; else None."""
+    size = getattr(array, "size", None)
+    if callable(size):  # torch's
+        size = array.numel() if hasattr(array, "numel") else None
+    return size if isinstance(size, int) else None
 
 
 def _same_placement(a: Layout, b: Layout) -> bool:

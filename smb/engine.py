@@ -648,9 +648,11 @@ class BufferHandle:
         request.timeout_ms = timeout_ms
         return 0 if lib.smb_transfer(self.pointer, request, outcome) == 0 else _outcome(outcome)
 
-    def arm(self, place: Place, client: Switch, size: int, itemsize: int, code: str, timeout_ms: int) -> None:
+    def arm(
+        self, place: Place, client: Switch, quiet: Switch, size: int, itemsize: int, code: str, timeout_ms: int
+    ) -> None:
         """Let the place's `direct` methods come here: `size` elements of the buffer protocol's format `code`."""
-        place._arm(self, client, int(ffi.cast("uintptr_t", self.pointer)), size, itemsize, code, timeout_ms)
+        place._arm(self, client, quiet, int(ffi.cast("uintptr_t", self.pointer)), size, itemsize, code, timeout_ms)
 
     def map(self) -> tuple[int, int]:
         """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""

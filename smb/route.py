@@ -54,6 +54,7 @@ class Route(Arguments):
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
         self._homes: tuple[Home, ...] = ()
         self._ways: tuple[Way, ...] = ()
+        self._turns = client.turns_of(info.id)
         self._ask_first = False  # the coordinator, before ways are looked for again: a server may have moved
 
     def _call(
@@ -91,6 +92,12 @@ class Route(Arguments):
                     f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
                 )
             token = fence.token
+        if (
+            ended is None
+            and self._plain
+            and not (self._turns.quiet.open and all(other._turns.quiet.open for other in others))
+        ):
+            self._wait_turn(opcode, offset, count, others)
         deadline = Deadline(client.timeout, started)
         pause = _RETRY_FIRST_S
         opened_again = False
@@ -164,6 +171,14 @@ class Route(Arguments):
         )  # fmt: skip
         return signed(result)
 
+    def _wait_turn(self, opcode: Opcode, offset: int, count: int, others: tuple[Route, ...] = ()) -> None:
+        """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
+        client, asked = self._client, self._asked(opcode.name.lower())
+        changes = opcode is not Opcode.READ
+        client.calls.wait(self._turns, offset, offset + count, asked, client.timeout, changes=changes)
+        for other in others:
+            client.calls.wait(other._turns, 0, other._size, asked, client.timeout, changes=opcode is Opcode.APPLY)
+
     def _forget(self, handle: BufferHandle | None) -> None:
         """Look for new ways at the next call, unless another thread has done so already."""
         with self._lock:
@@ -188,7 +203,7 @@ class Route(Arguments):
                 self._handle = self._until_reached(self._attach, deadline)
                 if self._plain and not self._wire and self._note is None:
                     self._handle.arm(
-                        self, self._client.switch, self._size, self._itemsize, self._info.dtype.char,
+                        self, self._client.switch, self._turns.quiet, self._size, self._itemsize, self._info.dtype.char,
                         self._client.timeout_ms,
                     )  # fmt: skip
             return self._handle

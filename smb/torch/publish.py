@@ -43,7 +43,6 @@ class Publisher:
 
     def __init__(self, client: Client, name: str, state: State, **options: Any) -> None:
         tensors = _tensors(f"publish {name!r}", state)
-        self._client = client
         self._source = state
         self._turn = threading.Lock()
         self.buffer = client.create(name, tensors=tensors, versions=2, exist_ok=True, **options)
@@ -74,7 +73,7 @@ class Publisher:
         self._turn.acquire()
         try:
             self._memory.take(f"publish {self.buffer.name!r}", self._source if state is None else state)
-            future = self._client.submit(lambda: self.buffer.publish(self._memory.elements, timeout=timeout))
+            future = self.buffer.submit(lambda: self.buffer.publish(self._memory.elements, timeout=timeout))
         except BaseException:
             self._turn.release()
             raise
