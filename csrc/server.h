@@ -109,6 +109,7 @@ struct smb_server {
     _Atomic uint64_t errors[SMB_STATUS_COUNT];
     _Atomic uint64_t opened[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
+    _Atomic uint64_t turned_away;
     _Atomic uint64_t parked_now;
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;

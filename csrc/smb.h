@@ -255,6 +255,7 @@ struct smb_server_counters {
     uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[4];
     uint64_t connections_now[4];
+    uint64_t turned_away_total;   /* connections closed at once, as there was no descriptor left for them */
     uint64_t parked_now;          /* requests that wait for a chunk lock */
     uint64_t parked_total;
     uint64_t waits_now;           /* requests parked at locks, barriers and versions */

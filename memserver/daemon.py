@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
-from memserver.load import load_of
+from memserver.load import Shortage, load_of
 from memserver.metrics import EngineMetrics, Life
 from memserver.place import Place
 from memserver.rdma import Rdma
@@ -193,11 +193,12 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         for each in access.keys:
             engine.set_key(each.generation, each.key, access.now_ms)
 
+    shortage = Shortage()
     health.registration = Registration(
         options.coordinator,
         identity,
         segments,
-        lambda: load_of(engine, place),
+        lambda: load_of(engine, place, shortage),
         Asking(engine, buffers, clients),
         decided,
         options.credentials,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -21,6 +22,9 @@ from smb.engine import (
     memory_of,
 )
 from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
+    UNKNOWN,
     Error,
     InvalidArgumentError,
     TimeoutError,  # noqa: A004 - the contract's name
@@ -336,6 +340,8 @@ class Buffer(Route):
                 taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
                 if not self._leave_to_settle(error, taken):
                     taken.put_back([range(self.size)])
+                    if error._account is not None:
+                        error._account.settled = True
             raise
 
     def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
@@ -469,8 +475,12 @@ class Buffer(Route):
             raise_fences(homes[1:], PUBLISHER_LOCK, token, asked)
             base = self._copy_base(version)
             self._call(Opcode.WRITE, base, self.size, memory.place, token=token)
-        except BaseException:
-            homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
+        except BaseException as error:
+            if isinstance(error, Error) and not self._plain:
+                # Only a copy that nobody reads was changed.
+                error.outcome, error._account = NOT_APPLIED, Failed(self, range(self.size))
+            with contextlib.suppress(Error):  # the turn ends with its ttl, too, and the first error says more
+                homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
             raise
         return homes[0].ask(asked, AskOpcode.PUBLISH, 0, (token, version)).a
 
@@ -483,23 +493,27 @@ class Buffer(Route):
         return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout).a
 
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
-        """Find out what became of a call of this buffer that raised `error` with its outcome unknown.
+        """Find out what became of a call of this buffer that raised `error`; see `error.outcome`.
 
         Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all
-        of it counts. Do those again, and the call counts exactly once. Of a call with feedback= they go back into the
-        residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks up to
-        `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then, and it
-        may be called again.
-        UnavailableError where it can't be known any more, as the server has forgotten this session's record.
+        of it counts, the call's whole range that nothing does (of a read: that it is to be repeated). Do those again,
+        and the call counts exactly once. Afterwards error.outcome says what was found. Of a call with feedback= they go
+        back into the residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks
+        up to `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then,
+        and it may be called again. UnavailableError where it can't be known any more, as the server has forgotten this
+        session's record. InvalidArgumentError where the error is of no call of this object, or of one whose arguments
+        were refused: there is nothing to be done again then.
         """
         asked = self._asked("settle")
-        outcome = getattr(error, "_outcome", None)
-        if not isinstance(outcome, Failed) or outcome.buffer is not self:
+        outcome = error._account if isinstance(error, Error) else None
+        if not isinstance(error, Error) or outcome is None or outcome.buffer is not self:
             raise InvalidArgumentError(
-                f"{asked}: {error!r} is not of a change of this buffer that may have been applied"
+                f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
             )
         if outcome.doubt is None:
-            raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
+            if error.outcome == UNKNOWN:
+                raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
+            return [] if outcome.settled or error.outcome == APPLIED else [outcome.elements]
         deadline = Deadline(self._client.timeout if timeout is None else timeout)
         try:
             parts = self._client.engine.settle(outcome.doubt, deadline.left_ms())
@@ -509,6 +523,10 @@ class Buffer(Route):
             raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
         missing = [(at, length) for at, length, state in parts if state is DoubtState.NOT_APPLIED]
         ranges = ranges_of(missing, self._dtype.itemsize)
+        if not ranges:
+            error.outcome = APPLIED
+        elif sum(map(len, ranges)) == len(outcome.elements):
+            error.outcome = NOT_APPLIED
         sending, outcome.sending = outcome.sending, None
         if sending is None:
             return [] if outcome.settled else ranges
@@ -589,8 +607,8 @@ class Buffer(Route):
 
     def _leave_to_settle(self, error: Error, sending: Sending | SparseSending) -> bool:
         """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
-        failed = getattr(error, "_outcome", None)
-        if not isinstance(failed, Failed):
+        failed = error._account
+        if failed is None or error.outcome == NOT_APPLIED:
             return False
         try:
             missing = self.settle(error, timeout=0)

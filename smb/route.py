@@ -13,8 +13,12 @@ import numpy as np
 
 from smb import engine
 from smb.arguments import Arguments
-from smb.engine import NOWHERE, BufferHandle, DoubtState, EngineError, Opcode, Outcome, Status, memory_at
+from smb.engine import NOWHERE, BufferHandle, EngineError, Opcode, Outcome, Status, memory_at
 from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
+    UNKNOWN,
+    CallOutcome,
     Error,
     InvalidArgumentError,
     NotFoundError,
@@ -24,7 +28,7 @@ from smb.errors import (
 )
 from smb.info import BufferInfo
 from smb.layout import SegmentPlace
-from smb.outcomes import LOST, Failed, error_of
+from smb.outcomes import LOST, Failed, error_of, outcome_of
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import describe
 from smb.waits import Home
@@ -82,82 +86,94 @@ class Route(Arguments):
         mend (transport/links.py)."""
         client, handle = self._client, self._handle
         start, nbytes = offset * self._itemsize, count * self._itemsize
-        if self._info.versions > 1 and opcode is not Opcode.READ and not token:
-            raise InvalidArgumentError(
-                f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
-            )
-        if fence is not None:
-            if fence.buffer is not self:
+        touched = False  # by an attempt before this one
+        try:
+            if self._info.versions > 1 and opcode is not Opcode.READ and not token:
                 raise InvalidArgumentError(
-                    f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
+                    f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
                 )
-            token = fence.token
-        if (
-            ended is None
-            and self._plain
-            and not (self._turns.quiet.open and all(other._turns.quiet.open for other in others))
-        ):
-            self._wait_turn(opcode, offset, count, others)
-        deadline = Deadline(client.timeout, started)
-        pause = _RETRY_FIRST_S
-        opened_again = False
-        while True:
-            if ended is None:
-                client.check_open()
-                if token or wire or others:
-                    gated = bool(token) or opcode is Opcode.APPLY
-                    handle = self._gated(deadline) if gated else self._handle or self._ensure(deadline)
-                    theirs = [
-                        other._gated(deadline) if gated else other._handle or other._ensure(deadline)
-                        for other in others
-                    ]
-                    done = handle.transfer_gated(
-                        opcode,
-                        start,
-                        nbytes,
-                        deadline.left_ms(),
-                        source=source,
-                        sink=sink,
-                        op=op,
-                        scale=scale,
-                        argument=argument,
-                        others=theirs,
-                        hyper=hyper,
-                        token=token,
-                        wire=wire,
-                        indices=NOWHERE if indices is None else engine.memory_of(indices),
-                        entries=0 if indices is None else indices.size,
+            if fence is not None:
+                if fence.buffer is not self:
+                    raise InvalidArgumentError(
+                        f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
                     )
-                else:
-                    handle = self._handle or self._ensure(deadline)
-                    done = handle.transfer(
-                        opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
-                    )
-                if isinstance(done, int):
-                    return done
-                ended = done
-            if ended.status is Status.LOCK_LOST and fence is not None:
-                fence.lose(token)
-            if ended.status is Status.NOT_FOUND:
-                self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
-                self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+                token = fence.token
+            if (
+                ended is None
+                and self._plain
+                and not (self._turns.quiet.open and all(other._turns.quiet.open for other in others))
+            ):
+                self._wait_turn(opcode, offset, count, others)
+            deadline = Deadline(client.timeout, started)
+            pause = _RETRY_FIRST_S
+            opened_again = False
+            while True:
+                if ended is None:
+                    client.check_open()
+                    if token or wire or others:
+                        gated = bool(token) or opcode is Opcode.APPLY
+                        handle = self._gated(deadline) if gated else self._handle or self._ensure(deadline)
+                        theirs = [
+                            other._gated(deadline) if gated else other._handle or other._ensure(deadline)
+                            for other in others
+                        ]
+                        done = handle.transfer_gated(
+                            opcode,
+                            start,
+                            nbytes,
+                            deadline.left_ms(),
+                            source=source,
+                            sink=sink,
+                            op=op,
+                            scale=scale,
+                            argument=argument,
+                            others=theirs,
+                            hyper=hyper,
+                            token=token,
+                            wire=wire,
+                            indices=NOWHERE if indices is None else engine.memory_of(indices),
+                            entries=0 if indices is None else indices.size,
+                        )
+                    else:
+                        handle = self._handle or self._ensure(deadline)
+                        done = handle.transfer(
+                            opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
+                        )
+                    if isinstance(done, int):
+                        return done
+                    ended = done
+                if ended.status is Status.LOCK_LOST and fence is not None:
+                    fence.lose(token)
+                if ended.status is Status.NOT_FOUND:
+                    self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
+                    self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+                    for other in others:
+                        other._forget(other._handle)
+                        other._refresh(deadline)
+                if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
+                    opened_again = True
+                    touched = opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
+                    if all(buffer._open_again(deadline) for buffer in (self, *others)):
+                        ended = None
+                        continue
+                elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
+                if not elsewhere or ended.sent or deadline.left() == 0.0:
+                    raise self._error(opcode, ended, range(offset, offset + count))
+                self._forget(handle)
                 for other in others:
                     other._forget(other._handle)
-                    other._refresh(deadline)
-            if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
-                opened_again = True
-                if all(buffer._open_again(deadline) for buffer in (self, *others)):
-                    ended = None
-                    continue
-            elsewhere = ended.status is Status.STALE_EPOCH or not _all_alive(self._ways)
-            if not elsewhere or ended.sent or deadline.left() == 0.0:
-                raise self._error(opcode, ended)
-            self._forget(handle)
-            for other in others:
-                other._forget(other._handle)
-            ended = None
-            time.sleep(min(pause, deadline.left()))
-            pause = min(2 * pause, _RETRY_MAX_S)
+                ended = None
+                time.sleep(min(pause, deadline.left()))
+                pause = min(2 * pause, _RETRY_MAX_S)
+        except Error as error:
+            if error._account is None:
+                if touched:
+                    error.outcome = UNKNOWN
+                elif opcode is not Opcode.READ and ended is not None and ended.sent:
+                    error.outcome = self._outcome_of(ended, nbytes, _REFUSED_WAIT_MS)
+                doubt = None if ended is None else ended.doubt
+                error._account = Failed(self, range(offset, offset + count), doubt)
+            raise
 
     def _go_on(
         self, started: float, opcode: int, offset: int, count: int, source: int, sink: int, op: int, scale: float,
@@ -298,13 +314,17 @@ class Route(Arguments):
 
     def _nothing_applied(self, refused: Outcome, wait_ms: int) -> bool:
         """Whether it is known, or told within that time, that no part of a refused call was applied, or will be."""
-        if refused.bytes_applied or not refused.doubt:
-            return not refused.sent
+        return not refused.sent or self._outcome_of(refused, 0, wait_ms) == NOT_APPLIED
+
+    def _outcome_of(self, failed: Outcome, nbytes: int, wait_ms: int) -> CallOutcome:
+        """Return what is known by now, or told within that time, of a change of so many bytes that was sent."""
+        if failed.doubt is None:
+            return UNKNOWN
         try:
-            parts = self._client.engine.settle(refused.doubt, wait_ms)
+            parts = self._client.engine.settle(failed.doubt, wait_ms)
         except EngineError:
-            return False
-        return all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
+            return UNKNOWN
+        return outcome_of(parts, failed.bytes_applied, nbytes)
 
     def _open_again(self, deadline: Deadline) -> bool:
         """Get newer tokens, which the next call shows; False where the coordinator does not answer."""
@@ -329,22 +349,27 @@ class Route(Arguments):
         self._info = info
         return True
 
-    def _error(self, opcode: Opcode, outcome: Outcome) -> Error:
+    def _error(self, opcode: Opcode, outcome: Outcome, elements: range) -> Error:
         place = self._info.layout.segments[outcome.segment]
         where = f"memory server {place.server} at {place.address}"
-        refused = outcome.status is Status.DENIED  # each part by itself, and the others' answers are on their way
+        # Each part is refused by itself, and the others' answers are on their way.
+        patience_ms = _REFUSED_WAIT_MS if outcome.status in (Status.DENIED, Status.OUT_OF_MEMORY) else 0
+        known = (
+            NOT_APPLIED if opcode is Opcode.READ or not outcome.sent else
+            self._outcome_of(outcome, len(elements) * self._itemsize, patience_ms)
+        )  # fmt: skip
         applied = (
-            "nothing was applied" if not outcome.sent else
-            "reading can be repeated" if opcode is Opcode.READ else
-            "nothing was applied" if refused and self._nothing_applied(outcome, _REFUSED_WAIT_MS) else
+            "reading can be repeated" if outcome.sent and opcode is Opcode.READ else
+            "nothing was applied" if known == NOT_APPLIED else
+            "all of it was applied" if known == APPLIED else
             f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
             f"buffer.settle(error) finds out"
         )  # fmt: skip
         reader = opcode is not Opcode.READ and self._client.coordinator.tokens.read_only(place.id)
         asked = self._asked(opcode.name.lower())
         error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=self._client.timeout)
-        if opcode is not Opcode.READ and outcome.sent:
-            error._outcome = Failed(self, outcome.doubt)  # type: ignore[attr-defined] # for settle
+        error.outcome = known
+        error._account = Failed(self, elements, outcome.doubt)
         return error
 
 

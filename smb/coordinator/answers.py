@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from smb import errors
-from smb.control import ANSWERED, SessionEndedError
+from smb.control import ANSWERED, OUTCOME, SessionEndedError
 from smb.coordinator.metrics import CallMetrics
 
 _log = logging.getLogger("coordinator")
@@ -66,10 +66,11 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def answer(request: Any, context: Context) -> Any:
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
+            outcome = errors.UNKNOWN
             try:
                 return await call(request, context)
             except errors.Error as error:
-                code, text = code_of(error), str(error)
+                code, text, outcome = code_of(error), str(error), error.outcome
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
                 raise
@@ -78,7 +79,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 code, text = grpc.StatusCode.INTERNAL, f"{method} failed inside the coordinator; see its log"
             finally:
                 self._metrics.count(method, code, time.perf_counter() - begun)
-            await context.abort(code, text, trailing_metadata=((ANSWERED, "1"),))
+            await context.abort(code, text, trailing_metadata=((ANSWERED, "1"), (OUTCOME, outcome)))
             raise AssertionError("abort returns to nobody")
 
         return answer
