@@ -36,6 +36,7 @@ enum {
     PAYLOAD_READS = 64,           /* and after so many times in a turn */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
+    WAITS_PER_CONNECTION = 4096,  /* for locks, barriers, versions: one for each thread of a client; each is memory, and looked at by time */
     CROWD_SLOTS = 64,             /* of sessions; more share them, and may then pass for fewer */
     CROWD_NS = 20000000,          /* so long after its last large request a session is one of the crowd: */
     CROWD_NOTED_NS = 1000000,     /* which a connection notes once in this time */
@@ -332,7 +333,9 @@ struct connection {
     int pass_fd;                        /* goes with the one answer in `out`; -1: none */
     struct smb_segment *pass_segment;   /* keeps pass_fd open */
     struct wait *waits;                 /* parked, of this connection */
+    uint32_t waits_now;                 /* how many */
     struct wait *answered;              /* of which the answer is here, oldest first, and still to be sent */
+    struct wait **answered_end;         /* where the next one goes, if there are any */
     struct connection *next_answered;   /* of those with new answers */
     bool has_new_answers;
     uint8_t in[IN_BYTES];
