@@ -12,6 +12,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "clock.h"
 #include "smb.h"
@@ -23,6 +25,32 @@ static transfer_function engine_transfer, engine_transfer_at_once;
 static PyTypeObject *array_type;             /* numpy.ndarray */
 static PyObject *name_offset, *name_count, *name_out, *name_scale, *name_go_on;
 static unsigned long forks;                  /* how often this process is a child */
+
+/* ---- signals, while a call waits */
+
+static _Thread_local PyObject *interrupt;    /* what a handler raised in the middle of a call of this thread; its caller raises it */
+
+/* The engine's calls run without the GIL. Python's handlers run on the main thread alone. */
+static int look(void)
+{
+    if (interrupt)
+        return 1;
+    if (getpid() != (pid_t)syscall(SYS_gettid))
+        return 0;
+    PyGILState_STATE state = PyGILState_Ensure();
+    if (PyErr_CheckSignals() != 0) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyErr_NormalizeException(&type, &value, &trace);
+        if (value && trace)
+            PyException_SetTraceback(value, trace);
+        interrupt = value;
+        Py_XDECREF(type);
+        Py_XDECREF(trace);
+    }
+    PyGILState_Release(state);
+    return interrupt != NULL;
+}
 
 /* ---- whether the client is still open: one for all its buffers */
 
@@ -288,7 +316,7 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
         Py_END_ALLOW_THREADS;
     }
     PyObject *result = NULL;
-    if (outcome.status != SMB_OK)
+    if (outcome.status != SMB_OK || interrupt)
         result = go_on(self, &request, &outcome, started_ns);
     else if (is_atomic(opcode))
         result = PyLong_FromLongLong((long long)outcome.result);
@@ -414,6 +442,18 @@ static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *look_address(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return PyLong_FromVoidPtr((void *)(uintptr_t)look);
+}
+
+static PyObject *take_interrupt(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    PyObject *taken = interrupt;
+    interrupt = NULL;
+    return taken ? taken : Py_NewRef(Py_None);
+}
+
 static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     forks++;
@@ -423,6 +463,9 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 static PyMethodDef functions[] = {
     {"set_up", set_up, METH_VARARGS,
      "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once, before any place is armed."},
+    {"look_address", look_address, METH_NOARGS, "The address of what the engine is to ask while a call waits: smb_set_look."},
+    {"take_interrupt", take_interrupt, METH_NOARGS,
+     "What a signal's handler raised during the engine's call that has just returned in this thread, or None. Once."},
     {"forked", forked, METH_NOARGS, "This process is a child of fork: what was armed before is not any more."},
     {NULL},
 };

@@ -491,6 +491,11 @@ struct smb_outcome {
     struct smb_doubt *doubt;   /* the caller's to release, or NULL: parts of a change that are not confirmed */
 };
 
+/* Whether whoever calls wants a blocking call of this thread to end: asked every 100 ms or so by calls that move data, settle or
+ * connect, while they hold nothing. Nonzero, from then on until the call has returned: it ends as if its time was over. Set once, before
+ * the first call; may call the engine. */
+void smb_set_look(int (*look)(void));
+
 /* Blocks until every piece is answered, failed, or timeout_ms passed. All servers of the range work at once: frames are
  * sent to all of them before the first answer is awaited, local pieces are done in between. Returns outcome->status. */
 int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome);

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smb import engine
+from smb._direct import take_interrupt
 from smb.arguments import Arguments
 from smb.engine import NOWHERE, BufferHandle, EngineError, Opcode, Outcome, Status, memory_at
 from smb.errors import (
@@ -87,6 +88,8 @@ class Route(Arguments):
         client, handle = self._client, self._handle
         start, nbytes = offset * self._itemsize, count * self._itemsize
         touched = False  # by an attempt before this one
+        if ended is not None:
+            self._raise_interrupt(opcode, range(offset, offset + count), ended)
         try:
             if self._info.versions > 1 and opcode is not Opcode.READ and not token:
                 raise InvalidArgumentError(
@@ -139,6 +142,7 @@ class Route(Arguments):
                         done = handle.transfer(
                             opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
                         )
+                    self._raise_interrupt(opcode, range(offset, offset + count), done)
                     if isinstance(done, int):
                         return done
                     ended = done
@@ -186,6 +190,25 @@ class Route(Arguments):
             expected=expected, ended=ended, started=started,
         )  # fmt: skip
         return signed(result)
+
+    def _raise_interrupt(self, opcode: Opcode, elements: range, done: Outcome | int) -> None:
+        """Raise what a signal's handler raised while the engine did this call, KeyboardInterrupt mostly, with the
+        outcome of the call.
+        """
+        interrupt: Any = take_interrupt()
+        if interrupt is None:
+            return
+        ended = done if isinstance(done, Outcome) and done.status is not Status.OK else None
+        if opcode is Opcode.READ:
+            interrupt.outcome = NOT_APPLIED
+        elif ended is None:
+            interrupt.outcome = APPLIED
+        elif not ended.sent:
+            interrupt.outcome = NOT_APPLIED
+        else:
+            interrupt.outcome = self._outcome_of(ended, len(elements) * self._itemsize, 0)
+        interrupt._account = Failed(self, elements, None if ended is None else ended.doubt)
+        raise interrupt
 
     def _wait_turn(self, opcode: Opcode, offset: int, count: int, others: tuple[Route, ...] = ()) -> None:
         """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
