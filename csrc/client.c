@@ -13,6 +13,19 @@ enum {
     POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX
 };
 
+static int (*_Atomic wanted_still)(void); /* set once; NULL: nobody looks */
+
+void smb_set_look(int (*look)(void))
+{
+    atomic_store_explicit(&wanted_still, look, memory_order_relaxed);
+}
+
+bool client_look(void)
+{
+    int (*look)(void) = atomic_load_explicit(&wanted_still, memory_order_relaxed);
+    return look && look();
+}
+
 int smb_client_create(uint64_t session, struct smb_client **client)
 {
     struct smb_client *made = calloc(1, sizeof *made);
@@ -306,7 +319,8 @@ static bool much_is_under_way(const struct smb_client *client)
     return false;
 }
 
-static void drive(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
+/* Returns whether the work is done. */
+static bool drive(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
     uint64_t last_move_ns = smb_now_ns();
     while (!is_finished(own) || work) {
@@ -334,6 +348,7 @@ static void drive(struct smb_client *client, struct call *own, uint64_t until_ns
         }
     }
     take_out_finished(client);
+    return !work;
 }
 
 /* ---- the caller --------------------------------------------------------------------------------------------------- */
@@ -387,31 +402,30 @@ static void sleep_caller(struct smb_client *client, struct call *call, uint64_t 
 bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
     pthread_mutex_lock(&client->mutex);
-    while (!call->done && smb_now_ns() < until_ns) {
-        if (!client->driving) {
+    while ((!call->done || work) && smb_now_ns() < until_ns) {
+        if (work && (client->driving || call->done)) {
+            /* Another thread may have carried the call's frames to their end before this one came to its own part. */
+            pthread_mutex_unlock(&client->mutex);
+            bool more = true;
+            while (more && smb_now_ns() < until_ns)
+                more = work(work_argument);
+            work = more ? work : NULL;
+            pthread_mutex_lock(&client->mutex);
+        } else if (!client->driving) {
             client->driving = true;
             pthread_mutex_unlock(&client->mutex);
-            drive(client, call, until_ns, work, work_argument);
-            work = NULL;
+            if (drive(client, call, until_ns, work, work_argument))
+                work = NULL;
             pthread_mutex_lock(&client->mutex);
             hand_over(client);
-        } else if (work) {
-            pthread_mutex_unlock(&client->mutex);
-            while (work(work_argument)) {
-            }
-            work = NULL;
-            pthread_mutex_lock(&client->mutex);
         } else {
             sleep_caller(client, call, until_ns);
         }
     }
-    bool done = call->done;
-    if (!done && !client->driving)
+    bool done = call->done && !work;
+    if (!call->done && !client->driving)
         hand_over(client); /* the one that was to drive next may have been us */
     pthread_mutex_unlock(&client->mutex);
-    /* Another thread may have carried the call's frames to their end before this one came to its own part. */
-    while (work && work(work_argument)) {
-    }
     if (done && call->has_wake) {
         pthread_cond_destroy(&call->wake);
         call->has_wake = false;
@@ -422,7 +436,16 @@ bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns
 void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument)
 {
     client_submit(client, call);
-    client_wait(client, call, UINT64_MAX, work, work_argument);
+    while (!client_wait(client, call, atomic_load_explicit(&wanted_still, memory_order_relaxed) ? smb_now_ns() + LOOK_MS * 1000000U
+                                                                                                : UINT64_MAX,
+                        work, work_argument)) {
+        if (call->stopped || !client_look())
+            continue;
+        /* As one that is late: what was sent is in doubt, what was not is not sent any more. */
+        call->stopped = true;
+        atomic_store(&call->deadline_ns, 0);
+        client_wake_driver(client);
+    }
 }
 
 /* ---- connections -------------------------------------------------------------------------------------------------- */

@@ -32,6 +32,7 @@ enum {
     ATOMICS_FLYING_MAX = 4, /* fetch_add and compare_swap: a record keeps the results of the last RECORD_RESULTS */
     LINK_IN_BYTES = 4096,
     ANSWERS_AWAITED = 16,  /* reads that are answered in one look at the socket: 4 MiB of chunks */
+    LOOK_MS = 100,         /* so often a blocking call sees whether it is wanted still: Ctrl-C */
     STREAM_BURST = 8       /* frames of one stream before the next stream of the link has its turn */
 };
 _Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
@@ -42,6 +43,7 @@ struct call {
     uint32_t streams_left;         /* streams not yet finished */
     bool done;
     bool waits;                    /* its thread sleeps on `wake` */
+    bool stopped;                  /* its caller's: no more local pieces are begun */
     bool has_wake;
     struct call *next;             /* of arrivals, then of the driver's list */
     struct stream *streams;        /* all of it, stream_count */
@@ -229,7 +231,9 @@ void call_applied(struct stream *stream, uint32_t bytes, uint64_t result);
 void call_note_sent(struct call *call);
 bool call_was_sent(const struct stream *stream);
 void doubt_settled(struct smb_doubt *doubt, uint32_t index, int state);
-/* Runs the call's streams to their end. `work` is done in between, piece by piece, until it returns false. */
+/* Whether the call of this thread is to be given up; see smb_set_look. Nothing is locked. */
+bool client_look(void);
+/* Runs the call's streams to their end. `work` is done in between, piece by piece, until it returns false; it may be called again then. */
 void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument);
 /* The same in parts: submit once, then wait, as often as one likes, until it returns true: done. */
 void client_submit(struct smb_client *client, struct call *call);

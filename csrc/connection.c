@@ -416,7 +416,8 @@ static enum step next_request(struct connection *connection)
     if (status != SMB_OK || frame.flags & SMB_FLAG_REPLY)
         return refuse(connection, SMB_PROTOCOL);
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
-    if (connection->greeted && (frame.session != connection->session || checksum != connection->checksums))
+    if (connection->greeted &&
+        (frame.session != connection->session || frame.lane != connection->lane || checksum != connection->checksums))
         return refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
     if (!connection->greeted || frame.opcode == SMB_HELLO) {
@@ -593,7 +594,7 @@ static bool is_plain_read(const struct connection *connection, const uint8_t *by
 {
     return smb_frame_parse(bytes, frame) == SMB_OK && !(frame->flags & SMB_FLAG_REPLY) && frame->opcode == SMB_READ &&
            !(frame->flags & (SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM)) && frame->session == connection->session &&
-           frame->length >= BULK_BYTES;
+           frame->lane == connection->lane && frame->length >= BULK_BYTES;
 }
 
 /* Those behind the one in hand stay in `in` until they are answered. */

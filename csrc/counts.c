@@ -175,6 +175,7 @@ void smb_server_counters(struct smb_server *server, struct smb_server_counters *
     }
     for (int i = 0; i < SMB_STATUS_COUNT; i++)
         counters->errors[i] = stats_read(&server->errors[i]);
+    counters->turned_away_total = stats_read(&server->turned_away);
     counters->parked_now = stats_read(&server->parked_now);
     counters->parked_total = stats_read(&server->parked_total);
     counters->waits_now = stats_read(&server->waits_now);

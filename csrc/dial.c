@@ -19,11 +19,14 @@ static int wait_ready(int fd, short events, uint64_t deadline_ns)
         if (now >= deadline_ns)
             return SMB_TIMEOUT;
         struct pollfd poller = {.fd = fd, .events = events};
-        int count = poll(&poller, 1, (int)((deadline_ns - now) / 1000000U + 1));
+        uint64_t ms = (deadline_ns - now) / 1000000U + 1;
+        int count = poll(&poller, 1, ms < LOOK_MS ? (int)ms : LOOK_MS);
         if (count > 0)
             return SMB_OK;
         if (count < 0 && errno != EINTR)
             return SMB_SYSTEM;
+        if (client_look())
+            return SMB_TIMEOUT;
     }
 }
 

@@ -12,6 +12,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "clock.h"
 #include "smb.h"
@@ -23,6 +25,32 @@ static transfer_function engine_transfer, engine_transfer_at_once;
 static PyTypeObject *array_type;             /* numpy.ndarray */
 static PyObject *name_offset, *name_count, *name_out, *name_scale, *name_go_on;
 static unsigned long forks;                  /* how often this process is a child */
+
+/* ---- signals, while a call waits */
+
+static _Thread_local PyObject *interrupt;    /* what a handler raised in the middle of a call of this thread; its caller raises it */
+
+/* The engine's calls run without the GIL. Python's handlers run on the main thread alone. */
+static int look(void)
+{
+    if (interrupt)
+        return 1;
+    if (getpid() != (pid_t)syscall(SYS_gettid))
+        return 0;
+    PyGILState_STATE state = PyGILState_Ensure();
+    if (PyErr_CheckSignals() != 0) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyErr_NormalizeException(&type, &value, &trace);
+        if (value && trace)
+            PyException_SetTraceback(value, trace);
+        interrupt = value;
+        Py_XDECREF(type);
+        Py_XDECREF(trace);
+    }
+    PyGILState_Release(state);
+    return interrupt != NULL;
+}
 
 /* ---- whether the client is still open: one for all its buffers */
 
@@ -52,6 +80,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *handle;                        /* keeps `buffer` alive; NULL: not armed */
     Switch *client;
+    Switch *quiet;                           /* closed while the buffer has async calls, whose turn is first */
     struct smb_buffer *buffer;
     uint64_t size;                           /* elements */
     uint32_t itemsize, timeout_ms;
@@ -63,6 +92,7 @@ static int place_traverse(Place *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->handle);
     Py_VISIT(self->client);
+    Py_VISIT(self->quiet);
     return 0;
 }
 
@@ -70,6 +100,7 @@ static int place_clear(Place *self)
 {
     Py_CLEAR(self->handle);
     Py_CLEAR(self->client);
+    Py_CLEAR(self->quiet);
     return 0;
 }
 
@@ -82,11 +113,12 @@ static void place_dealloc(Place *self)
 
 static PyObject *place_arm(Place *self, PyObject *args)
 {
-    PyObject *handle, *client;
+    PyObject *handle, *client, *quiet;
     unsigned long long buffer, size;
     unsigned int itemsize, timeout_ms;
     int format;
-    if (!PyArg_ParseTuple(args, "OO!KKICI:_arm", &handle, &switch_type, &client, &buffer, &size, &itemsize, &format, &timeout_ms))
+    if (!PyArg_ParseTuple(args, "OO!O!KKICI:_arm", &handle, &switch_type, &client, &switch_type, &quiet, &buffer, &size, &itemsize,
+                          &format, &timeout_ms))
         return NULL;
     self->buffer = (struct smb_buffer *)(uintptr_t)buffer; /* NOLINT: what cffi gives as a number */
     self->size = size;
@@ -96,6 +128,8 @@ static PyObject *place_arm(Place *self, PyObject *args)
     self->forks = forks;
     Py_INCREF(client);
     Py_XSETREF(self->client, (Switch *)client);
+    Py_INCREF(quiet);
+    Py_XSETREF(self->quiet, (Switch *)quiet);
     Py_INCREF(handle);
     Py_XSETREF(self->handle, handle);
     Py_RETURN_NONE;
@@ -109,8 +143,8 @@ static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
 
 static PyMethodDef place_methods[] = {
     {"_arm", (PyCFunction)place_arm, METH_VARARGS,
-     "_arm(handle, client, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`, which\n"
-     "`handle` keeps alive, while the client's switch is on."},
+     "_arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`,\n"
+     "which `handle` keeps alive, while both switches are on."},
     {"_disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
     {NULL},
 };
@@ -240,7 +274,7 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
     Place *place = (Place *)self;
     struct given given = {0};
     *taken = false;
-    if (!place->handle || !place->client->open || place->forks != forks ||
+    if (!place->handle || !place->client->open || !place->quiet->open || place->forks != forks ||
         !sort_arguments(opcode, args, positional, names, &given))
         return NULL;
     struct smb_request request = {.opcode = opcode, .scale = 1.0, .timeout_ms = place->timeout_ms};
@@ -282,7 +316,7 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
         Py_END_ALLOW_THREADS;
     }
     PyObject *result = NULL;
-    if (outcome.status != SMB_OK)
+    if (outcome.status != SMB_OK || interrupt)
         result = go_on(self, &request, &outcome, started_ns);
     else if (is_atomic(opcode))
         result = PyLong_FromLongLong((long long)outcome.result);
@@ -408,6 +442,18 @@ static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *look_address(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return PyLong_FromVoidPtr((void *)(uintptr_t)look);
+}
+
+static PyObject *take_interrupt(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    PyObject *taken = interrupt;
+    interrupt = NULL;
+    return taken ? taken : Py_NewRef(Py_None);
+}
+
 static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     forks++;
@@ -417,6 +463,9 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 static PyMethodDef functions[] = {
     {"set_up", set_up, METH_VARARGS,
      "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once, before any place is armed."},
+    {"look_address", look_address, METH_NOARGS, "The address of what the engine is to ask while a call waits: smb_set_look."},
+    {"take_interrupt", take_interrupt, METH_NOARGS,
+     "What a signal's handler raised during the engine's call that has just returned in this thread, or None. Once."},
     {"forked", forked, METH_NOARGS, "This process is a child of fork: what was armed before is not any more."},
     {NULL},
 };

@@ -192,6 +192,7 @@ static bool turn_away(struct listener *listener)
 {
     struct smb_server *server = listener->server;
     server_count(&server->errors[SMB_SYSTEM], 1);
+    server_count(&server->turned_away, 1);
     if (server->spare_fd >= 0)
         close(server->spare_fd);
     int fd = accept4(listener->fd, NULL, NULL, SOCK_CLOEXEC);

@@ -34,6 +34,7 @@ enum {
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
+    WAITS_PER_CONNECTION = 4096,  /* for locks, barriers, versions: one for each thread of a client; each is memory, and looked at by time */
     LOOPS_MAX = 64
 };
 
@@ -105,6 +106,7 @@ struct smb_server {
     _Atomic uint64_t errors[SMB_STATUS_COUNT];
     _Atomic uint64_t opened[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
+    _Atomic uint64_t turned_away;
     _Atomic uint64_t parked_now;
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;
@@ -301,7 +303,9 @@ struct connection {
     int pass_fd;                        /* goes with the one answer in `out`; -1: none */
     struct smb_segment *pass_segment;   /* keeps pass_fd open */
     struct wait *waits;                 /* parked, of this connection */
+    uint32_t waits_now;                 /* how many */
     struct wait *answered;              /* of which the answer is here, oldest first, and still to be sent */
+    struct wait **answered_end;         /* where the next one goes, if there are any */
     struct connection *next_answered;   /* of those with new answers */
     bool has_new_answers;
     uint8_t in[IN_BYTES];

@@ -262,6 +262,7 @@ struct smb_server_counters {
     uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[4];
     uint64_t connections_now[4];
+    uint64_t turned_away_total;   /* connections closed at once, as there was no descriptor left for them */
     uint64_t parked_now;          /* requests that wait for a chunk lock */
     uint64_t parked_total;
     uint64_t waits_now;           /* requests parked at locks, barriers and versions */
@@ -496,6 +497,11 @@ struct smb_outcome {
     int sent;                  /* 1 if any frame of this call may have reached a server or a local segment was changed */
     struct smb_doubt *doubt;   /* the caller's to release, or NULL: parts of a change that are not confirmed */
 };
+
+/* Whether whoever calls wants a blocking call of this thread to end: asked every 100 ms or so by calls that move data, settle or
+ * connect, while they hold nothing. Nonzero, from then on until the call has returned: it ends as if its time was over. Set once, before
+ * the first call; may call the engine. */
+void smb_set_look(int (*look)(void));
 
 /* Blocks until every piece is answered, failed, or timeout_ms passed. All servers of the range work at once: frames are
  * sent to all of them before the first answer is awaited, local pieces are done in between. Returns outcome->status. */

@@ -33,6 +33,7 @@ struct sync {
     struct queue locks[SYNC_LOCKS], barrier, versions;
     struct party *parties[PARTY_LISTS]; /* by party_list */
     struct pin *pins;
+    uint64_t pinned_ns;            /* since when pins alone keep the publishers from their turn; UINT64_MAX: they don't */
     uint64_t grace_ns;             /* nothing is granted before */
     uint64_t broken_rounds;
     int closed;                    /* status of everything from now on */
@@ -155,19 +156,44 @@ static void set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t
     pthread_rwlock_unlock(&sync->fence);
 }
 
-static bool publisher_may_begin(const struct sync *sync, uint64_t now_ns)
+static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *publisher)
 {
-    uint64_t version = get(&sync->words->version);
-    for (const struct pin *pin = sync->pins; pin; pin = pin->next)
-        if (pin->version + 1 == version && pin->expires_ns > now_ns)
-            return false;
-    return true;
+    uint64_t bound_ms = publisher->words[3] ? publisher->words[3] : SYNC_PIN_MS;
+    return sync->pinned_ns == UINT64_MAX ? UINT64_MAX : later(sync->pinned_ns, bound_ms);
 }
 
-static bool may_grant(const struct sync *sync, int which, uint64_t now_ns)
+/* Readers renew their pins; but publishers wait for them no longer than the first of those chooses, whoever asks in between. */
+static bool publisher_may_begin(struct sync *sync, const struct sync_request *publisher, uint64_t now_ns)
+{
+    uint64_t version = get(&sync->words->version);
+    const struct pin *pin = sync->pins;
+    while (pin && (pin->version + 1 != version || pin->expires_ns <= now_ns))
+        pin = pin->next;
+    if (pin && sync->pinned_ns == UINT64_MAX)
+        sync->pinned_ns = now_ns;
+    return !pin || pins_end_ns(sync, publisher) <= now_ns;
+}
+
+static bool may_grant(struct sync *sync, int which, const struct sync_request *request, uint64_t now_ns)
 {
     return now_ns >= sync->grace_ns && !held(&sync->words->locks[which], now_ns) &&
-           (which == SYNC_USER || publisher_may_begin(sync, now_ns));
+           (which == SYNC_USER || publisher_may_begin(sync, request, now_ns));
+}
+
+/* Those on the copy that is about to be overwritten: run out, or overtaken. Their readers are told at their next renewal. */
+static void drop_pins(struct sync *sync)
+{
+    uint64_t version = get(&sync->words->version);
+    sync->pinned_ns = UINT64_MAX;
+    for (struct pin **at = &sync->pins; *at;) {
+        struct pin *pin = *at;
+        if (pin->version + 1 == version) {
+            *at = pin->next;
+            free(pin);
+        } else {
+            at = &pin->next;
+        }
+    }
 }
 
 static struct sync_answer granted(const struct sync *sync, int which)
@@ -201,8 +227,10 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     put(&lock->fence, token);
     put(&lock->session, request->session);
     put(&lock->request, request->sequence);
-    if (which == SYNC_PUBLISHER)
+    if (which == SYNC_PUBLISHER) {
+        drop_pins(sync);
         put(&sync->words->writing, get(&sync->words->version) + 1);
+    }
     FAILPOINT("sync.granting");
     put(&lock->expires_ns, expires_ns);
     FAILPOINT("sync.granted");
@@ -218,10 +246,12 @@ static void grant_next(struct sync *sync, int which, uint64_t now_ns, struct new
         return;
     if (now_ns < sync->grace_ns)
         due(news, sync->grace_ns);
-    else if (may_grant(sync, which, now_ns))
+    else if (may_grant(sync, which, &first->request, now_ns))
         answer(sync, first, grant(sync, which, &first->request, now_ns, news), news);
     else if (held(&sync->words->locks[which], now_ns))
         due(news, get(&sync->words->locks[which].expires_ns));
+    else
+        due(news, pins_end_ns(sync, &first->request));
 }
 
 static void keep(struct sync *sync, struct queue *queue, struct waiter *waiter, struct waiter *next, uint64_t timeout_ms,
@@ -273,7 +303,7 @@ static int ask_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns, s
     }
     drop_repeated(sync, &sync->locks[which], request, news);
     grant_next(sync, which, now_ns, news); /* those before us, if it is free by now */
-    if (!sync->locks[which].first && may_grant(sync, which, now_ns)) {
+    if (!sync->locks[which].first && may_grant(sync, which, request, now_ns)) {
         *told = grant(sync, which, request, now_ns, news);
         return SMB_OK;
     }
@@ -574,11 +604,18 @@ static int ask_pin(struct sync *sync, const struct sync_request *request, uint64
 {
     uint64_t pins = 0, ttl_ms = request->words[0] ? request->words[0] : SYNC_PIN_MS;
     struct pin *pin = sync->pins;
+    uint64_t name = request->words[1] ? request->words[1] : request->sequence;
     if (ttl_ms > SYNC_PIN_MS)
         return SMB_INVALID;
-    while (pin && (pin->session != request->session || pin->name != request->sequence)) {
+    while (pin && (pin->session != request->session || pin->name != name)) {
         pins += pin->session == request->session;
         pin = pin->next;
+    }
+    if (request->words[1]) { /* renewed; one that is not there any more was overtaken by a publisher */
+        if (!pin)
+            return SMB_LOCK_LOST;
+        pin->expires_ns = later(now_ns, ttl_ms);
+        due(news, pin->expires_ns);
     }
     if (!pin) {
         pin = pins < SESSION_PINS_MAX ? calloc(1, sizeof *pin) : NULL;
@@ -651,7 +688,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     mend_words(words, now_ns);
     bool locked_before = get(&words->locks[SYNC_USER].token) || get(&words->locks[SYNC_PUBLISHER].token);
     made->grace_ns = grace && locked_before ? later(now_ns, SYNC_GRACE_MS) : 0;
-    made->due_ns = UINT64_MAX;
+    made->due_ns = made->pinned_ns = UINT64_MAX;
     if (grace && !find_parties(made, now_ns)) {
         sync_destroy(made);
         return SMB_OUT_OF_MEMORY;

@@ -44,7 +44,7 @@ enum {
     SYNC_TTL_MS_MIN = 10,
     SYNC_TTL_MS_MAX = 86400000,
     SYNC_GRACE_MS = 500,       /* after the start, so that those who waited longest are back before somebody is granted */
-    SYNC_PIN_MS = 30000,       /* a publisher waits no longer for a reader; which looks again, and sees that it has lost */
+    SYNC_PIN_MS = 30000,       /* of a pin that is not renewed; and so long publishers wait for those that are, unless they say */
     SYNC_ABSENCE_MS = 3000,    /* a barrier's party without a connection for so long has left */
     SYNC_PARTIES_MAX = 65536,  /* bounds what one ARRIVE, and a restart over garbage, looks through */
     SYNC_SEAT_BYTES = 16       /* session, sequence */

@@ -150,6 +150,7 @@ static bool entries_are_sound(const struct smb_request *request, uint32_t elemen
 struct local_work {
     struct smb_buffer *buffer;
     const struct smb_request *request;
+    const struct call *call;
     struct smb_outcome *outcome;
     uint64_t deadline_ns;
     uint32_t index;              /* of the segment */
@@ -249,10 +250,11 @@ static bool local_step(void *argument)
         if (smb_cursor_next(&work->cursor, &piece)) {
             uint64_t step_end_ns = smb_now_ns() + STEP_WAIT_NS;
             bool last_try = step_end_ns >= work->deadline_ns;
-            int status = local_piece(work, &piece, last_try ? work->deadline_ns : step_end_ns);
+            int status = work->call->stopped ? SMB_TIMEOUT
+                                             : local_piece(work, &piece, last_try ? work->deadline_ns : step_end_ns);
             if (status == SMB_OK)
                 return true;
-            if (status == SMB_TIMEOUT && !last_try) {
+            if (status == SMB_TIMEOUT && !last_try && !work->call->stopped) {
                 work->cursor = here; /* again, after a look at the links */
                 return true;
             }
@@ -562,7 +564,7 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
     /* The local part may run in this thread while another one drives the links: each has its own account. */
     struct smb_outcome local_outcome = {0};
     struct call call = {.outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
-    struct local_work work = {.buffer = buffer, .request = request, .outcome = &local_outcome,
+    struct local_work work = {.buffer = buffer, .request = request, .call = &call, .outcome = &local_outcome,
                               .deadline_ns = call.deadline_ns};
     if (buffer->layout.segment_count > STREAMS_ON_STACK)
         streams = malloc(buffer->layout.segment_count * sizeof *streams);
@@ -584,7 +586,12 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
         *link = streams[0].link;
         client_run(buffer->client, &call, local ? local_step : NULL, &work);
     } else {
+        uint64_t look_ns = smb_now_ns() + LOOK_MS * 1000000U;
         while (local_step(&work)) {
+            if (smb_now_ns() < look_ns)
+                continue;
+            call.stopped |= client_look();
+            look_ns = smb_now_ns() + LOOK_MS * 1000000U;
         }
     }
     if (streams != on_stack)

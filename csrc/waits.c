@@ -159,6 +159,7 @@ static void answer_came(struct waiter *waiter, struct sync_answer answer)
 
 static void unlink_wait(struct wait *wait)
 {
+    wait->connection->waits_now--;
     if (wait->previous)
         wait->previous->next = wait->next;
     else
@@ -177,7 +178,7 @@ void wait_free(struct wait *wait)
 
 int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload, struct sync_answer *answer)
 {
-    struct wait *wait = calloc(1, sizeof *wait);
+    struct wait *wait = connection->waits_now < WAITS_PER_CONNECTION ? calloc(1, sizeof *wait) : NULL;
     if (!wait)
         return SMB_OUT_OF_MEMORY;
     wait->loop = connection->loop;
@@ -196,6 +197,7 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
     if (wait->next)
         wait->next->previous = wait;
     connection->waits = wait;
+    connection->waits_now++;
     server_count(&wait->loop->server->waits_now, 1);
     int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(), answer);
     if (status != SMB_PARKED) {
@@ -208,10 +210,8 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
 void connection_take_answer(struct connection *connection, struct wait *wait)
 {
     unlink_wait(wait);
-    struct wait **end = &connection->answered;
-    while (*end)
-        end = &(*end)->next;
-    *end = wait;
+    *(connection->answered ? connection->answered_end : &connection->answered) = wait;
+    connection->answered_end = &wait->next;
 }
 
 void waits_forget(struct connection *connection)

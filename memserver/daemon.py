@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
-from memserver.load import load_of
+from memserver.load import Shortage, load_of
 from memserver.metrics import EngineMetrics, Life
 from memserver.place import Place
 from memserver.rdma import Rdma
@@ -206,11 +206,12 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     def take_keys(access: pb.AccessKeys) -> None:
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
+    shortage = Shortage()
     health.registration = Registration(
         options.coordinator,
         identity,
         segments,
-        lambda: load_of(engine, place, limit),
+        lambda: load_of(engine, place, shortage, limit),
         Asking(engine, buffers, clients),
         decided,
         options.credentials,

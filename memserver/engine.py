@@ -65,6 +65,7 @@ class Counters:
     errors: dict[str, int]
     connections_opened: dict[str, int]
     connections: dict[str, int]
+    turned_away_total: int
     parked: int
     parked_total: int
     waits: int
@@ -287,6 +288,7 @@ class Engine:
             errors=errors,
             connections_opened={name: int(raw.connections_opened[t]) for t, name in TRANSPORTS.items()},
             connections={name: int(raw.connections_now[t]) for t, name in TRANSPORTS.items()},
+            turned_away_total=int(raw.turned_away_total),
             parked=int(raw.parked_now),
             parked_total=int(raw.parked_total),
             waits=int(raw.waits_now),

@@ -1,8 +1,10 @@
-"""What a renewal tells of this server's load: for people, so nothing depends on it."""
+"""What a renewal tells of this server's load: for people, so nothing depends on it; and what its log says of it."""
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 
 from memserver.engine import Engine
 from memserver.place import Place
@@ -11,10 +13,32 @@ from smb.proto import control_pb2 as pb
 
 WAITS_MAX = 256  # a renewal stays small however many locks are held
 
+_log = logging.getLogger("memserver")
 
-def load_of(engine: Engine, place: Place, limit: MemoryLimit | None = None) -> pb.ServerLoad:
+class Shortage:
+    """Says in the log that the daemon is out of file descriptors, once for all that were turned away since."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def look(self, turned_away_total: int) -> None:
+        """Tell it, if connections were turned away since the last look."""
+        if turned_away_total > self._told:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            _log.error(
+                "out of file descriptors: %d connections were closed as soon as they came; the limit is %d (at most "
+                "%d): raise it (ulimit -n, LimitNOFILE= of systemd), or see who holds so many",
+                turned_away_total - self._told,
+                soft,
+                hard,
+            )
+            self._told = turned_away_total
+
+
+def load_of(engine: Engine, place: Place, shortage: Shortage, limit: MemoryLimit | None = None) -> pb.ServerLoad:
     """Return the counters since the start, and what is held and waits now."""
     counters = engine.counters()
+    shortage.look(counters.turned_away_total)
     waits, found = engine.waits(WAITS_MAX)
     operations = [
         pb.OperationLoad(transport=transport, kind=kind, count=count, bytes=counters.transferred_bytes[transport, kind])

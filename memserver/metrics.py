@@ -137,6 +137,7 @@ def _traffic(counters: Counters) -> Iterator[Metric]:
             now.add_metric([transport], counters.connections[transport])
     yield opened
     yield now
+    yield _total("smb_server_connections_turned_away_total", counters.turned_away_total)
 
 
 def _books(counters: Counters, capacity_bytes: int) -> Iterator[Metric]:

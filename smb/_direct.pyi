@@ -1,6 +1,8 @@
 from typing import Any
 
 def set_up(transfer: int, transfer_at_once: int, array_type: type, /) -> None: ...
+def look_address() -> int: ...
+def take_interrupt() -> BaseException | None: ...
 def forked() -> None: ...
 
 class Switch:
@@ -8,7 +10,16 @@ class Switch:
 
 class Place:
     def _arm(
-        self, handle: object, client: Switch, buffer: int, size: int, itemsize: int, code: str, timeout_ms: int, /
+        self,
+        handle: object,
+        client: Switch,
+        quiet: Switch,
+        buffer: int,
+        size: int,
+        itemsize: int,
+        code: str,
+        timeout_ms: int,
+        /,
     ) -> None: ...
     def _disarm(self) -> None: ...
 

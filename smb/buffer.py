@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -17,12 +19,18 @@ from smb.engine import (
     DoubtState,
     EngineError,
     Opcode,
+    address_of,
     direct,
+    memory_at,
     memory_of,
 )
 from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
+    UNKNOWN,
     Error,
     InvalidArgumentError,
+    LockLostError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
@@ -32,21 +40,25 @@ from smb.info import BufferInfo
 from smb.layout import Layout
 from smb.lock import PUBLISHER_LOCK, Lock
 from smb.outcomes import Failed, ranges_of
-from smb.pins import Pin
+from smb.pins import PIN_S_MAX, Pin
 from smb.route import Route, signed
 from smb.rules import hyper_of, rule_of
 from smb.tensors import Tensor, TensorTable, tensor_of
 from smb.transport.base import Deadline
-from smb.waits import raise_fences, wait_ms
+from smb.waits import Home, raise_fences, wait_ms
 
 if TYPE_CHECKING:
     from smb.client import Client
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Result = TypeVar("Result")
 
 # Short, for these are all over.
 _READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
+_LOOK_S = 0.5  # after so much time a read looks whether its version is still there, and pins it
+_PIECE_BYTES = 4 << 20  # of such a read, to begin with: what is fast is read in larger ones
+_PIECE_MIN = 1 << 14  # elements
 _PUBLISH_TTL_S = 10.0
 _PUBLISH_WAIT_MAX_S = 86400.0
 
@@ -291,7 +303,7 @@ class Buffer(Route):
             place = memory_of(sending.values)
             try:
                 self._call(_ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
-            except Error as error:
+            except BaseException as error:
                 if not self._leave_to_settle(error, sending):
                     sending.undo()
                 raise
@@ -335,11 +347,13 @@ class Buffer(Route):
                 Opcode.ACCUMULATE, first, count, memory.place, op=number, scale=scale, fence=fence,
                 wire=SPARSE_WIRE, indices=where,
             )  # fmt: skip
-        except Error as error:
+        except BaseException as error:
             if feedback is not None:
                 taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
                 if not self._leave_to_settle(error, taken):
                     taken.put_back([range(self.size)])
+                    if (account := getattr(error, "_account", None)) is not None:
+                        account.settled = True
             raise
 
     def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
@@ -433,14 +447,18 @@ class Buffer(Route):
         self._check_versions("pin")
         return Pin(self.name, self._sync_homes()[0], self._read_copy, ttl)
 
-    def publish(self, array: Any, *, timeout: float | None = None, ttl: float | None = None) -> int:
+    def publish(
+        self, array: Any, *, timeout: float | None = None, ttl: float | None = None, readers: float | None = None
+    ) -> int:
         """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
 
         `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole,
         and until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is
         write() and a number. Publishers take turns. Blocks while another one is at it, and while readers have the
         copy pinned that is to be overwritten: for `timeout` seconds (default: the client's), then TimeoutError, and
-        nothing was done. No pin lasts longer than 30 s. The array travels exact, whatever the buffer's wire is.
+        nothing was done. Readers delay it by `readers` seconds at most (default: a second less than `timeout`, at
+        least 30), counted from when the first publisher had to wait for them: then it goes on, and they read the next
+        version. A pin whose reader makes no progress lasts 30 s. The array travels exact, whatever the wire is.
 
         A publisher that is killed in the middle keeps the next one waiting for `ttl` seconds (default: 10, or the
         client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.
@@ -450,17 +468,29 @@ class Buffer(Route):
             raise InvalidArgumentError(
                 f"{self._asked('publish')}: {memory.count} elements for its {self.size}; give all"
             )
+        if not self._turns.quiet.open:
+            self._wait_turn(_WRITE, 0, self.size)
         asked, homes = self._asked("publish"), self._sync_homes()
         timeout = self._client.timeout if timeout is None else timeout
         if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN is neither
             raise InvalidArgumentError(f"{asked}: timeout={timeout!r} is not between 0 and {_PUBLISH_WAIT_MAX_S:g} s")
         if ttl is None:
             ttl = max(self._client.timeout, _PUBLISH_TTL_S)  # all below ends within the client's timeouts
+        if readers is None:
+            readers = max(PIN_S_MAX, timeout - 1.0)
+        if not 0.001 <= readers <= _PUBLISH_WAIT_MAX_S:
+            raise InvalidArgumentError(
+                f"{asked}: readers={readers!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s"
+            )
         if not 0.001 <= ttl <= _PUBLISH_WAIT_MAX_S:
             raise InvalidArgumentError(f"{asked}: ttl={ttl!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s")
         try:
             turn = homes[0].ask(
-                asked, AskOpcode.LOCK, PUBLISHER_LOCK, (round(1000 * ttl), wait_ms(timeout), 0), wait=timeout
+                asked,
+                AskOpcode.LOCK,
+                PUBLISHER_LOCK,
+                (round(1000 * ttl), wait_ms(timeout), 0, wait_ms(readers)),
+                wait=timeout,
             )
         except TimeoutError as error:
             raise TimeoutError(
@@ -471,8 +501,12 @@ class Buffer(Route):
             raise_fences(homes[1:], PUBLISHER_LOCK, token, asked)
             base = self._copy_base(version)
             self._call(Opcode.WRITE, base, self.size, memory.place, token=token)
-        except BaseException:
-            homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
+        except BaseException as error:
+            failure: Any = error
+            if not self._plain:  # only a copy that nobody reads was changed
+                failure.outcome, failure._account = NOT_APPLIED, Failed(self, range(self.size))
+            with contextlib.suppress(Error):  # the turn ends with its ttl, too, and the first error says more
+                homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
             raise
         return homes[0].ask(asked, AskOpcode.PUBLISH, 0, (token, version)).a
 
@@ -485,23 +519,28 @@ class Buffer(Route):
         return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout).a
 
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
-        """Find out what became of a call of this buffer that raised `error` with its outcome unknown.
+        """Find out what became of a call of this buffer that raised `error`; see `error.outcome`.
 
         Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all
-        of it counts. Do those again, and the call counts exactly once. Of a call with feedback= they go back into the
-        residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks up to
-        `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then, and it
-        may be called again.
-        UnavailableError where it can't be known any more, as the server has forgotten this session's record.
+        of it counts, the call's whole range that nothing does (of a read: that it is to be repeated). Do those again,
+        and the call counts exactly once. Afterwards error.outcome says what was found. Of a call with feedback= they go
+        back into the residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks
+        up to `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then,
+        and it may be called again. UnavailableError where it can't be known any more, as the server has forgotten this
+        session's record. InvalidArgumentError where the error is of no call of this object, or of one whose arguments
+        were refused: there is nothing to be done again then.
         """
         asked = self._asked("settle")
-        outcome = getattr(error, "_outcome", None)
+        failed: Any = error  # KeyboardInterrupt in the middle of a call has an account and an outcome, too
+        outcome = getattr(failed, "_account", None)
         if not isinstance(outcome, Failed) or outcome.buffer is not self:
             raise InvalidArgumentError(
-                f"{asked}: {error!r} is not of a change of this buffer that may have been applied"
+                f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
             )
         if outcome.doubt is None:
-            raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
+            if failed.outcome == UNKNOWN:
+                raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
+            return [] if outcome.settled or failed.outcome == APPLIED else [outcome.elements]
         deadline = Deadline(self._client.timeout if timeout is None else timeout)
         try:
             parts = self._client.engine.settle(outcome.doubt, deadline.left_ms())
@@ -511,6 +550,10 @@ class Buffer(Route):
             raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
         missing = [(at, length) for at, length, state in parts if state is DoubtState.NOT_APPLIED]
         ranges = ranges_of(missing, self._dtype.itemsize)
+        if not ranges:
+            failed.outcome = APPLIED
+        elif sum(map(len, ranges)) == len(outcome.elements):
+            failed.outcome = NOT_APPLIED
         sending, outcome.sending = outcome.sending, None
         if sending is None:
             return [] if outcome.settled else ranges
@@ -525,13 +568,16 @@ class Buffer(Route):
     ) -> Future[Array]:
         """As read, at once: a future of the result (awaitable through asyncio.wrap_future).
 
-        Calls that are in flight at the same time are unordered. Leave `out` alone until the future is done.
+        Calls of one client on overlapping elements of a buffer take effect in the order in which they were made: this
+        one sees what the async calls before it change, and blocking calls wait for the async ones before them. Calls
+        that do not overlap, and reads, run side by side. What other threads call meanwhile is unordered, and so is what
+        a future's callback calls. Leave `out` alone until the future is done.
         """
-        return self._client.submit(lambda: self.read(offset, count, out=out, wire=wire))
+        return self._submit(lambda: self.read(offset, count, out=out, wire=wire), offset, count, changes=False)
 
     def write_async(self, array: Any, offset: int = 0, *, wire: str | None = None) -> Future[None]:
-        """As write, at once. Don't change the array until the future is done."""
-        return self._client.submit(lambda: self.write(array, offset, wire=wire))
+        """As write, at once, in its turn (read_async). Don't change the array until the future is done."""
+        return self._submit(lambda: self.write(array, offset, wire=wire), offset, _elements(array))
 
     def accumulate_async(
         self,
@@ -544,12 +590,30 @@ class Buffer(Route):
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Future[Array | None]:
-        """As accumulate, at once. Don't change the array until the future is done."""
-        return self._client.submit(
-            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback)
+        """As accumulate, at once, in its turn (read_async). Don't change the array until the future is done."""
+        return self._submit(
+            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback),
+            offset,
+            _elements(array),
         )
 
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Run what may change any of this buffer's elements on a thread of the client's, in its turn (read_async). What
+        it calls does not wait for turns.
+        """
+        return self._submit(call, 0, None)
+
     # ---- inside
+
+    def _submit(
+        self, call: Callable[[], Result], offset: int, count: int | None, *, changes: bool = True
+    ) -> Future[Result]:
+        self._client.check_open()
+        try:
+            start, elements = self._range(offset, count, "")
+        except InvalidArgumentError:
+            start = elements = 0  # the call itself says why, and changes nothing
+        return self._client.calls.submit(call, self._turns, start, start + elements, changes=changes)
 
     def _check_beside(self, other: Buffer, call: str) -> None:
         if not isinstance(other, Buffer) or other._client is not self._client:
@@ -568,10 +632,10 @@ class Buffer(Route):
                 f"{self._asked(call)}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
             )
 
-    def _leave_to_settle(self, error: Error, sending: Sending | SparseSending) -> bool:
+    def _leave_to_settle(self, error: BaseException, sending: Sending | SparseSending) -> bool:
         """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
-        failed = getattr(error, "_outcome", None)
-        if not isinstance(failed, Failed):
+        failed = getattr(error, "_account", None)
+        if failed is None or getattr(error, "outcome", UNKNOWN) == NOT_APPLIED:
             return False
         try:
             missing = self.settle(error, timeout=0)
@@ -619,29 +683,87 @@ class Buffer(Route):
     def _read_published(self, offset: int, count: int, sink: Any, wire: int) -> int:
         """Read from one version's copy, and return which: no byte of it changed if, after the read, publication version
         + 2 has not begun.
+
+        In pieces, with a look in between where that takes a while: a read that takes longer than publications come is
+        pinned, and its pin renewed as long as its bytes flow. All of it within the client's timeout.
         """
-        version, _ = self._look()
-        for _ in range(_LOOKS):
-            self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
-            latest, writing = self._look()
-            if max(latest, writing) < version + 2:
-                return version
-            version = latest
+        if not self._turns.quiet.open:
+            self._wait_turn(_READ, offset, count)
+        started = looked = time.monotonic()
+        deadline = Deadline(self._client.timeout, started)
         home, asked = self._sync_homes()[0], self._asked("read")
-        while True:
-            # The publisher is faster than we read: hold it back for once.
-            pin = home.ask(asked, AskOpcode.PIN)
-            version = pin.a
-            try:
-                self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=sink, wire=wire)
-                latest, writing = self._look()
-            finally:
-                home.ask(asked, AskOpcode.UNPIN, 0, (pin.b,))
-            if max(latest, writing) < version + 2:  # else a restarted server had forgotten the pin
-                return version
+        version, done, lost = self._look()[0], 0, 0
+        pin: int | None = None
+        piece = _PIECE_BYTES // self._itemsize
+        try:
+            while True:
+                length = self._piece(self._copy_base(version) + offset + done, count - done, piece)
+                began = time.monotonic()
+                self._call(
+                    Opcode.READ, self._copy_base(version) + offset + done, length,
+                    sink=memory_at(address_of(sink) + done * self._itemsize), wire=wire, started=started,
+                )  # fmt: skip
+                done += length
+                now = time.monotonic()
+                piece = max(_PIECE_MIN, piece // 2 if now - began > _LOOK_S else min(4 * piece, self._size))
+                if done == count and max(self._look()) < version + 2:
+                    break
+                if done < count and now - looked < _LOOK_S:
+                    continue
+                looked = now
+                if pin is not None and self._renewed(home, asked, pin):
+                    if done < count:
+                        continue
+                    home.ask(asked, AskOpcode.UNPIN, 0, (pin,))  # a restarted server had forgotten it
+                    pin = None
+                if done == count:
+                    lost += 1
+                if deadline.left() == 0.0:
+                    raise TimeoutError(
+                        f"{asked}: not within {self._client.timeout:g} s: publishers went on in the middle of it; "
+                        f"give the client a longer timeout, or the publisher a larger readers="
+                    )
+                if done == count and lost < _LOOKS:
+                    version, done, pin = self._look()[0], 0, None
+                    continue
+                # Publishers are faster than we read: hold them back, for as long as they bear it.
+                told = home.ask(asked, AskOpcode.PIN)
+                pin = told.b
+                if told.a != version or done == count:
+                    version, done = told.a, 0
+        except BaseException:
+            if pin is not None and deadline.left() > 0.0:  # else its time ends it
+                with contextlib.suppress(Error):
+                    home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
+            raise
+        if pin is not None:
+            home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
+        return version
+
+    def _piece(self, start: int, left: int, most: int) -> int:
+        """How many elements to read at once: up to the end of a chunk, so that roundings are those of one read."""
+        if left <= most:
+            return left
+        chunk = self.layout.chunk_bytes // self._itemsize
+        return min(left, max((start + most) // chunk * chunk, (start // chunk + 1) * chunk) - start)
+
+    def _renewed(self, home: Home, asked: str, pin: int) -> bool:
+        try:
+            home.ask(asked, AskOpcode.PIN, 0, (0, pin))
+        except LockLostError:
+            return False  # a publisher would not wait any longer
+        return True
 
 
 _MASK = 2**64 - 1
+
+
+def _elements(array: Any) -> int | None:
+    """Return how many elements an array has, as far as can be told without making one of it; else None."""
+    size = getattr(array, "size", None)
+    if callable(size):  # torch's
+        size = array.numel() if hasattr(array, "numel") else None
+    return size if isinstance(size, int) else None
 
 
 def _same_placement(a: Layout, b: Layout) -> bool:

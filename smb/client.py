@@ -12,8 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +42,7 @@ from smb.transport.links import Links, Outages, Whereabouts
 from smb.transport.queues import Settings
 from smb.transport.tcp import Tcp
 from smb.transport.verbs import Verbs
+from smb.turns import AsyncCalls, Turns
 from smb.waits import SESSION_ENDED, Home, wait_ms
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _RENEWALS_PER_LEASE = 3
-_ASYNC_CALLS_MAX = 8  # threads for *_async, started as they are needed; further calls wait their turn
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
 _TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
@@ -145,8 +144,8 @@ class Client:
         self.switch = Switch()  # of its buffers' direct calls
         self.switch.open = True
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self.async_calls = 0  # that have not ended
+        self.calls = AsyncCalls()
+        self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
         self.pages: Pages | None = None
         self.coordinator = Coordinator(address, credentials)
         try:
@@ -418,14 +417,12 @@ class Client:
                 return
             self._closed = True
             self.switch.open = False
-            executor = self._executor
         self._stop.set()
         if self.pages is not None:
             self.pages.close()
         self.renewals.close()
         self.engine.close()
-        if executor is not None:
-            executor.shutdown(cancel_futures=True)
+        self.calls.close()
         self._links.close()
         for transport in {*self._transports, self.verbs}:
             transport.close()
@@ -475,21 +472,13 @@ class Client:
         """Return the link for what waits at a segment's server."""
         return choose_waits(self._transports, place, deadline)
 
-    def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run a call on a thread of the client's."""
-        self.check_open()
+    def turns_of(self, buffer_id: int) -> Turns:
+        """Return the order of the async calls on a buffer: one for all objects of it."""
         with self._lock:
-            self.check_open()
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(_ASYNC_CALLS_MAX, "smb-async")
-            future = self._executor.submit(call)
-            self.async_calls += 1
-        future.add_done_callback(self._async_ended)
-        return future
-
-    def _async_ended(self, _: Future[Any]) -> None:
-        with self._lock:
-            self.async_calls -= 1
+            turns = self._turns.get(buffer_id)
+            if turns is None:
+                turns = self._turns[buffer_id] = Turns()
+            return turns
 
     # ---- for smb.metrics
 

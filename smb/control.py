@@ -34,6 +34,9 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
 }
 # Metadata with every error that the coordinator itself answers: without it, "unavailable" means that nobody answered.
 ANSWERED = "smb-answered"
+# And what became of the call: smb.Error.outcome.
+OUTCOME = "smb-outcome"
+_CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
 _COMES_BACK_S = 2.0
 _AGAIN_S = 0.05
@@ -159,7 +162,7 @@ class Coordinator:
             # gRPC's own tracebacks, chained, are 30 lines that say no more.
             except grpc.RpcError as error:
                 if not _was_not_sent(error):
-                    raise self._error(error, timeout) from None
+                    raise self._error(error, timeout, isinstance(request, _CHANGES)) from None
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             # Perhaps it is just being started, or started again. Not grpc.channel_ready_future: the thread that watches
@@ -177,9 +180,17 @@ class Coordinator:
             f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up)"
         )
 
-    def _error(self, error: Any, timeout: float) -> errors.Error:
+    def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:
         code, details = error.code(), error.details() or ""
-        ours = any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
+        told = dict(error.trailing_metadata() or ())
+        ours = ANSWERED in told
+        unknown = changes and (told.get(OUTCOME) == errors.UNKNOWN or not ours)
+        failure = self._class_of(code, details, timeout, ours)
+        if unknown and code is not grpc.StatusCode.UNIMPLEMENTED:
+            failure.outcome = errors.UNKNOWN
+        return failure
+
+    def _class_of(self, code: grpc.StatusCode, details: str, timeout: float, ours: bool) -> errors.Error:
         if code is grpc.StatusCode.UNAVAILABLE and not ours:
             return self._nobody(details)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and not ours:

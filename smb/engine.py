@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from smb._direct import Method, forked, set_up
+from smb._direct import Method, forked, look_address, set_up, take_interrupt
 from smb._direct import Place as Place
 from smb._direct import Switch as Switch
 from smb._engine import ffi, lib
@@ -228,6 +228,8 @@ _DENIED = {
 
 def _check(status: int) -> None:
     if status != Status.OK:
+        if (interrupt := take_interrupt()) is not None:
+            raise interrupt
         raise EngineError(status, ffi.errno)
 
 
@@ -384,7 +386,10 @@ class EngineClient:
         """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
         TIMEOUT.
         """
-        _check(lib.smb_doubt_settle(self.pointer, doubt.pointer, timeout_ms))
+        status = lib.smb_doubt_settle(self.pointer, doubt.pointer, timeout_ms)
+        if (interrupt := take_interrupt()) is not None:
+            raise interrupt
+        _check(status)
         offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
         parts: list[tuple[int, int, DoubtState]] = []
         while lib.smb_doubt_part(doubt.pointer, len(parts), offset, length, state):
@@ -551,6 +556,7 @@ set_up(
     int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer_at_once"))),
     np.ndarray,
 )
+lib.smb_set_look(ffi.cast("int (*)(void)", look_address()))
 os.register_at_fork(after_in_child=forked)
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -655,9 +661,11 @@ class BufferHandle:
         request.timeout_ms = timeout_ms
         return 0 if lib.smb_transfer(self.pointer, request, outcome) == 0 else _outcome(outcome)
 
-    def arm(self, place: Place, client: Switch, size: int, itemsize: int, code: str, timeout_ms: int) -> None:
+    def arm(
+        self, place: Place, client: Switch, quiet: Switch, size: int, itemsize: int, code: str, timeout_ms: int
+    ) -> None:
         """Let the place's `direct` methods come here: `size` elements of the buffer protocol's format `code`."""
-        place._arm(self, client, int(ffi.cast("uintptr_t", self.pointer)), size, itemsize, code, timeout_ms)
+        place._arm(self, client, quiet, int(ffi.cast("uintptr_t", self.pointer)), size, itemsize, code, timeout_ms)
 
     def map(self) -> tuple[int, int]:
         """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""

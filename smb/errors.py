@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import builtins
+from typing import Any, Literal, TypeAlias
+
+CallOutcome: TypeAlias = Literal["not applied", "applied", "unknown"]
+NOT_APPLIED: CallOutcome = "not applied"
+APPLIED: CallOutcome = "applied"
+UNKNOWN: CallOutcome = "unknown"
 
 
 class Error(Exception):
-    """Base of everything that smb raises on purpose."""
+    """Base of everything that smb raises on purpose.
+
+    `outcome` says what became of the call that raised it: "not applied" (nothing was changed, nor will be), "applied"
+    (all of it counts, only its answer is missing), or "unknown" (some of it may have been applied, or was).
+    Buffer.settle finds out, of a buffer's call, which elements were not.
+    """
+
+    _account: Any = None  # smb.outcomes.Failed, where it is of a buffer's call
+
+    def __init__(self, *arguments: Any, outcome: CallOutcome = NOT_APPLIED) -> None:
+        super().__init__(*arguments)
+        self.outcome = outcome
 
     def __str__(self) -> str:
         """Return the message itself (KeyError would show its repr)."""
@@ -22,8 +39,8 @@ class AlreadyExistsError(Error):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """The memory servers have too little free capacity; the message says what is free and where. Nothing was
-    created."""
+    """The memory servers, or the file system that their memory is in, have too little left; the message says what is
+    free and where. A create that raises it has created nothing."""
 
 
 class PermissionDeniedError(Error):

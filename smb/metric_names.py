@@ -98,6 +98,10 @@ SERVER: tuple[Description, ...] = (
     _counter("smb_server_errors_total", "Requests refused and connections closed, by reason.", "class"),
     _counter("smb_server_connections_opened_total", "Connections accepted since the start.", "transport"),
     _gauge("smb_server_connections", "Connections open now.", "transport"),
+    _counter(
+        "smb_server_connections_turned_away_total",
+        "Connections closed at once, as the daemon had no file descriptor left for them.",
+    ),
     _gauge("smb_server_segments", "Segments held."),
     _gauge("smb_server_segment_bytes", "Bytes of capacity taken by segments, headers included."),
     _gauge("smb_server_capacity_bytes", "Bytes that segments may take."),

@@ -59,7 +59,7 @@ class Collector:
             yield family
         for name, now in (
             ("smb_client_held_locks", client.renewals.held()),
-            ("smb_client_async_calls", client.async_calls),
+            ("smb_client_async_calls", client.calls.pending()),
             ("smb_client_session_alive", not client.session_ended),
         ):
             family_now = gauge(name)

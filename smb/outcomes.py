@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smb.engine import Doubt, Opcode, Outcome, Status
+from smb.engine import Doubt, DoubtState, Opcode, Outcome, Status
 from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
+    UNKNOWN,
+    CallOutcome,
     Error,
     InvalidArgumentError,
     LockLostError,
@@ -28,10 +33,11 @@ _ONE_LOST = "this buffer's memory or the other's was lost: read both to see whic
 
 @dataclass(slots=True)
 class Failed:
-    """A change that may have been applied, of which its error tells settle."""
+    """A call that failed, of which its error tells settle."""
 
     buffer: Route  # that of which the call was
-    doubt: Doubt | None
+    elements: range  # all of the call
+    doubt: Doubt | None = None
     sending: Sending | SparseSending | None = None  # what it took out of a residual; put back once
     settled: bool = False
 
@@ -46,6 +52,16 @@ def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
         else:
             ranges.append(range(start, stop))
     return ranges
+
+
+def outcome_of(parts: Sequence[tuple[int, int, DoubtState]], confirmed_bytes: int, nbytes: int) -> CallOutcome:
+    """Return the outcome of a change of `nbytes`; `parts`, (offset, length, state), were not confirmed at once."""
+    states = {state for _, _, state in parts}
+    if states == {DoubtState.NOT_APPLIED} and confirmed_bytes == 0:
+        return NOT_APPLIED
+    if states == {DoubtState.APPLIED} and confirmed_bytes + sum(length for _, length, _ in parts) >= nbytes > 0:
+        return APPLIED
+    return UNKNOWN
 
 
 def error_of(
@@ -77,5 +93,6 @@ def error_of(
         why = "it may only read it" if reader else "its right has expired and the coordinator gave no newer one"
         return PermissionDeniedError(f"{asked}: {where} does not let this session do it: {why}; {applied}")
     if outcome.status is Status.OUT_OF_MEMORY:
-        return OutOfMemoryError(f"{asked}: no memory for it at {where}, or in this process; {applied}")
+        no_memory = f"{where} has no memory for it (its file system is full?), or this process has none"
+        return OutOfMemoryError(f"{asked}: {no_memory}; {applied}")
     return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")

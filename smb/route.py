@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smb import engine
+from smb._direct import take_interrupt
 from smb.arguments import Arguments
-from smb.engine import NOWHERE, BufferHandle, DoubtState, EngineError, Opcode, Outcome, Status, memory_at
+from smb.engine import NOWHERE, BufferHandle, EngineError, Opcode, Outcome, Status, memory_at
 from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
+    UNKNOWN,
+    CallOutcome,
     Error,
     InvalidArgumentError,
     NotFoundError,
@@ -24,7 +29,7 @@ from smb.errors import (
 )
 from smb.info import BufferInfo
 from smb.layout import SegmentPlace
-from smb.outcomes import LOST, Failed, error_of
+from smb.outcomes import LOST, Failed, error_of, outcome_of
 from smb.transport.base import Deadline, Way
 from smb.transport.choose import describe
 from smb.waits import Home
@@ -54,6 +59,7 @@ class Route(Arguments):
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
         self._homes: tuple[Home, ...] = ()
         self._ways: tuple[Way, ...] = ()
+        self._turns = client.turns_of(info.id)
         self._ask_first = False  # the coordinator, before ways are looked for again: a server may have moved
 
     def _call(
@@ -81,79 +87,100 @@ class Route(Arguments):
         mend (transport/links.py)."""
         client, handle = self._client, self._handle
         start, nbytes = offset * self._itemsize, count * self._itemsize
-        if self._info.versions > 1 and opcode is not Opcode.READ and not token:
-            raise InvalidArgumentError(
-                f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
-            )
-        if fence is not None:
-            if fence.buffer is not self:
+        touched = False  # by an attempt before this one
+        if ended is not None:
+            self._raise_interrupt(opcode, range(offset, offset + count), ended)
+        try:
+            if self._info.versions > 1 and opcode is not Opcode.READ and not token:
                 raise InvalidArgumentError(
-                    f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
+                    f"{self._asked(opcode.name.lower())}: with versions=2 it changes by publish() alone"
                 )
-            token = fence.token
-        if count == 0:  # nothing to ask of anybody
-            client.check_open()
-            return 0
-        deadline = Deadline(client.timeout, started)
-        pause = _RETRY_FIRST_S
-        opened_again = False
-        while True:
-            if ended is None:
+            if fence is not None:
+                if fence.buffer is not self:
+                    raise InvalidArgumentError(
+                        f"{self._asked(opcode.name.lower())}: fence= takes a lock made by its own lock()"
+                    )
+                token = fence.token
+            if count == 0:  # nothing to ask of anybody
                 client.check_open()
-                if token or wire or others:
-                    gated = bool(token) or opcode is Opcode.APPLY
-                    handle = self._gated(deadline) if gated else self._handle or self._ensure(deadline)
-                    theirs = [
-                        other._gated(deadline) if gated else other._handle or other._ensure(deadline)
-                        for other in others
-                    ]
-                    done = handle.transfer_gated(
-                        opcode,
-                        start,
-                        nbytes,
-                        deadline.left_ms(),
-                        source=source,
-                        sink=sink,
-                        op=op,
-                        scale=scale,
-                        argument=argument,
-                        others=theirs,
-                        hyper=hyper,
-                        token=token,
-                        wire=wire,
-                        indices=NOWHERE if indices is None else engine.memory_of(indices),
-                        entries=0 if indices is None else indices.size,
-                    )
-                else:
-                    handle = self._handle or self._ensure(deadline)
-                    done = handle.transfer(
-                        opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
-                    )
-                if isinstance(done, int):
-                    return done
-                ended = done
-            if ended.status is Status.LOCK_LOST and fence is not None:
-                fence.lose(token)
-            if ended.status is Status.NOT_FOUND:
-                self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
-                self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+                return 0
+            if (
+                ended is None
+                and self._plain
+                and not (self._turns.quiet.open and all(other._turns.quiet.open for other in others))
+            ):
+                self._wait_turn(opcode, offset, count, others)
+            deadline = Deadline(client.timeout, started)
+            pause = _RETRY_FIRST_S
+            opened_again = False
+            while True:
+                if ended is None:
+                    client.check_open()
+                    if token or wire or others:
+                        gated = bool(token) or opcode is Opcode.APPLY
+                        handle = self._gated(deadline) if gated else self._handle or self._ensure(deadline)
+                        theirs = [
+                            other._gated(deadline) if gated else other._handle or other._ensure(deadline)
+                            for other in others
+                        ]
+                        done = handle.transfer_gated(
+                            opcode,
+                            start,
+                            nbytes,
+                            deadline.left_ms(),
+                            source=source,
+                            sink=sink,
+                            op=op,
+                            scale=scale,
+                            argument=argument,
+                            others=theirs,
+                            hyper=hyper,
+                            token=token,
+                            wire=wire,
+                            indices=NOWHERE if indices is None else engine.memory_of(indices),
+                            entries=0 if indices is None else indices.size,
+                        )
+                    else:
+                        handle = self._handle or self._ensure(deadline)
+                        done = handle.transfer(
+                            opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
+                        )
+                    self._raise_interrupt(opcode, range(offset, offset + count), done)
+                    if isinstance(done, int):
+                        return done
+                    ended = done
+                if ended.status is Status.LOCK_LOST and fence is not None:
+                    fence.lose(token)
+                if ended.status is Status.NOT_FOUND:
+                    self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
+                    self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+                    for other in others:
+                        other._forget(other._handle)
+                        other._refresh(deadline)
+                if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
+                    opened_again = True
+                    touched = opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
+                    if all(buffer._open_again(deadline) for buffer in (self, *others)):
+                        ended = None
+                        continue
+                elsewhere = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE) or not _all_alive(self._ways)
+                if not elsewhere or ended.sent or deadline.left() == 0.0:
+                    raise self._error(opcode, ended, range(offset, offset + count))
+                self._forget(handle)
                 for other in others:
                     other._forget(other._handle)
-                    other._refresh(deadline)
-            if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
-                opened_again = True
-                if all(buffer._open_again(deadline) for buffer in (self, *others)):
-                    ended = None
-                    continue
-            elsewhere = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE) or not _all_alive(self._ways)
-            if not elsewhere or ended.sent or deadline.left() == 0.0:
-                raise self._error(opcode, ended)
-            self._forget(handle)
-            for other in others:
-                other._forget(other._handle)
-            ended = None
-            time.sleep(min(pause, deadline.left()))
-            pause = min(2 * pause, _RETRY_MAX_S)
+                ended = None
+                time.sleep(min(pause, deadline.left()))
+                pause = min(2 * pause, _RETRY_MAX_S)
+        except Error as error:
+            if error._account is None:
+                if touched:
+                    error.outcome = UNKNOWN
+                elif opcode is not Opcode.READ and ended is not None and ended.sent:
+                    error.outcome = self._outcome_of(ended, nbytes, _REFUSED_WAIT_MS)
+                doubt = None if ended is None else ended.doubt
+                error._account = Failed(self, range(offset, offset + count), doubt)
+            raise
 
     def _go_on(
         self, started: float, opcode: int, offset: int, count: int, source: int, sink: int, op: int, scale: float,
@@ -166,6 +193,33 @@ class Route(Arguments):
             expected=expected, ended=ended, started=started,
         )  # fmt: skip
         return signed(result)
+
+    def _raise_interrupt(self, opcode: Opcode, elements: range, done: Outcome | int) -> None:
+        """Raise what a signal's handler raised while the engine did this call, KeyboardInterrupt mostly, with the
+        outcome of the call.
+        """
+        interrupt: Any = take_interrupt()
+        if interrupt is None:
+            return
+        ended = done if isinstance(done, Outcome) and done.status is not Status.OK else None
+        if opcode is Opcode.READ:
+            interrupt.outcome = NOT_APPLIED
+        elif ended is None:
+            interrupt.outcome = APPLIED
+        elif not ended.sent:
+            interrupt.outcome = NOT_APPLIED
+        else:
+            interrupt.outcome = self._outcome_of(ended, len(elements) * self._itemsize, 0)
+        interrupt._account = Failed(self, elements, None if ended is None else ended.doubt)
+        raise interrupt
+
+    def _wait_turn(self, opcode: Opcode, offset: int, count: int, others: tuple[Route, ...] = ()) -> None:
+        """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
+        client, asked = self._client, self._asked(opcode.name.lower())
+        changes = opcode is not Opcode.READ
+        client.calls.wait(self._turns, offset, offset + count, asked, client.timeout, changes=changes)
+        for other in others:
+            client.calls.wait(other._turns, 0, other._size, asked, client.timeout, changes=opcode is Opcode.APPLY)
 
     def _forget(self, handle: BufferHandle | None) -> None:
         """Look for new ways at the next call, unless another thread has done so already."""
@@ -191,7 +245,7 @@ class Route(Arguments):
                 self._handle = self._until_reached(self._attach, deadline)
                 if self._plain and not self._wire and self._note is None:
                     self._handle.arm(
-                        self, self._client.switch, self._size, self._itemsize, self._info.dtype.char,
+                        self, self._client.switch, self._turns.quiet, self._size, self._itemsize, self._info.dtype.char,
                         self._client.timeout_ms,
                     )  # fmt: skip
             return self._handle
@@ -286,13 +340,17 @@ class Route(Arguments):
 
     def _nothing_applied(self, refused: Outcome, wait_ms: int) -> bool:
         """Whether it is known, or told within that time, that no part of a refused call was applied, or will be."""
-        if refused.bytes_applied or not refused.doubt:
-            return not refused.sent
+        return not refused.sent or self._outcome_of(refused, 0, wait_ms) == NOT_APPLIED
+
+    def _outcome_of(self, failed: Outcome, nbytes: int, wait_ms: int) -> CallOutcome:
+        """Return what is known by now, or told within that time, of a change of so many bytes that was sent."""
+        if failed.doubt is None:
+            return UNKNOWN
         try:
-            parts = self._client.engine.settle(refused.doubt, wait_ms)
+            parts = self._client.engine.settle(failed.doubt, wait_ms)
         except EngineError:
-            return False
-        return all(state is DoubtState.NOT_APPLIED for _, _, state in parts)
+            return UNKNOWN
+        return outcome_of(parts, failed.bytes_applied, nbytes)
 
     def _open_again(self, deadline: Deadline) -> bool:
         """Get newer tokens, which the next call shows; False where the coordinator does not answer."""
@@ -317,22 +375,27 @@ class Route(Arguments):
         self._info = info
         return True
 
-    def _error(self, opcode: Opcode, outcome: Outcome) -> Error:
+    def _error(self, opcode: Opcode, outcome: Outcome, elements: range) -> Error:
         place = self._info.layout.segments[outcome.segment]
         where = f"memory server {place.server} at {place.address}"
-        refused = outcome.status is Status.DENIED  # each part by itself, and the others' answers are on their way
+        # Each part is refused by itself, and the others' answers are on their way.
+        patience_ms = _REFUSED_WAIT_MS if outcome.status in (Status.DENIED, Status.OUT_OF_MEMORY) else 0
+        known = (
+            NOT_APPLIED if opcode is Opcode.READ or not outcome.sent else
+            self._outcome_of(outcome, len(elements) * self._itemsize, patience_ms)
+        )  # fmt: skip
         applied = (
-            "nothing was applied" if not outcome.sent else
-            "reading can be repeated" if opcode is Opcode.READ else
-            "nothing was applied" if refused and self._nothing_applied(outcome, _REFUSED_WAIT_MS) else
+            "reading can be repeated" if outcome.sent and opcode is Opcode.READ else
+            "nothing was applied" if known == NOT_APPLIED else
+            "all of it was applied" if known == APPLIED else
             f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
             f"buffer.settle(error) finds out"
         )  # fmt: skip
         reader = opcode is not Opcode.READ and self._client.coordinator.tokens.read_only(place.id)
         asked = self._asked(opcode.name.lower())
         error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=self._client.timeout)
-        if opcode is not Opcode.READ and outcome.sent:
-            error._outcome = Failed(self, outcome.doubt)  # type: ignore[attr-defined] # for settle
+        error.outcome = known
+        error._account = Failed(self, elements, outcome.doubt)
         return error
 
 

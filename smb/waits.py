@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from smb.engine import Asking, AskOpcode, EngineError, Link, Status, Told
 from smb.errors import (
+    NOT_APPLIED,
+    UNKNOWN,
     BrokenBarrierError,
     Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
+    OutOfMemoryError,
     PermissionDeniedError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
@@ -114,10 +117,13 @@ class Home:
                 connected = now
             if now - connected > patience:
                 waiting = "" if wait == 0.0 else "; it may be waiting there"
-                raise UnavailableError(f"{asked}: {self._where()} can't be reached for {patience:g} s{waiting}")
+                raise UnavailableError(
+                    f"{asked}: {self._where()} can't be reached for {patience:g} s{waiting}", outcome=UNKNOWN
+                )
             if wait is not None and now - began > wait + patience:
                 raise TimeoutError(
-                    f"{asked}: no answer from {self._where()} within {wait + patience:g} s; outcome unknown"
+                    f"{asked}: no answer from {self._where()} within {wait + patience:g} s; outcome unknown",
+                    outcome=UNKNOWN,
                 )
 
     def _reach(self) -> Link:
@@ -157,9 +163,18 @@ class Home:
                 return UnavailableError(f"{asked}: {SESSION_ENDED}")
             case Status.DISCONNECTED | Status.LINK_LOST:
                 outcome = "outcome unknown" if told.sent else "nothing was done"
-                return UnavailableError(f"{asked}: the connection to {self._where()} was lost; {outcome}")
+                return UnavailableError(
+                    f"{asked}: the connection to {self._where()} was lost; {outcome}",
+                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                )
+            case Status.OUT_OF_MEMORY:
+                no_memory = "has no memory for it (its file system is full?), or this process has none"
+                return OutOfMemoryError(f"{asked}: {self._where()} {no_memory}")
             case _:
-                return TransportError(f"{asked}: {self._where()}: {EngineError(told.status, 0)}")
+                return TransportError(
+                    f"{asked}: {self._where()}: {EngineError(told.status, 0)}",
+                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                )
 
 
 def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> None:

@@ -13,7 +13,7 @@ import grpc.aio
 
 from smb import errors
 from smb.bounds import check_bounds
-from smb.control import ANSWERED, SessionEndedError
+from smb.control import ANSWERED, OUTCOME, SessionEndedError
 
 _log = logging.getLogger("coordinator")
 
@@ -67,11 +67,12 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def answer(request: Any, context: Context) -> Any:
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
+            outcome = errors.UNKNOWN
             try:
                 check_bounds(request)
                 return await call(request, context)
             except errors.Error as error:
-                code, text = code_of(error), str(error)
+                code, text, outcome = code_of(error), str(error), error.outcome
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
                 raise
@@ -83,7 +84,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
             # cycle lives until Python looks for cycles, and must not keep a large request.
             del request
-            await context.abort(code, text, trailing_metadata=((ANSWERED, "1"),))
+            await context.abort(code, text, trailing_metadata=((ANSWERED, "1"), (OUTCOME, outcome)))
             raise AssertionError("abort returns to nobody")
 
         return answer

@@ -43,7 +43,6 @@ class Publisher:
 
     def __init__(self, client: Client, name: str, state: State, **options: Any) -> None:
         tensors = _tensors(f"publish {name!r}", state)
-        self._client = client
         self._source = state
         self._turn = threading.Lock()
         self.buffer = client.create(name, tensors=tensors, versions=2, exist_ok=True, **options)
@@ -58,10 +57,10 @@ class Publisher:
         """Publish the state as it is now (default: of what the Publisher was made with); return its generation.
 
         Readers see it at once and as a whole, those who wait are woken. Blocks while a reader has the generation before
-        the last pinned, whose place this one takes: no pin lasts longer than 30 s, so with the default `timeout`
-        (seconds) readers can delay a trainer, but not fail or stop it. With a shorter one TimeoutError is raised then:
-        nothing was published, and the call may be made again, or left out. Raises InvalidArgumentError where names,
-        shapes or dtypes are not those of the first time.
+        the last pinned, whose place this one takes: for a second less than `timeout` (seconds), at least 30, and then
+        it goes on. So with the default readers can delay a trainer, but not fail or stop it. With a shorter one
+        TimeoutError is raised then: nothing was published, and the call may be made again, or left out. Raises
+        InvalidArgumentError where names, shapes or dtypes are not those of the first time.
         """
         with self._turn:
             self._memory.take(f"publish {self.buffer.name!r}", self._source if state is None else state)
@@ -74,7 +73,7 @@ class Publisher:
         self._turn.acquire()
         try:
             self._memory.take(f"publish {self.buffer.name!r}", self._source if state is None else state)
-            future = self._client.submit(lambda: self.buffer.publish(self._memory.elements, timeout=timeout))
+            future = self.buffer.submit(lambda: self.buffer.publish(self._memory.elements, timeout=timeout))
         except BaseException:
             self._turn.release()
             raise

@@ -18,7 +18,6 @@ from smb.buffer import Buffer
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
-    from smb.client import Client
     from smb.train.scheme import Values
 
 _log = logging.getLogger("smb")
@@ -30,8 +29,7 @@ class Contribution:
     `arrived` is called in the background once all of a contribution was acknowledged; what it raises is logged.
     """
 
-    def __init__(self, client: Client, buffer: Buffer, arrived: Callable[[], object] | None = None) -> None:
-        self._client = client
+    def __init__(self, buffer: Buffer, arrived: Callable[[], object] | None = None) -> None:
         self._buffer = buffer
         self._arrived = arrived
         self._array: Values = np.empty(0, np.float32)
@@ -92,7 +90,7 @@ class Contribution:
     def _send(self) -> None:
         part = self._left[0]
         last = len(self._left) == 1
-        self._call = part, self._client.submit(lambda: self._add(part, last))
+        self._call = part, self._buffer.submit(lambda: self._add(part, last))
         del self._left[0]
 
     def _add(self, part: range, last: bool) -> None:

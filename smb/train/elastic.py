@@ -61,7 +61,7 @@ class Elastic:
         self.difference = np.empty(group.weights.size, np.float32)
         self._group = group
         self._alpha = alpha
-        self._contribution = Contribution(group.client, group.weights, self._arrive)
+        self._contribution = Contribution(group.weights, self._arrive)
         self._seen = 0  # contributions that had arrived before the read
         self._staleness = 0
         self._samples = 0

@@ -392,6 +392,58 @@ static void pins(void)
     place_end(&place);
 }
 
+/* A pin that is renewed holds, until the publisher that waits will not any longer: it counts from the first that had to. */
+static void pins_renewed(void)
+{
+    struct place place;
+    struct asked pin, turn;
+    struct sync_answer answer;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
+    uint64_t name = pin.answer.b;
+    publish(&place, 2);
+    struct sync_request publication = {.opcode = SMB_LOCK, .session = 1, .sequence = 10, .argument = SYNC_PUBLISHER,
+                                       .words = {1000, 0, 0, 50000}};
+    CHECK_EQ(sync_ask(place.sync, &publication, &turn.waiter, place.now, &answer), SMB_TIMEOUT);
+    for (int i = 0; i < 49; i++) {
+        pass(&place, SECOND);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2 + (uint64_t)i, 0, 2000, name, 0), SMB_OK);
+        CHECK(pin.answer.a == 1 && pin.answer.b == name);
+    }
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, name, 0), SMB_LOCK_LOST); /* another's */
+    turn = (struct asked){.answers = 0};
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_OK); /* would wait 30 s: these are over */
+    CHECK_EQ(turn.answer.b, 3);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 100, 0, 2000, name, 0), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 3), SMB_OK);
+    place_end(&place);
+}
+
+/* One that waits has its turn when its time for readers is over, though they renew their pins. */
+static void pins_overtaken(void)
+{
+    struct place place;
+    struct asked pin, turn;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
+    uint64_t name = pin.answer.b;
+    publish(&place, 2);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+    for (uint64_t i = 0; i < SYNC_PIN_MS / 1000 - 1; i++) {
+        pass(&place, SECOND);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2 + i, 0, 0, name, 0), SMB_OK);
+        CHECK_EQ(turn.answers, 0);
+    }
+    pass(&place, SECOND);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 3);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 100, 0, 0, name, 0), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 3), SMB_OK);
+    publish(&place, 4);
+    place_end(&place);
+}
+
 /* Whoever waits is told once that the session or the segment is gone; then nothing is done there any more. */
 static void ends(void)
 {
@@ -467,7 +519,8 @@ int main(void)
     static const struct test tests[] = {
         TEST(locks), TEST(locks_over_a_restart), TEST(grace), TEST(longest_lease), TEST(long_queue), TEST(fences),
         TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
-        TEST(versions), TEST(pins), TEST(pins_run_out), TEST(ends), TEST(thousand_waiters),
+        TEST(versions), TEST(pins), TEST(pins_run_out), TEST(pins_renewed), TEST(pins_overtaken), TEST(ends),
+        TEST(thousand_waiters),
         TEST(seen_by_people),
     };
     return RUN_TESTS(tests);

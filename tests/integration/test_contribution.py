@@ -32,7 +32,7 @@ def test_it_counts_once(cluster: smb.LocalCluster, delta: np.ndarray) -> None:
     """Several in turn: the sum is theirs, and nothing is under way after finish()."""
     with smb.connect(cluster.address) as client:
         buffer = client.create("w", SIZE)
-        contribution = Contribution(client, buffer)
+        contribution = Contribution(buffer)
         contribution.finish()  # of nothing
         for _ in range(3):
             contribution.start(delta)
@@ -47,7 +47,7 @@ def test_a_second_one_waits_for_the_first(cluster: smb.LocalCluster, delta: np.n
     """Two at a time are refused, and the second is not sent."""
     with smb.connect(cluster.address) as client:
         buffer = client.create("w", SIZE)
-        contribution = Contribution(client, buffer)
+        contribution = Contribution(buffer)
         contribution.start(delta)
         with pytest.raises(smb.InvalidArgumentError, match="not finished"):
             contribution.start(delta)
@@ -68,7 +68,7 @@ def test_a_lost_server_surfaces_and_still_each_element_counts_once(
     ):
         buffer = hasty.create("w", SIZE, stripe="64KiB")
         buffer.read(0, 1)
-        contribution = Contribution(hasty, buffer)
+        contribution = Contribution(buffer)
         cluster.servers[1].kill()
         contribution.start(delta)
         for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_restart_in_the_middle_is_not_noticed(cluster: smb.LocalCluster, delta
     """kill -9 and restart of each server under contributions that follow one another: none fails, each counts."""
     with smb.connect(cluster.address, transport=FAR, timeout=30) as client:
         buffer = client.create("w", SIZE, stripe="64KiB")
-        contribution = Contribution(client, buffer)
+        contribution = Contribution(buffer)
         for turn in range(24):
             restart = None
             if turn % 8 == 3:
@@ -112,7 +112,7 @@ def test_what_nobody_can_take_surfaces(cluster: smb.LocalCluster, delta: np.ndar
     with smb.connect(cluster.address) as client:
         buffer = client.create("w", SIZE)
         buffer.read(0, 1)
-        contribution = Contribution(client, buffer)
+        contribution = Contribution(buffer)
         client.delete("w")
         contribution.start(delta)
         for _ in range(2):
@@ -120,7 +120,7 @@ def test_what_nobody_can_take_surfaces(cluster: smb.LocalCluster, delta: np.ndar
                 contribution.finish()
         contribution.abandon()
         contribution.finish()
-        contribution = Contribution(client, client.create("w", SIZE))
+        contribution = Contribution(client.create("w", SIZE))
         contribution.start(delta)
         contribution.finish()
         client.delete("w")

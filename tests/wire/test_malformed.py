@@ -35,6 +35,7 @@ def protocol_errors(server: EngineServer) -> int:
 
 
 MALFORMED = {
+    "a lane that is not its connection's": replace(READ, lane=1),
     "wrong magic": replace(READ, magic=0x4D54),
     "opcode 0": replace(READ, opcode=0),
     "opcode too large": replace(READ, opcode=23),

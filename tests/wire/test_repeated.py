@@ -14,6 +14,7 @@ from tests.support.raw import Flag, Frame, Op, Opcode, RawClient, Status, scale_
 
 RECORDS = 128  # of a segment as small as these
 FOREVER = 2**64 - 1
+WAITS = 4096  # of one connection
 _sessions = itertools.count(1 << 40)
 
 
@@ -241,3 +242,22 @@ def test_a_waiter_that_goes_leaves_the_line(server: EngineServer) -> None:
         reply, _ = next_one.receive()
         assert reply.status == Status.OK
         next_one.ask(*lock(Opcode.UNLOCK, reply.argument))
+
+
+def test_a_connection_has_so_many_waits_and_no_more(server: EngineServer) -> None:
+    """The 4097th is refused at once; one publication answers all others, each once, and then there is room again."""
+    with server.hello() as client, server.hello() as other:
+        frame, payload = lock(Opcode.LOCK, 60_000, 0)
+        turn, _ = other.ask(replace(frame, argument=1), payload)  # the publisher's
+        version = turn.offset
+        frame, payload = lock(Opcode.AWAIT_VERSION, version, FOREVER)
+        for _ in range(WAITS + 1):
+            client.send(frame, payload)
+        last = client.sequence
+        refused, _ = client.receive()
+        assert (refused.sequence, refused.status) == (last, Status.OUT_OF_MEMORY)
+        other.ask(*lock(Opcode.PUBLISH, turn.argument, version))
+        answered = [client.receive()[0] for _ in range(WAITS)]
+        assert sorted(reply.sequence for reply in answered) == list(range(last - WAITS, last))
+        assert all((reply.status, reply.argument) == (Status.OK, version) for reply in answered)
+        assert client.ask(*lock(Opcode.AWAIT_VERSION, version, FOREVER))[0].status == Status.OK

@@ -1,0 +1,99 @@
+"""A reader that took longer than publications came once read for ever: its pin was never renewed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import smb
+import smb.buffer
+from tests.support.daemons import wait_for
+
+_SIZE = 1 << 20  # float32 elements
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read is looked at after each chunk, as a slow one is."""
+    monkeypatch.setattr(smb.buffer, "_LOOK_S", 0.0)
+    monkeypatch.setattr(smb.buffer, "_PIECE_BYTES", 64 << 10)
+
+
+def _slow(buffer: smb.Buffer, monkeypatch: pytest.MonkeyPatch, between: Callable[[], Any]) -> list[int]:
+    """Do something between the pieces of its reads; return where they began."""
+    call, begun = buffer._call, []
+
+    def slow(opcode: Any, offset: int, count: int, *rest: Any, **named: Any) -> int:
+        begun.append(offset)
+        result = call(opcode, offset, count, *rest, **named)
+        between()
+        return result
+
+    monkeypatch.setattr(buffer, "_call", slow)
+    return begun
+
+
+@pytest.mark.usefixtures("pieces")
+def test_it_ends_beside_a_publisher_that_never_rests(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its pieces the trainer publishes as often as it may; the reader reads all little more than once."""
+    trainer = connect("tcp", timeout=60).create("m", _SIZE, versions=2)
+    reader = connect("tcp", timeout=60).open("m")
+    published, end = [trainer.publish(np.ones(_SIZE, np.float32))], threading.Event()
+
+    def train() -> None:
+        while not end.is_set():
+            published.append(trainer.publish(np.full(_SIZE, published[-1] + 1, np.float32), timeout=60))
+
+    def publication() -> None:
+        """Wait until the trainer has published once more, or has waited for us for a moment."""
+        before, until = published[-1], time.monotonic() + 0.05
+        wait_for(lambda: published[-1] > before or time.monotonic() > until, "the trainer")
+
+    begun = _slow(reader, monkeypatch, publication)
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        out = np.empty(_SIZE, np.float32)
+        version = reader.read_version(out)
+    finally:
+        end.set()
+        training.join()
+    assert version in published
+    assert (out == version).all()
+    alone = _SIZE // 65536  # pieces end with chunks
+    assert len(begun) <= 1.3 * alone, f"{len(begun)} pieces instead of {alone}"
+
+
+@pytest.mark.usefixtures("pieces")
+def test_no_publication_waits_longer_than_its_bound(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that goes on and on is overtaken after `readers` seconds; it is told so within its own timeout."""
+    trainer = connect("tcp", timeout=60).create("m", _SIZE, versions=2)
+    reader = connect("tcp", timeout=2).open("m")
+    trainer.publish(np.ones(_SIZE, np.float32))
+    waited: list[float] = []
+
+    def publish_twice() -> None:
+        for _ in range(2):
+            began = time.monotonic()
+            trainer.publish(np.full(_SIZE, trainer.version + 1, np.float32), timeout=60, readers=0.3)
+            waited.append(time.monotonic() - began)
+
+    _slow(reader, monkeypatch, publish_twice)
+    began = time.monotonic()
+    with pytest.raises(smb.TimeoutError, match=r"publishers went on|no answer") as caught:
+        reader.read()
+    assert time.monotonic() - began < 30
+    assert caught.value.outcome == "not applied"
+    assert waited
+    assert max(waited) < 5
+    with pytest.raises(smb.InvalidArgumentError, match="readers="):
+        trainer.publish(np.ones(_SIZE, np.float32), readers=0)
