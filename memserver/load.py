@@ -15,6 +15,7 @@ WAITS_MAX = 256  # a renewal stays small however many locks are held
 
 _log = logging.getLogger("memserver")
 
+
 class Shortage:
     """Says in the log that the daemon is out of file descriptors, once for all that were turned away since."""
 
