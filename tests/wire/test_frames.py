@@ -208,7 +208,7 @@ def test_attach_hands_out_the_file(server: EngineServer) -> None:
                 chunk_bytes,
                 count,
             ) = fields
-            assert (magic, version) == (int.from_bytes(b"MSEGMENT", "little"), 2)
+            assert (magic, version) == (int.from_bytes(b"MSEGMENT", "little"), 3)
             assert (segment, epoch, dtype, data_bytes) == (WITNESS, EPOCH, Dtype.INT64, SEGMENT_BYTES)
             assert (file_bytes, chunks, data % 4096, chunk_bytes) == (size, 4096, 0, CHUNK_BYTES)
             assert chunks < records < data
