@@ -426,15 +426,16 @@ class Client:
         self.engine.close()
         if executor is not None:
             executor.shutdown(cancel_futures=True)
+        self._links.close()
         for transport in {*self._transports, self.verbs}:
             transport.close()
-        self._links.close()
         self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
         try:
             self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
         except Error as error:
             _log.debug("the session ends with its lease: %s", error)
         self.coordinator.close()
+        self._links.join()  # what they asked for was closed: connections, queue pairs, the coordinator's channel
 
     def __enter__(self) -> Client:
         return self

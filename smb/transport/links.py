@@ -29,6 +29,7 @@ _PAUSE_FIRST_S = 0.01
 _PAUSE_MAX_S = 0.25
 _ATTEMPT_MS = 1000
 _WATCH_MS = 60_000
+_JOIN_S = 10.0
 _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
 
 _log = logging.getLogger("smb")
@@ -93,7 +94,8 @@ class Links:
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, Lane], _Entry] = {}
         self._dialers: dict[Lane, Dialer] = {}
-        self._watching = False
+        self._threads: set[threading.Thread] = set()  # `smb-links`, once something is reached, and each `smb-resume`
+        self._closing = threading.Event()
         self._outages = Outages(0, (0,) * (len(OUTAGE_EDGES) + 1), 0.0)
 
     def outages(self) -> Outages:
@@ -113,11 +115,8 @@ class Links:
         where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
         with self._lock:
             entry = self._entries.setdefault((place.server, lane), _Entry(place.server, lane, where))
-            if not self._watching:
-                self._watching = True
-                threading.Thread(
-                    target=_watch, args=(self._client, weakref.ref(self)), name="smb-links", daemon=True
-                ).start()
+            if not self._threads:
+                self._start(_watch, (self._client, weakref.ref(self)), "smb-links")
         with entry.lock:  # one connects, the others wait for its link
             if entry.link is None or not entry.link.alive():
                 link = self._connect(entry, where, deadline)
@@ -141,16 +140,41 @@ class Links:
         link.pair(self.reach(place, Lane.TCP_ODD_CHUNKS, deadline))
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all of them, once the engine's client is closed: no new connection is looked for from here on."""
+        self._closing.set()
         with self._lock:
             self._entries.clear()
             self._dialers.clear()  # they have these links themselves, and who is in a circle goes late
 
+    def join(self) -> None:
+        """Wait until no thread here is at work any more, after `close`, and after all that they wait for was closed,
+        but for one attempt to connect, of 1 s at most. One that still looks a name up after 10 s is left to itself:
+        what it finds is closed.
+        """
+        deadline = Deadline(_JOIN_S)
+        with self._lock:
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(deadline.left())
+
+    def _start(self, target: Callable[..., None], given: tuple[object, ...], name: str) -> None:
+        """Start a thread that `join` waits for. With the lock."""
+        thread = threading.Thread(target=target, args=given, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def begin_resume(self, link_id: int) -> None:
+        """Have a thread give that link a new connection."""
+        with self._lock:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            if not self._closing.is_set():
+                self._start(self.resume, (link_id,), "smb-resume")
+
     def _connect(self, entry: _Entry, where: Whereabouts, deadline: Deadline) -> Link:
         if entry.lane in _UNIX:
             link, instance_id = self._client.connect_unix(where.unix_path, entry.lane, deadline.left_ms())
-        elif entry.lane in self._dialers:
-            link, instance_id = self._dialers[entry.lane].dial(entry.server, where, entry.lane, deadline.left_ms())
+        elif dialer := self._dialers.get(entry.lane):
+            link, instance_id = dialer.dial(entry.server, where, entry.lane, deadline.left_ms())
         elif where.tls:
             secured = self._secure(entry.server, where.address, deadline.left())
             link, instance_id = self._client.connect_fd(secured, entry.lane, deadline.left_ms())
@@ -181,7 +205,7 @@ class Links:
         with self._lock:
             self._outages = replace(self._outages, begun=self._outages.begun + 1)
         pause, known = _PAUSE_FIRST_S, 0
-        while link.alive() and link.wanted():
+        while not self._closing.is_set() and link.alive() and link.wanted():
             try:
                 instance_id = self._attempt(entry, link, known)
             except (EngineError, UnavailableError) as error:
@@ -193,7 +217,8 @@ class Links:
                 _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
                 self._note_outage(time.monotonic() - begun)
                 return
-            time.sleep(pause)
+            if self._closing.wait(pause):
+                return
             pause = min(2 * pause, _PAUSE_MAX_S)
             found = self._locate(entry.server)
             if found is not None:
@@ -209,8 +234,7 @@ class Links:
     def _attempt(self, entry: _Entry, link: Link, accept_instance: int) -> int:
         if entry.lane in _UNIX:
             return link.resume_unix(entry.where.unix_path, accept_instance, _ATTEMPT_MS)
-        if entry.lane in self._dialers:
-            dialer = self._dialers[entry.lane]
+        if dialer := self._dialers.get(entry.lane):
             instance_id = dialer.redial(link, entry.server, entry.where, accept_instance, _ATTEMPT_MS)
             if instance_id is not None:
                 return instance_id
@@ -248,5 +272,5 @@ def _watch(client: EngineClient, links: weakref.ref[Links]) -> None:
         if owner is None:
             return
         if link_id is not None:
-            threading.Thread(target=owner.resume, args=(link_id,), name="smb-resume", daemon=True).start()
+            owner.begin_resume(link_id)
         del owner

@@ -88,8 +88,10 @@ class ClientMemory:
         view = np.frombuffer(mapping, np.uint8)
         address = _address(view)
         del view
-        entry = _Entry(self.domain.register(address, whole), None)
         with self._lock:
+            if self._closed:
+                raise TransportError("the client is closed")
+            entry = _Entry(self.domain.register(address, whole), None)
             self._insert(entry)
         held = _Held(mapping, address, whole)
         weakref.finalize(held, self._forget, entry, 0).atexit = False
@@ -108,7 +110,8 @@ class ClientMemory:
         if known is not None and known.is_there():
             return
         with self._lock:
-            self._register(owner, known)
+            if not self._closed:
+                self._register(owner, known)
 
     def _register(self, owner: np.ndarray[Any, Any], known: _Entry | None) -> None:
         key = id(owner)

@@ -83,7 +83,7 @@ class Progress:
         self._thread.start()
 
     def add(self, pump: Pump) -> None:
-        """Move this one too, from now on."""
+        """Move this one too, from now on; once all are closed, close it."""
         self._call(lambda: self._take(pump))
 
     def close_pump(self, pump: Pump, timeout: float = 10.0) -> None:
@@ -112,6 +112,9 @@ class Progress:
         call()  # nobody else touches anything any more
 
     def _take(self, pump: Pump) -> None:
+        if self._ended:
+            pump.close()
+            return
         for fd in (pump.queue_fd(), pump.socket_fd()):
             self._pumps[fd] = pump
         self._epoll.register(pump.queue_fd(), select.EPOLLIN)

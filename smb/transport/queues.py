@@ -12,15 +12,18 @@ Threads: `Device` and `Domain` are for any; a queue pair belongs to one thread, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import ipaddress
+import logging
 import mmap
 import os
 import secrets
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +44,11 @@ _RECEIVED = 1 << 62  # of a work's number: it is the receive with this index
 _TIMEOUT, _RETRIES, _NOT_READY_RETRIES, _NOT_READY_TIMER = 14, 6, 7, 12
 _MTUS = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 
+_CHANNEL_TRIES = 100
+_LAST_USER_S = 30.0  # all that a user of a domain waits for ends sooner
+
 _fd_lock = threading.Lock()
+_log = logging.getLogger("smb")
 
 
 class NoDeviceError(TransportError):
@@ -169,12 +176,53 @@ class Region:
             self._mr = None
 
 
+class Users:
+    """Counts who uses what is to be freed, so that it is freed after the last of them. For any thread."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._changed = threading.Condition()
+        self._count = 0
+        self._ending = False
+
+    def enter(self) -> None:
+        """Begin to use it. Raises TransportError once it is to be freed."""
+        with self._changed:
+            if self._ending:
+                raise TransportError(f"{self._what} is closed")
+            self._count += 1
+
+    def leave(self) -> None:
+        """Use it no more; as often as it was entered."""
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """Enter, and leave at the end."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def end(self, timeout: float) -> bool:
+        """Let nobody in any more, and wait until all have left; False where somebody has not in time."""
+        with self._changed:
+            self._ending = True
+            return self._changed.wait_for(lambda: self._count == 0, timeout)
+
+
 class Domain:
-    """A protection domain: what is registered in it is reached by its own queue pairs alone."""
+    """A protection domain: what is registered in it is reached by its own queue pairs alone. Its users are those who
+    make queue pairs, for as long as they have them, and who register memory, while they do: pyverbs has no counts.
+    """
 
     def __init__(self, device: Device) -> None:
         """Raises NoDeviceError."""
         self.device = device
+        self.users = Users(f"the protection domain on {device}")
         self._make_mr = importlib.import_module("pyverbs.mr").MR
         try:
             self.pd = importlib.import_module("pyverbs.pd").PD(device.context)
@@ -188,7 +236,8 @@ class Domain:
         access |= e.IBV_ACCESS_REMOTE_READ if read else 0
         access |= e.IBV_ACCESS_REMOTE_WRITE if write else 0
         try:
-            return Region(self._make_mr(self.pd, nbytes, access, address=address), address, nbytes)
+            with self.users.using():
+                return Region(self._make_mr(self.pd, nbytes, access, address=address), address, nbytes)
         except self.device.errors as error:
             raise TransportError(
                 f"{nbytes} bytes can't be registered with {self.device.port.device}: {error}; "
@@ -196,8 +245,13 @@ class Domain:
             ) from error
 
     def close(self) -> None:
-        """After all that is registered in it, and its queue pairs. Twice does nothing."""
-        self.pd.close()
+        """After all that is registered in it. Waits until its queue pairs are closed, also those that another thread is
+        making. Twice does nothing.
+        """
+        if self.users.end(_LAST_USER_S):
+            self.pd.close()
+        else:  # a domain that stays until the process ends is better than one that is freed under its user
+            _log.error("%s: a queue pair is in use %g s after it was to be closed", self.device, _LAST_USER_S)
 
 
 class Pool:
@@ -243,20 +297,30 @@ class Queue:
         self._sends: deque[int] = deque()  # numbers of those that hold a place of the ring
         self._sent = 0
         self._sequence = secrets.randbits(24)
-        self._rings = Pool(domain, MESSAGE_BYTES, 2 * MESSAGES)
+        domain.users.enter()
         try:
-            self._make(domain)
-        except self.device.errors as error:
-            self._rings.close()
-            raise NoDeviceError(f"{self.device}: no queue pair: {error}") from error
+            self._rings = Pool(domain, MESSAGE_BYTES, 2 * MESSAGES)
+            try:
+                self._make(domain)
+            except BaseException:
+                # Now, and not when they are collected: nobody waits for them from here on.
+                for part in ("_qp", "_cq", "_channel"):
+                    if hasattr(self, part):
+                        getattr(self, part).close()
+                self._rings.close()
+                raise
+        except BaseException as error:
+            domain.users.leave()
+            if isinstance(error, self.device.errors):
+                raise NoDeviceError(f"{self.device}: no queue pair: {error}") from error
+            raise
+        self._leave = weakref.finalize(self, domain.users.leave)  # with close, or with the last that knows of it
+        self._leave.atexit = False
 
     def _make(self, domain: Domain) -> None:
         completions, pairs, works = (importlib.import_module(f"pyverbs.{name}") for name in ("cq", "qp", "wr"))
         e, context = self.device.enums, self.device.context
-        with _fd_lock:
-            before = _event_fds()
-            self._channel = completions.CompChannel(context)
-            self.fd = (_event_fds() - before).pop()
+        self._channel, self.fd = _completion_channel(completions.CompChannel, context)
         os.set_blocking(self.fd, False)
         self._cq = completions.CQ(context, WORKS_MAX + MESSAGES, None, self._channel, 0)
         cap = pairs.QPCap(max_send_wr=WORKS_MAX, max_recv_wr=MESSAGES, max_send_sge=1, max_recv_sge=1)
@@ -456,6 +520,7 @@ class Queue:
         if self._rings is not None:
             self._rings.close()
             self._rings = None  # type: ignore[assignment]
+        self._leave()
 
 
 def _status_name(status: int) -> str:
@@ -467,8 +532,24 @@ def _status_name(status: int) -> str:
     return names.get(status, f"completion status {status}")
 
 
+def _completion_channel(make: Callable[[Any], Any], context: Any) -> tuple[Any, int]:
+    """Return a completion channel and its descriptor, as pyverbs tells it; older ones do not: what is new among those
+    of such channels, where that is exactly one (docs/decisions/0020-completion-channels.md).
+    """
+    for _ in range(_CHANNEL_TRIES):
+        with _fd_lock:
+            before = _event_fds()
+            channel = make(context)
+            told = getattr(channel, "fd", None)
+            new = {told} if isinstance(told, int) else _event_fds() - before
+        if len(new) == 1:
+            return channel, new.pop()
+        channel.close()  # another library made or closed one meanwhile: ours may be any of them
+    raise NoDeviceError("completion channels come and go: ours can't be told from another library's")
+
+
 def _event_fds() -> set[int]:
-    """Return the descriptors of completion channels: pyverbs 44 does not tell them."""
+    """Return the descriptors of completion channels."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:

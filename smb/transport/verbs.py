@@ -66,10 +66,19 @@ class _Parts:
     """What is to be closed, also when nobody has."""
 
     def __init__(self) -> None:
+        self.closed = False  # nothing more is made
+        self.lock = threading.Lock()
         self.memory: ClientMemory | None = None
         self.progress: Progress | None = None
+        self.channels: list[Any] = []  # of control services
 
     def close(self) -> None:
+        """Close all of it, after what other threads are making: what these wait for is broken off."""
+        with self.lock:
+            self.closed = True
+            channels, self.channels = self.channels, []
+        for one in channels:
+            one.close()
         progress, self.progress = self.progress, None
         memory, self.memory = self.memory, None
         if progress is not None:
@@ -96,14 +105,13 @@ class Verbs:
         self._session_id = session_id
         self._settings = settings
         self._credentials = credentials
-        self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
         self._device: Device | None = None
         self._why_not = ""
         self._parts = _Parts()
+        self._lock = self._parts.lock
         # Also at the process's end: before Python takes the parts of pyverbs apart in an order of its own.
         weakref.finalize(self, self._parts.close)
-        self._closed = False
         links.dial(Lane.VERBS_DATA, self)
         links.tokens.follow(self._renewed)
 
@@ -141,13 +149,7 @@ class Verbs:
 
     def close(self) -> None:
         """See Transport."""
-        with self._lock:
-            self._closed = True
-            servers = list(self._servers.values())
         self._parts.close()
-        for server in servers:
-            if server.channel is not None:
-                server.channel.close()
 
     # ---- for the client
 
@@ -155,7 +157,7 @@ class Verbs:
         """Return the client's registered memory. Raises NoWayError where RDMA can't be used."""
         device = self._open_device()
         with self._lock:
-            if self._closed:
+            if self._parts.closed:
                 raise NoWayError("the client is closed")
             if self._parts.memory is None:
                 try:
@@ -254,11 +256,17 @@ class Verbs:
             slots = [Place(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
             server.rights = {}  # the other connection's keys may be another run's
             carrier = Carrier(queue, slots, server.rights, memory)
-        except Error as error:
+        except BaseException as error:
             queue.close()
-            raise error if isinstance(error, NoWayError) else NoWayError(str(error)) from error
+            if not isinstance(error, Error) or isinstance(error, NoWayError):
+                raise
+            raise NoWayError(str(error)) from error
+        try:
+            self._moving().add(carrier)
+        except NoWayError:
+            carrier.close()
+            raise
         server.carrier = carrier
-        self._moving().add(carrier)
         try:
             return greet(carrier.engine_end.detach(), max(timeout_ms, _HELLO_MS))
         except EngineError as error:
@@ -304,7 +312,7 @@ class Verbs:
 
     def _moving(self) -> Progress:
         with self._lock:
-            if self._closed:
+            if self._parts.closed:
                 raise NoWayError("the client is closed")
             if self._parts.progress is None:
                 self._parts.progress = Progress("smb-rdma")
@@ -353,10 +361,14 @@ class Verbs:
 
     def _stub(self, server: _Server, address: str) -> Any:
         with self._lock:
+            if self._parts.closed:
+                raise NoWayError("the client is closed")
             if server.channel_address != address:
                 if server.channel is not None:
                     server.channel.close()
+                    self._parts.channels.remove(server.channel)
                 server.channel = channel(address, server_name(server.name), self._credentials)
+                self._parts.channels.append(server.channel)
                 server.stub = MemoryServerStub(server.channel)  # type: ignore[no-untyped-call]
                 server.channel_address = address
             return server.stub

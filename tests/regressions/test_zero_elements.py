@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import smb
+from smb.files import copying
 from tests.conftest import Connect
 
 NOTHING = np.zeros(0, np.float32)
@@ -88,10 +90,22 @@ def test_tensors_without_elements(connect: Connect) -> None:
     assert client.open("none").tensor("b").read().dtype == np.int64
 
 
-def test_files_without_elements(connect: Connect, cluster: smb.LocalCluster, tmp_path: Path) -> None:
-    """Such a buffer is a .npy file that numpy reads, and comes back from a snapshot."""
+def test_files_without_elements(connect: Connect, tmp_path: Path) -> None:
+    """Such a buffer is a .npy file that numpy reads, goes into a snapshot and comes back from it; so does a safetensors
+    file all of whose tensors are empty."""
     client = connect()
     client.create("none", (0, 3), "int64")
     with smb.open_file("none.npy", client=client) as file:
         array = np.load(file)
     assert (array.shape, array.dtype) == ((0, 3), np.int64)
+    copying.snapshot(client, "none", tmp_path / "none.npy")
+    assert np.load(tmp_path / "none.npy").shape == (0, 3)
+    assert copying.restore(client, tmp_path / "none.npy", "again").nbytes >= 0
+    with smb.open_file("again.npy" if client.open("again").nbytes == 0 else "again", client=client) as file:
+        assert file.read() == (tmp_path / "none.npy").read_bytes()
+    save_file({"a": np.zeros((0, 3), np.float32), "b": np.zeros(0, np.float32)}, tmp_path / "t.safetensors")
+    content = (tmp_path / "t.safetensors").read_bytes()
+    with smb.open_file("t.safetensors", "wb", client=client) as file:
+        file.write(content)
+    with smb.open_file("t.safetensors", client=client) as file:
+        assert file.read() == content

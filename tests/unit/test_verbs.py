@@ -16,14 +16,15 @@ import pytest
 
 from smb._engine import lib
 from smb.engine import EngineClient
-from smb.errors import InvalidArgumentError, NotFoundError
+from smb.errors import InvalidArgumentError, NotFoundError, TransportError
 from smb.layout import SegmentPlace
 from smb.tokens import Tokens
+from smb.transport import queues
 from smb.transport.base import Deadline, NoAnswerError, NoWayError
-from smb.transport.links import Links
+from smb.transport.links import Links, Whereabouts
 from smb.transport.memory import WORTH_BYTES, ClientMemory
 from smb.transport.progress import Progress
-from smb.transport.queues import End, Settings
+from smb.transport.queues import End, NoDeviceError, Settings, Users
 from smb.transport.records import HEADER, RECORD, answers, runs
 from smb.transport.verbs import Verbs
 from tests.support.daemons import wait_for
@@ -349,3 +350,124 @@ def test_what_a_server_answers_says_whether_waiting_helps(
     assert isinstance(caught.value, NoAnswerError) == issubclass(refusal, NoAnswerError)
     verbs.close()
     client.close()
+
+
+def test_what_is_freed_is_freed_after_its_last_user() -> None:
+    """Nobody is let in once it is to end; it ends when the last one has left, or says that it has not."""
+    users = Users("it")
+    users.enter()
+    with users.using():
+        assert not users.end(0.0)
+        with pytest.raises(TransportError, match="it is closed"):
+            users.enter()
+    ended: list[bool] = []
+    ending = threading.Thread(target=lambda: ended.append(users.end(_DEADLINE_S)))
+    ending.start()
+    assert not ended
+    users.leave()
+    ending.join()
+    assert ended == [True]
+
+
+class CountedDomain(FakeDomain):
+    """Frees as Domain does."""
+
+    def __init__(self, happened: list[str]) -> None:
+        super().__init__()
+        self.users = Users("the domain")
+        self.happened = happened
+
+    def close(self) -> None:
+        assert self.users.end(_DEADLINE_S)
+        self.happened.append("freed")
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its domain is freed after it, and not under it; also where the process ends and nobody has closed the client."""
+    happened: list[str] = []
+    domain, making, go = CountedDomain(happened), threading.Event(), threading.Event()
+
+    class SlowQueue:
+        def __init__(self, domain: CountedDomain) -> None:
+            domain.users.enter()
+            making.set()
+            assert go.wait(_DEADLINE_S)
+            happened.append("made")
+
+        def end(self) -> End:
+            return End(17, bytes(16), 0, 5, 4096, 16)
+
+        def close(self) -> None:
+            happened.append("closed")
+            domain.users.leave()
+
+    monkeypatch.setattr("smb.transport.verbs.Device", lambda _settings: "none0")
+    monkeypatch.setattr("smb.transport.verbs.Domain", lambda _device: domain)
+    monkeypatch.setattr("smb.transport.verbs.Queue", SlowQueue)
+    client = EngineClient(12345)
+    verbs = Verbs(client, Links(client, lambda server: None, Tokens(_never), _never), 12345, Settings(device="none0"))
+    told: list[str] = []
+
+    def connect() -> None:
+        try:
+            verbs._carry(verbs._server("a"), Whereabouts("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, _never)
+        except NoWayError as error:
+            told.append(str(error))
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    assert making.wait(_DEADLINE_S)
+    closing = threading.Thread(target=verbs._parts.close if at_exit else verbs.close)
+    closing.start()
+    wait_for(lambda: verbs._parts.closed, "close")
+    assert happened == []
+    go.set()
+    closing.join()
+    connecting.join()
+    assert happened == ["made", "closed", "freed"]
+    assert told == ["the client is closed"]
+    with pytest.raises(NoWayError, match="closed"):
+        verbs.memory()
+    client.close()
+
+
+def test_a_connection_that_comes_after_the_end_is_closed() -> None:
+    """The thread has ended: nobody would move it, and nobody close it."""
+    progress, late = Progress("test"), Echo()
+    progress.close()
+    progress.add(late)
+    assert late.closed
+    late.theirs.close()
+
+
+class Channel:
+    """Stands for a completion channel; `told` is its descriptor, where pyverbs says it."""
+
+    def __init__(self, told: int | None = None) -> None:
+        if told is not None:
+            self.fd = told
+        self.open = True
+
+    def close(self) -> None:
+        self.open = False
+
+
+def test_a_completion_channel_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another library opens or closes one at that moment it is made again; where pyverbs tells, that is it."""
+    looks = iter([{3}, {3, 7, 8}, {3, 8}, {8}, {8}, {8, 5}])
+    monkeypatch.setattr(queues, "_event_fds", lambda: next(looks))
+    made: list[Channel] = []
+
+    def make(_context: object) -> Channel:
+        made.append(Channel())
+        return made[-1]
+
+    assert queues._completion_channel(make, None) == (made[2], 5)
+    assert [one.open for one in made] == [False, False, True]
+    monkeypatch.setattr(queues, "_event_fds", lambda: {3})
+    told = Channel(9)
+    assert queues._completion_channel(lambda _: told, None) == (told, 9)
+    with pytest.raises(NoDeviceError, match="another library"):
+        queues._completion_channel(make, None)
+    assert sum(one.open for one in made) == 1
