@@ -623,7 +623,7 @@ class Tree:
             if node.short:
                 raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
             # To end what is hidden takes the lock that comes before the node's.
-            found = self._find(node.path) if node.path not in self._hidden else None
+            found = self._look(node.path) if node.path not in self._hidden else None
             live, target = None, ""
             if found is not None and found.view.nbytes == draft.nbytes:
                 live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name

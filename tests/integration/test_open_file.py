@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -371,6 +372,32 @@ def test_names_change_in_one_step(client: smb.Client, connect: Connect) -> None:
     tree.remove_folder("done/run")
     with pytest.raises(FileNotFoundError):
         tree.list("done/run")
+
+
+def test_what_is_written_while_a_rename_copies_is_kept(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that becomes an array by its new path is copied while its writers go on; nothing of theirs is lost."""
+    tree = Tree(client)
+    data = io.BytesIO()
+    np.save(data, np.zeros(1000))
+    file = tree.open("w.tmp", os.O_RDWR | os.O_CREAT)
+    file.write(0, np.frombuffer(data.getvalue(), np.uint8))
+    file.flush()
+    filled, copies = tree._filled, []
+
+    def filled_too_soon(*arguments: Any) -> str:
+        copies.append(filled(*arguments))
+        if len(copies) == 1:
+            file.write(128 + 8 * 7, np.ones(1).view(np.uint8))
+        return copies[-1]
+
+    monkeypatch.setattr(tree, "_filled", filled_too_soon)
+    tree.rename("w.tmp", "w.npy")
+    assert len(copies) == 2
+    file.write(128 + 8 * 9, np.ones(1).view(np.uint8))
+    file.close()
+    assert np.flatnonzero(client.open("w").read()).tolist() == [7, 9]
+    assert tree.list("") == [("w.npy", False)]
+    assert [info.name for info in client.list()] == ["w"]
 
 
 @pytest.fixture
