@@ -136,6 +136,7 @@ prometheus:
 metrics-page: $(VENV)/installed
 	$(BIN)/python docs/make_metrics.py
 	$(BIN)/python deploy/grafana/make_dashboards.py
+	$(BIN)/python deploy/kubernetes/make_rules.py
 
 # What smb mount needs of the system. Without it, or without /dev/fuse, its tests are reported as not run.
 fuse3:

@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
 BIN = Path(sys.executable).parent
 API = "1.37"
-OPERATORS = {"ServiceMonitor"}  # of the Prometheus operator: no part of the API, so without a schema here
+OPERATORS = {
+    "ServiceMonitor",
+    "PrometheusRule",
+}  # of the Prometheus operator: no part of the API, so without a schema here
 
 
 @cache
@@ -50,10 +53,11 @@ def test_kustomize_builds_what_the_api_takes(folder: str) -> None:
     for each in built(folder):
         if each["kind"] not in OPERATORS:
             kubernetes_validate.validate(each, API, strict=True)
-        if each["kind"] != "Namespace":
+        if each["kind"] not in ("Namespace", "PriorityClass"):  # which are of no namespace
             assert each["metadata"]["namespace"] == "smb"
     kinds = {each["kind"] for each in built(folder)} - OPERATORS
-    assert kinds == {"ConfigMap", "Namespace", "NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"}
+    of_the_cluster = {"Namespace", "PriorityClass"}
+    assert kinds == of_the_cluster | {"ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"}
 
 
 def test_what_the_api_refuses_is_seen() -> None:
@@ -106,6 +110,7 @@ def test_pods_are_as_little_as_they_need(name: str) -> None:
     spec, (container,) = pod(name), pod(name)["containers"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["automountServiceAccountToken"] is False
+    assert one("PriorityClass", spec["priorityClassName"])["preemptionPolicy"] == "Never"
     assert spec["terminationGracePeriodSeconds"] >= 30
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -156,6 +161,19 @@ def test_targets_have_the_labels_that_alerts_and_dashboards_ask_for(by: str, rol
     labels = relabelled(rules, found)
     labels.pop("namespace", None)
     assert labels == {"smb_role": role} | ({"server": "smb-memserver-0"} if role == "server" else {})
+
+
+def test_the_operators_rules_are_those_of_prometheus() -> None:
+    """The PrometheusRule has the groups of rules.yml and alerts.yml; the scrapes that it is for show the token as a
+    bearer."""
+    written = [yaml.safe_load((ROOT / "deploy/prometheus" / name).read_text()) for name in ("rules.yml", "alerts.yml")]
+    rule = one("PrometheusRule", "smb", "monitoring")
+    assert rule["spec"]["groups"] == [group for each in written for group in each["groups"]]
+    assert rule["metadata"]["labels"]["app.kubernetes.io/part-of"] == "soft-memory-box"
+    (end,) = one("ServiceMonitor", "smb", "monitoring")["spec"]["endpoints"]
+    assert end["authorization"]["type"] == "Bearer"
+    kubernetes = yaml.safe_load((ROOT / "deploy/prometheus/prometheus-kubernetes.yml").read_text())
+    assert kubernetes["scrape_configs"][0]["authorization"]["type"] == "Bearer"
 
 
 def test_a_servers_memory_outlives_its_container() -> None:

@@ -26,7 +26,7 @@ import yaml
 import smb
 import smb.metrics
 import smb.train
-from tests.support.daemons import wait_for
+from tests.support.daemons import running_daemons, wait_for
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "prometheus"
@@ -123,8 +123,11 @@ def test_dashboards_are_whole() -> None:
 class Prometheus:
     """The real one, on the files that users get; scrapes each second, and alerts wait for one."""
 
-    def __init__(self, directory: Path, coordinator: str, client: str) -> None:
+    def __init__(self, directory: Path, coordinator: str, client: str = "", token_file: Path | None = None) -> None:
         config = (DEPLOY / "prometheus.yml").read_text().replace("COORDINATOR:9470", coordinator)
+        if token_file is not None:  # as the file's head says
+            config, marks = re.subn(r"# (authorization: .*)FILE", rf"\1{token_file}", config)
+            assert marks == 3
         config = re.sub(r"(scrape|evaluation)_interval: 10s", rf"\1_interval: {SCRAPES_S}s", config)
         config = config.replace("refresh_interval: 15s", "refresh_interval: 1s")
         (directory / "prometheus.yml").write_text(config)
@@ -132,7 +135,7 @@ class Prometheus:
         short = re.sub(r"for: \w+", f"for: {SCRAPES_S}s", (DEPLOY / "alerts.yml").read_text())
         (directory / "alerts.yml").write_text(short)
         (directory / "targets").mkdir()
-        found = [{"targets": [client], "labels": {"smb_role": "client"}}]
+        found = [{"targets": [client], "labels": {"smb_role": "client"}}] if client else []
         (directory / "targets" / "clients.json").write_text(json.dumps(found))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -258,3 +261,38 @@ def test_a_killed_server_raises_an_alert(watched: tuple[smb.LocalCluster, Promet
     wait_for(lambda: prometheus.firing().get("SmbServerGone") == "server-1", "SmbServerGone")
     cluster.servers[1].start()
     wait_for(lambda: not {"SmbServerDown", "SmbServerGone"} & prometheus.firing().keys(), "the end of both")
+
+
+@needs_prometheus
+def test_a_token_is_shown_to_the_discovery_and_to_every_daemon(tmp_path: Path) -> None:
+    """With the lines that the configuration has for it, Prometheus finds the servers and scrapes all; without them it
+    finds nothing."""
+    token_file = tmp_path / "token"
+    token_file.write_text("a-word-of-24-characters!\n")
+    token_file.chmod(0o600)
+    shown = ("--metrics-token-file", str(token_file))
+    with running_daemons(tmp_path) as daemons:
+        coordinator = daemons.coordinator("127.0.0.1:0", None, *shown)
+        assert daemons.memory_server(coordinator.address, "server-0", *shown).address
+        for given, targets in ((token_file, 2), (None, 0)):
+            place = tmp_path / f"prometheus-{targets}"
+            place.mkdir()
+            prometheus = Prometheus(place, coordinator.metrics, token_file=given)
+            try:
+                if given:
+                    wait_for(lambda: len(prometheus.query("up == 1")) == targets, "its targets")  # noqa: B023
+                    roles = {found["metric"]["smb_role"] for found in prometheus.query("up == 1")}
+                    assert roles == {"coordinator", "server"}
+                else:
+                    failed = "prometheus_sd_http_failures_total"
+                    wait_for(lambda: failed in self_metrics(prometheus), "a refusal")  # noqa: B023
+                    assert prometheus.query("up") == []
+            finally:
+                prometheus.close()
+
+
+def self_metrics(prometheus: Prometheus) -> str:
+    """What it says of its own failures, of which there are some."""
+    with urllib.request.urlopen(f"http://{prometheus.address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return "\n".join(line for line in lines if not line.startswith("#") and not line.endswith(" 0"))
