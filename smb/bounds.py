@@ -48,13 +48,17 @@ def _check(message: Message, where: str) -> None:
 
 
 def _check_items(items: Any, at: str) -> None:
-    pairs = items.items() if hasattr(items, "items") else enumerate(items)
-    for key, value in pairs:
-        for each in (key, value):
-            if isinstance(each, str):
-                _count(f"an item of {at}", len(each), CHARACTERS_MAX, "characters")
-            elif isinstance(each, Message):
-                _check(each, at)
+    if hasattr(items, "items"):
+        found = [each for pair in items.items() for each in pair]
+    elif isinstance(items[0], int):  # ids, of which there may be very many
+        return
+    else:
+        found = items
+    for each in found:
+        if isinstance(each, str):
+            _count(f"an item of {at}", len(each), CHARACTERS_MAX, "characters")
+        elif isinstance(each, Message):
+            _check(each, at)
 
 
 def _count(what: str, found: int, most: int, of: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from smb.coordinator.ledger import Ledger
 from smb.coordinator.store import Store
 
-# Since its last tick, of two a second: the loop hangs. A restart helps then; it does not where the store fails.
+# Since its last tick, of two a second: the loop hangs.
 TICK_LATE_S = 10.0
 
 
@@ -38,6 +38,11 @@ class Health:
         return self._clock() - self._ticked_at
 
     @property
+    def alive(self) -> bool:
+        """Whether the loop goes round; a restart helps where it does not."""
+        return self.tick_age_s < TICK_LATE_S
+
+    @property
     def store_error(self) -> str:
         """Why the store cannot be written; empty where it can."""
         return self._ledger.store_error
@@ -49,15 +54,14 @@ class Health:
     def show(self) -> Mapping[str, Any]:
         """Return the object: `alive` is for /livez, `ok` for the others."""
         state, now = self._ledger.state, self._ledger.now()
-        age_s = self.tick_age_s
-        alive = age_s < TICK_LATE_S
+        alive = self.alive
         return {
             "ok": alive and not self.store_error,
             "alive": alive,
             "role": "coordinator",
             "address": self._address,
             "pid": os.getpid(),
-            "tick_age_s": round(age_s, 3),
+            "tick_age_s": round(self.tick_age_s, 3),
             "store": "failing" if self.store_error else "ok",
             "state_free_bytes": self.state_free_bytes(),
             "buffers": len(state.listed()),

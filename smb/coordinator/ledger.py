@@ -137,9 +137,10 @@ class Ledger:
             elif _changes(effects):
                 raise
         else:
-            if self._store_error:
+            self._owed = {}
+            if self._store_error and not urgent:  # out of its reserve a full disk takes what is urgent
                 _log.info("the store can be written again")
-            self._owed, self._store_error = {}, ""
+                self._store_error = ""
 
     async def wait(self, key: str, timeout_s: float) -> bool:
         """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.

@@ -169,7 +169,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     notify("READY=1", f"STATUS=serving at {address}")
     interval_s = watchdog_interval_s()
     if interval_s is not None:
-        leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s)))
+        leaving.push_async_callback(_cancel, asyncio.create_task(_feed_watchdog(interval_s, health)))
 
 
 def _shown_to_others(address: str, host: str) -> str:
@@ -208,11 +208,12 @@ async def _trim() -> None:
         await asyncio.to_thread(trim, 0)
 
 
-async def _feed_watchdog(interval_s: float) -> None:
-    """Tell the watchdog that the event loop goes round."""
+async def _feed_watchdog(interval_s: float, health: Health) -> None:
+    """Tell the watchdog that the event loop goes round, and its ticks with it."""
     while True:
         await asyncio.sleep(interval_s)
-        notify("WATCHDOG=1")
+        if health.alive:
+            notify("WATCHDOG=1")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -72,7 +72,7 @@ _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
 _OTHERS_CREATION_S = 30.0
 _FINISH_S = 5.0
 # Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
-OPENS_WAITING_MAX = 16_384
+OPENS_WAITING_MAX = 32_768
 
 _Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -5,10 +5,13 @@ could be deleted, and a bad page of SQLite was a traceback.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -184,6 +187,14 @@ def test_a_name_is_free_again_after_a_create_on_a_full_disk(disk: Path, daemons:
         assert [buffer.name for buffer in stub.ListBuffers(pb.ListBuffersRequest(), timeout=5).buffers] == ["w"]
 
 
+def health_of(coordinator: Daemon) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{coordinator.metrics}/readyz", timeout=10) as answer:
+            return int(answer.status), str(json.load(answer)["store"])
+    except urllib.error.HTTPError as error:
+        return error.code, str(json.loads(error.read())["store"])
+
+
 def started_on_a_full_disk(daemons: Daemons, state: str) -> Daemon:
     coordinator = daemons.coordinator("127.0.0.1:0", state)
     assert coordinator.address
@@ -211,6 +222,9 @@ def test_a_coordinator_starts_and_deletes_with_its_disk_full(disk: Path, daemons
                 stub.DeleteBuffer(pb.DeleteBufferRequest(name=f"w{number}"), timeout=10)
             assert not server.segments
             assert "what is left is for deletions" in create(stub, "v")
+            assert health_of(second) == (503, "failing")
+            stub.OpenSession(pb.OpenSessionRequest(client_name="one"), timeout=10)
+            assert health_of(second) == (503, "failing")  # that one was stored, but a buffer could not be
         second.kill()
         third = started_on_a_full_disk(daemons, state)
         with coordinator_stub(third.address) as stub:
@@ -219,6 +233,7 @@ def test_a_coordinator_starts_and_deletes_with_its_disk_full(disk: Path, daemons
             server.register(stub)
             filler.unlink()
             assert create(stub, "v") == ""
+            wait_for(lambda: health_of(third) == (200, "ok"), "its recovery")
             assert (disk / "state" / RESERVE_NAME).stat().st_size == 8 << 20
 
 
