@@ -19,6 +19,8 @@ import pytest
 from memserver.engine import Engine, SegmentForm
 from smb._engine import ffi, lib
 from smb.coordinator.tokens import GENERATION_S, Tokens
+from smb.engine import EngineClient, EngineError, Lane
+from smb.engine import Token as Shown
 from smb.errors import InvalidArgumentError, PermissionDeniedError
 from smb.proto import control_pb2 as pb
 from tests.support.daemons import wait_for
@@ -361,6 +363,30 @@ def test_keys_are_a_set_of_three_generations(place: Place, meet: Meet) -> None:
     for wrong in ({GENERATION: KEY[:31]}, {}, dict.fromkeys(range(4), KEY)):
         with pytest.raises(InvalidArgumentError):
             place.engine.set_keys(wrong, NOW_MS)
+
+
+def test_a_refusal_says_why(place: Place) -> None:
+    """A client is told whether the key is not known, the token has expired, or proves nothing; a good one is taken."""
+    session = secrets.randbits(63)
+    client = EngineClient(session)
+    link, _ = client.connect_tcp("127.0.0.1", place.port, Lane.TCP_DATA, 5000)
+
+    def show(**fields: int) -> None:
+        made = Token(**{"session": session, **fields})  # type: ignore[arg-type]
+        link.authorize(
+            Shown(SEGMENT, EPOCH, made.rights, made.generation, made.expires_ms, made.secret()), timeout_ms=5000
+        )
+
+    show()
+    for fields, why in (
+        ({"generation": GENERATION + 30}, "does not know the key of this token: the coordinator's clock was put"),
+        ({"expires_ms": NOW_MS}, "has expired by the coordinator's clock"),
+        ({"session": session + 1}, "does not prove that its coordinator made it for this session"),
+    ):
+        with pytest.raises(EngineError, match=why) as refused:
+            show(**fields)
+        assert refused.value.status == Status.DENIED
+    client.close()
 
 
 def test_the_coordinators_tokens_are_these(place: Place, meet: Meet) -> None:
