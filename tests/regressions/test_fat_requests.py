@@ -4,6 +4,7 @@ more when its session had ended.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -25,9 +26,9 @@ from smb.coordinator import state as states
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
 from smb.coordinator.records import SessionRecord
 from smb.coordinator.state import State, load, step
-from smb.credentials import COORDINATOR_NAME, channel, load_directory
+from smb.credentials import COORDINATOR_NAME, channel, load_directory, server_name
 from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub
+from smb.proto.control_pb2_grpc import CoordinatorStub, MemoryServerStub
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 
 REQUESTS = int(os.environ.get("SMB_TEST_REQUESTS", "500"))  # of each kind; the figure in docs/promises.md: 10 000
@@ -206,3 +207,17 @@ def test_opens_that_wait_have_a_bound(place: tuple[Daemons, Path], monkeypatch: 
     waiting = seen._opens_wait(service.Kind.BUFFER, "w", 1.0)
     with pytest.raises(errors.OutOfMemoryError, match="2 opens with this certificate wait already"):
         waiting.send(None)
+
+
+def test_a_memory_server_asks_too(place: tuple[Daemons, Path]) -> None:
+    """A request of its control service with a text beyond its bound is refused by the field's name."""
+    daemons, _ = place
+    coordinator = daemons.coordinator()
+    assert daemons.memory_server(coordinator.address, "a").address
+    where = json.loads(coordinator.page("/api/server?name=a"))["control_address"]
+    with channel(where, server_name("a"), None) as opened:
+        stub = MemoryServerStub(opened)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.CreateSegment(pb.CreateSegmentRequest(id=1, epoch=1, dtype="x" * 1000), timeout=10)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == "CreateSegment: dtype has 1000 characters; it may have 255"
