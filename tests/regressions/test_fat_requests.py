@@ -163,6 +163,7 @@ def asked(address: str, credentials: Path, method: str, make: Callable[[int], An
         return Counter(pool.map(one, range(count)))
 
 
+@pytest.mark.timeout(120 + REQUESTS / 20)
 def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, Path]) -> None:
     """Sessions with the longest names, buffers with the longest, metadata up to its bound, names far beyond theirs:
     memory and state grow by less than 64 MiB together with all of it there."""
@@ -194,7 +195,7 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     codes = asked(address, client, "CreateBuffer", described, REQUESTS)
     assert codes == {"OK": states.METADATA_BYTES_MAX >> 20, "RESOURCE_EXHAUSTED": REQUESTS - codes["OK"]}
 
-    wait_for(lambda: resident_mib(coordinator) < memory + MORE_MIB, "less memory", 60)
+    wait_for(lambda: resident_mib(coordinator) < memory + MORE_MIB, f"less than {memory + MORE_MIB:.0f} MiB", 60)
     print(f"memory {memory:.0f} -> {resident_mib(coordinator):.0f} MiB, state {state:.1f} -> {state_mib(daemons):.1f}")
     assert state_mib(daemons) < state + MORE_MIB
 
