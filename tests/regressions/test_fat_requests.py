@@ -200,7 +200,7 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     assert state_mib(daemons) < state + MORE_MIB
 
 
-def test_opens_that_wait_have_a_bound(place: tuple[Daemons, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opens_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that would wait beside too many of its certificate is refused; one that does not wait is answered."""
     seen = service.CoordinatorService.__new__(service.CoordinatorService)
     seen._opens_waiting = Counter({"": 2})
