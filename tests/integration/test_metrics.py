@@ -71,7 +71,7 @@ def test_what_is_made_is_current(script: str, function: str) -> None:
 def test_names() -> None:
     """Names start with smb_; counters end in _total, and sizes, times and shares in their unit; every text is there."""
     for name, found in METRICS.items():
-        assert re.fullmatch(r"smb_(server|coordinator|client|training)_[a-z_]+", name)
+        assert re.fullmatch(r"smb_(server|coordinator|certificate|client|training)_[a-z_]+", name)
         assert name.endswith("_total") == (found.type == "counter"), name
         assert found.type != "histogram" or name.endswith("_seconds"), name
         assert found.text.endswith("."), name
