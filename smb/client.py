@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -471,6 +472,11 @@ class Client:
     def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""
         return choose_waits(self._transports, place, deadline)
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Run a call on a thread of the client's, in no order with others; Buffer.submit is for what has one."""
+        self.check_open()
+        return self.calls.submit(call, Turns(), 0, 0, changes=False)
 
     def turns_of(self, buffer_id: int) -> Turns:
         """Return the order of the async calls on a buffer: one for all objects of it."""
