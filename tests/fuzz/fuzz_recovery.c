@@ -13,7 +13,7 @@
 enum { ID = 0x77, EPOCH = 3, BYTES = 65536, CHUNK = 16384, CHUNKS = BYTES / CHUNK, PATCHES = 24, SESSION = 9, SEQUENCE = 5,
        AT = CHUNK + 64, BLOCKS = 3, CHANGED = (BLOCKS - 1) * JOURNAL_BLOCK_BYTES + 808 };
 /* Where things lie, of the files' own formats: checked by make_templates. */
-enum { SYNC_AT = 2048, CHUNKS_AT = 4096, MARK_AT = 44, RECORDS_AT = 8192, DATA_AT = 12288, READY_AT = 4096,
+enum { SYNC_AT = 2048, CHUNKS_AT = 4096, MARK_AT = 44, RECORDS_AT = 8192, DATA_AT = RECORDS_AT + RECORDS_MIN * RECORD_BYTES, READY_AT = 4096,
        SLOT_AT = READY_AT + 4 * JOURNAL_SLOTS_MAX, WORDS_AT = SLOT_AT + 4096, PAYLOAD_AT = WORDS_AT + 4096,
        JOURNAL_HEAD = PAYLOAD_AT + CHUNK };
 static const uint64_t JOURNAL_BYTES = SLOT_AT + (uint64_t)JOURNAL_SLOTS_MAX * (8192 + SMB_CHUNK_BYTES_MAX);
@@ -133,7 +133,7 @@ static bool patch(struct input *input)
         case 4: journal[WORDS_AT + at % 8] = (uint8_t)value; break;
         case 5: journal[WORDS_AT + 8 + at % 80] = (uint8_t)value; break;
         case 6: segment[SYNC_AT + at % 256] = (uint8_t)value; break;
-        default: segment[RECORDS_AT + (at + take(input, 1) * 64) % 4096] = (uint8_t)value; break;
+        default: segment[RECORDS_AT + (at + take(input, 1) * 64) % (DATA_AT - RECORDS_AT)] = (uint8_t)value; break;
         }
     }
     return as_left;
