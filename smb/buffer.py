@@ -469,7 +469,7 @@ class Buffer(Route):
                 f"{self._asked('publish')}: {memory.count} elements for its {self.size}; give all"
             )
         if not self._turns.quiet.open:
-            self._wait_turn(_WRITE, 0, self.size)
+            self._wait_turn(_WRITE, 0, self.size, Deadline(self._client.timeout))
         asked, homes = self._asked("publish"), self._sync_homes()
         timeout = self._client.timeout if timeout is None else timeout
         if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN is neither
@@ -687,10 +687,10 @@ class Buffer(Route):
         In pieces, with a look in between where that takes a while: a read that takes longer than publications come is
         pinned, and its pin renewed as long as its bytes flow. All of it within the client's timeout.
         """
-        if not self._turns.quiet.open:
-            self._wait_turn(_READ, offset, count)
         started = looked = time.monotonic()
         deadline = Deadline(self._client.timeout, started)
+        if not self._turns.quiet.open:
+            self._wait_turn(_READ, offset, count, deadline)
         home, asked = self._sync_homes()[0], self._asked("read")
         version, done, lost = self._look()[0], 0, 0
         pin: int | None = None

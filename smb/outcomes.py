@@ -75,7 +75,12 @@ def error_of(
     if outcome.status is Status.NOT_FOUND:
         lost = _ONE_LOST if opcode in (Opcode.ACCUMULATE_FROM, Opcode.APPLY) else LOST
         return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
-    if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH, Status.NAMESPACE):
+    if outcome.status is Status.NAMESPACE:
+        return UnavailableError(
+            f"{asked}: {where} has moved to another PID namespace, so its memory can't be mapped any more; "
+            f"the next call looks for another way; {applied}"
+        )
+    if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
         return UnavailableError(
             f"{asked}: the connection to {where} was lost, and not made again within {timeout:g} s; {applied}"
         )

@@ -104,13 +104,13 @@ class Route(Arguments):
             if count == 0:  # nothing to ask of anybody
                 client.check_open()
                 return 0
+            deadline = Deadline(client.timeout, started)
             if (
                 ended is None
                 and self._plain
                 and not (self._turns.quiet.open and all(other._turns.quiet.open for other in others))
             ):
-                self._wait_turn(opcode, offset, count, others)
-            deadline = Deadline(client.timeout, started)
+                self._wait_turn(opcode, offset, count, deadline, others)
             pause = _RETRY_FIRST_S
             opened_again = False
             while True:
@@ -145,7 +145,7 @@ class Route(Arguments):
                         done = handle.transfer(
                             opcode, start, nbytes, deadline.left_ms(), source, sink, op, scale, argument, expected
                         )
-                    self._raise_interrupt(opcode, range(offset, offset + count), done)
+                    self._raise_interrupt(opcode, range(offset, offset + count), done, touched=touched)
                     if isinstance(done, int):
                         return done
                     ended = done
@@ -159,16 +159,18 @@ class Route(Arguments):
                         other._refresh(deadline)
                 if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
                     opened_again = True
-                    touched = opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
+                    touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
                     if all(buffer._open_again(deadline) for buffer in (self, *others)):
                         ended = None
                         continue
-                elsewhere = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE) or not _all_alive(self._ways)
+                moved = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE)
+                elsewhere = moved or not _all_alive(self._ways)
+                if elsewhere:  # the next attempt, or the next call, finds new ways
+                    self._forget(handle)
+                    for other in others:
+                        other._forget(other._handle)
                 if not elsewhere or ended.sent or deadline.left() == 0.0:
-                    raise self._error(opcode, ended, range(offset, offset + count))
-                self._forget(handle)
-                for other in others:
-                    other._forget(other._handle)
+                    raise self._error(opcode, ended, range(offset, offset + count), touched=touched)
                 ended = None
                 time.sleep(min(pause, deadline.left()))
                 pause = min(2 * pause, _RETRY_MAX_S)
@@ -194,9 +196,9 @@ class Route(Arguments):
         )  # fmt: skip
         return signed(result)
 
-    def _raise_interrupt(self, opcode: Opcode, elements: range, done: Outcome | int) -> None:
+    def _raise_interrupt(self, opcode: Opcode, elements: range, done: Outcome | int, *, touched: bool = False) -> None:
         """Raise what a signal's handler raised while the engine did this call, KeyboardInterrupt mostly, with the
-        outcome of the call.
+        outcome of the call. `touched`: an earlier attempt of the call may have changed some of it.
         """
         interrupt: Any = take_interrupt()
         if interrupt is None:
@@ -207,19 +209,21 @@ class Route(Arguments):
         elif ended is None:
             interrupt.outcome = APPLIED
         elif not ended.sent:
-            interrupt.outcome = NOT_APPLIED
+            interrupt.outcome = UNKNOWN if touched else NOT_APPLIED
         else:
             interrupt.outcome = self._outcome_of(ended, len(elements) * self._itemsize, 0)
         interrupt._account = Failed(self, elements, None if ended is None else ended.doubt)
         raise interrupt
 
-    def _wait_turn(self, opcode: Opcode, offset: int, count: int, others: tuple[Route, ...] = ()) -> None:
+    def _wait_turn(
+        self, opcode: Opcode, offset: int, count: int, deadline: Deadline, others: tuple[Route, ...] = ()
+    ) -> None:
         """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
         client, asked = self._client, self._asked(opcode.name.lower())
         changes = opcode is not Opcode.READ
-        client.calls.wait(self._turns, offset, offset + count, asked, client.timeout, changes=changes)
+        client.calls.wait(self._turns, offset, offset + count, asked, deadline.left(), changes=changes)
         for other in others:
-            client.calls.wait(other._turns, 0, other._size, asked, client.timeout, changes=opcode is Opcode.APPLY)
+            client.calls.wait(other._turns, 0, other._size, asked, deadline.left(), changes=opcode is Opcode.APPLY)
 
     def _forget(self, handle: BufferHandle | None) -> None:
         """Look for new ways at the next call, unless another thread has done so already."""
@@ -375,7 +379,7 @@ class Route(Arguments):
         self._info = info
         return True
 
-    def _error(self, opcode: Opcode, outcome: Outcome, elements: range) -> Error:
+    def _error(self, opcode: Opcode, outcome: Outcome, elements: range, *, touched: bool = False) -> Error:
         place = self._info.layout.segments[outcome.segment]
         where = f"memory server {place.server} at {place.address}"
         # Each part is refused by itself, and the others' answers are on their way.
@@ -384,6 +388,8 @@ class Route(Arguments):
             NOT_APPLIED if opcode is Opcode.READ or not outcome.sent else
             self._outcome_of(outcome, len(elements) * self._itemsize, patience_ms)
         )  # fmt: skip
+        if touched and known == NOT_APPLIED:  # by this attempt
+            known = UNKNOWN
         applied = (
             "reading can be repeated" if outcome.sent and opcode is Opcode.READ else
             "nothing was applied" if known == NOT_APPLIED else
@@ -395,7 +401,7 @@ class Route(Arguments):
         asked = self._asked(opcode.name.lower())
         error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=self._client.timeout)
         error.outcome = known
-        error._account = Failed(self, elements, outcome.doubt)
+        error._account = Failed(self, elements, None if touched else outcome.doubt)
         return error
 
 

@@ -134,6 +134,12 @@ class AsyncCalls:
             executor.shutdown()
 
     def _run(self, call: _Call) -> None:
+        calls = [call]
+        while calls:
+            calls += self._run_one(calls.pop(0))
+
+    def _run_one(self, call: _Call) -> list[_Call]:
+        """Run it; return those whose turn it is now, and for which no thread can be had."""
         result: Any = None
         error: BaseException | None = None
         begun = call.future.set_running_or_notify_cancel()
@@ -142,14 +148,17 @@ class AsyncCalls:
                 result = call.run()
             except BaseException as raised:  # noqa: BLE001 - the future's to raise
                 error = raised
-        self._end(call)  # before its future says so: whoever knows of it by that need not wait any more
+        left = self._end(call)  # before its future says so: whoever knows of it by that need not wait any more
         if error is not None:
             call.future.set_exception(error)
         elif begun:
             call.future.set_result(result)
         del call, error  # the traceback of the one refers to this frame
+        return left
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _Call) -> list[_Call]:
+        """Begin those that come next; return those for which no thread can be had, as at the process's end."""
+        left = []
         with self._changed:
             self._calls.discard(call)
             call.turns.calls.pop(call, None)
@@ -157,9 +166,13 @@ class AsyncCalls:
             for follower in call.followers:
                 follower.waits_for -= 1
                 if follower.waits_for == 0 and not self._closed and self._executor is not None:
-                    self._executor.submit(self._run, follower)
+                    try:
+                        self._executor.submit(self._run, follower)
+                    except RuntimeError:
+                        left.append(follower)
             call.followers = []
             self._changed.notify_all()
+        return left
 
 
 def _enter() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import smb
-from tests.support.daemons import running_daemons, wait_for
+from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 
 TIMES = 300
 COUNT = 3000
@@ -70,6 +70,16 @@ def test_a_container_that_shares_the_volume_goes_over_tcp(proc: tuple[str, ...])
         assert "transport='auto'" in told
 
 
+def _in_a_namespace(daemons: Daemons, coordinator: str, name: str, server: Daemon) -> subprocess.Popen[bytes]:
+    """Start the memory server that was killed again, in a PID namespace of its own."""
+    arguments = ["memserver", "--coordinator", coordinator, "--name", name, "--capacity", "64MiB"]
+    arguments += ["--memory-dir", str(daemons.memory), "--ready-file", str(server.ready_file)]
+    # Without its owner's process id, which is nobody's in there.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+    environment |= daemons.variables
+    return subprocess.Popen([*_inside("--mount-proc"), sys.executable, "-m", *arguments], env=environment)
+
+
 def test_a_server_that_moves_takes_its_segments_along(tmp_path: Path) -> None:
     """Started again in another namespace it has its data; a client that had it mapped goes on over TCP by itself."""
     with running_daemons(tmp_path) as daemons:
@@ -82,12 +92,7 @@ def test_a_server_that_moves_takes_its_segments_along(tmp_path: Path) -> None:
             same.accumulate(np.ones(COUNT, np.int64))
             assert buffer.transports == same.transports == ("shm",)
             server.kill()
-            arguments = ["memserver", "--coordinator", coordinator.address, "--name", "a", "--capacity", "64MiB"]
-            arguments += ["--memory-dir", str(daemons.memory), "--ready-file", str(server.ready_file)]
-            # Without its owner's process id, which is nobody's in there.
-            environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
-            environment |= daemons.variables
-            moved = subprocess.Popen([*_inside("--mount-proc"), sys.executable, "-m", *arguments], env=environment)
+            moved = _in_a_namespace(daemons, coordinator.address, "a", server)
             try:
                 wait_for(server.ready_file.exists, "server in its namespace")
                 buffer.accumulate(np.ones(COUNT, np.int64))
@@ -96,6 +101,34 @@ def test_a_server_that_moves_takes_its_segments_along(tmp_path: Path) -> None:
                 assert buffer.transports == same.transports == ("tcp",)
                 with smb.connect(coordinator.address) as later:
                     assert later.open("w").transports == ("tcp",)
+            finally:
+                moved.kill()  # and with it the server
+                moved.wait(20)
+
+
+def test_a_call_over_a_server_that_moved_and_one_that_did_not(tmp_path: Path) -> None:
+    """It fails once, its error says what counts, and the next call has found the new way."""
+    ones = np.ones(COUNT, np.int64)
+    with running_daemons(tmp_path) as daemons:
+        coordinator = daemons.coordinator()
+        moving, staying = (daemons.memory_server(coordinator.address, name) for name in "ab")
+        _ = moving.address, staying.address
+        with smb.connect(coordinator.address, timeout=60) as client:
+            buffer = client.create("w", COUNT, "int64", stripe="4KiB")
+            buffer.accumulate(ones)
+            assert set(buffer.transports) == {"shm"}
+            assert {segment.server for segment in buffer.layout.segments} == {"a", "b"}
+            moving.kill()
+            moved = _in_a_namespace(daemons, coordinator.address, "a", moving)
+            try:
+                wait_for(moving.ready_file.exists, "server in its namespace")
+                with pytest.raises(smb.UnavailableError, match="another PID namespace") as failed:
+                    buffer.accumulate(ones)
+                buffer.accumulate(ones)
+                for missing in buffer.settle(failed.value):
+                    buffer.accumulate(ones[missing.start : missing.stop], offset=missing.start)
+                assert (buffer.read() == 3).all()
+                assert set(buffer.transports) == {"shm", "tcp"}
             finally:
                 moved.kill()  # and with it the server
                 moved.wait(20)
