@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -117,3 +119,21 @@ def test_closing_cancels_those_whose_turn_did_not_come(connect: Callable[..., sm
     client.close()
     assert held.result(_PATIENCE_S)
     assert all(future.cancelled() for future in behind)
+
+
+_ENDS_AT_ONCE = """
+import sys, numpy, smb
+client = smb.connect(sys.argv[1], transport="tcp", timeout=60)
+buffer = client.open("w")
+values = [numpy.full(buffer.size, value, numpy.int64) for value in range(20)]
+futures = [buffer.write_async(value) for value in values]
+"""
+
+
+def test_a_program_that_ends_has_its_calls_done() -> None:
+    """Those that waited for their turn, too: no thread can be started for them any more."""
+    with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, timeout=60) as client:
+        buffer = client.create("w", 1 << 21, "int64")
+        command = [sys.executable, "-c", _ENDS_AT_ONCE, cluster.address]
+        subprocess.run(command, check=True, timeout=60)
+        assert (buffer.read() == 19).all()
