@@ -8,6 +8,7 @@ import resource
 
 from memserver.engine import Engine
 from memserver.place import Place
+from memserver.segments import HEADROOM_BYTES
 from smb.cgroup import MemoryLimit
 from smb.proto import control_pb2 as pb
 
@@ -74,10 +75,11 @@ def load_of(engine: Engine, place: Place, shortage: Shortage, limit: MemoryLimit
 
 
 def _free_bytes(place: Place, limit: MemoryLimit | None) -> int:
+    """Return how much a create may take, at least 1: 0 says that nobody knows."""
     try:
         found = os.statvfs(place.directory)
     except OSError:  # somebody removed the directory: a renewal must not fail for that
         return 0
     free = found.f_bavail * found.f_frsize
     room = limit.room_bytes() if limit is not None else None
-    return free if room is None else min(free, room)
+    return max(1, free if room is None else min(free, room - HEADROOM_BYTES))

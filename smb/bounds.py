@@ -29,7 +29,11 @@ _MORE: Mapping[str, int] = {
 
 
 def check_bounds(request: Message) -> None:
-    """Raise InvalidArgumentError, with the field and its bound, for a request with anything beyond its bound."""
+    """Raise InvalidArgumentError, with the field and its bound, for a request with anything beyond its bound.
+
+    Fields that this version does not know are dropped from the request, in messages within it, too: they have no bound.
+    """
+    request.DiscardUnknownFields()
     _check(request, request.DESCRIPTOR.name.removesuffix("Request"))
 
 
@@ -57,6 +61,8 @@ def _check_items(items: Any, at: str) -> None:
     for each in found:
         if isinstance(each, str):
             _count(f"an item of {at}", len(each), CHARACTERS_MAX, "characters")
+        elif isinstance(each, bytes):
+            _count(f"an item of {at}", len(each), BYTES_MAX, "bytes")
         elif isinstance(each, Message):
             _check(each, at)
 

@@ -69,7 +69,10 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
 
 def _of_coordinator(seen: Seen) -> Iterator[Problem]:
     if seen.store_error:
-        detail = f"{seen.store_error}. Nothing can be created, and nobody new can join; open buffers go on."
+        detail = (
+            f"{seen.store_error}. Nothing can be created, and nobody new can join once its reserve is used; "
+            f"open buffers go on."
+        )
         action = "Make room on the disk of its --state, or see why it can't be written; it tries again by itself."
         yield Problem(CRITICAL, "The coordinator cannot store anything", detail, action)
     elif seen.state_free_bytes is not None and seen.state_free_bytes < STATE_LOW_BYTES:

@@ -82,10 +82,11 @@ class SqliteStore:
             raise StoreError(f"cannot make {self._path}: {error}") from None
         try:
             self._prepare()
+            reserved = self._has_reserve()
         except BaseException:
             self._connection.close()
             raise
-        if not self._has_reserve():
+        if not reserved:
             _log.warning("%s: the disk is full: buffers can be deleted, perhaps, but none can be made", self._path)
 
     async def load(self) -> dict[str, str]:
@@ -114,7 +115,7 @@ class SqliteStore:
                 self._reserve.unlink()
                 _log.warning("%s: the disk is full; its reserve is in use now, and no buffer can be made", self._path)
                 self._write(changes)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:  # OSError: of the reserve
             raise StoreError(f"cannot write {self._path}: {error}; nothing was changed") from error
 
     def free_bytes(self) -> int | None:
@@ -126,15 +127,18 @@ class SqliteStore:
         return space.f_bavail * space.f_frsize
 
     def _has_reserve(self) -> bool:
-        """Make the reserve, if it is not there and the disk has room for it."""
-        if self._reserve.exists():
-            return True
+        """Make the reserve, if it is not there and the disk has room for it. Raises StoreError for a broken disk."""
         try:
-            with self._reserve.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
-        except OSError:
-            self._reserve.unlink(missing_ok=True)
-            return False
+            if self._reserve.exists():
+                return True
+            try:
+                with self._reserve.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            except OSError:
+                self._reserve.unlink(missing_ok=True)
+                return False
+        except OSError as error:
+            raise StoreError(f"cannot use {self._reserve}: {error}; nothing was changed") from error
         return True
 
     def _write(self, changes: Mapping[str, str | None]) -> None:

@@ -262,7 +262,8 @@ class Verbs:
                 raise
             raise NoWayError(str(error)) from error
         try:
-            self._moving().add(carrier)
+            progress = self._moving()
+            progress.add(carrier)
         except NoWayError:
             carrier.close()
             raise
@@ -275,6 +276,10 @@ class Verbs:
                 raise NoWayError(f"no way by RDMA to memory server {server.name}: {carrier.why}") from error
             if error.status in (Status.TIMEOUT, Status.DISCONNECTED):
                 raise NoWayError(f"memory server {server.name} did not answer over RDMA: {error}") from error
+            raise
+        except BaseException:  # as Ctrl-C: the engine's end may stay open, and nobody else would close ours
+            progress.close_pump(carrier)
+            self._tell_closed(server, where.control_address)
             raise
 
     def _tell_closed(self, server: _Server, address: str) -> None:

@@ -16,6 +16,9 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 
 from smb import errors
 from smb.access import RULES, Caller, Role
@@ -94,6 +97,42 @@ def test_a_text_within_a_list_or_map_has_a_bound() -> None:
         check_bounds(pb.CreateBufferRequest(server_names=["x" * 256]))
     with pytest.raises(errors.InvalidArgumentError, match="an item of RenewServer: load: errors has 256"):
         check_bounds(pb.RenewServerRequest(load=pb.ServerLoad(errors={"x" * 256: 1})))
+
+
+def test_bytes_within_a_list_or_map_have_a_bound() -> None:
+    """No request has such a field yet; one that comes is bounded as soon as it is there."""
+    file = FileDescriptorProto(name="secrets.proto", syntax="proto3")
+    secrets = file.message_type.add(name="SecretsRequest")
+    pair = secrets.nested_type.add(name="NamedEntry")
+    pair.options.map_entry = True
+    one, many = FieldDescriptor.LABEL_OPTIONAL, FieldDescriptor.LABEL_REPEATED
+    pair.field.add(name="key", number=1, type=FieldDescriptor.TYPE_STRING, label=one)
+    pair.field.add(name="value", number=2, type=FieldDescriptor.TYPE_BYTES, label=one)
+    secrets.field.add(name="listed", number=1, type=FieldDescriptor.TYPE_BYTES, label=many)
+    named = secrets.field.add(name="named", number=2, type=FieldDescriptor.TYPE_MESSAGE, label=many)
+    named.type_name = ".SecretsRequest.NamedEntry"
+    pool = DescriptorPool()
+    pool.Add(file)
+    made: Any = GetMessageClass(pool.FindMessageTypeByName("SecretsRequest"))
+    check_bounds(made(listed=[b"x" * 255], named={"a": b"x" * 255}))
+    for request in (made(listed=[b"x" * 256]), made(named={"a": b"x" * 256})):
+        with pytest.raises(
+            errors.InvalidArgumentError, match=r"an item of Secrets: \w+ has 256 bytes; it may have 255"
+        ):
+            check_bounds(request)
+
+
+def test_fields_that_nobody_knows_are_dropped() -> None:
+    """What has no bound is not kept either: of a request, and of messages within it, in lists, too."""
+    unknown = bytes([0xFA, 0x7F, 0x80, 0x80, 0x04]) + b"x" * (1 << 16)  # field 2047, 64 KiB
+    load = pb.ServerLoad(waits=[pb.Wait.FromString(pb.Wait(kind="lock").SerializeToString() + unknown)])
+    known = pb.RenewServerRequest(name="a", load=pb.ServerLoad(waits=[pb.Wait(kind="lock")]))
+    load.MergeFromString(unknown)
+    request = pb.RenewServerRequest(name="a", load=load)
+    request.MergeFromString(unknown)
+    assert request.ByteSize() > 3 << 16
+    check_bounds(request)
+    assert request.SerializeToString() == known.SerializeToString()
 
 
 def open_sessions(state: State, first: int, count: int, owner: str) -> State:

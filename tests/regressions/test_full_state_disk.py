@@ -5,25 +5,39 @@ could be deleted, and a bad page of SQLite was a traceback.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from smb.coordinator.events import BufferDeleted, BufferFailed, BufferMade, BufferWanted, ServerRegistered, Ticked
+from smb.coordinator import process
+from smb.coordinator.events import (
+    BufferDeleted,
+    BufferFailed,
+    BufferMade,
+    BufferWanted,
+    Instant,
+    ServerRegistered,
+    SessionRenewed,
+    Ticked,
+)
 from smb.coordinator.ledger import Ledger
+from smb.coordinator.process import _tick
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.request import Creation
-from smb.coordinator.store import FILE_NAME, RESERVE_NAME, StoreError
+from smb.coordinator.store import FILE_NAME, RESERVE_NAME, SqliteStore, StoreError
 from smb.proto import control_pb2 as pb
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 from tests.support.memory_server import coordinator_stub, fake_memory_servers
@@ -114,6 +128,71 @@ def test_a_failing_store_is_tried_until_it_works() -> None:
         store.fails = False
         await ledger.commit(Ticked())
         assert not ledger.store_error
+
+    asyncio.run(work())
+
+
+def test_a_tick_that_cannot_be_stored_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A session ran out, and the disk has no room to say so: every tick tries, the log says it once, none ends the
+    ticks. Once the disk can be written, it is stored."""
+
+    async def work() -> None:
+        store = BrokenStore()
+        clock = [Instant(0.0, 0.0)]
+        ledger = await Ledger.open(store, 1, session_lease_s=1.0, clock=lambda: clock[0])
+        await ledger.commit(SessionRenewed(1, "one", ""))
+        store.fails = True
+        clock[0] = Instant(100.0, 100.0)
+        ticked: list[float] = []
+        health = SimpleNamespace(ticked=lambda: ticked.append(0.0))
+        ticking = asyncio.create_task(_tick(ledger, SimpleNamespace(tell=lambda _: None), health))  # type: ignore[arg-type]
+
+        async def until(is_so: Callable[[], bool]) -> None:
+            while not is_so():
+                assert not ticking.done()
+                await asyncio.sleep(0.001)
+
+        try:
+            await asyncio.wait_for(until(lambda: len(ticked) > 5), 20)
+            assert 1 in ledger.state.client_names
+            store.fails = False
+            await asyncio.wait_for(until(lambda: 1 not in ledger.state.client_names), 20)
+        finally:
+            ticking.cancel()
+
+    monkeypatch.setattr(process, "TICK_S", 0.001)
+    asyncio.run(work())
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["cannot write it; nothing was changed"]
+
+
+@pytest.mark.parametrize("what", ["exists", "unlink"])
+def test_a_reserve_that_cannot_be_touched_is_a_refusal(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that answers EIO for the reserve's name: the change is refused with the store's error, nothing else."""
+
+    def broken(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    async def work() -> None:
+        store = SqliteStore(tmp_path)
+        try:
+            with monkeypatch.context() as patched:
+                if what == "unlink":
+                    patched.setattr(store, "_write", full)
+                patched.setattr(Path, what, broken)
+                with pytest.raises(StoreError, match=r"cannot .*Input/output error.*nothing was changed"):
+                    await store.change({"a": "1"}, urgent=what == "unlink")
+            await store.change({"a": "2"})
+            assert await store.load() == {"a": "2"}
+        finally:
+            await store.close()
+
+    def full(_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
 
     asyncio.run(work())
 

@@ -16,6 +16,7 @@ import pytest
 
 import smb
 from memserver.engine import Engine, SegmentForm
+from memserver.load import Shortage, load_of
 from memserver.place import Place
 from memserver.segments import HEADROOM_BYTES, Segments
 from smb import errors
@@ -116,6 +117,25 @@ def test_segments_that_are_made_at_once_count_together(tmp_path: Path) -> None:
         first.join(20)
         assert segments.ids() == [1]
         segments.create(SegmentForm(2, 1, 2, 2 * MIB, 256 << 10))  # the file here says that nothing is used
+
+
+@pytest.mark.parametrize(
+    ("used", "told"), [(100 * MIB, 380 * MIB), (500 * MIB, 1), (512 * MIB, 1), (600 * MIB, 1), (None, 1)]
+)
+def test_no_room_is_told_as_such(tmp_path: Path, used: int | None, told: int) -> None:
+    """What a renewal tells leaves out what creates may not take; nothing left, or no limit that can be read, is 1
+    byte, as 0 says that nobody knows: the warning of a capacity that can't be kept was missing just then."""
+    root = machine(tmp_path / "machine", V2, "/", "/", {"": (str(512 * MIB), used or 0, 0)})
+    limit = MemoryLimit(root)
+    if used is None:
+        (root / "sys/fs/cgroup/memory.stat").unlink()
+    (tmp_path / "memory").mkdir()
+    with ExitStack() as leaving:
+        place = Place(tmp_path / "memory", "a")
+        leaving.callback(place.close)
+        engine = Engine(1, 1, 16 * MIB)
+        leaving.callback(engine.close)
+        assert load_of(engine, place, Shortage(), limit).memory_free_bytes == told
 
 
 def look(root: Path, capacity: str | None) -> Finding:

@@ -18,6 +18,7 @@ from smb._engine import lib
 from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError, NotFoundError, TransportError
 from smb.layout import SegmentPlace
+from smb.proto import control_pb2 as pb
 from smb.tokens import Tokens
 from smb.transport import queues
 from smb.transport.base import Deadline, NoAnswerError, NoWayError
@@ -430,6 +431,51 @@ def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypa
     with pytest.raises(NoWayError, match="closed"):
         verbs.memory()
     client.close()
+
+
+def test_an_interrupt_while_a_server_is_greeted_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C out of the HELLO: our end of the queue pair is closed, and the server is told to close its own."""
+
+    class Queue:
+        def __init__(self, _domain: object) -> None:
+            pass
+
+        def end(self) -> End:
+            return End(17, bytes(16), 0, 5, 4096, 16)
+
+        def connect(self, _end: End) -> None:
+            pass
+
+    class Carrier(Echo):
+        def __init__(self, *_: object) -> None:
+            super().__init__()
+            self.engine_end = self.theirs.dup()
+
+    asked: list[str] = []
+
+    def answer(_server: object, _address: str, method: str, _request: object, *_: object) -> Any:
+        asked.append(method)
+        return SimpleNamespace(server=pb.VerbsEnd(number=1, gid=bytes(16), mtu=4096, reads=16), slots=[])
+
+    def greet(fd: int, _ms: int) -> NoReturn:
+        os.close(fd)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smb.transport.verbs.Device", lambda _settings: "none0")
+    monkeypatch.setattr("smb.transport.verbs.Domain", lambda _device: FakeDomain())
+    monkeypatch.setattr("smb.transport.verbs.Queue", Queue)
+    monkeypatch.setattr("smb.transport.verbs.Carrier", Carrier)
+    client = EngineClient(12345)
+    verbs = Verbs(client, Links(client, lambda server: None, Tokens(_never), _never), 12345, Settings(device="none0"))
+    monkeypatch.setattr(verbs, "_ask", answer)
+    server: Any = verbs._server("a")
+    with pytest.raises(KeyboardInterrupt):
+        verbs._carry(server, Whereabouts("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, greet)
+    assert asked == ["ConnectVerbs", "CloseVerbs"]
+    assert server.carrier.closed
+    verbs.close()
+    client.close()
+    server.carrier.theirs.close()
 
 
 def test_a_connection_that_comes_after_the_end_is_closed() -> None:
