@@ -335,6 +335,11 @@ void smb_server_end_session(struct smb_server *server, uint64_t session);
 void smb_server_know_ended(struct smb_server *server);
 /* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
+/* Nothing that waits is asked of it any more, also after a restart: such requests get SMB_NOT_FOUND. Only if it is idle (sync.h's
+ * sync_retire); else SMB_BUSY. *token is the last one of its lock. Repeating it is harmless. SMB_NOT_FOUND if it is not here. */
+int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms, uint64_t *token);
+/* The next token of its lock will be higher than this one, an even number (SMB_INVALID). SMB_NOT_FOUND if it is not here. */
+int smb_server_raise_token(struct smb_server *server, uint64_t id, uint64_t token);
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters);
 /* From when a request was taken up until its answer was ready, by [transport][opcode]; of what waits until it was answered. */
 struct smb_latencies { struct smb_latency of[4][23]; };

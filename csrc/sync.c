@@ -36,6 +36,7 @@ struct sync {
     uint64_t pinned_ns;            /* since when pins alone keep the publishers from their turn; UINT64_MAX: they don't */
     uint64_t grace_ns;             /* nothing is granted before */
     uint64_t broken_rounds;
+    uint64_t asked_ns;             /* the last request, or the start */
     int closed;                    /* status of everything from now on */
     uint64_t due_ns;               /* as last told */
     struct sync_counters own, *counters; /* it may have no other */
@@ -689,6 +690,8 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     bool locked_before = get(&words->locks[SYNC_USER].token) || get(&words->locks[SYNC_PUBLISHER].token);
     made->grace_ns = grace && locked_before ? later(now_ns, SYNC_GRACE_MS) : 0;
     made->due_ns = made->pinned_ns = UINT64_MAX;
+    made->asked_ns = now_ns;
+    made->closed = get(&words->retired) == SYNC_RETIRED ? SMB_NOT_FOUND : 0;
     if (grace && !find_parties(made, now_ns)) {
         sync_destroy(made);
         return SMB_OUT_OF_MEMORY;
@@ -746,6 +749,42 @@ void sync_close(struct sync *sync, int status)
     release(sync, &news);
 }
 
+static bool idle(const struct sync *sync, uint64_t idle_ns, uint64_t now_ns)
+{
+    /* Calls whose times are a little apart may come in either order. */
+    bool used = now_ns < sync->grace_ns || now_ns < sync->asked_ns || now_ns - sync->asked_ns < idle_ns || arrived_of(sync) > 0 ||
+                sync->barrier.first || sync->versions.first || sync->pins;
+    for (int i = 0; i < SYNC_LOCKS; i++)
+        used |= held(&sync->words->locks[i], now_ns) || sync->locks[i].first;
+    return !used;
+}
+
+int sync_retire(struct sync *sync, uint64_t idle_ns, uint64_t now_ns, uint64_t *token)
+{
+    pthread_mutex_lock(&sync->mutex);
+    bool before = get(&sync->words->retired) == SYNC_RETIRED;
+    int status = before || (!sync->closed && idle(sync, idle_ns, now_ns)) ? SMB_OK : SMB_BUSY;
+    if (status == SMB_OK && !before) {
+        put(&sync->words->retired, SYNC_RETIRED);
+        sync->closed = SMB_NOT_FOUND;
+    }
+    *token = get(&sync->words->locks[SYNC_USER].token);
+    pthread_mutex_unlock(&sync->mutex);
+    return status;
+}
+
+int sync_raise_token(struct sync *sync, uint64_t token)
+{
+    struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    if (token % SYNC_LOCKS != SYNC_USER)
+        return SMB_INVALID;
+    pthread_mutex_lock(&sync->mutex);
+    if (get(&lock->token) < token)
+        put(&lock->token, token);
+    pthread_mutex_unlock(&sync->mutex);
+    return SMB_OK;
+}
+
 static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *told, struct news *news)
 {
     const struct sync_request *request = &waiter->request;
@@ -775,6 +814,7 @@ int sync_ask(struct sync *sync, const struct sync_request *request, struct waite
     waiter->kept = false;
     *answer = (struct sync_answer){0};
     struct news news = acquire(sync);
+    sync->asked_ns = now_ns;
     int status = sync->closed ? sync->closed : ask_locked(sync, waiter, now_ns, answer, &news);
     release(sync, &news);
     answer->status = status;

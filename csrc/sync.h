@@ -67,7 +67,9 @@ struct sync_words {
     _Atomic uint64_t round;             /* of the barrier: round number << 24 | arrived */
     _Atomic uint64_t parties;           /* of the round under way */
     _Atomic uint64_t broken;            /* bit (round mod 64): that round was broken */
+    _Atomic uint64_t retired;           /* SYNC_RETIRED: nothing is asked of it any more; any other value means nothing */
 };
+static const uint64_t SYNC_RETIRED = 0x64656E7275746572; /* "returned" */
 _Static_assert(sizeof(struct sync_words) <= 512, "a place in the header page");
 
 struct sync_request {
@@ -113,6 +115,12 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
 void sync_destroy(struct sync *sync);
 /* Answers every waiter with `status` (the segment is deleted, the daemon stops) and refuses all later requests with it. */
 void sync_close(struct sync *sync, int status);
+
+/* Refuses all later requests with SMB_NOT_FOUND, also after a restart, if it is idle: nobody holds or awaits anything, no round
+ * is under way, and nothing was asked for idle_ns. SMB_OK, also repeated: *token is the user's lock's last one. SMB_BUSY. */
+int sync_retire(struct sync *sync, uint64_t idle_ns, uint64_t now_ns, uint64_t *token);
+/* The user's lock's next token will be higher than this one. SMB_INVALID for a token of another lock. */
+int sync_raise_token(struct sync *sync, uint64_t token);
 
 /* SMB_PARKED: `waiter` is kept and will be answered. Anything else: *answer is the answer, waiter is the caller's. May answer
  * other waiters before it returns. */

@@ -304,3 +304,24 @@ uint64_t smb_server_waits(struct smb_server *server, struct smb_wait *waits, uin
     server_each_segment(server, look_at_segment, &look);
     return look.found;
 }
+
+int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms, uint64_t *token)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    uint64_t idle_ns = idle_ms > UINT64_MAX / 1000000 ? UINT64_MAX : idle_ms * 1000000;
+    int status = sync_retire(served_of(segment)->sync, idle_ns, smb_boot_ns(), token);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_raise_token(struct smb_server *server, uint64_t id, uint64_t token)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    int status = sync_raise_token(served_of(segment)->sync, token);
+    smb_segment_release(segment);
+    return status;
+}

@@ -78,7 +78,8 @@ class ControlService(MemoryServerServicer):
             if dtype is None or request.id == 0 or request.epoch == 0:
                 raise InvalidArgumentError(f"segment {request.id:016x}, epoch {request.epoch}, dtype {request.dtype!r}")
             self._segments.create(
-                SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes)
+                SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes),
+                request.token_floor,
             )
             failpoint("memserver.create.done")
             return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes())
@@ -95,6 +96,17 @@ class ControlService(MemoryServerServicer):
             return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
 
         return _answer(context, drop)
+
+    def RetireSegments(
+        self, request: pb.RetireSegmentsRequest, context: grpc.ServicerContext
+    ) -> pb.RetireSegmentsReply:
+        """See control.proto."""
+
+        def retire() -> pb.RetireSegmentsReply:
+            tokens = self._segments.retire(request.ids, request.idle_ms)
+            return pb.RetireSegmentsReply(tokens=tokens)
+
+        return _answer(context, retire)
 
     def EndSessions(self, request: pb.EndSessionsRequest, context: grpc.ServicerContext) -> pb.EndSessionsReply:
         """See control.proto."""

@@ -264,6 +264,22 @@ class Engine:
         """Stop serving it and unlink its file; users of its mapping get errors from now on. Raises NotFoundError."""
         _check(lib.smb_server_delete_segment(self._server, segment_id), f"delete segment {segment_id:016x}")
 
+    def retire_segment(self, segment_id: int, idle_ms: int) -> int | None:
+        """Have its lock and barrier refuse all requests from now on, if they are idle for so long.
+
+        Returns the lock's last token then, else None. Raises NotFoundError.
+        """
+        token = ffi.new("uint64_t *")
+        status = lib.smb_server_retire_segment(self._server, segment_id, idle_ms, token)
+        if status == lib.SMB_BUSY:
+            return None
+        _check(status, f"retire segment {segment_id:016x}")
+        return int(token[0])
+
+    def raise_token(self, segment_id: int, token: int) -> None:
+        """Have its lock's next token be higher than this one. Raises NotFoundError, InvalidArgumentError."""
+        _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
+
     def end_session(self, session_id: int) -> None:
         """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""
         lib.smb_server_end_session(self._server, session_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from memserver.engine import Engine, SegmentForm
 from memserver.place import Place
@@ -51,8 +52,9 @@ class Segments:
         with self._lock:
             self._held[form.id] = form
 
-    def create(self, form: SegmentForm) -> None:
-        """Make it; the same again is no error. Blocks while its memory is zeroed.
+    def create(self, form: SegmentForm, token_floor: int = 0) -> None:
+        """Make it; the same again is no error. Blocks while its memory is zeroed. Tokens of its lock are higher than
+        `token_floor`.
 
         Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (it is there and different), NotFoundError (it
         was dropped).
@@ -63,12 +65,16 @@ class Segments:
                 raise NotFoundError(f"segment {form.id:016x} was dropped before; it is not made again")
             held = self._held.get(form.id)
             if held == form:
+                if token_floor:
+                    self._engine.raise_token(form.id, token_floor)
                 return
             if held is not None:
                 raise AlreadyExistsError(f"segment {form.id:016x} is there with another form: {held}, not {form}")
             self._busy.add(form.id)
         try:
             self._make(form)
+            if token_floor:  # before anybody else has heard of it
+                self._engine.raise_token(form.id, token_floor)
             failpoint("memserver.create.made")
             with self._lock:
                 self._held[form.id] = form
@@ -90,6 +96,18 @@ class Segments:
             self.on_drop(segment_id)
         finally:
             self._end(segment_id)
+
+    def retire(self, segment_ids: Iterable[int], idle_ms: int) -> dict[int, int]:
+        """Have those that are idle answer no more requests; return their locks' last tokens, by id."""
+        with self._lock:
+            there = [segment_id for segment_id in segment_ids if segment_id in self._held]
+        tokens: dict[int, int] = {}
+        for segment_id in there:
+            with suppress(NotFoundError):  # it was dropped meanwhile
+                token = self._engine.retire_segment(segment_id, idle_ms)
+                if token is not None:
+                    tokens[segment_id] = token
+        return tokens
 
     def end_sessions(self, session_ids: Iterable[int]) -> None:
         """Give up what these sessions hold of any segment, and let them in no more; a repetition costs nothing."""

@@ -404,6 +404,7 @@ class Client:
                 info.layout.segments[0],
                 info.layout.epoch,
                 locate,
+                named=True,
             )
             with self._lock:
                 home = self._homes.setdefault((kind, name), home)

@@ -109,7 +109,7 @@ class Coordinator:
         return self._opened(self._stub.OpenBuffer, request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
-        """Return where the lock or barrier of that name lies; whoever asks first gives it its place, for good."""
+        """Return where the lock or barrier of that name lies; whoever asks first gives it its place."""
         return self.create_buffer(pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True), timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:

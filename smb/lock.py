@@ -16,6 +16,7 @@ from smb.errors import (
     Error,
     InvalidArgumentError,
     LockLostError,
+    NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.waits import Home, raise_fences, wait_ms
@@ -145,6 +146,11 @@ class Lock:
         except LockLostError:
             self.lose(token)
             raise
+        except NotFoundError as error:
+            if not self._home.named:
+                raise
+            self.lose(token)  # only what nobody holds is freed
+            raise self._lost_error("renewal") from error
         if self._token == token:
             self._expires = began + self._ttl_ms / 1000
 

@@ -184,6 +184,11 @@ _TABLE = (
         _number, "SECONDS",
     ),
     Setting(
+        "coordinator", "idle_names", float, 60.0,
+        "How long a named lock or barrier is not used before its memory is given back; its next use makes it anew.",
+        _number, "SECONDS",
+    ),
+    Setting(
         "coordinator", "stripe", str, None,
         "Bytes in a row on one server, of buffers that are created without a stripe of their own; a multiple of 4096. "
         "Default: 256KiB, and 1MiB for more than 8 GiB.",

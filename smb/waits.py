@@ -45,9 +45,18 @@ class Home:
     """A segment and what it is called. `relocate` returns where it is now, e.g. after its server moved."""
 
     def __init__(
-        self, client: Client, what: str, place: SegmentPlace, epoch: int, relocate: Callable[[], SegmentPlace]
+        self,
+        client: Client,
+        what: str,
+        place: SegmentPlace,
+        epoch: int,
+        relocate: Callable[[], SegmentPlace],
+        *,
+        named: bool = False,
     ) -> None:
+        """`named`: of a lock or barrier by itself. It is freed when nobody uses it, and `relocate` makes it anew."""
         self.what = what
+        self.named = named
         self._client = client
         self._place = place
         self._epoch = epoch
@@ -63,12 +72,27 @@ class Home:
         Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
         server was not reached for the client's timeout).
         """
-        try:
-            return self._ask(asked, opcode, argument, words, wait)
-        except PermissionDeniedError:  # nothing was done: our token may have expired
-            if not self._open_again():
-                raise
-            return self._ask(asked, opcode, argument, words, wait)
+        # Of a barrier that was freed meanwhile the round is not known any more: whoever asks for it is told so.
+        again = self.named and opcode is not AskOpcode.AWAIT_BARRIER
+        opened, deadline = False, Deadline(self._client.timeout)
+        while True:
+            try:
+                return self._ask(asked, opcode, argument, words, wait)
+            except PermissionDeniedError:  # nothing was done: our token may have expired
+                if opened or not self._open_again():
+                    raise
+                opened = True
+            except NotFoundError:  # nothing was done: it was freed
+                if not again or deadline.left() <= _RETRY_S:
+                    raise
+                self._place_again()
+
+    def _place_again(self) -> None:
+        """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
+        before, self._place = self._place.id, self._relocate()
+        self._link = None
+        if self._place.id == before:
+            time.sleep(_RETRY_S)
 
     def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Told:
         asking = self.start(opcode, argument, words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord, SessionRecord
@@ -116,6 +116,13 @@ class BufferRenamed:
 
 
 @dataclass(frozen=True, slots=True)
+class NamesFreed:
+    """Segments of locks and barriers that were idle, and answer no request now: by id, their locks' last tokens."""
+
+    tokens: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRenewed:
     """A client opens a session, or says that it lives. `owner`: its certificate's key, empty where there is none."""
 
@@ -144,6 +151,7 @@ Event = (
     | BufferFailed
     | BufferDeleted
     | BufferRenamed
+    | NamesFreed
     | SessionRenewed
     | SessionClosed
 )
@@ -192,6 +200,13 @@ class EraseSession:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveTokenFloor:
+    """Put the number into the store."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class MakeSegments:
     """Have the segments of this pending buffer made, then report BufferMade or BufferFailed."""
 
@@ -234,5 +249,5 @@ class Report:
     text: str
 
 
-StoreChange = SaveBuffer | EraseBuffer | SaveServer | EraseServer | SaveSession | EraseSession
+StoreChange = SaveBuffer | EraseBuffer | SaveServer | EraseServer | SaveSession | EraseSession | SaveTokenFloor
 Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | WakeOpeners | TellEnded | Report

@@ -26,6 +26,7 @@ from smb.coordinator.events import (
     SaveBuffer,
     SaveServer,
     SaveSession,
+    SaveTokenFloor,
     Ticked,
     WakeOpeners,
 )
@@ -37,6 +38,7 @@ from smb.errors import UnavailableError
 
 _log = logging.getLogger("coordinator")
 _BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
+_FLOOR = "lock/floor"
 _PROBE = "probe"  # of no meaning
 
 
@@ -195,6 +197,8 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
                 changes[f"{_SESSION}{session.id:016x}"] = session.to_json()
             case EraseSession(session_id):
                 changes[f"{_SESSION}{session_id:016x}"] = None
+            case SaveTokenFloor(token):
+                changes[_FLOOR] = str(token)
     return changes
 
 
@@ -203,6 +207,7 @@ def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quot
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
+        token_floor = int(texts.get(_FLOOR, "0"))
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
-    return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas)
+    return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas, token_floor)

@@ -35,7 +35,9 @@ class MemoryServers:
         self._credentials = credentials
         self._peers: dict[str, _Peer] = {}
 
-    async def create(self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord) -> int:
+    async def create(
+        self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord, token_floor: int = 0
+    ) -> int:
         """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
         unknown).
         """
@@ -45,6 +47,7 @@ class MemoryServers:
             dtype=record.dtype,
             nbytes=segment.nbytes,
             chunk_bytes=record.chunk_bytes,
+            token_floor=token_floor,
         )
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
@@ -64,6 +67,18 @@ class MemoryServers:
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "drop a segment", error) from error
         return int(reply.used_bytes)
+
+    async def retire(self, server: ServerRecord, segment_ids: Sequence[int], idle_s: float) -> dict[int, int]:
+        """Have those that are idle for so long answer no more requests; return their last tokens, by id. Raises
+        UnavailableError (outcome unknown).
+        """
+        request = pb.RetireSegmentsRequest(ids=segment_ids, idle_ms=round(idle_s * 1000))
+        try:
+            peer = await self._peer(server)
+            reply = await peer.stub.RetireSegments(request, timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "retire locks and barriers", error) from error
+        return dict(reply.tokens)
 
     async def end_sessions(self, server: ServerRecord, session_ids: Sequence[int]) -> None:
         """Tell that these sessions are over. Raises UnavailableError (outcome unknown)."""

@@ -23,6 +23,7 @@ from smb.coordinator.answers import Answers
 from smb.coordinator.endings import Endings
 from smb.coordinator.events import Event, Instant, Ticked
 from smb.coordinator.health import Health
+from smb.coordinator.idle import IDLE_S_MAX, IDLE_S_MIN, IdleNames
 from smb.coordinator.ledger import Committed, Ledger
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics, StateMetrics, targets
 from smb.coordinator.overview import Overview
@@ -74,6 +75,7 @@ class Options:
     insecure: bool = False
     metrics_token_file: Path | None = None
     token_lifetime_s: float = LIFETIME_S
+    idle_names_s: float = 60.0
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
 
 
@@ -102,6 +104,10 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     if not SESSION_LEASE_S_MIN <= lease_s <= SESSION_LEASE_S_MAX:
         raise InvalidArgumentError(
             f"--session-lease {lease_s:g}: use {SESSION_LEASE_S_MIN:g} to {SESSION_LEASE_S_MAX:g} seconds"
+        )
+    if not IDLE_S_MIN <= options.idle_names_s <= IDLE_S_MAX:
+        raise InvalidArgumentError(
+            f"--idle-names {options.idle_names_s:g}: use {IDLE_S_MIN:g} to {IDLE_S_MAX:g} seconds"
         )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
@@ -159,7 +165,8 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
     leaving.callback(ledger.stop_waiting)
-    for beginning in (_tick(ledger, endings, health), _trim()):
+    idle_names = IdleNames(ledger, servers, service.drop, options.idle_names_s)
+    for beginning in (_tick(ledger, endings, health), _trim(), idle_names.run()):
         leaving.push_async_callback(_cancel, asyncio.create_task(beginning))
 
     _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)

@@ -249,7 +249,7 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.delete.asked")
         committed = await self._ledger.commit(BufferDeleted(request.name, request.missing_ok))
         failpoint("coordinator.delete.erased")
-        await self._drop(committed)
+        await self.drop(committed)
         failpoint("coordinator.delete.dropped")
         return pb.DeleteBufferReply()
 
@@ -259,7 +259,7 @@ class CoordinatorService(CoordinatorServicer):
         event = BufferRenamed(request.name, request.new_name, request.replace, request.displaced_name, request.folder)
         committed = await self._ledger.commit(event)
         failpoint("coordinator.rename.stored")
-        await self._drop(committed)
+        await self.drop(committed)
         return pb.RenameBufferReply()
 
     def _check_session(self, request: pb.RenewSessionRequest | pb.CloseSessionRequest | _Opening) -> None:
@@ -334,7 +334,7 @@ class CoordinatorService(CoordinatorServicer):
         except BaseException:
             failed = await self._ledger.commit(BufferFailed(record.key))
             failpoint("coordinator.create.taken_back")
-            await self._drop(failed)
+            await self.drop(failed)
             raise
         failpoint("coordinator.create.ready_stored")
         return made
@@ -342,7 +342,7 @@ class CoordinatorService(CoordinatorServicer):
     async def _make_segments(self, committed: Committed, record: BufferRecord, asked: str) -> None:
         servers = [committed.state.servers[segment.server] for segment in record.segments]
         calls = (
-            self._make_segment(server, record, segment)
+            self._make_segment(server, record, segment, committed.state.token_floor)
             for server, segment in zip(servers, record.segments, strict=True)
         )
         # All answers are awaited, also after a failure: a drop must not overtake the segment's creation.
@@ -356,12 +356,16 @@ class CoordinatorService(CoordinatorServicer):
             if isinstance(answer, BaseException):
                 raise answer
 
-    async def _make_segment(self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord) -> int:
-        used_bytes = await self._servers.create(server, record, segment)
+    async def _make_segment(
+        self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord, token_floor: int
+    ) -> int:
+        floor = token_floor if record.kind is Kind.LOCK else 0
+        used_bytes = await self._servers.create(server, record, segment, floor)
         failpoint("coordinator.create.segment_made")
         return used_bytes
 
-    async def _drop(self, committed: Committed) -> None:
+    async def drop(self, committed: Committed) -> None:
+        """Have the servers drop what this event left without a name. A server that misses it registers again."""
         segments = [s for effect in committed.effects if isinstance(effect, DropSegments) for s in effect.segments]
         await asyncio.gather(*(self._drop_segment(committed, segment) for segment in segments))
 

@@ -30,11 +30,13 @@ from smb.coordinator.events import (
     Event,
     Instant,
     MakeSegments,
+    NamesFreed,
     Report,
     Restarted,
     SaveBuffer,
     SaveServer,
     SaveSession,
+    SaveTokenFloor,
     ServerCounted,
     ServerDoubted,
     ServerLeft,
@@ -96,6 +98,8 @@ class State:
     ended_sessions: EndedSessions = field(default_factory=EndedSessions)
     stripe_bytes: int = 0  # of buffers that are created without one; 0: placement's default
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace; a setting of this run
+    # No token of a lock that was freed is higher. One for all, so that nothing is kept of names that are gone.
+    token_floor: int = 0
 
     def alive(self, server: str, now: Instant) -> bool:
         """Whether the server's lease runs."""
@@ -158,6 +162,7 @@ def load(
     session_lease_s: float = SESSION_LEASE_S,
     stripe_bytes: int = 0,
     quotas: Mapping[str, Quota] | None = None,
+    token_floor: int = 0,
 ) -> State:
     """Return the state that these records describe. Step it with Restarted before anything else."""
     known = sorted(sessions, key=lambda session: session.ended)
@@ -170,6 +175,7 @@ def load(
         session_owners={session.id: session.owner for session in known if not session.ended and session.owner},
         ended_sessions=EndedSessions(0, max(ended.values(), default=0), ended),
         stripe_bytes=stripe_bytes,
+        token_floor=token_floor,
     )
     for record in buffers:
         state = _add(state, record)
@@ -404,6 +410,30 @@ def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
     return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
 
 
+def _names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
+    freed = [
+        record
+        for record in state.buffers.values()
+        if record.kind is not Kind.BUFFER and record.ready and record.segments[0].id in event.tokens
+    ]
+    if not freed:
+        return state, ()
+    segments = tuple(segment for record in freed for segment in record.segments)
+    allocated = state.allocated
+    for record in freed:
+        allocated = _allocate(allocated, record, -1)
+    floor = max(state.token_floor, *(event.tokens[segment.id] for segment in segments))
+    state = replace(
+        state,
+        buffers=_without(state.buffers, *(record.key for record in freed)),
+        allocated=allocated,
+        token_floor=floor,
+    )
+    report = Report(logging.INFO, f"freed {len(freed)} locks and barriers that nobody used any more")
+    erased = (EraseBuffer(record.key) for record in freed)
+    return state, (*erased, SaveTokenFloor(floor), DropSegments(segments), report)
+
+
 def _session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
     if event.session_id == 0:
         raise InvalidArgumentError("a session's id is not 0")
@@ -446,6 +476,7 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     BufferFailed: _buffer_failed,
     BufferDeleted: _buffer_deleted,
     BufferRenamed: _buffer_renamed,
+    NamesFreed: _names_freed,
     SessionRenewed: _session_renewed,
     SessionClosed: _session_closed,
 }

@@ -514,6 +514,65 @@ static void seen_by_people(void)
     place_end(&place);
 }
 
+/* Only what is idle for that long is retired: whatever is held, awaited, pinned or under way is not. Then nothing is answered any
+ * more, over a restart too. */
+static void retired(void)
+{
+    static const uint64_t IDLE = 10 * SECOND;
+    struct place place;
+    struct asked a, b, c;
+    uint64_t token = 0;
+    place_make(&place);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY); /* it is new */
+    CHECK_EQ(sync_retire(place.sync, 0, place.now - 1, &token), SMB_BUSY);
+    CHECK_EQ(sync_raise_token(place.sync, 41), SMB_INVALID);
+    CHECK_EQ(sync_raise_token(place.sync, 40), SMB_OK);
+    CHECK_EQ(sync_raise_token(place.sync, 20), SMB_OK);
+    CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 1, SYNC_USER, 60000, 0, 0), SMB_OK);
+    CHECK_EQ(a.answer.a, 42);
+    pass(&place, 2 * IDLE);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY); /* held */
+    CHECK_EQ(lock(&place, &b, 2, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 40, 0), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 42, 0), SMB_OK);
+    CHECK_EQ(b.answer.a, 44);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 44, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 9, 2, 0, 2, 0, 0), SMB_OK);
+    pass(&place, 2 * IDLE);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_OK); /* the party that left broke the round */
+    CHECK_EQ(token, 44);
+    place_end(&place);
+
+    place_make(&place);
+    CHECK_EQ(ask(&place, &a, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 9, 2, 0, 2, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_PARKED);
+    pass(&place, 2 * IDLE);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
+    CHECK(sync_forget(&a.waiter, place.now));
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
+    sync_end_session(place.sync, 9, place.now);
+    CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 1, SYNC_USER, 1000, 0, 0), SMB_OK);
+    pass(&place, IDLE - 1); /* the lease is over */
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
+    pass(&place, 1);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_OK);
+        CHECK_EQ(token, a.answer.a);
+        CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_NOT_FOUND);
+        CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_NOT_FOUND);
+        place_restart(&place);
+    }
+    place.words->retired = 1; /* garbage */
+    place_restart(&place);
+    CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_PARKED); /* the grace */
+    CHECK(sync_forget(&b.waiter, place.now));
+    pass(&place, IDLE);
+    sync_close(place.sync, SMB_NOT_FOUND); /* deleted, not retired */
+    CHECK_EQ(sync_retire(place.sync, 0, place.now, &token), SMB_BUSY);
+    place_end(&place);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -521,7 +580,7 @@ int main(void)
         TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
         TEST(versions), TEST(pins), TEST(pins_run_out), TEST(pins_renewed), TEST(pins_overtaken), TEST(ends),
         TEST(thousand_waiters),
-        TEST(seen_by_people),
+        TEST(seen_by_people), TEST(retired),
     };
     return RUN_TESTS(tests);
 }

@@ -28,11 +28,13 @@ from smb.coordinator.events import (
     Event,
     Instant,
     MakeSegments,
+    NamesFreed,
     Report,
     Restarted,
     SaveBuffer,
     SaveServer,
     SaveSession,
+    SaveTokenFloor,
     ServerCounted,
     ServerDoubted,
     ServerLeft,
@@ -452,7 +454,26 @@ def test_a_lock_a_barrier_and_a_buffer_share_a_name(cluster: Cluster) -> None:
         cluster.want("v", like="lock:w")
 
 
-def test_a_lock_has_one_home_for_good(cluster: Cluster) -> None:
+def test_idle_names_are_freed(cluster: Cluster) -> None:
+    """Those of the segments told, with their memory; no buffer, nothing that is being made. The floor never falls."""
+    before = cluster.state.allocated
+    for name, token in (("v", 40), ("w", 8)):
+        cluster.use(Kind.LOCK, name)
+        segment = cluster.only(MakeSegments).record.segments[0]
+        assert cluster.do(NamesFreed({segment.id: token})) == ()
+        cluster.do(BufferMade(f"lock:{name}"))
+        assert cluster.do(NamesFreed({segment.id + 1000: token})) == ()
+        effects = cluster.do(NamesFreed({segment.id: token}))
+        assert effects[:3] == (EraseBuffer(f"lock:{name}"), SaveTokenFloor(40), DropSegments((segment,)))
+        assert cluster.do(NamesFreed({segment.id: token})) == ()
+    assert cluster.state.find(Kind.LOCK, "w") is None
+    assert {name: taken for name, taken in cluster.state.allocated.items() if taken.segments} == before
+    buffer = cluster.create("w")
+    assert cluster.do(NamesFreed({segment.id: 1 for segment in buffer.segments})) == ()
+    assert cluster.state.token_floor == 40
+
+
+def test_a_lock_has_one_home_while_it_is_used(cluster: Cluster) -> None:
     """Later uses find it where it is, also while it is being made, after its server died, and after a restart."""
     cluster.use(Kind.LOCK)
     assert cluster.use(Kind.LOCK) == ()
