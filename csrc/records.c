@@ -10,6 +10,7 @@ enum { NONE = UINT32_MAX };
 /* What this process knows of one record of the table, so that nothing is looked for in shared memory. */
 struct entry {
     uint32_t next;          /* in its bucket, or of the empty ones */
+    uint32_t bucket;        /* NONE: empty. Local clients can write to the record itself: it may say anything by now */
     uint32_t older, newer;  /* among those that are not empty, by last use; ended ones are the oldest */
     uint16_t in_use;        /* requests that hold it */
 };
@@ -61,31 +62,32 @@ static bool is_of(const struct record *record, uint64_t session, uint16_t lane)
 
 /* ---- which record is whose ---------------------------------------------------------------------------------------- */
 
-static uint32_t *bucket_of(const struct records *records, uint64_t session, uint64_t lane)
+static uint32_t bucket_of(const struct records *records, uint64_t session, uint64_t lane)
 {
-    return &records->buckets[(uint32_t)(((session ^ lane) * 0x9E3779B97F4A7C15U) >> 32) % records->table.count];
+    return (uint32_t)(((session ^ lane) * 0x9E3779B97F4A7C15U) >> 32) % records->table.count;
 }
 
 static void put_in_bucket(struct records *records, uint32_t index)
 {
     const struct record *record = record_at(records, index);
-    uint32_t *bucket = bucket_of(records, read_word(&record->session), read_word(&record->lane));
-    records->entries[index].next = *bucket;
-    *bucket = index;
+    struct entry *entry = &records->entries[index];
+    entry->bucket = bucket_of(records, read_word(&record->session), read_word(&record->lane));
+    entry->next = records->buckets[entry->bucket];
+    records->buckets[entry->bucket] = index;
 }
 
 static void take_out_of_bucket(struct records *records, uint32_t index)
 {
-    const struct record *record = record_at(records, index);
-    uint32_t *at = bucket_of(records, read_word(&record->session), read_word(&record->lane));
+    uint32_t *at = &records->buckets[records->entries[index].bucket];
     while (*at != index)
         at = &records->entries[*at].next;
     *at = records->entries[index].next;
+    records->entries[index].bucket = NONE;
 }
 
 static uint32_t search(const struct records *records, uint64_t session, uint16_t lane)
 {
-    uint32_t at = *bucket_of(records, session, lane);
+    uint32_t at = records->buckets[bucket_of(records, session, lane)];
     while (at != NONE && !is_of(record_at(records, at), session, lane))
         at = records->entries[at].next;
     return at;
@@ -143,6 +145,7 @@ static void read_table(struct records *records, struct use *uses)
         const struct record *record = record_at(records, i);
         if (read_word(&record->session) == 0) {
             records->entries[i].next = records->empty;
+            records->entries[i].bucket = NONE;
             records->empty = i;
         } else {
             put_in_bucket(records, i);
@@ -258,7 +261,8 @@ int records_take(struct records *records, uint64_t session, uint16_t lane, uint6
     pthread_mutex_lock(&records->mutex);
     uint32_t index = *hint;
     int status = SMB_OK;
-    if (index >= records->table.count || !is_of(record_at(records, index), session, lane))
+    if (index >= records->table.count || records->entries[index].bucket == NONE ||
+        !is_of(record_at(records, index), session, lane))
         status = take_locked(records, session, lane, sequence, retry, &index);
     if (status == SMB_OK) {
         records->entries[index].in_use++;
@@ -303,7 +307,7 @@ void records_end_session(struct records *records, uint64_t session)
 {
     pthread_mutex_lock(&records->mutex);
     for (uint32_t i = 0; i < records->table.count; i++) {
-        if (read_word(&record_at(records, i)->session) != session)
+        if (records->entries[i].bucket == NONE || read_word(&record_at(records, i)->session) != session)
             continue;
         write_word(&record_at(records, i)->used_ns, 0);
         unlink_entry(records, i);

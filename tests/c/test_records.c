@@ -104,6 +104,46 @@ static void held_records_stay(void)
     records_destroy(records);
 }
 
+/* Local clients can write to the table. One that scribbles over it loses what it says; the daemon goes on. */
+static void scribbled_over(void)
+{
+    uint64_t seed = 20261124;
+    printf("scribbled_over: seed %llu\n", (unsigned long long)seed);
+    struct random random = random_make(seed);
+    memset(table, 0, sizeof table);
+    struct records *records = make();
+    known = true;
+    for (uint64_t session = 1; session <= COUNT / 2; session++) /* half of them are empty */
+        CHECK_EQ(change(records, session, 0, 1, false), SMB_OK);
+    for (int i = 0; i < COUNT; i++)
+        atomic_store(&table[i].session, 7000);
+    records_end_session(records, 7000);
+    for (uint64_t step = 1; step <= 20000; step++) {
+        struct record *record;
+        uint32_t hint = (uint32_t)random_below(&random, COUNT);
+        struct record *scribbled = &table[random_below(&random, COUNT)];
+        atomic_store(&scribbled->session, random_below(&random, 300));
+        atomic_store(&scribbled->lane, random_below(&random, LANES));
+        atomic_store(&scribbled->used_ns, random_below(&random, 2));
+        uint64_t session = 1 + random_below(&random, 300);
+        if (records_take(records, session, (uint16_t)random_below(&random, LANES), step, false, &hint, &record) == SMB_OK)
+            records_release(records, record);
+        if (random_below(&random, 20) == 0)
+            records_end_session(records, session);
+    }
+    uint64_t seen = 0; /* all are in one piece yet: as many as there are can be held at once */
+    for (uint64_t session = 10000; session < 10000 + COUNT; session++) {
+        struct record *held;
+        uint32_t hint = COUNT;
+        CHECK_EQ(records_take(records, session, 0, 1, false, &hint, &held), SMB_OK);
+        seen++;
+    }
+    CHECK_EQ(seen, COUNT);
+    records_destroy(records);
+    memset(table, 0, sizeof table);
+    evictions = ended_evictions = 0;
+}
+
 struct known_lane {
     uint64_t session, used, made; /* session 0: none; `used` orders them; `made` changes */
     uint16_t lane;
@@ -183,6 +223,7 @@ static void as_a_plain_table(void)
 int main(void)
 {
     static const struct test tests[] = {TEST(ended_sessions_cost_nothing), TEST(living_sessions_count), TEST(held_records_stay),
+                                        TEST(scribbled_over),
                                         TEST(as_a_plain_table)};
     return RUN_TESTS(tests);
 }

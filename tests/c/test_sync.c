@@ -444,6 +444,35 @@ static void pins_overtaken(void)
     place_end(&place);
 }
 
+/* A pin that kept a publisher from its turn and was let go counts for nothing against a later one. */
+static void pins_let_go(void)
+{
+    for (int how = 0; how < 3; how++) { /* let go, run out, its session ended */
+        struct place place;
+        struct asked pin, turn;
+        place_make(&place);
+        publish(&place, 1);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 1000, 0, 0), SMB_OK);
+        publish(&place, 2);
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, 0, 0), SMB_TIMEOUT);
+        if (how == 0)
+            CHECK_EQ(ask(&place, &turn, SMB_UNPIN, 6, 2, 0, pin.answer.b, 0, 0), SMB_OK);
+        if (how == 2)
+            sync_end_session(place.sync, 6, place.now);
+        pass(&place, 2 * SYNC_PIN_MS * MS);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, 0, 0), SMB_OK);
+        CHECK_EQ(pin.answer.a, 2);
+        publish(&place, 3);
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+        pass(&place, SYNC_PIN_MS * MS / 2);
+        CHECK_EQ(turn.answers, 0);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 2, 0, 0, pin.answer.b, 0), SMB_OK);
+        pass(&place, SYNC_PIN_MS * MS / 2);
+        CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 4);
+        place_end(&place);
+    }
+}
+
 /* Whoever waits is told once that the session or the segment is gone; then nothing is done there any more. */
 static void ends(void)
 {
@@ -578,9 +607,8 @@ int main(void)
     static const struct test tests[] = {
         TEST(locks), TEST(locks_over_a_restart), TEST(grace), TEST(longest_lease), TEST(long_queue), TEST(fences),
         TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
-        TEST(versions), TEST(pins), TEST(pins_run_out), TEST(pins_renewed), TEST(pins_overtaken), TEST(ends),
-        TEST(thousand_waiters),
-        TEST(seen_by_people), TEST(retired),
+        TEST(versions), TEST(pins), TEST(pins_run_out), TEST(pins_renewed), TEST(pins_overtaken), TEST(pins_let_go),
+        TEST(ends), TEST(thousand_waiters), TEST(seen_by_people), TEST(retired),
     };
     return RUN_TESTS(tests);
 }
