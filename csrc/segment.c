@@ -157,7 +157,8 @@ static bool header_is_sound(const struct header *header, uint64_t real_bytes)
     uint32_t records = header->record_count;
     uint64_t file_bytes = file_bytes_for(header->data_bytes, header->chunk_bytes, records);
     /* One that was made in the format before keeps the records that it has. */
-    return (records == records_count_for(header->data_bytes) || records == records_count_before(header->data_bytes)) && file_bytes != 0 && header->file_bytes == file_bytes && real_bytes == file_bytes &&
+    return (records == records_count_for(header->data_bytes) || records == records_count_before(header->data_bytes)) &&
+           file_bytes != 0 && header->file_bytes == file_bytes && real_bytes == file_bytes &&
            header->chunks_offset == PAGE && header->id != 0 &&
            header->records_offset == records_offset_for(header->data_bytes, header->chunk_bytes) &&
            header->data_offset == data_offset_for(header->data_bytes, header->chunk_bytes, records) &&
@@ -299,6 +300,7 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment)
         return status;
     /* Release: pairs with the acquire in smb_segment_is_shared. */
     atomic_store_explicit(&taken->header->pid_namespace, taken->pid_namespace, memory_order_release);
+    atomic_thread_fence(memory_order_release);
     taken->header->format_version = FORMAT_VERSION; /* last: whoever finds it finds the namespace */
     *segment = taken;
     return SMB_OK;

@@ -256,7 +256,7 @@ struct connection {
     struct connection *next, *previous; /* all of the loop */
     struct connection *link;            /* inbox, again or parked list */
     struct loop *loop;                  /* changed, by it, with the lanes' lock held */
-    struct loop *destination;           /* so too. Set by HELLO: it is to be served there, where its session has fewer connections */
+    struct loop *destination;           /* so too. Set by HELLO: it is to be served there, where its lane has fewer connections */
     int fd;
     int transport;
     enum connection_wait wait;

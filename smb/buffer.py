@@ -732,12 +732,12 @@ class Buffer(Route):
                 if told.a != version or done == count:
                     version, done = told.a, 0
         except BaseException:
-            if pin is not None and deadline.left() > 0.0:  # else its time ends it
-                with contextlib.suppress(Error):
-                    home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
+            if pin is not None:
+                home.tell(AskOpcode.UNPIN, (pin,))  # where that fails, its time ends it
             raise
         if pin is not None:
-            home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
+            with contextlib.suppress(Error):  # all was read; so too
+                home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
         return version
 
     def _piece(self, start: int, left: int, most: int) -> int:

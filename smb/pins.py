@@ -23,10 +23,11 @@ class Pin:
     """One version of a buffer with versions=2, held for reading: `with buffer.pin() as pin: pin.read(0, 10)`.
 
     Entering takes the version published last; all that is read through the pin is of that one. Meanwhile the next
-    version can be published, but not the one after it, whose copy it is that is read here: the publisher waits. The pin
-    is a lease: after `ttl` seconds it is over, so that a reader that hangs delays a publisher by so much at most. It is
-    not renewed. A read after the publisher has gone on raises LockLostError; none ever returns what is no whole of its
-    version. Not reentrant; for one thread at a time.
+    version can be published, but not the one after it, whose copy it is that is read here: its publisher waits, for
+    as long as it chose (`publish(readers=)`, 30 s unless it says), counted from when pins first kept any publisher from
+    its turn. The pin is a lease, too: after `ttl` seconds it is over. It is not renewed. A read after the publisher has
+    gone on raises LockLostError; none ever returns what is no whole of its version. Not reentrant; for one thread at a
+    time.
     """
 
     def __init__(self, buffer: str, home: Home, read: Read, ttl: float) -> None:
@@ -54,7 +55,8 @@ class Pin:
         if result is None:
             raise LockLostError(
                 f"{self._asked}: version {self._version} was overwritten: the pin ran out after "
-                f"{self._ttl_ms / 1000:g} s, or its server was restarted; pin the latest, for longer"
+                f"{self._ttl_ms / 1000:g} s, or a publisher would not wait longer for readers, or its server was "
+                f"restarted; pin the latest, for longer, or give the publisher a larger readers="
             )
         return result
 

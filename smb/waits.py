@@ -6,6 +6,7 @@ close() get through. It survives a lost connection and a restart of the server: 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 FOREVER_MS = 2**64 - 1
 _TURN_MS = 200
 _RETRY_S = 0.05
+_WAITING_MAX = 4096  # csrc/server.h: WAITS_PER_CONNECTION
+_PINS_MAX = 1024  # csrc/sync.c: SESSION_PINS_MAX
 
 
 def wait_ms(timeout: float | None) -> int:
@@ -119,6 +122,13 @@ class Home:
             link = self._reach()
         return link.ask(opcode, self._place.id, self._epoch, argument, *words)
 
+    def tell(self, opcode: AskOpcode, words: tuple[int, ...]) -> None:
+        """Send a request whose answer does not matter, where there is a connection. Does not wait, raises nothing."""
+        link = self._link
+        if link is not None and link.connected():
+            with contextlib.suppress(EngineError):
+                link.ask(opcode, self._place.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
+
     def finish(self, asked: str, asking: Asking, wait: float | None) -> Told:
         """Return the answer. Raises as `ask`."""
         told = asking.wait(_TURN_MS)
@@ -192,8 +202,10 @@ class Home:
                     outcome=UNKNOWN if told.sent else NOT_APPLIED,
                 )
             case Status.OUT_OF_MEMORY:
-                no_memory = "has no memory for it (its file system is full?), or this process has none"
-                return OutOfMemoryError(f"{asked}: {self._where()} {no_memory}")
+                return OutOfMemoryError(
+                    f"{asked}: no room for it at {self._where()}: a connection may have {_WAITING_MAX} requests "
+                    f"waiting there, a session {_PINS_MAX} pins; with fewer, memory ran out there or in this process"
+                )
             case _:
                 return TransportError(
                     f"{asked}: {self._where()}: {EngineError(told.status, 0)}",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 State: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
 
-# No pin lasts longer: a publication waits for readers at most that long, and something for the way.
+# A publication waits for readers as long as a pin lasts that is not renewed, and has something left for the way.
 _PATIENCE_S = PIN_S_MAX + 5.0
 
 

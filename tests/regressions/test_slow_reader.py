@@ -12,6 +12,8 @@ import pytest
 
 import smb
 import smb.buffer
+from smb.engine import AskOpcode
+from smb.waits import Home
 from tests.support.daemons import wait_for
 
 _SIZE = 1 << 20  # float32 elements
@@ -97,3 +99,43 @@ def test_no_publication_waits_longer_than_its_bound(
     assert max(waited) < 5
     with pytest.raises(smb.InvalidArgumentError, match="readers="):
         trainer.publish(np.ones(_SIZE, np.float32), readers=0)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_read_that_failed_keeps_no_pin(connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that failed at its deadline left its pin, and a publisher waited 30 s for a reader that was gone."""
+    trainer = connect("tcp", timeout=60).create("m", _SIZE, versions=2)
+    reader = connect("tcp", timeout=1).open("m")
+    trainer.publish(np.ones(_SIZE, np.float32))
+
+    def too_late() -> None:
+        if len(begun) == 2:  # the first piece was looked at, and pinned
+            wait_for(lambda: time.monotonic() - began > 1.1, "the deadline")
+            raise smb.TimeoutError("too late")
+
+    begun = _slow(reader, monkeypatch, too_late)
+    began = time.monotonic()
+    with pytest.raises(smb.TimeoutError, match="too late"):
+        reader.read()
+    for version in (2, 3):  # 3 takes the place of what was read
+        assert trainer.publish(np.full(_SIZE, version, np.float32), timeout=10) == version
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_pin_that_cannot_be_let_go_fails_no_read(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All was read, and the last request, which lets the pin go, failed: the read did not fail."""
+    reader = connect("tcp", timeout=60).create("m", _SIZE, versions=2)
+    reader.publish(np.ones(_SIZE, np.float32))
+    ask, asked = Home.ask, []
+
+    def lost(home: Home, what: str, opcode: AskOpcode, *rest: Any, **named: Any) -> Any:
+        asked.append(opcode)
+        if opcode is AskOpcode.UNPIN:
+            raise smb.UnavailableError(what)
+        return ask(home, what, opcode, *rest, **named)
+
+    monkeypatch.setattr(Home, "ask", lost)
+    assert (reader.read() == 1).all()
+    assert AskOpcode.UNPIN in asked
