@@ -60,7 +60,8 @@ class Cluster:
         try:
             listen = self._addresses.get(name, "127.0.0.1:0")
             if name == "coordinator":
-                daemon = self._daemons.coordinator(listen)
+                # All cases look at the locks of earlier ones: none is freed for not being used meanwhile.
+                daemon = self._daemons.coordinator(listen, None, "--idle-names", "86400")
             else:
                 daemon = self._daemons.memory_server(self.address, name, "--listen", listen)
         finally:
