@@ -7,10 +7,11 @@
 #include "server.h"
 #include "sha256.h"
 
-enum { LABEL_BYTES = 16, SECRET_TEXT_BYTES = LABEL_BYTES + 40, PROOF_TEXT_BYTES = LABEL_BYTES + 32 };
-static const char secret_label[LABEL_BYTES] = "smb token 1", proof_label[LABEL_BYTES] = "smb proof 1";
+enum { LABEL_BYTES = 16, SECRET_TEXT_BYTES = LABEL_BYTES + 40, PROOF_TEXT_BYTES = LABEL_BYTES + 32, ANSWER_TEXT_BYTES = LABEL_BYTES + 40 };
+static const char secret_label[LABEL_BYTES] = "smb token 1", proof_label[LABEL_BYTES] = "smb proof 1",
+                  answer_label[LABEL_BYTES] = "smb answer 1";
 
-/* The words that the secret is made of; smb/coordinator/tokens.py makes the same. */
+/* The words that the secret is made of; smb/coordinator/token_issuer.py makes the same. */
 static void make_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session, const struct smb_token *token,
                         uint8_t secret[SMB_KEY_BYTES])
 {
@@ -36,6 +37,24 @@ static void make_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_
     smb_hmac_sha256(secret, SMB_KEY_BYTES, text, sizeof text, proof);
 }
 
+struct access_answer access_answer(const struct smb_token *token, const struct access_connection *connection)
+{
+    uint8_t text[ANSWER_TEXT_BYTES], mac[SHA256_BYTES];
+    memcpy(text, answer_label, LABEL_BYTES);
+    smb_store64(text + LABEL_BYTES, connection->client_nonce);
+    smb_store64(text + LABEL_BYTES + 8, connection->nonce);
+    smb_store64(text + LABEL_BYTES + 16, connection->instance);
+    smb_store64(text + LABEL_BYTES + 24, connection->session);
+    smb_store64(text + LABEL_BYTES + 32, connection->lane);
+    smb_hmac_sha256(token->secret, SMB_KEY_BYTES, text, sizeof text, mac);
+    return (struct access_answer){{smb_load64(mac), smb_load64(mac + 8)}}; /* half of it: RFC 2104, 5 */
+}
+
+bool access_same_answer(const struct access_answer *one, const struct access_answer *other)
+{
+    return ((one->words[0] ^ other->words[0]) | (one->words[1] ^ other->words[1])) == 0; /* one look, wherever they differ */
+}
+
 void access_store(const struct smb_token *token, const struct access_connection *connection, uint8_t payload[SMB_AUTHORIZE_BYTES])
 {
     smb_store64(payload, token->rights | (uint64_t)token->generation << 32);
@@ -58,7 +77,7 @@ bool access_ready(struct access_keys *keys)
 }
 
 int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
-                 const uint8_t *payload, struct grant *grant, uint64_t *why)
+                 const uint8_t *payload, struct grant *grant, struct access_answer *answer, uint64_t *why)
 {
     uint64_t first = smb_load64(payload), now_ns = smb_now_ns(), now_ms;
     struct smb_token token = {.segment = frame->segment, .epoch = frame->epoch, .rights = (uint32_t)first,
@@ -84,6 +103,7 @@ int access_check(struct access_keys *keys, const struct access_connection *conne
     }
     *grant = (struct grant){.segment = token.segment, .epoch = token.epoch, .rights = token.rights,
                             .expires_ns = now_ns + (token.expires_ms - now_ms) * 1000000U};
+    *answer = access_answer(&token, connection);
     return SMB_OK;
 }
 
@@ -161,13 +181,14 @@ int smb_server_check_proof(struct smb_server *server, uint64_t session, const st
     struct smb_frame frame = {.segment = shown->segment, .epoch = shown->epoch, .session = session};
     uint8_t payload[SMB_AUTHORIZE_BYTES];
     struct grant grant;
+    struct access_answer answer;
     uint64_t why;
     if (!access_ready(&server->keys))
         return SMB_BUSY;
     smb_store64(payload, shown->rights | (uint64_t)shown->generation << 32);
     smb_store64(payload + 8, shown->expires_ms);
     memcpy(payload + 16, shown->secret, SMB_KEY_BYTES);
-    int status = access_check(&server->keys, &control, &frame, payload, &grant, &why);
+    int status = access_check(&server->keys, &control, &frame, payload, &grant, &answer, &why);
     uint64_t now_ns = smb_now_ns();
     if (status == SMB_OK)
         *left_ns = grant.expires_ns > now_ns ? grant.expires_ns - now_ns : 0;

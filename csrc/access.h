@@ -22,13 +22,20 @@ enum {
 
 /* What a connection is: a proof for one is none for another. */
 struct access_connection {
-    uint64_t nonce;
+    uint64_t nonce;           /* the server's */
+    uint64_t client_nonce;
     uint64_t instance;
     uint64_t session;
     uint16_t lane;
 };
 /* The lane of proofs for the control plane, which TLS keeps from others; there is no such connection. Nonce and instance are 0. */
 enum { ACCESS_CONTROL_LANE = 0xFFFF };
+
+/* What the server answers to a token that is good: only who can make the token's secret can make it, and on this connection alone. In
+ * argument and offset of the reply. */
+struct access_answer { uint64_t words[2]; };
+struct access_answer access_answer(const struct smb_token *token, const struct access_connection *connection);
+bool access_same_answer(const struct access_answer *one, const struct access_answer *other);
 
 /* The payload of AUTHORIZE. The token's segment and epoch, and the session, are the frame's. */
 void access_store(const struct smb_token *token, const struct access_connection *connection, uint8_t payload[SMB_AUTHORIZE_BYTES]);
@@ -58,7 +65,7 @@ struct grants {
 /* SMB_OK: the frame, an AUTHORIZE, proves that the coordinator made it; *grant is what it gives. Else SMB_DENIED, and *why is of
  * enum smb_denied; that a token has expired is said of one that is proved. */
 int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
-                 const uint8_t *payload, struct grant *grant, uint64_t *why);
+                 const uint8_t *payload, struct grant *grant, struct access_answer *answer, uint64_t *why);
 
 /* Whether any key is known. */
 bool access_ready(struct access_keys *keys);

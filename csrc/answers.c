@@ -255,9 +255,9 @@ int link_receive(struct smb_link *link, bool *moved)
     const struct iovec *behind = parts + count;
     count += awaited;
     parts[count++] = (struct iovec){link->in + link->in_end, LINK_IN_BYTES - link->in_end};
-    ssize_t done = count == 1 ? read(link->fd, parts->iov_base, parts->iov_len) : readv(link->fd, parts, count);
+    ssize_t done = channel_read(&link->channel, parts, count);
     if (done < 0)
-        return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
+        return channel_failed(done) ? SMB_LINK_LOST : SMB_OK;
     if (done == 0)
         return SMB_LINK_LOST;
     *moved = true;

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
 # The order is the order of the layers; see smb.h.
 SOURCES = (
-    *("failpoint", "kernels", "frame", "layout", "sha256", "access", "records", "pages", "segment", "journal", "sync"),
-    *("gate", "waits", "lanes", "connection", "counts", "registry", "slots", "server"),
+    *("failpoint", "kernels", "frame", "layout", "sha256", "access", "records", "pages", "segment", "journal"),
+    *("tree", "pins", "sync"),
+    *("gate", "waits", "tls", "lanes", "strangers", "connection", "counts", "registry", "slots", "server"),
     *("dial", "flight", "resume", "answers", "link", "client", "views", "transfer"),
 )
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
@@ -47,17 +48,17 @@ def declarations() -> str:
 
 
 def make_grpc_code() -> None:
-    """Write smb/proto/control_pb2.py, its stub and control_pb2_grpc.py beside control.proto."""
+    """Write smb/rpc/control_pb2.py, its stub and control_pb2_grpc.py beside control.proto."""
     import grpc_tools
     from grpc_tools import protoc
 
     include = Path(grpc_tools.__file__).parent / "_proto"
     arguments = [
         "protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", f"--grpc_python_out={ROOT}",
-        str(ROOT / "smb" / "proto" / "control.proto"),
+        str(ROOT / "smb" / "rpc" / "control.proto"),
     ]  # fmt: skip
     if protoc.main(arguments) != 0:
-        raise SystemExit("protoc could not compile smb/proto/control.proto")
+        raise SystemExit("protoc could not compile smb/rpc/control.proto")
 
 
 class BuildPythonCode(build_py):
@@ -98,6 +99,7 @@ class BuildEngine(build_ext):
         wrapper = Path(self.build_temp) / "smb_engine_wrapper.c"
         wrapper.parent.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(wrapper))
+        ext.libraries = ["ssl", "crypto"]
         ext.sources = [*(f"csrc/{name}.c" for name in SOURCES), str(wrapper)]
         ext.define_macros = [("Py_LIMITED_API", "0x030A0000")]
         # cffi's own code has unused parameters and functions.

@@ -102,6 +102,7 @@ else
 fi
 
 header stdio.h "of the C library's headers, for the engine" libc6-dev glibc-devel
+header openssl/ssl.h "of OpenSSL's headers, for TLS in the engine" libssl-dev openssl-devel
 if [ -z "$version" ]; then
     missing Python.h "of its headers, for the engine's module" "${package:+$package-dev}" "${package:+$package-devel}"
 elif [ -z "$old$free_threaded" ]; then
@@ -113,8 +114,9 @@ fi
 
 # All there: do they work together?
 if [ -z "$lines" ]; then
-    printf '#include <Python.h>\n#include <pthread.h>\nint smb_probe(void) { return PY_MAJOR_VERSION; }\n' >"$work/probe.c"
-    $compiler -std=c11 -fPIC -shared -pthread "-I$include" "-I$platinclude" -o "$work/probe.so" "$work/probe.c" \
+    printf '%s\n' '#include <Python.h>' '#include <openssl/ssl.h>' '#if OPENSSL_VERSION_NUMBER < 0x30000000L' '#error OpenSSL 3 is needed' \
+        '#endif' 'int smb_probe(void) { return PY_MAJOR_VERSION + (TLS_method() != 0); }' >"$work/probe.c"
+    $compiler -std=c11 -fPIC -shared -pthread "-I$include" "-I$platinclude" -o "$work/probe.so" "$work/probe.c" -lssl -lcrypto \
         >"$work/said" 2>&1 || missing "a C compiler that works" "${cc%% *} cannot build a module for $*: $(said)"
 fi
 

@@ -51,6 +51,11 @@ void smb_client_use_checksums(struct smb_client *client)
     client->checksums = true;
 }
 
+void smb_client_want_proof(struct smb_client *client)
+{
+    client->wants_proof = true;
+}
+
 uint64_t smb_client_spoilt(struct smb_client *client)
 {
     return atomic_load_explicit(&client->spoilt, memory_order_relaxed);

@@ -25,6 +25,7 @@
 #include "layout.h"
 #include "segment.h"
 #include "stats.h"
+#include "channel.h"
 #include "wire.h"
 
 enum {
@@ -123,16 +124,18 @@ struct smb_link {
     uint64_t identity;             /* of the server's memory */
     _Atomic uint32_t references;
     _Atomic bool closing;          /* asked for by its owner; the driver does it */
-    _Atomic int fresh_fd;          /* a new connection, handed over; -1: none */
-    _Atomic bool fresh_by_reference; /* of what kind; stored before fresh_fd */
+    struct channel *_Atomic fresh; /* a new connection, handed over; NULL: none */
+    _Atomic bool fresh_by_reference; /* of what kind; stored before `fresh` */
     _Atomic int state;             /* enum link_state; written by the driver, read by anyone */
     _Atomic int closed_why;        /* status of calls on a closed link; before `closing`, by who connects it anew, or the driver's */
     struct access_connection proof; /* mutex: of its newest connection */
     struct smb_token *tokens;      /* mutex: shown on each new connection */
     uint32_t token_count, token_room;
+    bool had_tokens;               /* mutex: ever */
+    bool proven;                   /* mutex: its newest connection's server has proved that it is the one */
     bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
-    int fd;
-    bool by_reference;             /* records are sent over fd, see wire.h */
+    struct channel channel;        /* its connection */
+    bool by_reference;             /* records are sent over it, see wire.h */
     uint16_t lane;
     bool local;                    /* to a server of this host, over its Unix socket */
     uint32_t window;
@@ -166,6 +169,7 @@ struct smb_client {
     _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
     uint64_t session;
     bool checksums;                /* from before its first link */
+    bool wants_proof;              /* likewise */
     _Atomic uint64_t spoilt;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;

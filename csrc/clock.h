@@ -6,8 +6,8 @@
 #include <time.h>
 
 enum {
-    SPIN_NS = 100000,          /* longer than it takes to wake a thread whose core sleeps */
-    SPIN_BYTES_MAX = 128 << 10 /* no spinning where so much is under way: it keeps the core, or the cache, that the peer needs */
+    SPIN_NS = 100000,        /* longer than it takes to wake a thread whose core sleeps */
+    SPIN_BYTES_MAX = 1 << 20 /* where more is under way, being woken costs little beside it: the core is left to others */
 };
 
 static inline uint64_t smb_clock_ns(clockid_t clock)

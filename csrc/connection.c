@@ -27,7 +27,7 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     }
     connection->loop = loop;
-    connection->fd = fd;
+    connection->channel.fd = fd;
     connection->transport = transport;
     connection->opened_ns = smb_now_ns();
     connection->pass_fd = -1;
@@ -39,6 +39,7 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
 
 void connection_destroy(struct connection *connection)
 {
+    strangers_leave(connection);
     lanes_leave(connection);
     waits_forget(connection);
     grants_clear(&connection->grants);
@@ -47,7 +48,9 @@ void connection_destroy(struct connection *connection)
     if (connection->pass_segment)
         smb_segment_release(connection->pass_segment);
     atomic_fetch_sub_explicit(&connection->loop->server->now[connection->transport], 1, memory_order_relaxed);
-    close(connection->fd);
+    channel_close(&connection->channel);
+    if (connection->secures)
+        smb_tls_release(connection->secures);
     if (connection->slot.payload)
         journal_give_slot(connection->loop->server->journal, &connection->slot);
     if (connection->slots)
@@ -55,6 +58,12 @@ void connection_destroy(struct connection *connection)
     free(connection->own_staging);
     free(connection->tail);
     free(connection);
+}
+
+void connection_be_stranger(struct connection *connection, struct smb_tls *tls)
+{
+    connection->secures = tls;
+    strangers_enter(connection);
 }
 
 bool connection_is_empty(const struct connection *connection)
@@ -77,7 +86,8 @@ static enum step refuse(struct connection *connection, int why)
 
 static bool all_sent(const struct connection *connection)
 {
-    return connection->out_start == connection->out_end && connection->tail_start == connection->tail_end;
+    return connection->out_start == connection->out_end && connection->tail_start == connection->tail_end &&
+           !channel_has_unsent(&connection->channel);
 }
 
 /* Sends the replies in `out`, then the parts, as far as the socket takes them; parts[0] is left free for the replies. *sent says
@@ -102,11 +112,10 @@ static enum step send_with(struct connection *connection, struct iovec *parts, s
         memcpy(CMSG_DATA(header), &connection->pass_fd, sizeof(int));
     }
     *sent = 0;
-    ssize_t done = count == 1 && connection->pass_fd < 0
-                       ? send(connection->fd, parts->iov_base, parts->iov_len, MSG_NOSIGNAL | MSG_DONTWAIT)
-                       : sendmsg(connection->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t done = connection->pass_fd < 0 ? channel_write(&connection->channel, parts, (int)count)
+                                           : sendmsg(connection->channel.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (done < 0)
-        return errno == EAGAIN || errno == EINTR ? STEP_ON : STEP_CLOSE; /* the peer is gone: no error of ours */
+        return channel_failed(done) ? STEP_CLOSE : STEP_ON; /* the peer is gone: no error of ours */
     if (connection->pass_fd >= 0) {
         smb_segment_release(connection->pass_segment);
         connection->pass_segment = NULL;
@@ -239,7 +248,7 @@ static enum step receive(struct connection *connection, struct iovec *parts, int
         connection->drained = false;
         return wait_for(connection, WAIT_INPUT);
     }
-    ssize_t done = count == 1 ? read(connection->fd, parts->iov_base, parts->iov_len) : readv(connection->fd, parts, count);
+    ssize_t done = channel_read(&connection->channel, parts, count);
     if (done > 0) {
         size_t room = 0;
         for (int i = 0; i < count; i++)
@@ -248,14 +257,33 @@ static enum step receive(struct connection *connection, struct iovec *parts, int
         connection->drained = *have < room;
         return STEP_ON;
     }
-    if (done < 0 && (errno == EAGAIN || errno == EINTR))
+    if (done < 0 && !channel_failed(done))
         return wait_for(connection, WAIT_INPUT);
     return STEP_CLOSE;
+}
+
+/* Nothing is made for a peer that has said nothing. */
+static enum step secure(struct connection *connection)
+{
+    struct channel *channel = &connection->channel;
+    if (!channel->tls && !(channel->tls = tls_begin(connection->secures, channel->fd, NULL)))
+        return refuse(connection, SMB_OUT_OF_MEMORY);
+    int status = tls_handshake(channel->tls);
+    if (status == SMB_BUSY) {
+        connection->wait = channel_has_unsent(channel) ? WAIT_OUTPUT : WAIT_INPUT;
+        return STEP_WAIT;
+    }
+    if (status != SMB_OK)
+        return status == SMB_UNTRUSTED ? refuse(connection, SMB_UNTRUSTED) : STEP_CLOSE;
+    smb_tls_release(connection->secures);
+    connection->secures = NULL;
+    return STEP_ON;
 }
 
 static void speak_for_lane(struct connection *connection)
 {
     connection->proven = true;
+    strangers_leave(connection);
     connection->loop->not_greeted--;
     lanes_enter(connection);
 }
@@ -284,6 +312,7 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
     connection->checksums = frame->flags & SMB_FLAG_CHECKSUM;
     connection->session = frame->session;
     connection->lane = frame->lane;
+    connection->client_nonce = frame->offset;
     connection->request.grants = &connection->grants;
     /* Where tokens are asked for, a session's name alone must shut nobody out. */
     if (!server->guarded)
@@ -304,11 +333,12 @@ static enum step greet(struct connection *connection, const struct smb_frame *fr
 static enum step authorize(struct connection *connection, const struct smb_frame *frame, const uint8_t *payload)
 {
     struct smb_server *server = connection->loop->server;
-    struct access_connection self = {.nonce = connection->nonce, .instance = server->instance, .session = connection->session,
+    struct access_connection self = {.nonce = connection->nonce, .client_nonce = connection->client_nonce, .instance = server->instance, .session = connection->session,
                                      .lane = connection->lane};
     struct grant grant;
+    struct access_answer answer = {0};
     uint64_t why = 0;
-    int status = server->guarded ? access_check(&server->keys, &self, frame, payload, &grant, &why) : SMB_OK;
+    int status = server->guarded ? access_check(&server->keys, &self, frame, payload, &grant, &answer, &why) : SMB_OK;
     if (status == SMB_OK && !connection->proven) {
         speak_for_lane(connection);
         if (session_has_ended(server, frame->session))
@@ -321,7 +351,8 @@ static enum step authorize(struct connection *connection, const struct smb_frame
     else
         server_count(&server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(frame, status);
-    reply.argument = why;
+    reply.argument = status == SMB_OK ? answer.words[0] : why;
+    reply.offset = status == SMB_OK ? answer.words[1] : 0;
     put_reply(connection, &reply);
     return STEP_ON;
 }
@@ -460,7 +491,7 @@ static bool has_arrived(const struct connection *connection)
 {
     uint32_t here = connection->in_end - connection->in_start;
     int queued = 0;
-    return ioctl(connection->fd, FIONREAD, &queued) == 0 && (uint64_t)here + (uint64_t)queued >= connection->request.frame.length;
+    return !connection->channel.tls && ioctl(connection->channel.fd, FIONREAD, &queued) == 0 && (uint64_t)here + (uint64_t)queued >= connection->request.frame.length;
 }
 
 /* A chunk to be written that has arrived whole goes from the socket straight to its place, under the chunk's lock: the copy
@@ -483,7 +514,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
     enum step step = STEP_ON;
     while (have < length && step == STEP_ON) {
         struct iovec parts[2] = {{place + have, length - have}, {connection->in, IN_BYTES}};
-        ssize_t got = readv(connection->fd, parts, 2);
+        ssize_t got = channel_read(&connection->channel, parts, 2);
         if (got <= 0) {
             step = STEP_CLOSE; /* the bytes were there: the connection is broken */
             break;
@@ -528,7 +559,8 @@ static enum step receive_payload(struct connection *connection)
         if (done || step != STEP_ON)
             return step;
     }
-    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX;
+    /* Inside TLS the next record is never far: the peer takes as long to make one as we to open it. */
+    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX && !connection->channel.tls;
     uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
     bool in_checksum = connection->payload_have >= elements;
     uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;
@@ -871,11 +903,11 @@ static enum step execute(struct connection *connection)
 
 bool connection_turn(struct connection *connection)
 {
-    enum step step = STEP_ON;
+    enum step step = connection->secures ? secure(connection) : STEP_ON;
     for (int frames = 0; step == STEP_ON;) {
         /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
         put_late_answers(connection);
-        bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 ||
+        bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 || channel_has_unsent(&connection->channel) ||
                           connection->replies_held >= REPLIES_HELD_MAX || connection->out_end > OUT_BYTES - SMALL_REPLY_BYTES;
         if (must_flush) {
             step = flush(connection);

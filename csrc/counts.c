@@ -176,6 +176,8 @@ void smb_server_counters(struct smb_server *server, struct smb_server_counters *
     for (int i = 0; i < SMB_STATUS_COUNT; i++)
         counters->errors[i] = stats_read(&server->errors[i]);
     counters->turned_away_total = stats_read(&server->turned_away);
+    counters->strangers_now = stats_read(&server->strangers.now);
+    counters->strangers_evicted_total = stats_read(&server->strangers_evicted);
     counters->parked_now = stats_read(&server->parked_now);
     counters->parked_total = stats_read(&server->parked_total);
     counters->waits_now = stats_read(&server->waits_now);

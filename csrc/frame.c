@@ -201,6 +201,7 @@ const char *smb_status_name(int status)
     case SMB_VERSION: return "version";
     case SMB_CHECKSUM: return "checksum";
     case SMB_NAMESPACE: return "namespace";
+    case SMB_UNTRUSTED: return "untrusted";
     case SMB_SYSTEM: return "system";
     default: return NULL;
     }

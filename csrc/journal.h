@@ -18,8 +18,8 @@
  * Only program order counts here, not the order in which other processors see the stores: who reads them comes after our death. A
  * thread dies between two instructions: what it stored before has happened, what comes after has not, on ARM as on x86. Such stores
  * may still be on their way to other processors, in any order, but not any more when the next daemon looks: it has the lock on the
- * daemon's directory (flock, memserver/place.py), which the kernel lets go of when the last thread has left, and each thread passes
- * full barriers on its way out. So the progress word is relaxed, with compiler fences around it: the compiler's order must hold.
+ * daemon's directory (flock, memserver/memory_dir.py), which the kernel lets go of when the last thread has left, and each thread
+ * passes full barriers on its way out. So the progress word is relaxed, with compiler fences around it: the compiler's order must hold.
  *
  * Not so towards local clients, which live on: they take a chunk from a recovery by its mark (release and acquire, segment.c).
  *

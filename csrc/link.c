@@ -33,11 +33,11 @@ void link_release(struct smb_link *link)
         at = &(*at)->next_of_all;
     *at = link->next_of_all;
     pthread_mutex_unlock(&client->mutex);
-    int fresh = atomic_load(&link->fresh_fd);
-    if (fresh >= 0)
-        close(fresh);
-    if (link->fd >= 0)
-        close(link->fd);
+    struct channel *fresh = atomic_load(&link->fresh);
+    if (fresh)
+        channel_close(fresh);
+    free(fresh);
+    channel_close(&link->channel);
     flights_free(link->unsent);
     flights_free(link->sent);
     flights_free(link->spare);
@@ -96,18 +96,20 @@ bool link_busy(const struct smb_link *link)
 
 bool link_sleeps_at_once(const struct smb_link *link)
 {
-    return link->flying_bytes >= SPIN_BYTES_MAX;
+    return link->flying_bytes >= SPIN_BYTES_MAX && !link->channel.tls; /* whose next record is never far */
 }
 
 bool link_wants_output(const struct smb_link *link)
 {
+    if (channel_has_unsent(&link->channel))
+        return true;
     return link->watermark_count > 0 ? link->watermark_bytes_sent < link->watermark_count * (uint64_t)watermark_frame_bytes(link)
                                      : link->unsent != NULL;
 }
 
 int link_fd(const struct smb_link *link)
 {
-    return link_state_of(link) == LINK_UP || link_state_of(link) == LINK_RESUMING ? link->fd : -1;
+    return link_state_of(link) == LINK_UP || link_state_of(link) == LINK_RESUMING ? link->channel.fd : -1;
 }
 
 void link_enqueue(struct smb_link *link, struct stream *stream)
@@ -231,12 +233,10 @@ static int send_some(struct smb_link *link, bool *moved)
         count += frame_parts(link, flight, skip, parts + count);
         skip = 0;
     }
-    struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
-    ssize_t done = count == 1 ? send(link->fd, parts->iov_base, parts->iov_len, MSG_NOSIGNAL | MSG_DONTWAIT)
-                              : sendmsg(link->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t done = channel_write(&link->channel, parts, count);
     if (done < 0)
-        return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
-    *moved = true;
+        return channel_failed(done) ? SMB_LINK_LOST : SMB_OK;
+    *moved |= done > 0;
     link->sent_bytes += (uint64_t)done;
     while (link->unsent && link->sent_bytes > 0) {
         note_sent(link, link->unsent); /* at least its first byte */
@@ -276,14 +276,14 @@ static void gather(struct smb_link *link)
 static void take_memory_back(struct smb_link *link)
 {
     uint64_t until_ns = smb_now_ns() + TAKE_BACK_NS;
-    shutdown(link->fd, SHUT_WR);
+    shutdown(link->channel.fd, SHUT_WR);
     for (ssize_t n = 1; n != 0;) {
-        struct pollfd poller = {.fd = link->fd, .events = POLLIN};
+        struct pollfd poller = {.fd = link->channel.fd, .events = POLLIN};
         if (smb_now_ns() >= until_ns)
             return;
         if (poll(&poller, 1, 100) <= 0)
             continue;
-        n = recv(link->fd, link->in, sizeof link->in, MSG_DONTWAIT);
+        n = recv(link->channel.fd, link->in, sizeof link->in, MSG_DONTWAIT);
         if (n < 0 && errno != EAGAIN && errno != EINTR)
             return;
     }
@@ -291,11 +291,9 @@ static void take_memory_back(struct smb_link *link)
 
 static void break_connection(struct smb_link *link)
 {
-    if (link->fd >= 0 && link->by_reference)
+    if (link->channel.fd >= 0 && link->by_reference)
         take_memory_back(link);
-    if (link->fd >= 0)
-        close(link->fd);
-    link->fd = -1;
+    channel_close(&link->channel);
     link->reading = NULL;
     link->in_start = link->in_end = 0;
     link->sent_bytes = 0;
@@ -305,11 +303,12 @@ static void break_connection(struct smb_link *link)
 }
 
 /* A new connection was handed over. */
-static int adopt_connection(struct smb_link *link, int fd)
+static int adopt_connection(struct smb_link *link, struct channel *fresh)
 {
     if (link_state_of(link) != LINK_DOWN)
         break_connection(link);
-    link->fd = fd;
+    link->channel = *fresh;
+    free(fresh);
     link->by_reference = atomic_load(&link->fresh_by_reference);
     int status = link_ask_watermarks(link);
     if (status == SMB_OK && link->watermark_count == 0)
@@ -324,7 +323,7 @@ static int adopt_connection(struct smb_link *link, int fd)
 static bool peer_is_gone(const struct smb_link *link)
 {
     uint8_t byte;
-    ssize_t n = recv(link->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    ssize_t n = recv(link->channel.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     return n >= 0 || (errno != EAGAIN && errno != EINTR);
 }
 
@@ -339,7 +338,7 @@ static int move(struct smb_link *link, bool *moved)
             return SMB_LINK_LOST;
         fill_window(link);
         awaits = link->sent; /* what is sent just now is not answered yet */
-        if (link->unsent)
+        if (link->unsent || channel_has_unsent(&link->channel))
             status = send_some(link, moved);
     }
     if (status == SMB_OK && (awaits || link->watermark_count > 0))
@@ -363,8 +362,8 @@ bool link_progress(struct smb_link *link)
         link_shut(link, atomic_load_explicit(&link->closed_why, memory_order_relaxed));
         return true;
     }
-    int fresh = atomic_exchange(&link->fresh_fd, -1);
-    int status = fresh >= 0 ? adopt_connection(link, fresh) : SMB_OK;
+    struct channel *fresh = atomic_exchange(&link->fresh, NULL);
+    int status = fresh ? adopt_connection(link, fresh) : SMB_OK;
     if (status == SMB_OK && link_state_of(link) != LINK_DOWN)
         status = move(link, &moved);
     /* It will not do better the next time; unless its bytes were spoilt on the way. */

@@ -40,7 +40,7 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
 {
     uint8_t bytes[SMB_RECORD_BYTES] = {0};
     uint32_t each = watermark_frame_bytes(link);
-    while (link_wants_output(link)) {
+    while (link->watermark_bytes_sent < link->watermark_count * (uint64_t)each) {
         const struct watermark *watermark = &link->watermarks[link->watermark_bytes_sent / each];
         uint64_t skip = link->watermark_bytes_sent % each;
         struct smb_frame frame = {.opcode = SMB_WATERMARK, .flags = client_frame_flags(link->client),
@@ -50,12 +50,16 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
         smb_frame_encode(&frame, bytes);
         if (!link->by_reference)
             smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
-        ssize_t done = send(link->fd, bytes + skip, each - skip, MSG_NOSIGNAL | MSG_DONTWAIT);
+        struct iovec part = {bytes + skip, each - skip};
+        ssize_t done = channel_write(&link->channel, &part, 1);
         if (done < 0)
-            return errno == EAGAIN || errno == EINTR ? SMB_OK : SMB_LINK_LOST;
+            return channel_failed(done) ? SMB_LINK_LOST : SMB_OK;
         *moved = true;
         link->watermark_bytes_sent += (uint64_t)done;
     }
+    /* All are encrypted; the socket may not have taken all of that. */
+    if (channel_has_unsent(&link->channel) && channel_failed(channel_write(&link->channel, NULL, 0)))
+        return SMB_LINK_LOST;
     return SMB_OK;
 }
 

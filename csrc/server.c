@@ -91,7 +91,7 @@ static void arm(struct loop *loop, struct connection *connection)
     uint32_t events = wanted[connection->wait];
     if (events != connection->armed) {
         struct epoll_event event = {.events = events, .data.ptr = connection};
-        epoll_ctl(loop->epoll, EPOLL_CTL_MOD, connection->fd, &event);
+        epoll_ctl(loop->epoll, EPOLL_CTL_MOD, connection->channel.fd, &event);
         connection->armed = events;
     }
     if (connection->wait == WAIT_TURN || connection->wait == WAIT_PARKED) {
@@ -124,7 +124,7 @@ static bool move_connection(struct loop *loop, struct connection *connection)
     connection->destination = NULL;
     bool moves = may_go && !atomic_load_explicit(&connection->fenced, memory_order_relaxed);
     if (moves) {
-        epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
+        epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->channel.fd, NULL);
         unlink_connection(loop, connection);
         connection->loop = destination;
         put_into_inbox(destination, connection); /* whoever fences it now finds it there */
@@ -152,7 +152,7 @@ static void take_over(struct loop *loop, struct connection *connection)
         loop->connections->previous = connection;
     loop->connections = connection;
     loop->not_greeted += !connection->proven;
-    if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, connection->fd, &event) != 0)
+    if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, connection->channel.fd, &event) != 0)
         drop_connection(loop, connection);
 }
 
@@ -202,14 +202,19 @@ static bool turn_away(struct listener *listener)
     return fd >= 0;
 }
 
-/* Gives a connected descriptor to one of the loops, which closes it with the connection. */
-static int let_in(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
+static uint64_t connections_now(const struct smb_server *server)
 {
     uint64_t now = 0;
     for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
         now += atomic_load_explicit(&server->now[t], memory_order_relaxed);
+    return now;
+}
+
+/* Gives a connected descriptor to one of the loops, which closes it with the connection. */
+static int let_in(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
+{
     struct loop *loop = &server->loops[atomic_fetch_add(&server->next_loop, 1) % (uint32_t)server->loop_count];
-    struct connection *connection = now < CONNECTIONS_MAX ? connection_create(loop, fd, transport) : NULL;
+    struct connection *connection = connections_now(server) < CONNECTIONS_MAX ? connection_create(loop, fd, transport) : NULL;
     if (!connection)
         return SMB_OUT_OF_MEMORY;
     connection->slots = slots;
@@ -219,23 +224,55 @@ static int let_in(struct smb_server *server, int fd, int transport, struct smb_s
     return SMB_OK;
 }
 
-static void accept_all(struct listener *listener)
+/* Somebody over TCP. Loop 0 has it until it is known who it is; and gives another stranger up for it, if need be. */
+static int let_stranger_in(struct smb_server *server, int fd)
+{
+    struct loop *loop = &server->loops[0];
+    struct connection *least = strangers_are_many(server) || connections_now(server) >= CONNECTIONS_MAX ? strangers_least(server) : NULL;
+    if (least) {
+        server_count(&server->strangers_evicted, 1);
+        drop_connection(loop, least);
+    }
+    struct connection *connection = connections_now(server) < CONNECTIONS_MAX ? connection_create(loop, fd, SMB_TRANSPORT_TCP) : NULL;
+    if (!connection)
+        return SMB_OUT_OF_MEMORY;
+    pthread_mutex_lock(&server->tls_lock);
+    struct smb_tls *tls = server->tls ? tls_retain(server->tls) : NULL;
+    pthread_mutex_unlock(&server->tls_lock);
+    connection_be_stranger(connection, tls);
+    take_over(loop, connection);
+    return SMB_OK;
+}
+
+/* As many as there are, up to a bound: epoll tells again of those that are left. */
+static void accept_some(struct listener *listener)
 {
     struct smb_server *server = listener->server;
-    for (;;) {
+    for (int i = 0; i < ACCEPTS_PER_TURN; i++) {
         int fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0) {
             if ((errno == EMFILE || errno == ENFILE) && turn_away(listener))
                 continue;
             return;
         }
-        int status = listener->transport == SMB_TRANSPORT_UNIX && !peer_is_ours(fd) ? SMB_DENIED
-                                                                                    : let_in(server, fd, listener->transport, NULL);
+        int status = listener->transport == SMB_TRANSPORT_TCP ? let_stranger_in(server, fd)
+                     : peer_is_ours(fd) ? let_in(server, fd, listener->transport, NULL) : SMB_DENIED;
         if (status != SMB_OK) {
             server_count(&server->errors[status], 1);
             close(fd);
         }
     }
+}
+
+void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)
+{
+    tls_retain(tls);
+    pthread_mutex_lock(&server->tls_lock);
+    struct smb_tls *before = server->tls;
+    server->tls = tls;
+    pthread_mutex_unlock(&server->tls_lock);
+    if (before)
+        smb_tls_release(before);
 }
 
 static int adopt(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
@@ -373,12 +410,14 @@ static void *run_loop(void *argument)
         uint64_t now_ns = loop->clock_ns = smb_now_ns();
         served = count > 0 || loop->again;
         bool woken = false;
+        struct listener *knocked[LISTENERS_MAX];
+        int knocks = 0;
         for (int i = 0; i < count; i++) {
             void *source = events[i].data.ptr;
             if (source == loop) {
                 woken = true; /* what is to be done may close connections that are among these events */
             } else if ((uintptr_t)source & 1U) {
-                accept_all((struct listener *)((uintptr_t)source - 1U));
+                knocked[knocks++] = (struct listener *)((uintptr_t)source - 1U); /* may close connections, too */
             } else {
                 struct connection *connection = source;
                 if (!connection->in_list)
@@ -387,6 +426,8 @@ static void *run_loop(void *argument)
                     drop_connection(loop, connection);
             }
         }
+        while (knocks > 0)
+            accept_some(knocked[--knocks]);
         if (woken) {
             take_inbox(loop);
             take_answers(loop);
@@ -452,6 +493,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, str
     pthread_rwlock_init(&made->registry_lock, NULL);
     pthread_mutex_init(&made->lanes_lock, NULL);
     pthread_mutex_init(&made->keys.lock, NULL);
+    pthread_mutex_init(&made->tls_lock, NULL);
     pthread_mutex_init(&made->ended_lock, NULL);
     pthread_mutex_init(&made->due_lock, NULL);
     pthread_cond_init(&made->due_changed, NULL);
@@ -583,6 +625,9 @@ void smb_server_destroy(struct smb_server *server)
     pthread_mutex_destroy(&server->lanes_lock);
     pthread_mutex_destroy(&server->ended_lock);
     pthread_mutex_destroy(&server->due_lock);
+    pthread_mutex_destroy(&server->tls_lock);
+    if (server->tls)
+        smb_tls_release(server->tls);
     pthread_cond_destroy(&server->due_changed);
     free(server->ended);
     free(server->loops);

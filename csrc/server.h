@@ -17,15 +17,19 @@
 #include <stdatomic.h>
 
 #include "access.h"
+#include "channel.h"
 #include "clock.h"
 #include "journal.h"
 #include "segment.h"
 #include "stats.h"
+#include "tree.h"
 #include "wire.h"
 
 enum {
     CONNECTIONS_MAX = 4096,       /* each may hold 2 chunks of staging memory */
     HELLO_DEADLINE_MS = 5000,     /* a silent stranger is closed */
+    STRANGERS_MAX = 512,          /* at once: about 10 KiB each, and 40 with a TLS handshake under way */
+    ACCEPTS_PER_TURN = 4,         /* then the loop's connections have their turn */
     IN_BYTES = 4096,              /* headers arrive in bursts of up to 64 */
     OUT_BYTES = 4096,             /* as do small replies, each of up to: */
     SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
@@ -34,7 +38,7 @@ enum {
     READS_PER_SEND = 4,           /* chunks whose locks one answer holds */
     REPLIES_HELD_MAX = 4,         /* at least every so many of them answers are sent */
     PARKED_RETRY_MS = 1,
-    WAITS_PER_CONNECTION = 4096,  /* for locks, barriers, versions: one for each thread of a client; each is memory, and looked at by time */
+    WAITS_PER_CONNECTION = 4096,  /* for locks, barriers, versions: one for each thread of a client; each is memory */
     LOOPS_MAX = 64
 };
 
@@ -60,8 +64,22 @@ struct served {
     struct records *records;
     struct sync *sync;
     bool closed;                  /* due_lock: it never becomes due again */
-    uint64_t due_ns;              /* of sync_tick; in the server's list if not UINT64_MAX */
-    struct served *next_due;
+    uint64_t due_ns;              /* of sync_tick; in the server's tree if not UINT64_MAX */
+    struct tree_node by_due;
+};
+
+struct stranger_source {
+    uint8_t bytes[8];
+};
+struct stranger_count {
+    struct stranger_source source;
+    uint32_t now;                 /* 0: a free place */
+};
+/* Loop 0's, but for `now`, which others may read. */
+struct strangers {
+    struct stranger_count counts[STRANGERS_MAX];
+    struct connection *oldest, *newest;
+    _Atomic uint64_t now;
 };
 
 enum { ENDED_MAX = 65536 };       /* sessions remembered as ended, a power of two; the oldest are forgotten */
@@ -86,7 +104,8 @@ struct smb_server {
     /* waits.c: one thread */
     pthread_mutex_t due_lock;
     pthread_cond_t due_changed;
-    struct served *due;
+    struct tree due;                    /* segments, by when time demands something of them */
+    uint64_t due_weights;
     pthread_t ticker;
     bool ticking;
     bool stop_ticking;
@@ -107,6 +126,10 @@ struct smb_server {
     _Atomic uint64_t opened[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t turned_away;
+    struct strangers strangers;
+    _Atomic uint64_t strangers_evicted;
+    pthread_mutex_t tls_lock;
+    struct smb_tls *tls;                /* tls_lock. What new connections over TCP speak; NULL: no TLS */
     _Atomic uint64_t parked_now;
     _Atomic uint64_t parked_total;
     _Atomic uint64_t waits_now;
@@ -234,12 +257,23 @@ const struct slot *slots_at(const struct smb_slots *slots, uint64_t index);
 /* Reads, executes, answers until nothing more can be done now. false: close it. */
 bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
+/* TCP's: it is a stranger until it has proved itself, in loop 0. With `tls`, which it keeps a reference to, inside TLS. */
+void connection_be_stranger(struct connection *connection, struct smb_tls *tls);
 /* It has nothing in hand: another loop may take it over. */
 bool connection_is_empty(const struct connection *connection);
 /* It has not shown for too long who it is. `now_ns` may be from before it came: others let it in. */
 bool connection_is_silent(const struct connection *connection, uint64_t now_ns);
 /* One of its waits is answered: the answer goes out at its next turn. */
 void connection_take_answer(struct connection *connection, struct wait *wait);
+
+/* ---- strangers (strangers.c): loop 0 only */
+/* There are fewer than STRANGERS_MAX. */
+void strangers_enter(struct connection *connection);
+/* No harm where it is none. */
+void strangers_leave(struct connection *connection);
+bool strangers_are_many(const struct smb_server *server);
+/* The one to go; NULL: there are none. */
+struct connection *strangers_least(struct smb_server *server);
 
 /* ---- lanes (lanes.c) */
 /* From here on this connection speaks for its lane. An older one may still have requests in its socket that its client gave
@@ -257,7 +291,10 @@ struct connection {
     struct connection *link;            /* inbox, again or parked list */
     struct loop *loop;                  /* changed, by it, with the lanes' lock held */
     struct loop *destination;           /* so too. Set by HELLO: it is to be served there, where its lane has fewer connections */
-    int fd;
+    struct channel channel;
+    struct smb_tls *secures;            /* a reference: a TLS handshake is to be done, or under way. Else NULL */
+    struct stranger_count *counted_at;  /* NULL: no stranger */
+    struct connection *older, *newer;   /* of the strangers */
     int transport;
     enum connection_wait wait;
     uint32_t armed;                     /* epoll events asked for now */
@@ -271,6 +308,7 @@ struct connection {
     uint64_t session;
     uint16_t lane;
     uint64_t nonce;                     /* what it was given to prove tokens with */
+    uint64_t client_nonce;              /* what we are to prove with that we know their secret */
     struct grants grants;
     _Atomic bool fenced;                /* a newer connection speaks for this lane: nothing of this one may be done any more */
     pthread_mutex_t turn;               /* held while a request is carried out; taken by whoever fences, to wait for its end */

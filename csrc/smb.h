@@ -4,6 +4,7 @@
  *   kernels   element-wise arithmetic, no state
  *   frame     bytes <-> checked frame, no I/O (wire.h)
  *   layout    where a range of a buffer lives, no I/O
+ *   tls       bytes of a connection inside TLS (tls.h); channel.h: those of any connection
  *   segment   a shared mapping with chunk locks: the only place where shared memory is touched
  *   gate      one checked frame -> one segment operation: the single door of the daemon
  *   connection, registry, server   one peer; segments served; listeners and event loops
@@ -47,6 +48,7 @@ enum smb_status {
     SMB_VERSION = 19,        /* the peer speaks another version of the protocol */
     SMB_CHECKSUM = 20,       /* what arrived is not what was sent; the link gets another connection. Never on the wire */
     SMB_NAMESPACE = 21,      /* the segment's server is in another PID namespace: nothing applied; reach it over a link. Never on the wire */
+    SMB_UNTRUSTED = 22,      /* the peer is not whom it should be, or takes us for none of its own: nothing of any buffer went there. Never on the wire */
     SMB_SYSTEM = 32          /* a system call failed: errno tells */
 };
 
@@ -253,6 +255,15 @@ void smb_segment_mark_deleted(struct smb_segment *segment);
 /* Adds what local clients have done on their own mapping to operations[opcode] and bytes[opcode]. */
 void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes);
 
+/* ---- TLS ----------------------------------------------------------------------------------------------------------- */
+
+/* An authority's certificates, an own one with its chain, and its key. Counted references; it never changes. */
+struct smb_tls;
+enum { SMB_WHY_BYTES = 400 };
+/* Of texts in PEM form. SMB_INVALID: what they hold does not belong together; why[] says it. */
+int smb_tls_create(const char *ca, const char *certificate, const char *key, struct smb_tls **tls, char why[400]);
+void smb_tls_release(struct smb_tls *tls);
+
 /* ---- server ------------------------------------------------------------------------------------------------------- */
 
 struct smb_server;
@@ -263,6 +274,8 @@ struct smb_server_counters {
     uint64_t connections_opened[4];
     uint64_t connections_now[4];
     uint64_t turned_away_total;   /* connections closed at once, as there was no descriptor left for them */
+    uint64_t strangers_now;       /* that came over TCP, and have not shown yet who they are */
+    uint64_t strangers_evicted_total; /* of them closed early, as too many others came */
     uint64_t parked_now;          /* requests that wait for a chunk lock */
     uint64_t parked_total;
     uint64_t waits_now;           /* requests parked at locks, barriers and versions */
@@ -287,6 +300,9 @@ struct smb_server_counters {
 int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, struct smb_server **server);
 /* Listens; port 0 picks a free one, written to *bound_port. Address is numeric IPv4 or IPv6. */
 int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port, uint16_t *bound_port);
+/* From here on who connects over TCP has to speak TLS, and to show a certificate of that authority and of a role that uses data (tls.h).
+ * Again: for those that come from now on. Takes a reference. */
+void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls);
 /* Only peers of the same uid, and root, are let in. The file is unlinked by smb_server_destroy. */
 int smb_server_listen_unix(struct smb_server *server, const char *path);
 /* Serves one more peer: fd is a connected stream socket, an end of a socketpair as well, and is closed with the connection, or
@@ -373,6 +389,9 @@ struct smb_link;
 int smb_client_create(uint64_t session, struct smb_client **client);
 /* Before its first link is made: every frame of every link carries a checksum, in both directions. */
 void smb_client_use_checksums(struct smb_client *client);
+/* Before its first link is made: servers are to prove, too, that they know what a token's secret is made with. A connection carries
+ * nothing but HELLO and AUTHORIZE until its server has. */
+void smb_client_want_proof(struct smb_client *client);
 /* Answers that arrived spoilt, so far. Servers count requests that did. */
 uint64_t smb_client_spoilt(struct smb_client *client);
 /* What this client has done since smb_client_count (before that nothing is counted, and nothing is lost to counting). SHM: on its own mapping; TCP and UNIX: calls over links of that kind, counted once, also where they
@@ -394,6 +413,10 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
                             struct smb_link **link, uint64_t *instance);
+/* Over TCP inside TLS, to the memory server whose certificate is for the name `expected`. SMB_UNTRUSTED: it is not there, and why[]
+ * says who is, or it does not take us. */
+int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
+                           uint16_t lane, uint32_t timeout_ms, struct smb_link **link, uint64_t *instance, char why[400]);
 /* The same on a stream socket that is connected already: fd is closed with the link, or at once unless SMB_OK. */
 int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
                           uint64_t *instance);
@@ -401,7 +424,8 @@ int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
 /* Shows a token on the link's connection, blocking up to timeout_ms, and on every later one; in the place of an older one of the
- * same segment. SMB_DENIED: the server does not take it, and *why is of enum smb_denied. Not at the same time as smb_link_attach. */
+ * same segment. SMB_DENIED: the server does not take it, and *why is of enum smb_denied. SMB_UNTRUSTED: it does, but could not prove
+ * that it is the segment's server; the link is closed. Not at the same time as smb_link_attach. */
 int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms, uint64_t *why);
 /* 1 unless it was closed, by either side of the library. One whose connection broke is alive: it is waiting for another. */
 int smb_link_alive(struct smb_link *link);
@@ -419,6 +443,8 @@ int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t por
                         uint32_t timeout_ms, uint64_t *instance);
 int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
                          uint64_t *instance);
+int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
+                        uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance, char why[400]);
 /* As the _fd functions, but requests travel as records and whoever holds the other end moves payloads and answers' data by the
  * addresses in them. The engine takes the connection back by shutting down its direction of the socket: the other end is closed only when
  * no memory named in any record is touched any more, and this is waited for. SMB_INVALID for a client with checksums. */

@@ -3,25 +3,22 @@
 #include <stdlib.h>
 
 #include "failpoint.h"
+#include "pins.h"
 
-enum { ROUND_SHIFT = 24, ARRIVED_MASK = (1 << ROUND_SHIFT) - 1, ROUNDS_KEPT = 62, PARTY_LISTS = 256, SESSION_PINS_MAX = 1024 };
+enum { ROUND_SHIFT = 24, ARRIVED_MASK = (1 << ROUND_SHIFT) - 1, ROUNDS_KEPT = 62 };
 static const uint64_t MS = 1000000;
 
+/* turns: locks by since_ns, versions by the one that is awaited, then as they came. names: session, sequence. */
 struct queue {
-    struct waiter *first, *last;
+    struct tree turns, deadlines, names;
 };
 
 /* A session with seats in the round under way. */
 struct party {
-    struct party *next;
+    struct tree_node by_session, by_absence; /* the latter while it is absent */
     uint64_t session;
     uint32_t seats, waiting;
     uint64_t absent_ns;            /* since when fewer wait than have seats; UINT64_MAX: they are there */
-};
-
-struct pin {
-    struct pin *next;
-    uint64_t session, name, version, expires_ns;
 };
 
 struct sync {
@@ -31,8 +28,10 @@ struct sync {
     uint64_t (*seats)[2];          /* session, sequence */
     uint64_t capacity;             /* seats of one round */
     struct queue locks[SYNC_LOCKS], barrier, versions;
-    struct party *parties[PARTY_LISTS]; /* by party_list */
-    struct pin *pins;
+    struct tree parties, absences; /* by session; by absent_ns */
+    struct pins pins;
+    uint64_t weights;              /* of the trees */
+    uint64_t kept;                 /* waiters so far */
     uint64_t pinned_ns;            /* since when pins alone keep the publishers from their turn; UINT64_MAX: they don't */
     uint64_t grace_ns;             /* nothing is granted before */
     uint64_t broken_rounds;
@@ -46,7 +45,7 @@ struct sync {
 
 /* What is to be told once the mutex is released. */
 struct news {
-    struct queue answered;
+    struct waiter *answered, *last;
     uint64_t due_ns;
 };
 
@@ -67,19 +66,28 @@ static void count(_Atomic uint64_t *counter)
 
 /* ---- queues ------------------------------------------------------------------------------------------------------- */
 
-static void insert_before(struct queue *queue, struct waiter *waiter, struct waiter *next)
+static struct waiter *first_in_turn(const struct queue *queue)
 {
-    waiter->next = next;
-    waiter->previous = next ? next->previous : queue->last;
-    *(waiter->previous ? &waiter->previous->next : &queue->first) = waiter;
-    *(next ? &next->previous : &queue->last) = waiter;
+    return TREE_OWNER(tree_first(&queue->turns), struct waiter, by_turn);
+}
+
+static struct waiter *first_of_session(const struct queue *queue, uint64_t session)
+{
+    struct waiter *waiter = TREE_OWNER(tree_from(&queue->names, session, 0), struct waiter, by_name);
+    return waiter && waiter->request.session == session ? waiter : NULL;
+}
+
+static struct waiter *first_deadline(const struct queue *queue)
+{
+    return TREE_OWNER(tree_first(&queue->deadlines), struct waiter, by_deadline);
 }
 
 static void take_out(struct queue *queue, struct waiter *waiter)
 {
-    *(waiter->previous ? &waiter->previous->next : &queue->first) = waiter->next;
-    *(waiter->next ? &waiter->next->previous : &queue->last) = waiter->previous;
-    waiter->next = waiter->previous = NULL;
+    tree_take(&queue->turns, &waiter->by_turn);
+    tree_take(&queue->deadlines, &waiter->by_deadline);
+    tree_take(&queue->names, &waiter->by_name);
+    waiter->kept = false;
 }
 
 static struct queue *queue_of(struct sync *sync, const struct waiter *waiter)
@@ -94,9 +102,23 @@ static struct queue *queue_of(struct sync *sync, const struct waiter *waiter)
 static void answer(struct sync *sync, struct waiter *waiter, struct sync_answer ready, struct news *news)
 {
     take_out(queue_of(sync, waiter), waiter);
-    waiter->kept = false;
     waiter->ready = ready;
-    insert_before(&news->answered, waiter, NULL);
+    waiter->next = NULL;
+    *(news->last ? &news->last->next : &news->answered) = waiter;
+    news->last = waiter;
+}
+
+static void answer_all(struct sync *sync, struct queue *queue, int status, struct news *news)
+{
+    for (struct waiter *waiter = first_in_turn(queue); waiter; waiter = first_in_turn(queue))
+        answer(sync, waiter, (struct sync_answer){.status = status}, news);
+}
+
+static void answer_session(struct sync *sync, struct queue *queue, uint64_t session, struct news *news)
+{
+    struct waiter *waiter = first_of_session(queue, session);
+    for (; waiter; waiter = first_of_session(queue, session))
+        answer(sync, waiter, (struct sync_answer){.status = SMB_SESSION_ENDED}, news);
 }
 
 static void due(struct news *news, uint64_t at_ns)
@@ -119,7 +141,7 @@ static void release(struct sync *sync, struct news *news)
     pthread_mutex_unlock(&sync->mutex);
     if (sooner)
         sync->sooner(sync->sooner_argument, news->due_ns);
-    for (struct waiter *waiter = news->answered.first; waiter;) {
+    for (struct waiter *waiter = news->answered; waiter;) {
         struct waiter *next = waiter->next;
         waiter->answer(waiter, waiter->ready);
         waiter = next;
@@ -169,34 +191,17 @@ static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *
 static bool publisher_may_begin(struct sync *sync, const struct sync_request *publisher, uint64_t now_ns)
 {
     uint64_t version = get(&sync->words->version);
-    const struct pin *pin = sync->pins;
-    while (pin && (pin->version + 1 != version || pin->expires_ns <= now_ns))
-        pin = pin->next;
-    if (pin && sync->pinned_ns == UINT64_MAX)
+    pins_drop_expired(&sync->pins, now_ns);
+    bool pinned = pins_hold(&sync->pins, version - 1);
+    if (pinned && sync->pinned_ns == UINT64_MAX)
         sync->pinned_ns = now_ns;
-    return !pin || pins_end_ns(sync, publisher) <= now_ns;
+    return !pinned || pins_end_ns(sync, publisher) <= now_ns;
 }
 
 static bool may_grant(struct sync *sync, int which, const struct sync_request *request, uint64_t now_ns)
 {
     return now_ns >= sync->grace_ns && !held(&sync->words->locks[which], now_ns) &&
            (which == SYNC_USER || publisher_may_begin(sync, request, now_ns));
-}
-
-/* Those on the copy that is about to be overwritten: run out, or overtaken. Their readers are told at their next renewal. */
-static void drop_pins(struct sync *sync)
-{
-    uint64_t version = get(&sync->words->version);
-    sync->pinned_ns = UINT64_MAX;
-    for (struct pin **at = &sync->pins; *at;) {
-        struct pin *pin = *at;
-        if (pin->version + 1 == version) {
-            *at = pin->next;
-            free(pin);
-        } else {
-            at = &pin->next;
-        }
-    }
 }
 
 static struct sync_answer granted(const struct sync *sync, int which)
@@ -231,7 +236,9 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     put(&lock->session, request->session);
     put(&lock->request, request->sequence);
     if (which == SYNC_PUBLISHER) {
-        drop_pins(sync);
+        /* Those on the copy that is about to be overwritten: overtaken. Their readers are told at their next renewal. */
+        pins_drop_version(&sync->pins, get(&sync->words->version) - 1);
+        sync->pinned_ns = UINT64_MAX;
         put(&sync->words->writing, get(&sync->words->version) + 1);
     }
     FAILPOINT("sync.granting");
@@ -244,7 +251,7 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
 
 static void grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news)
 {
-    struct waiter *first = sync->locks[which].first;
+    struct waiter *first = first_in_turn(&sync->locks[which]);
     if (!first)
         return;
     if (now_ns < sync->grace_ns)
@@ -257,39 +264,34 @@ static void grant_next(struct sync *sync, int which, uint64_t now_ns, struct new
         due(news, pins_end_ns(sync, &first->request));
 }
 
-static void keep(struct sync *sync, struct queue *queue, struct waiter *waiter, struct waiter *next, uint64_t timeout_ms,
-                 uint64_t now_ns, struct news *news)
+/* Its turn comes after all of a lower `turn`, and those of the same that came before. */
+static void keep(struct sync *sync, struct waiter *waiter, uint64_t turn, uint64_t timeout_ms, uint64_t now_ns,
+                 struct news *news)
 {
+    struct queue *queue = queue_of(sync, waiter);
+    const struct sync_request *request = &waiter->request;
     waiter->deadline_ns = timeout_ms == UINT64_MAX ? UINT64_MAX : later(now_ns, timeout_ms);
     waiter->kept = true;
     waiter->sync = sync;
-    insert_before(queue, waiter, next);
+    tree_add(&queue->turns, &waiter->by_turn, turn, sync->kept++, &sync->weights);
+    tree_add(&queue->deadlines, &waiter->by_deadline, waiter->deadline_ns, 0, &sync->weights);
+    tree_add(&queue->names, &waiter->by_name, request->session, request->sequence, &sync->weights);
     due(news, waiter->deadline_ns);
 }
 
-static void enqueue_for_lock(struct sync *sync, int which, struct waiter *waiter, uint64_t now_ns, struct news *news)
+static void enqueue_for_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct news *news)
 {
     const struct sync_request *request = &waiter->request;
-    struct queue *queue = &sync->locks[which];
     uint64_t age_ns = request->words[2] >= now_ns / MS ? now_ns : request->words[2] * MS;
-    waiter->since_ns = now_ns - age_ns;
-    struct waiter *next = NULL, *before = queue->last;
-    while (before && before->since_ns > waiter->since_ns) {
-        next = before;
-        before = before->previous;
-    }
-    keep(sync, queue, waiter, next, request->words[1], now_ns, news);
+    keep(sync, waiter, now_ns - age_ns, request->words[1], now_ns, news);
 }
 
 /* Its connection was replaced, and it was asked for again: the place is the new one's. */
 static void drop_repeated(struct sync *sync, struct queue *queue, const struct sync_request *request, struct news *news)
 {
-    for (struct waiter *waiter = queue->first; waiter; waiter = waiter->next) {
-        if (waiter->request.session == request->session && waiter->request.sequence == request->sequence) {
-            answer(sync, waiter, (struct sync_answer){.status = SMB_DISCONNECTED}, news);
-            return;
-        }
-    }
+    struct tree_node *found = tree_find(&queue->names, request->session, request->sequence);
+    if (found)
+        answer(sync, TREE_OWNER(found, struct waiter, by_name), (struct sync_answer){.status = SMB_DISCONNECTED}, news);
 }
 
 static int ask_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *told, struct news *news)
@@ -306,7 +308,7 @@ static int ask_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns, s
     }
     drop_repeated(sync, &sync->locks[which], request, news);
     grant_next(sync, which, now_ns, news); /* those before us, if it is free by now */
-    if (!sync->locks[which].first && may_grant(sync, which, request, now_ns)) {
+    if (!first_in_turn(&sync->locks[which]) && may_grant(sync, which, request, now_ns)) {
         *told = grant(sync, which, request, now_ns, news);
         return SMB_OK;
     }
@@ -315,7 +317,7 @@ static int ask_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns, s
         return SMB_TIMEOUT;
     }
     count(&sync->counters->waited);
-    enqueue_for_lock(sync, which, waiter, now_ns, news);
+    enqueue_for_lock(sync, waiter, now_ns, news);
     grant_next(sync, which, now_ns, news);
     return SMB_PARKED;
 }
@@ -410,28 +412,35 @@ static uint64_t (*seats_of(const struct sync *sync, uint64_t round))[2]
     return sync->seats + round % 2 * sync->capacity;
 }
 
-/* Lists by session: after a restart as many parties as there are seats may have to be found, garbage or not. */
-static struct party **party_list(struct sync *sync, uint64_t session)
+static struct party *party_of(const struct sync *sync, uint64_t session)
 {
-    return &sync->parties[session * 0x9E3779B97F4A7C15U >> 56];
+    return TREE_OWNER(tree_find(&sync->parties, session, 0), struct party, by_session);
 }
 
-static struct party *party_of(struct sync *sync, uint64_t session)
+/* Since when the one that left first has been away; UINT64_MAX: all are there. */
+static uint64_t first_absent_ns(const struct sync *sync)
 {
-    struct party *party = *party_list(sync, session);
-    while (party && party->session != session)
-        party = party->next;
-    return party;
+    const struct party *party = TREE_OWNER(tree_first(&sync->absences), struct party, by_absence);
+    return party ? party->absent_ns : UINT64_MAX;
 }
 
-static void judge_presence(struct party *party, uint64_t now_ns, struct news *news)
+static uint64_t absence_end_ns(const struct sync *sync)
 {
-    if (party->waiting >= party->seats)
+    uint64_t since_ns = first_absent_ns(sync);
+    return since_ns == UINT64_MAX ? UINT64_MAX : later(since_ns, SYNC_ABSENCE_MS);
+}
+
+static void judge_presence(struct sync *sync, struct party *party, uint64_t now_ns, struct news *news)
+{
+    bool was_absent = party->absent_ns != UINT64_MAX, is_absent = party->waiting < party->seats;
+    if (was_absent && !is_absent) {
+        tree_take(&sync->absences, &party->by_absence);
         party->absent_ns = UINT64_MAX;
-    else if (party->absent_ns == UINT64_MAX)
+    } else if (!was_absent && is_absent) {
         party->absent_ns = now_ns;
-    if (party->absent_ns != UINT64_MAX)
-        due(news, later(party->absent_ns, SYNC_ABSENCE_MS));
+        tree_add(&sync->absences, &party->by_absence, now_ns, 0, &sync->weights);
+    }
+    due(news, absence_end_ns(sync));
 }
 
 static bool seat_party(struct sync *sync, uint64_t session, uint64_t now_ns, struct news *news)
@@ -441,24 +450,22 @@ static bool seat_party(struct sync *sync, uint64_t session, uint64_t now_ns, str
         party = calloc(1, sizeof *party);
         if (!party)
             return false;
-        struct party **list = party_list(sync, session);
-        *party = (struct party){.next = *list, .session = session, .absent_ns = UINT64_MAX};
-        *list = party;
+        party->session = session;
+        party->absent_ns = UINT64_MAX;
+        tree_add(&sync->parties, &party->by_session, session, 0, &sync->weights);
     }
     party->seats++;
-    judge_presence(party, now_ns, news);
+    judge_presence(sync, party, now_ns, news);
     return true;
 }
 
 static void clear_parties(struct sync *sync)
 {
-    for (int i = 0; i < PARTY_LISTS; i++) {
-        while (sync->parties[i]) {
-            struct party *party = sync->parties[i];
-            sync->parties[i] = party->next;
-            free(party);
-        }
+    for (struct tree_node *node = tree_first(&sync->parties); node; node = tree_first(&sync->parties)) {
+        tree_take(&sync->parties, node);
+        free(TREE_OWNER(node, struct party, by_session));
     }
+    sync->absences = (struct tree){0};
 }
 
 /* The round under way is over. Its own bit is right before the word moves on: until then nobody looks at it, so what an older
@@ -475,11 +482,7 @@ static void end_round(struct sync *sync, bool broken, struct news *news)
     if (broken)
         count(&sync->counters->broken);
     clear_parties(sync);
-    for (struct waiter *waiter = sync->barrier.first; waiter;) {
-        struct waiter *following = waiter->next;
-        answer(sync, waiter, (struct sync_answer){.status = broken ? SMB_BROKEN : SMB_OK}, news);
-        waiter = following;
-    }
+    answer_all(sync, &sync->barrier, broken ? SMB_BROKEN : SMB_OK, news);
 }
 
 static bool find_seat(const struct sync *sync, const struct sync_request *request, uint64_t round, uint64_t seats,
@@ -540,8 +543,8 @@ static int ask_await_barrier(struct sync *sync, struct waiter *waiter, uint64_t 
         return SMB_BROKEN;
     }
     party->waiting++;
-    judge_presence(party, now_ns, news);
-    keep(sync, &sync->barrier, waiter, NULL, waiter->request.words[1], now_ns, news);
+    judge_presence(sync, party, now_ns, news);
+    keep(sync, waiter, 0, waiter->request.words[1], now_ns, news);
     return SMB_PARKED;
 }
 
@@ -571,7 +574,7 @@ static int ask_await_version(struct sync *sync, struct waiter *waiter, uint64_t 
         return SMB_OK;
     if (waiter->request.words[1] == 0)
         return SMB_TIMEOUT;
-    keep(sync, &sync->versions, waiter, NULL, waiter->request.words[1], now_ns, news);
+    keep(sync, waiter, waiter->request.words[0], waiter->request.words[1], now_ns, news);
     return SMB_PARKED;
 }
 
@@ -592,12 +595,9 @@ static int ask_publish(struct sync *sync, const struct sync_request *request, ui
     put(&sync->words->version, version);
     FAILPOINT("sync.published");
     put(&lock->released, get(&lock->released) | released_bit(token));
-    for (struct waiter *waiter = sync->versions.first; waiter;) {
-        struct waiter *following = waiter->next;
-        if (waiter->request.words[0] <= version)
-            answer(sync, waiter, version_answer(sync, SMB_OK), news);
-        waiter = following;
-    }
+    struct waiter *waiter = first_in_turn(&sync->versions);
+    for (; waiter && waiter->request.words[0] <= version; waiter = first_in_turn(&sync->versions))
+        answer(sync, waiter, version_answer(sync, SMB_OK), news);
     let_go(sync, SYNC_PUBLISHER, now_ns, news);
     return SMB_OK;
 }
@@ -605,47 +605,34 @@ static int ask_publish(struct sync *sync, const struct sync_request *request, ui
 static int ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
                    struct news *news)
 {
-    uint64_t pins = 0, ttl_ms = request->words[0] ? request->words[0] : SYNC_PIN_MS;
-    struct pin *pin = sync->pins;
+    uint64_t ttl_ms = request->words[0] ? request->words[0] : SYNC_PIN_MS, expires_ns = later(now_ns, ttl_ms);
     uint64_t name = request->words[1] ? request->words[1] : request->sequence;
     if (ttl_ms > SYNC_PIN_MS)
         return SMB_INVALID;
-    while (pin && (pin->session != request->session || pin->name != name)) {
-        pins += pin->session == request->session;
-        pin = pin->next;
-    }
+    struct pin *pin = pins_find(&sync->pins, request->session, name);
     if (request->words[1]) { /* renewed; one that is not there any more was overtaken by a publisher */
         if (!pin)
             return SMB_LOCK_LOST;
-        pin->expires_ns = later(now_ns, ttl_ms);
-        due(news, pin->expires_ns);
+        pins_renew(&sync->pins, pin, expires_ns);
+        due(news, expires_ns);
     }
     if (!pin) {
-        pin = pins < SESSION_PINS_MAX ? calloc(1, sizeof *pin) : NULL;
+        pin = pins_add(&sync->pins, request->session, name, get(&sync->words->version), expires_ns);
         if (!pin)
             return SMB_OUT_OF_MEMORY;
-        *pin = (struct pin){.next = sync->pins, .session = request->session, .name = request->sequence,
-                            .version = get(&sync->words->version), .expires_ns = later(now_ns, ttl_ms)};
-        sync->pins = pin;
-        due(news, pin->expires_ns);
+        due(news, expires_ns);
     }
     told->a = pin->version;
     told->b = pin->name;
     return SMB_OK;
 }
 
-/* `session`'s pin of that name, or all of its pins; and those that are over. */
-static void unpin(struct sync *sync, uint64_t session, uint64_t name, bool all, uint64_t now_ns)
+static void unpin(struct sync *sync, uint64_t session, uint64_t name, uint64_t now_ns)
 {
-    for (struct pin **at = &sync->pins; *at;) {
-        struct pin *pin = *at;
-        if (pin->expires_ns <= now_ns || (pin->session == session && (all || pin->name == name))) {
-            *at = pin->next;
-            free(pin);
-        } else {
-            at = &pin->next;
-        }
-    }
+    pins_drop_expired(&sync->pins, now_ns);
+    struct pin *pin = pins_find(&sync->pins, session, name);
+    if (pin)
+        pins_drop(&sync->pins, pin);
 }
 
 /* ---- the whole ---------------------------------------------------------------------------------------------------- */
@@ -682,6 +669,8 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
     pthread_rwlock_init(&made->fence, &attributes);
     pthread_rwlockattr_destroy(&attributes);
+    made->weights = tree_random();
+    made->pins.weights = tree_random();
     made->counters = &made->own;
     made->words = words;
     made->seats = seats;
@@ -705,11 +694,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
 void sync_destroy(struct sync *sync)
 {
     clear_parties(sync);
-    while (sync->pins) {
-        struct pin *pin = sync->pins;
-        sync->pins = pin->next;
-        free(pin);
-    }
+    pins_drop_expired(&sync->pins, UINT64_MAX);
     pthread_rwlock_destroy(&sync->fence);
     pthread_mutex_destroy(&sync->mutex);
     free(sync);
@@ -730,24 +715,14 @@ void sync_count_into(struct sync *sync, struct sync_counters *counters)
     pthread_mutex_unlock(&sync->mutex);
 }
 
-static void answer_all(struct sync *sync, struct queue *queue, uint64_t session, int status, struct news *news)
-{
-    for (struct waiter *waiter = queue->first; waiter;) {
-        struct waiter *following = waiter->next;
-        if (session == 0 || waiter->request.session == session)
-            answer(sync, waiter, (struct sync_answer){.status = status}, news);
-        waiter = following;
-    }
-}
-
 void sync_close(struct sync *sync, int status)
 {
     struct news news = acquire(sync);
     sync->closed = status;
     for (int i = 0; i < SYNC_LOCKS; i++)
-        answer_all(sync, &sync->locks[i], 0, status, &news);
-    answer_all(sync, &sync->barrier, 0, status, &news);
-    answer_all(sync, &sync->versions, 0, status, &news);
+        answer_all(sync, &sync->locks[i], status, &news);
+    answer_all(sync, &sync->barrier, status, &news);
+    answer_all(sync, &sync->versions, status, &news);
     release(sync, &news);
 }
 
@@ -755,9 +730,9 @@ static bool idle(const struct sync *sync, uint64_t idle_ns, uint64_t now_ns)
 {
     /* Calls whose times are a little apart may come in either order. */
     bool used = now_ns < sync->grace_ns || now_ns < sync->asked_ns || now_ns - sync->asked_ns < idle_ns || arrived_of(sync) > 0 ||
-                sync->barrier.first || sync->versions.first || sync->pins;
+                sync->barrier.turns.count || sync->versions.turns.count || sync->pins.names.count;
     for (int i = 0; i < SYNC_LOCKS; i++)
-        used |= held(&sync->words->locks[i], now_ns) || sync->locks[i].first;
+        used |= held(&sync->words->locks[i], now_ns) || sync->locks[i].turns.count;
     return !used;
 }
 
@@ -801,7 +776,7 @@ static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
     case SMB_PUBLISH: return ask_publish(sync, request, now_ns, told, news);
     case SMB_PIN: return ask_pin(sync, request, now_ns, told, news);
     case SMB_UNPIN:
-        unpin(sync, request->session, request->words[0], false, now_ns);
+        unpin(sync, request->session, request->words[0], now_ns);
         grant_next(sync, SYNC_PUBLISHER, now_ns, news);
         return SMB_OK;
     default: return SMB_INVALID;
@@ -830,11 +805,10 @@ bool sync_forget(struct waiter *waiter, uint64_t now_ns)
     bool kept = waiter->kept;
     if (kept) {
         take_out(queue_of(sync, waiter), waiter);
-        waiter->kept = false;
         struct party *party = waiter->request.opcode == SMB_AWAIT_BARRIER ? party_of(sync, waiter->request.session) : NULL;
         if (party) {
             party->waiting--;
-            judge_presence(party, now_ns, &news);
+            judge_presence(sync, party, now_ns, &news);
         }
     }
     release(sync, &news);
@@ -845,12 +819,12 @@ void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
 {
     struct news news = acquire(sync);
     for (int i = 0; i < SYNC_LOCKS; i++)
-        answer_all(sync, &sync->locks[i], session, SMB_SESSION_ENDED, &news);
-    answer_all(sync, &sync->versions, session, SMB_SESSION_ENDED, &news);
-    answer_all(sync, &sync->barrier, session, SMB_SESSION_ENDED, &news);
+        answer_session(sync, &sync->locks[i], session, &news);
+    answer_session(sync, &sync->versions, session, &news);
+    answer_session(sync, &sync->barrier, session, &news);
     if (party_of(sync, session))
         end_round(sync, true, &news);
-    unpin(sync, session, 0, true, now_ns);
+    pins_drop_session(&sync->pins, session);
     for (int i = 0; i < SYNC_LOCKS; i++) {
         struct sync_lock_words *lock = &sync->words->locks[i];
         if (held(lock, now_ns) && get(&lock->session) == session) {
@@ -866,43 +840,30 @@ void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
 
 static void time_out(struct sync *sync, struct queue *queue, uint64_t now_ns, struct news *news)
 {
-    for (struct waiter *waiter = queue->first; waiter;) {
-        struct waiter *following = waiter->next;
-        if (waiter->deadline_ns <= now_ns) {
-            if (waiter->request.opcode == SMB_LOCK)
-                count(&sync->counters->timed_out);
-            answer(sync, waiter, version_answer(sync, SMB_TIMEOUT), news);
-        } else {
-            due(news, waiter->deadline_ns);
-        }
-        waiter = following;
+    struct waiter *waiter = first_deadline(queue);
+    for (; waiter && waiter->deadline_ns <= now_ns; waiter = first_deadline(queue)) {
+        if (waiter->request.opcode == SMB_LOCK)
+            count(&sync->counters->timed_out);
+        answer(sync, waiter, version_answer(sync, SMB_TIMEOUT), news);
     }
+    if (waiter)
+        due(news, waiter->deadline_ns);
 }
 
-static bool barrier_is_late(struct sync *sync, uint64_t now_ns, struct news *news)
+/* When its round is broken: a party has been away for too long, or one that waits gives up. */
+static uint64_t barrier_end_ns(const struct sync *sync)
 {
-    bool late = false;
-    for (int i = 0; i < PARTY_LISTS; i++) {
-        for (const struct party *party = sync->parties[i]; party; party = party->next) {
-            uint64_t end_ns = party->absent_ns == UINT64_MAX ? UINT64_MAX : later(party->absent_ns, SYNC_ABSENCE_MS);
-            late |= end_ns <= now_ns;
-            due(news, end_ns);
-        }
-    }
-    for (struct waiter *waiter = sync->barrier.first; waiter; waiter = waiter->next) {
-        late |= waiter->deadline_ns <= now_ns;
-        due(news, waiter->deadline_ns);
-    }
-    return late;
+    const struct waiter *waiter = first_deadline(&sync->barrier);
+    uint64_t absence_ns = absence_end_ns(sync);
+    return waiter && waiter->deadline_ns < absence_ns ? waiter->deadline_ns : absence_ns;
 }
 
 uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
 {
     struct news news = acquire(sync);
     if (!sync->closed) {
-        unpin(sync, 0, 0, false, now_ns);
-        for (const struct pin *pin = sync->pins; pin; pin = pin->next)
-            due(&news, pin->expires_ns);
+        pins_drop_expired(&sync->pins, now_ns);
+        due(&news, pins_first_end_ns(&sync->pins));
         for (int i = 0; i < SYNC_LOCKS; i++) {
             struct sync_lock_words *lock = &sync->words->locks[i];
             if (get(&lock->expires_ns) != 0 && !held(lock, now_ns)) {
@@ -915,35 +876,27 @@ uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
                 due(&news, get(&lock->expires_ns));
         }
         time_out(sync, &sync->versions, now_ns, &news);
-        struct news ignored = {.due_ns = UINT64_MAX};
-        if (barrier_is_late(sync, now_ns, &ignored))
+        uint64_t end_ns = barrier_end_ns(sync);
+        if (end_ns <= now_ns)
             end_round(sync, true, &news);
         else
-            due(&news, ignored.due_ns);
+            due(&news, end_ns);
     }
     uint64_t next_ns = sync->due_ns = sync->closed ? UINT64_MAX : news.due_ns;
     release(sync, &news);
     return next_ns;
 }
 
-static uint64_t length(const struct queue *queue)
-{
-    uint64_t waiters = 0;
-    for (const struct waiter *waiter = queue->first; waiter; waiter = waiter->next)
-        waiters++;
-    return waiters;
-}
-
 void sync_status(struct sync *sync, uint64_t now_ns, struct sync_status *status)
 {
     pthread_mutex_lock(&sync->mutex);
     *status = (struct sync_status){.version = get(&sync->words->version), .broken_rounds = sync->broken_rounds,
-                                   .barrier_waiting = length(&sync->barrier), .arrived = arrived_of(sync),
-                                   .versions_waiting = length(&sync->versions)};
+                                   .barrier_waiting = sync->barrier.turns.count, .arrived = arrived_of(sync),
+                                   .versions_waiting = sync->versions.turns.count};
     status->parties = status->arrived ? get(&sync->words->parties) : 0;
     for (int which = 0; which < SYNC_LOCKS; which++) {
         const struct sync_lock_words *lock = &sync->words->locks[which];
-        status->locks[which].waiting = length(&sync->locks[which]);
+        status->locks[which].waiting = sync->locks[which].turns.count;
         if (!held(lock, now_ns))
             continue;
         status->locks[which].session = get(&lock->session);

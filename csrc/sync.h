@@ -26,7 +26,8 @@
  *   UNPIN          w: the pin's name. OK, also where there is none.
  *
  * Threads. Every function may be called from any thread; one mutex per struct sync guards the queues and the words (which
- * nobody else writes). `answer` is called without that mutex, possibly on another thread than the one that asked, exactly
+ * nobody else writes). Whatever is looked for among those who wait is found in logarithmic time: as many may wait as clients like,
+ * and the loop that asks serves others. `answer` is called without that mutex, possibly on another thread than the one that asked, exactly
  * once for each waiter that was kept, unless sync_forget took it back.
  */
 #ifndef SMB_SYNC_H
@@ -36,6 +37,7 @@
 #include <stdatomic.h>
 
 #include "smb.h"
+#include "tree.h"
 #include "wire.h"
 
 enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 }; /* the lowest bit of every token of it */
@@ -88,10 +90,10 @@ struct sync_answer {
 /* A parked request. The owner allocates it, hands it to sync_ask, and owns it again when `answer` is called or sync_forget
  * returned true. */
 struct waiter {
-    struct waiter *next, *previous;
+    struct tree_node by_turn, by_deadline, by_name; /* while it is kept */
+    struct waiter *next;                /* of those that are about to be answered */
     struct sync *sync;
     struct sync_request request;
-    uint64_t since_ns;                  /* first sent: the order of locks */
     uint64_t deadline_ns;
     bool kept;                          /* under the sync's mutex: in one of its queues */
     struct sync_answer ready;           /* once it is not */

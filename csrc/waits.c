@@ -19,40 +19,32 @@ static void free_served(void *companion)
 
 /* ---- time --------------------------------------------------------------------------------------------------------- */
 
+/* With the lock held. */
+static void take_out(struct smb_server *server, struct served *served)
+{
+    if (served->due_ns != UINT64_MAX)
+        tree_take(&server->due, &served->by_due);
+    served->due_ns = UINT64_MAX;
+}
+
 static void due_sooner(void *argument, uint64_t at_ns)
 {
     struct served *served = argument;
     struct smb_server *server = served->server;
     pthread_mutex_lock(&server->due_lock);
     if (at_ns < served->due_ns && !served->closed) {
-        if (served->due_ns == UINT64_MAX) {
-            served->next_due = server->due;
-            server->due = served;
-        }
+        take_out(server, served);
         served->due_ns = at_ns;
-        pthread_cond_signal(&server->due_changed);
+        tree_add(&server->due, &served->by_due, at_ns, 0, &server->due_weights);
+        if (tree_first(&server->due) == &served->by_due)
+            pthread_cond_signal(&server->due_changed);
     }
     pthread_mutex_unlock(&server->due_lock);
 }
 
-/* With the lock held. */
-static void take_out(struct smb_server *server, struct served *served)
-{
-    struct served **at = &server->due;
-    while (*at && *at != served)
-        at = &(*at)->next_due;
-    if (*at)
-        *at = served->next_due;
-    served->due_ns = UINT64_MAX;
-}
-
 static struct served *first_due(struct smb_server *server)
 {
-    struct served *first = server->due;
-    for (struct served *served = first; served; served = served->next_due)
-        if (served->due_ns < first->due_ns)
-            first = served;
-    return first;
+    return TREE_OWNER(tree_first(&server->due), struct served, by_due);
 }
 
 static void *tick(void *argument)
@@ -86,6 +78,7 @@ static void *tick(void *argument)
 
 int waits_start(struct smb_server *server)
 {
+    server->due_weights = tree_random();
     server->ticking = pthread_create(&server->ticker, NULL, tick, server) == 0;
     return server->ticking ? SMB_OK : SMB_SYSTEM;
 }
@@ -178,7 +171,9 @@ void wait_free(struct wait *wait)
 
 int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload, struct sync_answer *answer)
 {
-    struct wait *wait = connection->waits_now < WAITS_PER_CONNECTION ? calloc(1, sizeof *wait) : NULL;
+    uint8_t opcode = request->frame.opcode;
+    bool may_wait = opcode == SMB_LOCK || opcode == SMB_AWAIT_BARRIER || opcode == SMB_AWAIT_VERSION;
+    struct wait *wait = may_wait && connection->waits_now >= WAITS_PER_CONNECTION ? NULL : calloc(1, sizeof *wait);
     if (!wait)
         return SMB_OUT_OF_MEMORY;
     wait->loop = connection->loop;

@@ -55,7 +55,7 @@ NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
 # The guest's first process. run.sh is what runs the tests everywhere else.
 GUEST_INIT = f"""#!/bin/busybox sh
 /bin/busybox --install -s /bin
-export PATH=/bin SMB_TEST_SLOWNESS={VM_SLOWNESS}
+export PATH=/bin SMB_TEST_SLOWNESS={VM_SLOWNESS} JOBS=1
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs devtmpfs /dev

@@ -53,12 +53,17 @@ struct rigged {
     struct smb_buffer *buffer;
 };
 
-static void adopt(struct rigged *rigged, int *end)
+static void meet(struct smb_server *server, int *end)
 {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
-    CHECK_EQ(smb_server_adopt(rigged->rig.servers[0], ends[0], SMB_TRANSPORT_TCP), SMB_OK);
+    CHECK_EQ(smb_server_adopt(server, ends[0], SMB_TRANSPORT_TCP), SMB_OK);
     *end = ends[1];
+}
+
+static void adopt(struct rigged *rigged, int *end)
+{
+    meet(rigged->rig.servers[0], end);
 }
 
 static void set_up(struct rigged *rigged)
@@ -116,6 +121,63 @@ static void rights_on_a_link(void)
     must(rigged.buffer, read);
     for (int i = 0; i < ELEMENTS; i++)
         CHECK_EQ(found[i], 1);
+    take_down(&rigged);
+}
+
+/* A client that wants proof takes a connection from a server that knows the token's key, and from no other, at first and again. One
+ * that refuses all tokens, and has proved none, is left; and its word is not enough to forget them. */
+static void servers_prove_tokens(void)
+{
+    struct rigged rigged;
+    struct smb_client *client;
+    struct smb_link *link, *stray;
+    struct smb_buffer *buffer;
+    static int64_t found[ELEMENTS];
+    uint64_t instance, segment = rig_segment_id(0, 0);
+    int end;
+    set_up(&rigged);
+    struct smb_server *right = rigged.rig.servers[0], *other = rigged.rig.servers[1]; /* which says OK to any token */
+    struct smb_token token = token_of(segment, 3, 2000000);
+    CHECK_EQ(smb_client_create(SESSION, &client), SMB_OK);
+    smb_client_want_proof(client);
+    meet(right, &end);
+    CHECK_EQ(smb_client_connect_fd(client, end, 1, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+    CHECK_EQ(show(link, &token), SMB_OK);
+    CHECK_EQ(smb_buffer_create(client, &LAYOUT, SMB_INT64, &buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(buffer, 0, segment, RIG_EPOCH, link), SMB_OK);
+    must(buffer, add());
+    meet(right, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    must(buffer, add());
+
+    meet(other, &end);
+    CHECK_EQ(smb_client_connect_fd(client, end, 2, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
+    CHECK_EQ(show(stray, &token), SMB_UNTRUSTED);
+    CHECK_EQ(smb_link_alive(stray), 0);
+    smb_link_close(stray);
+    meet(other, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 1001, RIG_TIMEOUT_MS, &instance), SMB_UNTRUSTED);
+    CHECK_EQ(instance, 1001);
+
+    CHECK_EQ(set_key(right, 5, 1000000), SMB_OK);
+    meet(right, &end);
+    CHECK_EQ(smb_client_connect_fd(client, end, 3, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
+    CHECK_EQ(why_not(stray, &token), SMB_DENIED_GENERATION);
+    CHECK_EQ(smb_link_alive(stray), 0);
+    smb_link_close(stray);
+    meet(right, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_UNTRUSTED);
+    CHECK_EQ(set_key(right, 4, 1000000), SMB_OK);
+    meet(right, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    must(buffer, add());
+    must(buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], 3);
+    smb_buffer_destroy(buffer);
+    smb_link_close(link);
+    smb_client_close(client);
+    smb_client_destroy(client);
     take_down(&rigged);
 }
 
@@ -376,7 +438,7 @@ static void sha256_of_known_texts(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(rights_on_a_link), TEST(tokens_follow_the_link),
+    static const struct test tests[] = {TEST(rights_on_a_link), TEST(servers_prove_tokens), TEST(tokens_follow_the_link),
                                         TEST(grants_of_many_segments), TEST(tokens_travel_by_record), TEST(records_without_a_token),
                                         TEST(proofs_for_the_control_plane), TEST(keys_are_a_set), TEST(sha256_of_known_texts)};
     return RUN_TESTS(tests);
