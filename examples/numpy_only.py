@@ -48,8 +48,9 @@ def work(address: str, number: int) -> None:
         smb.train.join(client, "numpy", values, scheme) as worker,
         smb.train.WorkUnits(client, "numpy/units", SAMPLES, 16, epochs=EPOCHS) as units,  # each once an epoch, by one
     ):
-        client.barrier("start", WORKERS, timeout=60)  # only so that all three are seen at work
-        for unit in units:
+        for done, unit in enumerate(units):
+            if done == 20:
+                client.barrier("at-work", WORKERS, timeout=60)  # only so that none finds all the work done
             batch = slice(unit.start, unit.start + unit.count)
             values -= 0.1 * gradient(values, points[batch], classes[batch])
             worker.step(samples=unit.count)  # every tenth time `values` and the shared model draw nearer
@@ -65,6 +66,8 @@ def main() -> None:
             worker.start()
         for worker in workers:
             worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise SystemExit("a worker failed: its error stands above")
         points, classes = samples(2, 2000)
         shared = smb.train.shared(client, "numpy").reshape(FEATURES, CLASSES)
         print(f"test accuracy {((points @ shared).argmax(1) == classes).mean():.3f}")

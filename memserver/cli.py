@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from memserver.daemon import Options, default_name, run
-from smb import credentials as found
-from smb.cli.options import configured, option
-from smb.config import parse_bytes
-from smb.daemon import start_log
+from smb.config.parse import parse_bytes
+from smb.config.settings import SETTINGS, variables_of
+from smb.daemon.process import start_log
 from smb.errors import Error
-from smb.settings import SETTINGS, variables_of
-from smb.transport.queues import Settings
+from smb.security import credentials as found
+from smb.tools.cli.options import configured, option
+from smb.transport.verbs.queue_pair import Settings
 
 _LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only compete for the memory's bandwidth
 
@@ -40,7 +40,7 @@ def memserver(
     verbs: Annotated[str, option("memserver.verbs")] = SETTINGS["memserver.verbs"].default,
     ready_file: Annotated[Path | None, option("memserver.ready_file")] = None,
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
-    data_tls: Annotated[bool, option("memserver.data_tls")] = SETTINGS["memserver.data_tls"].default,
+    data_tls: Annotated[str, option("memserver.data_tls")] = SETTINGS["memserver.data_tls"].default,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
     metrics_token_file: Annotated[Path | None, option("cluster.metrics_token_file")] = None,
     log_level: Annotated[str, option("memserver.log_level")] = SETTINGS["memserver.log_level"].default,

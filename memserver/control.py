@@ -19,14 +19,12 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from memserver.engine import NotReadyError, SegmentForm
-from memserver.rdma import Place, Rdma
+from memserver.rdma_target import Place, Rdma
 from memserver.segments import Segments
-from smb.access import Guard
-from smb.bounds import Bounds
-from smb.config import format_address
-from smb.credentials import Credentials, add_port
-from smb.daemon import GRPC_SERVER_OPTIONS
-from smb.dtypes import DTYPES
+from smb.arrays.dtypes import DTYPES
+from smb.config.parse import format_address
+from smb.daemon.failpoint import failpoint
+from smb.daemon.process import GRPC_SERVER_OPTIONS
 from smb.engine import Token
 from smb.errors import (
     AlreadyExistsError,
@@ -37,11 +35,13 @@ from smb.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from smb.failpoint import failpoint
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
-from smb.tokens import RIGHT_WRITE
-from smb.transport.queues import End
+from smb.rpc import control_pb2 as pb
+from smb.rpc.bounds import Bounds
+from smb.rpc.client_tokens import RIGHT_WRITE
+from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
+from smb.security.credentials import Credentials, add_port
+from smb.security.roles import Guard
+from smb.transport.verbs.queue_pair import End
 
 THREADS = 4  # creations of large segments must not keep drops waiting
 STOP_GRACE_S = 5.0  # a segment that is being made is finished

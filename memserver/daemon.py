@@ -22,26 +22,26 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from memserver import tls
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import Shortage, load_of
+from memserver.memory_dir import Place
 from memserver.metrics import EngineMetrics, Life
-from memserver.place import Place
-from memserver.rdma import Rdma
+from memserver.rdma_target import Rdma
 from memserver.recovery import recover
 from memserver.registration import Asking, Identity, Registration
 from memserver.segments import Segments
-from memserver.shares import Names
-from memserver.tls import TlsListener
-from smb.admission import admission
-from smb.cgroup import MemoryLimit
-from smb.config import check_weight, format_address, format_bytes, parse_address
-from smb.credentials import Credentials, check_exposure
-from smb.daemon import Pages, check_listen, end_with_owner, notify, watchdog_interval_s, write_ready_file
+from memserver.usage_by_client import Names
+from smb.config.parse import check_weight, format_address, format_bytes, parse_address
+from smb.daemon.host_memory import MemoryLimit
+from smb.daemon.process import Pages, check_listen, end_with_owner, notify, watchdog_interval_s, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
-from smb.expiry import ExpiryMetrics
-from smb.proto import control_pb2 as pb
-from smb.transport.queues import Settings
+from smb.rpc import control_pb2 as pb
+from smb.security.credentials import Credentials, Current, check_exposure
+from smb.security.expiry import ExpiryMetrics
+from smb.security.page_access import admission
+from smb.transport.verbs.queue_pair import Settings
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -68,7 +68,7 @@ class Options:
     credentials: Credentials | None = None
     insecure: bool = False
     metrics_token_file: Path | None = None
-    data_tls: bool = False
+    data_tls: str = tls.AUTO
     control: str = ""  # empty: a free port where data is listened for
 
 
@@ -148,11 +148,15 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
 
     if options.credentials is not None:
         engine.guard()
-    data_port = _listen(engine, numeric, port, options, leaving)
+    secured = tls.is_on(options.data_tls, options.credentials)
+    current = Current(options.credentials) if options.credentials is not None else None
+    if secured and current is not None:
+        leaving.callback(tls.DataTls(engine, current).close)
+    data_port = engine.listen_tcp(numeric, port)
     engine.listen_unix(place.socket_path)
-    rdma = Rdma(engine, instance_id, None if options.data_tls else options.verbs)
-    if options.data_tls:
-        rdma.why_not = "its data goes over TLS alone (--data-tls), and RDMA encrypts nothing"
+    rdma = Rdma(engine, instance_id, None if options.data_tls == tls.ON else options.verbs)
+    if options.data_tls == tls.ON:
+        rdma.why_not = "its data goes over TLS alone (--data-tls on), and RDMA encrypts nothing"
     leaving.callback(rdma.close)
     segments.on_drop, segments.on_end = rdma.forget_segment, rdma.end_session
     check_proof = engine.check_proof if options.credentials is not None else None
@@ -169,9 +173,8 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     health = _Health(options, address, segments, life)
     buffers, clients = Names(), Names()
     registry.register(EngineMetrics(engine, segments, options.capacity_bytes, health.life, buffers, clients))
-    credentials = options.credentials
-    if credentials is not None:
-        registry.register(ExpiryMetrics(lambda: credentials))
+    if current is not None:
+        registry.register(ExpiryMetrics(current.now))
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(reachable,))
     pages = Pages(options.metrics, registry, health.show, admit=admit)
     leaving.callback(pages.close)
@@ -186,7 +189,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         metrics_address=_shown_to_others(pages.address, reachable),
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
-        data_tls=options.data_tls,
+        data_tls=secured,
     )
     _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
 
@@ -266,15 +269,6 @@ class _Health:
         }
 
 
-def _listen(engine: Engine, address: str, port: int, options: Options, leaving: ExitStack) -> int:
-    """Have the data plane listen on TCP; return the port."""
-    if not options.data_tls or options.credentials is None:
-        return engine.listen_tcp(address, port)
-    listener = TlsListener(address, port, options.credentials, engine.adopt)
-    leaving.callback(listener.close)
-    return listener.port
-
-
 def _check(options: Options) -> None:
     if not _NAME.fullmatch(options.name):
         raise InvalidArgumentError(f'--name "{options.name}": use 1 to 64 characters of A-Z a-z 0-9 . _ -')
@@ -283,8 +277,7 @@ def _check(options: Options) -> None:
     if not 1 <= options.loops <= LOOPS_MAX:
         raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
     check_weight("--weight", options.weight)
-    if options.data_tls and options.credentials is None:
-        raise InvalidArgumentError("--data-tls needs credentials: give them with --credentials DIR")
+    tls.is_on(options.data_tls, options.credentials)
     if not options.memory_dir.is_dir():
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if parse_address(options.coordinator)[1] == 0:

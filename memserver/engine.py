@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smb._engine import ffi, lib
-from smb.engine import KINDS, TRANSPORTS, Latency, Token, latencies_of, status_name
+from smb.engine import KINDS, TRANSPORTS, Latency, Tls, Token, latencies_of, status_name
 from smb.errors import (
     AlreadyExistsError,
     Error,
@@ -66,6 +66,8 @@ class Counters:
     connections_opened: dict[str, int]
     connections: dict[str, int]
     turned_away_total: int
+    strangers: int
+    strangers_evicted_total: int
     parked: int
     parked_total: int
     waits: int
@@ -171,11 +173,9 @@ class Engine:
         """Listen on a Unix socket, for processes of this user. Raises UnavailableError."""
         _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
 
-    def adopt(self, fd: int, transport: int = lib.SMB_TRANSPORT_TCP) -> None:
-        """Serve one more peer over a connected stream socket, which is the engine's from here on, also where this
-        fails. Raises OutOfMemoryError, UnavailableError.
-        """
-        _check(lib.smb_server_adopt(self._server, fd, transport), "serve one more connection")
+    def use_tls(self, tls: Tls) -> None:
+        """Speak TLS with whoever connects over TCP from here on."""
+        lib.smb_server_use_tls(self._server, tls.pointer)
 
     def take_slots(self, count: int) -> Slots:
         """Return so many slots. Raises OutOfMemoryError, UnavailableError."""
@@ -184,7 +184,10 @@ class Engine:
         return Slots(made[0], count)
 
     def adopt_reference(self, fd: int, slots: Slots) -> None:
-        """As adopt, for a peer whose requests travel by reference, with payloads in these slots."""
+        """Serve one more peer over a connected stream socket, which is the engine's from here on, also where this
+        fails; its requests travel by reference, with payloads in these slots. Raises OutOfMemoryError,
+        UnavailableError.
+        """
         _check(lib.smb_server_adopt_reference(self._server, fd, slots.pointer), "serve one more connection")
 
     def hold_segment(self, segment_id: int) -> HeldSegment:
@@ -305,6 +308,8 @@ class Engine:
             connections_opened={name: int(raw.connections_opened[t]) for t, name in TRANSPORTS.items()},
             connections={name: int(raw.connections_now[t]) for t, name in TRANSPORTS.items()},
             turned_away_total=int(raw.turned_away_total),
+            strangers=int(raw.strangers_now),
+            strangers_evicted_total=int(raw.strangers_evicted_total),
             parked=int(raw.parked_now),
             parked_total=int(raw.parked_total),
             waits=int(raw.waits_now),

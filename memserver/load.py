@@ -7,10 +7,9 @@ import os
 import resource
 
 from memserver.engine import Engine
-from memserver.place import Place
-from memserver.segments import HEADROOM_BYTES
-from smb.cgroup import MemoryLimit
-from smb.proto import control_pb2 as pb
+from memserver.memory_dir import Place
+from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
+from smb.rpc import control_pb2 as pb
 
 WAITS_MAX = 256  # a renewal stays small however many locks are held
 

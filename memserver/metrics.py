@@ -1,4 +1,4 @@
-"""The memory server's metrics, read from the engine when scraped. Their names are in smb/metric_names.py."""
+"""The memory server's metrics, read from the engine when scraped. Their names are in smb/daemon/metric_names.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from memserver.engine import Counters, Engine, Share
 from memserver.segments import Segments
-from memserver.shares import NamedShares, Names
+from memserver.usage_by_client import NamedShares, Names
+from smb.daemon.metric_names import LATENCY_EDGES, counter, cumulative, gauge, histogram
 from smb.engine import KINDS, TRANSPORTS
-from smb.metric_names import LATENCY_EDGES, counter, cumulative, gauge, histogram
 
 WAITS_MAX = 4096  # locks and queues that one scrape looks at
 
@@ -138,6 +138,8 @@ def _traffic(counters: Counters) -> Iterator[Metric]:
     yield opened
     yield now
     yield _total("smb_server_connections_turned_away_total", counters.turned_away_total)
+    yield gauge("smb_server_strangers", counters.strangers)
+    yield _total("smb_server_strangers_evicted_total", counters.strangers_evicted_total)
 
 
 def _books(counters: Counters, capacity_bytes: int) -> Iterator[Metric]:

@@ -7,10 +7,10 @@ import logging
 import time
 
 from memserver.engine import Engine, Recovery
+from memserver.memory_dir import Place
 from memserver.metrics import Life
-from memserver.place import Place
 from memserver.segments import Segments
-from smb.config import format_bytes
+from smb.config.parse import format_bytes
 from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 
 _log = logging.getLogger("memserver")

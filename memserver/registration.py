@@ -14,12 +14,12 @@ import grpc
 
 from memserver.engine import Engine
 from memserver.segments import Segments
-from memserver.shares import Names
-from smb.credentials import COORDINATOR_NAME, Credentials, channel
+from memserver.usage_by_client import Names
+from smb.daemon.failpoint import failpoint
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
-from smb.failpoint import failpoint
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
 ANSWER_S = 3.0
 LEAVE_S = 1.0
@@ -100,8 +100,9 @@ class Registration:
         self._connected = False
         self._complained: grpc.StatusCode | None = None  # one line for an outage of a kind, not one for every try
         self._stop = threading.Event()
-        self._channel = channel(coordinator, COORDINATOR_NAME, credentials)
-        self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._current = Current(credentials) if credentials is not None else None
+        self._used = credentials
+        self._connect()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
 
@@ -121,9 +122,22 @@ class Registration:
                 _log.warning("could not tell the coordinator that this server leaves: %s", error.details())
         self._channel.close()
 
+    def _connect(self) -> None:
+        self._channel = channel(self._coordinator, COORDINATOR_NAME, self._used)
+        self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def _take_new_certificate(self) -> None:
+        """Connect with what the files hold now. Calls are made by one thread, so none is under way."""
+        found = self._current.now() if self._current is not None else None
+        if found is not self._used:
+            self._used = found
+            self._channel.close()
+            self._connect()
+
     def _run(self) -> None:
         registered, wait_s = False, RETRY_FIRST_S
         while not self._stop.is_set():
+            self._take_new_certificate()
             try:
                 lease_ms = self._renew() if registered else self._register()
             except grpc.RpcError as error:

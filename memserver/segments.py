@@ -13,20 +13,18 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from memserver.engine import Engine, SegmentForm
-from memserver.place import Place
-from smb.cgroup import MemoryLimit
-from smb.config import format_bytes
+from memserver.memory_dir import Place
+from smb.config.parse import format_bytes
+from smb.daemon.failpoint import failpoint
+from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.engine import segment_file_bytes
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
-from smb.failpoint import failpoint
 
 # Ids are never used twice, so a creation that comes after its drop is a straggler of one that was given up. So many are
 # remembered.
 DROPPED_MAX = 4096
 # As many ended sessions as the coordinator remembers: after its restart it tells of all of them again.
 ENDED_MAX = 65_536
-# Of the memory limit: for connections, requests and the process itself, which grow beside the segments.
-HEADROOM_BYTES = 32 << 20
 
 
 class Segments:

@@ -1,73 +1,57 @@
-"""The TCP data port with TLS: takes connections, checks who is there, and hands the engine what smb.pump makes of them.
-
-Threads: one accepts; each connection has one, first for its handshake and then to carry its bytes.
-"""
+"""TLS of the data port: whether there is any, and certificates that follow their files."""
 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
-from collections.abc import Callable
 
-from smb import pump
-from smb.credentials import Credentials
-from smb.errors import Error, UnavailableError
+from memserver.engine import Engine
+from smb.engine import Tls
+from smb.errors import Error, InvalidArgumentError
+from smb.security.credentials import Credentials, Current
 
-HANDSHAKE_S = 5.0  # as the engine gives a stranger
-HANDSHAKES_MAX = 256  # each is a thread; who comes when there are so many is closed, and tries again
-_BACKLOG = 128
+AUTO, ON, OFF = CHOICES = ("auto", "on", "off")
+LOOK_S = 1.0
 
 _log = logging.getLogger("memserver")
 
 
-class TlsListener:
-    """Listens. `close` it; connections that are there end with the engine."""
+def is_on(choice: str, credentials: Credentials | None) -> bool:
+    """Whether data over TCP goes inside TLS. Raises InvalidArgumentError for "on" without credentials."""
+    if choice == ON and credentials is None:
+        raise InvalidArgumentError("--data-tls on needs credentials: give them with --credentials DIR")
+    return choice != OFF and credentials is not None
 
-    def __init__(self, address: str, port: int, credentials: Credentials, adopt: Callable[[int], None]) -> None:
-        """Listen on a numeric address; `adopt` takes over descriptors. Raises UnavailableError."""
-        self._adopt = adopt
-        self._context = credentials.server_context()
-        self._handshakes = threading.BoundedSemaphore(HANDSHAKES_MAX)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            self._socket = socket.create_server((address, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise UnavailableError(f"cannot listen on {address} port {port}: {error.strerror or error}") from None
-        self.port = int(self._socket.getsockname()[1])
-        self._closing = False
-        self._thread = threading.Thread(target=self._accept, name="tls", daemon=True)
+
+class DataTls:
+    """Has the engine speak TLS with who connects, and looks every second for new files. `close` it."""
+
+    def __init__(self, engine: Engine, current: Current) -> None:
+        self._engine = engine
+        self._current = current
+        self._used: Credentials | None = None
+        self._complained = ""
+        self._look()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="certificates", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more connections."""
-        self._closing = True
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        """Look no more."""
+        self._stop.set()
         self._thread.join()
-        self._socket.close()
 
-    def _accept(self) -> None:
-        while not self._closing:
+    def _look(self) -> None:
+        found = self._current.now()
+        if found is not self._used:
+            self._engine.use_tls(Tls(found.ca, found.certificate, found.key))
+            self._used = found
+
+    def _watch(self) -> None:
+        while not self._stop.wait(LOOK_S):
             try:
-                peer, _ = self._socket.accept()
-            except OSError as error:
-                if not self._closing:
-                    _log.warning("a connection could not be taken: %s", error)
-                continue
-            if not self._handshakes.acquire(blocking=False):
-                peer.close()
-                continue
-            threading.Thread(target=self._greet, args=(peer,), name="tls-handshake", daemon=True).start()
-
-    def _greet(self, peer: socket.socket) -> None:
-        try:
-            peer.settimeout(HANDSHAKE_S)
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer.getpeername()  # see smb.transport.tls
-            secured = self._context.wrap_socket(peer, server_side=True)
-            self._adopt(pump.start(secured, "tls-pump"))
-        except (OSError, Error) as error:
-            _log.debug("a connection came to nothing: %s", error)
-            peer.close()
-        finally:
-            self._handshakes.release()
+                self._look()
+            except Error as error:
+                if str(error) != self._complained:
+                    _log.warning("the data port goes on with the former credentials: %s", error)
+                self._complained = str(error)

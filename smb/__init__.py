@@ -8,6 +8,7 @@
 """
 
 from smb.buffer import Buffer
+from smb.buffer_info import BufferInfo
 from smb.client import Client, ServerInfo, connect
 from smb.cluster import LocalCluster
 from smb.errors import (
@@ -24,8 +25,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.feedback import ErrorFeedback
-from smb.files.opened import open_file
-from smb.info import BufferInfo
+from smb.files.open_file import open_file
 from smb.layout import Layout
 from smb.lock import Lock
 from smb.tensors import Tensor

@@ -7,12 +7,18 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from smb import arrays, metadata
-from smb.dtypes import SPARSE_WIRE
+from smb.arrays import memory as arrays
+from smb.arrays.dtypes import SPARSE_WIRE
+from smb.buffer_info import BufferInfo
+from smb.call.dispatcher import Route, signed
+from smb.call.optimizer_rules import hyper_of, rule_of
+from smb.call.outcomes import Failed, ranges_of
+from smb.call.session import Session
+from smb.call.sync_requests import Home, raise_fences, wait_ms
 from smb.engine import (
     NOWHERE,
     AskOpcode,
@@ -36,19 +42,12 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.feedback import ErrorFeedback, Sending, SparseSending
-from smb.info import BufferInfo
 from smb.layout import Layout
 from smb.lock import PUBLISHER_LOCK, Lock
-from smb.outcomes import Failed, ranges_of
 from smb.pins import PIN_S_MAX, Pin
-from smb.route import Route, signed
-from smb.rules import hyper_of, rule_of
+from smb.rpc import metadata
 from smb.tensors import Tensor, TensorTable, tensor_of
 from smb.transport.base import Deadline
-from smb.waits import Home, raise_fences, wait_ms
-
-if TYPE_CHECKING:
-    from smb.client import Client
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Result = TypeVar("Result")
@@ -94,7 +93,7 @@ class Buffer(Route):
     the block (a little more by the rounding of s), and a block with an infinity or NaN arrives as NaN.
     """
 
-    def __init__(self, client: Client, info: BufferInfo) -> None:
+    def __init__(self, client: Session, info: BufferInfo) -> None:
         super().__init__(client, info)
         self._table: TensorTable | None = None  # once somebody asks
 

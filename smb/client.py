@@ -21,33 +21,34 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from smb.arrays import whole_pages
+from smb.arrays.dtypes import WIRES, dtype_of
+from smb.arrays.memory import whole_pages
 from smb.buffer import Buffer
-from smb.config import parse_address, parse_bytes
-from smb.control import Coordinator, SessionEndedError
-from smb.credentials import Credentials, find
-from smb.dtypes import WIRES, dtype_of
+from smb.buffer_info import BufferInfo
+from smb.call.async_order import AsyncCalls, Turns
+from smb.call.lock_renewals import Renewals
+from smb.call.sync_requests import SESSION_ENDED, Home, wait_ms
+from smb.config.parse import parse_address, parse_bytes
+from smb.config.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
+from smb.config.transports import check_choice
 from smb.engine import AskOpcode, EngineClient, Link, Switch
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError, UnavailableError
-from smb.info import BufferInfo
-from smb.layout import SegmentPlace
-from smb.lock import Lock, Renewals
-from smb.metadata import JSON, encode
-from smb.proto import control_pb2 as pb
-from smb.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
+from smb.lock import Lock
+from smb.rpc import control_pb2 as pb
+from smb.rpc.coordinator_client import Coordinator, SessionEndedError
+from smb.rpc.metadata import JSON, encode
+from smb.security.credentials import Credentials, find
 from smb.tensors import METADATA_KEY, TensorTable
-from smb.transport import tls
-from smb.transport.base import Deadline, Way
-from smb.transport.choose import check_choice, choose, choose_gated, choose_waits, for_each, make_transports
-from smb.transport.links import Links, Outages, Whereabouts
-from smb.transport.queues import Settings
+from smb.transport.base import Deadline, SegmentPlace, Way
+from smb.transport.choose import choose, choose_gated, choose_waits, for_each, make_transports
+from smb.transport.reconnect import Links, Outages, Whereabouts
 from smb.transport.tcp import Tcp
-from smb.transport.verbs import Verbs
-from smb.turns import AsyncCalls, Turns
-from smb.waits import SESSION_ENDED, Home, wait_ms
+from smb.transport.tls import ClientTls
+from smb.transport.verbs.queue_pair import Settings
+from smb.transport.verbs.transport import Verbs
 
 if TYPE_CHECKING:
-    from smb.daemon import Pages
+    from smb.daemon.process import Pages
 
 Result = TypeVar("Result")
 
@@ -155,10 +156,11 @@ class Client:
             self.coordinator.close()
             raise
         self._session_id = session_id
-        self.engine = EngineClient(session_id, checksums=shared.checksum if checksum is None else checksum)
+        checksums = shared.checksum if checksum is None else checksum
+        self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
-        secure = functools.partial(tls.connect, credentials)
-        self._links = Links(self.engine, functools.partial(_locate, weakref.ref(self)), self.coordinator.tokens, secure)
+        locate = functools.partial(_locate, weakref.ref(self))
+        self._links = Links(self.engine, locate, self.coordinator.tokens, ClientTls(credentials))
         self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings(), credentials)
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
@@ -411,7 +413,12 @@ class Client:
         return home
 
     def close(self) -> None:
-        """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing."""
+        """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing.
+
+        A memory server that is stopped is not waited for, a coordinator that is stopped 2 s at most, a thread that
+        looks up a name 10 s at most. A call in another thread that connects to a stopped server for the first time ends
+        with its own timeout.
+        """
         if self._pid != _current_pid:
             return  # a child of fork has no part in its parent's session, and its locks may be held by nobody
         with self._lock:
@@ -501,6 +508,10 @@ class Client:
     def outages(self) -> Outages:
         """Return which connections broke, and for how long."""
         return self._links.outages()
+
+    def why_untrusted(self, server: str) -> str:
+        """See Links."""
+        return self._links.why_untrusted(server)
 
 
 # os.getpid() is a system call, and small operations ask for it every time.

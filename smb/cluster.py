@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from smb import settings
-from smb.config import OWNER_VARIABLE, format_address, parse_address, parse_bytes
-from smb.credentials import VARIABLES as CREDENTIALS_VARIABLES
+from smb.config import settings
+from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 
 _START_S = 30.0  # a Python process that imports gRPC, on a loaded machine
 _STOP_S = 10.0
@@ -204,7 +204,7 @@ class LocalCluster:
             if self._session_lease is not None:
                 options["session_lease"] = str(self._session_lease)
             options |= self._access("coordinator")
-            self.coordinator = Daemon("smb.cli.main coordinator", "coordinator", options, private)
+            self.coordinator = Daemon("smb.tools.cli.main coordinator", "coordinator", options, private)
             self.coordinator.spawn()
             self.coordinator.wait_ready(deadline)
             host = parse_address(self._listen)[0]

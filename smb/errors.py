@@ -19,7 +19,7 @@ class Error(Exception):
     Buffer.settle finds out, of a buffer's call, which elements were not.
     """
 
-    _account: Any = None  # smb.outcomes.Failed, where it is of a buffer's call
+    _account: Any = None  # smb.call.outcomes.Failed, where it is of a buffer's call
 
     def __init__(self, *arguments: Any, outcome: CallOutcome = NOT_APPLIED) -> None:
         super().__init__(*arguments)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smb import arrays, engine
-from smb.dtypes import DTYPES, WIRES
+from smb import engine
+from smb.arrays import memory as arrays
+from smb.arrays.dtypes import DTYPES, WIRES
 from smb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Sending:
 
     def __init__(self, feedback: ErrorFeedback, offset: int, values: Array, arrives: Array, before: Array) -> None:
         self.values = values
-        self.count = values.size
+        self.count: int = values.size
         self._feedback = feedback
         self._offset = offset
         self._arrives = arrives

@@ -7,20 +7,7 @@ from dataclasses import dataclass
 
 from smb import engine
 from smb.errors import InvalidArgumentError
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentPlace:
-    """One segment of a buffer and where its server was last known to be. Sizes are bytes."""
-
-    id: int
-    server: str
-    nbytes: int
-    address: str
-    unix_path: str
-    instance_id: int
-    control_address: str = ""
-    tls: bool = False  # what is at the address speaks TLS
+from smb.transport.base import SegmentPlace
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import operator
-import threading
 import time
-import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from smb.call.lock_renewals import Renewals
+from smb.call.sync_requests import Home, raise_fences, wait_ms
 from smb.engine import Asking, AskOpcode
 from smb.errors import (
     Error,
@@ -19,10 +18,6 @@ from smb.errors import (
     NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
-from smb.waits import Home, raise_fences, wait_ms
-
-if TYPE_CHECKING:
-    from smb.buffer import Buffer
 
 USER_LOCK = 0
 PUBLISHER_LOCK = 1
@@ -42,7 +37,7 @@ class Lock:
     """
 
     def __init__(
-        self, homes: Sequence[Home], renewals: Renewals, ttl: float, timeout: float | None, buffer: Buffer | None = None
+        self, homes: Sequence[Home], renewals: Renewals, ttl: float, timeout: float | None, buffer: object = None
     ) -> None:
         if not _TTL_MIN_S <= ttl <= _TTL_MAX_S:
             raise InvalidArgumentError(
@@ -174,83 +169,3 @@ class Lock:
             token, self._token = self._token, 0
             self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
             raise
-
-
-class Renewals:
-    """Renews a client's held locks from one thread, started with the first one."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._due: dict[int, tuple[float, float, weakref.ref[Lock]]] = {}
-        self._wakes_at = 0.0
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._busy: set[int] = set()  # being renewed now
-        self.lost = 0  # locks, since the start
-
-    def held(self) -> int:
-        """How many locks are held, as far as is known here."""
-        with self._changed:
-            locks = [ref() for _, _, ref in self._due.values()]
-        return sum(lock is not None and lock.held for lock in locks)
-
-    def add(self, lock: Lock, every_s: float) -> None:
-        """Renew it every so many seconds from now on."""
-        at = time.monotonic() + every_s
-        with self._changed:
-            self._due[id(lock)] = (at, every_s, weakref.ref(lock))
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="smb-locks", daemon=True)
-                self._thread.start()
-            elif at < self._wakes_at:
-                self._changed.notify()
-
-    def remove(self, lock: Lock) -> None:
-        """Stop renewing it."""
-        with self._changed:
-            self._due.pop(id(lock), None)
-
-    def close(self) -> None:
-        """Stop."""
-        with self._changed:
-            self._closed = True
-            self._due.clear()
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
-                now = time.monotonic()
-                self._wakes_at = min((at for at, _, _ in self._due.values()), default=now + 3600.0)
-                if self._wakes_at > now:
-                    self._changed.wait(self._wakes_at - now)
-                    continue
-                due = [(key, every, ref()) for key, (at, every, ref) in self._due.items() if at <= now]
-                for key, every, lock in due:
-                    if lock is None:
-                        del self._due[key]
-                    else:
-                        self._due[key] = (now + every, every, weakref.ref(lock))
-            for key, _, lock in due:
-                if lock is not None and key not in self._busy:
-                    # A thread each: one server that is away must not cost the locks of the others.
-                    self._busy.add(key)
-                    threading.Thread(target=self._renew, args=(key, lock), name="smb-renewal", daemon=True).start()
-            del due, lock
-
-    def _renew(self, key: int, lock: Lock) -> None:
-        try:
-            began, token = time.monotonic(), lock.token
-            asking = lock.start_renewal()
-            try:
-                lock.finish_renewal(asking, token, began)
-            finally:
-                asking.end()
-        except InvalidArgumentError:
-            pass  # released meanwhile
-        except Error as error:
-            _log.warning("%s", error)
-        finally:
-            self._busy.discard(key)

@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smb.metric_names import LATENCY_EDGES, OUTAGE_EDGES, counter, cumulative, gauge, histogram
-from smb.settings import switch_of, text_of
+from smb.config.settings import switch_of, text_of
+from smb.daemon.metric_names import LATENCY_EDGES, OUTAGE_EDGES, counter, cumulative, gauge, histogram
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from smb.client import Client
-    from smb.daemon import Pages
+    from smb.daemon.process import Pages
 
 
 class Collector:
@@ -102,8 +102,8 @@ def serve(client: Client, address: str = "127.0.0.1:0", *collectors: object) -> 
     """
     from prometheus_client import CollectorRegistry
 
-    from smb.admission import admission
-    from smb.daemon import Pages
+    from smb.daemon.process import Pages
+    from smb.security.page_access import admission
 
     registry = CollectorRegistry()
     for collector in (Collector(client), *collectors):

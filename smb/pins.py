@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
 from smb.errors import InvalidArgumentError, LockLostError
-from smb.waits import Home
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # (version, offset, count, out, wire) to what was read, or None where the version was overwritten.

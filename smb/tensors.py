@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import ml_dtypes
 import numpy as np
 
-from smb import arrays
-from smb.dtypes import DTYPES, Dtype, name_of
+from smb.arrays import memory as arrays
+from smb.arrays.dtypes import DTYPES, Dtype, name_of
+from smb.config.limits import BYTES_MAX, DIMENSIONS_MAX
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 METADATA_KEY = "smb.tensors"
 ALIGNMENT_BYTES = 64  # a cache line, and what vector instructions, DLPack and memory-mapped readers like best
-BYTES_MAX = 1 << 56  # as a buffer's
-DIMENSIONS_MAX = 32  # likewise
 
 # What a tensor may be made of: the buffers' element types, and those that only travel as bytes.
 ELEMENTS: dict[str, Dtype] = DTYPES | {

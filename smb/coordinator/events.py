@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord, SessionRecord
-from smb.coordinator.request import Creation
+from smb.coordinator.validate import Creation
 
 
 @dataclass(frozen=True, slots=True)

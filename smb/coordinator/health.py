@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smb.coordinator.ledger import Ledger
+from smb.coordinator.commit_log import Ledger
 from smb.coordinator.store import Store
 
 # Since its last tick, of two a second: the loop hangs.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
-from smb.coordinator.request import Creation, check_creation, first_use
-from smb.coordinator.sessions import EndedSessions
 from smb.coordinator.state import State
+from smb.coordinator.validate import Creation, check_creation, first_use
 from smb.errors import InvalidArgumentError
-from smb.proto import control_pb2 as pb
+from smb.rpc import control_pb2 as pb
 
 _NUMBERS: dict[Kind, pb.Kind] = {Kind.BUFFER: pb.BUFFER, Kind.LOCK: pb.LOCK, Kind.BARRIER: pb.BARRIER}
 _KINDS: dict[int, Kind] = {number: kind for kind, number in _NUMBERS.items()}

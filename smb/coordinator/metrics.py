@@ -1,5 +1,5 @@
-"""The coordinator's metrics, under the names of smb/metric_names.py. Gauges are read from the state when scraped, so
-they cannot go stale.
+"""The coordinator's metrics, under the names of smb/daemon/metric_names.py. Gauges are read from the state when
+scraped, so they cannot go stale.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from smb.coordinator.commit_log import Committed
 from smb.coordinator.events import Event, Instant, Ticked
 from smb.coordinator.health import Health
-from smb.coordinator.ledger import Committed
 from smb.coordinator.records import Kind
 from smb.coordinator.state import State
-from smb.metric_names import CALL_EDGES, METRICS, NAMED_MAX, OTHER, gauge
-from smb.proto import control_pb2 as pb
+from smb.daemon.metric_names import CALL_EDGES, METRICS, NAMED_MAX, OTHER, gauge
+from smb.rpc import control_pb2 as pb
 
 
 def _described(name: str) -> tuple[str, str, tuple[str, ...]]:

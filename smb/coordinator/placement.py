@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from smb.config import format_bytes
+from smb.config.parse import format_bytes
 from smb.coordinator.records import BufferRecord, copy_stride_bytes
 from smb.engine import segment_bytes, segment_file_bytes
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError

@@ -15,28 +15,25 @@ from pathlib import Path
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from smb.access import AioGuard
-from smb.admission import admission
 from smb.cluster import reachable
-from smb.config import format_address, parse_address
-from smb.coordinator.answers import Answers
-from smb.coordinator.endings import Endings
+from smb.config.parse import format_address, parse_address
+from smb.config.quotas import Quota
+from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.dashboard.history import Watch
+from smb.coordinator.dashboard.overview import Overview
+from smb.coordinator.dashboard.server import Dashboard
 from smb.coordinator.events import Event, Instant, Ticked
 from smb.coordinator.health import Health
-from smb.coordinator.idle import IDLE_S_MAX, IDLE_S_MIN, IdleNames
-from smb.coordinator.ledger import Committed, Ledger
+from smb.coordinator.idle_names import IDLE_S, IDLE_S_MAX, IDLE_S_MIN, IdleNames
+from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics, StateMetrics, targets
-from smb.coordinator.overview import Overview
-from smb.coordinator.page import Dashboard
-from smb.coordinator.peers import MemoryServers
-from smb.coordinator.quotas import Quota
+from smb.coordinator.rpc_interceptor import Answers
 from smb.coordinator.service import CoordinatorService, new_id
+from smb.coordinator.session_end_notifier import Endings
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
-from smb.coordinator.tokens import LIFETIME_S, Tokens
-from smb.coordinator.watch import Watch
-from smb.credentials import Credentials, add_port, check_exposure
-from smb.daemon import (
+from smb.coordinator.token_issuer import LIFETIME_S, Tokens
+from smb.daemon.process import (
     GRPC_SERVER_OPTIONS,
     Answer,
     Pages,
@@ -47,9 +44,12 @@ from smb.daemon import (
     write_ready_file,
 )
 from smb.errors import InvalidArgumentError, UnavailableError
-from smb.expiry import ExpiryMetrics
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import add_CoordinatorServicer_to_server
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import add_CoordinatorServicer_to_server
+from smb.security.credentials import Credentials, Current, add_port, check_exposure
+from smb.security.expiry import ExpiryMetrics
+from smb.security.page_access import admission
+from smb.security.roles import AioGuard
 
 TICK_S = 0.5  # a lease is seen to have run out at most this late
 TRIM_S = 10.0  # how often freed memory goes back to the system
@@ -75,7 +75,7 @@ class Options:
     insecure: bool = False
     metrics_token_file: Path | None = None
     token_lifetime_s: float = LIFETIME_S
-    idle_names_s: float = 60.0
+    idle_names_s: float | None = None  # IDLE_S, or the lease where that is longer
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
 
 
@@ -105,9 +105,13 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         raise InvalidArgumentError(
             f"--session-lease {lease_s:g}: use {SESSION_LEASE_S_MIN:g} to {SESSION_LEASE_S_MAX:g} seconds"
         )
-    if not IDLE_S_MIN <= options.idle_names_s <= IDLE_S_MAX:
+    idle_s = max(IDLE_S, lease_s) if options.idle_names_s is None else options.idle_names_s
+    if not IDLE_S_MIN <= idle_s <= IDLE_S_MAX:
+        raise InvalidArgumentError(f"--idle-names {idle_s:g}: use {IDLE_S_MIN:g} to {IDLE_S_MAX:g} seconds")
+    if idle_s < lease_s:
         raise InvalidArgumentError(
-            f"--idle-names {options.idle_names_s:g}: use {IDLE_S_MIN:g} to {IDLE_S_MAX:g} seconds"
+            f"--idle-names {idle_s:g}: use at least --session-lease, {lease_s:g} seconds: "
+            f"a client that is away for less comes back to its locks and barriers"
         )
     store = open_store(options.state)
     leaving.push_async_callback(store.close)
@@ -138,9 +142,8 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     health = Health(ledger, store, address)
     watch.look_at_store = lambda: (health.store_error, health.state_free_bytes())
     registry.register(HealthMetrics(health))
-    credentials = options.credentials
-    if credentials is not None:
-        registry.register(ExpiryMetrics(lambda: credentials))
+    if options.credentials is not None:
+        registry.register(ExpiryMetrics(Current(options.credentials).now))
 
     def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
         leases.saw(event, before, committed, now)
@@ -165,7 +168,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
     leaving.callback(ledger.stop_waiting)
-    idle_names = IdleNames(ledger, servers, service.drop, options.idle_names_s)
+    idle_names = IdleNames(ledger, servers, service.drop, idle_s)
     for beginning in (_tick(ledger, endings, health), _trim(), idle_names.run()):
         leaving.push_async_callback(_cancel, asyncio.create_task(beginning))
 

@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from smb.access import Role, caller
-from smb.coordinator.endings import Endings
+from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.dashboard.history import Watch
+from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -36,7 +37,7 @@ from smb.coordinator.events import (
     SessionClosed,
     SessionRenewed,
 )
-from smb.coordinator.ledger import Committed, Ledger
+from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import (
     buffer_message,
     creation_of,
@@ -46,14 +47,13 @@ from smb.coordinator.messages import (
     server_message,
     without_session,
 )
-from smb.coordinator.overview import Overview
-from smb.coordinator.peers import MemoryServers
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
-from smb.coordinator.request import Creation
+from smb.coordinator.session_end_notifier import Endings
 from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.store import StoreError
-from smb.coordinator.tokens import Tokens
-from smb.coordinator.watch import Watch
+from smb.coordinator.token_issuer import Tokens
+from smb.coordinator.validate import Creation
+from smb.daemon.failpoint import failpoint
 from smb.errors import (
     AlreadyExistsError,
     Error,
@@ -62,9 +62,9 @@ from smb.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from smb.failpoint import failpoint
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorServicer
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorServicer
+from smb.security.roles import Role, caller
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)

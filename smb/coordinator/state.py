@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from smb.access import namespace_of
-from smb.config import check_weight
-from smb.control import SessionEndedError
+from smb.config.parse import check_weight
+from smb.config.quotas import Quota
+from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -50,11 +50,12 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.leases import Leases
 from smb.coordinator.placement import Placement, Pool, place, place_like
-from smb.coordinator.quotas import Quota, check_quota
+from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
-from smb.coordinator.request import Creation, check_address, check_name, check_server_name, check_wire
-from smb.coordinator.sessions import EndedSessions
+from smb.coordinator.validate import Creation, check_address, check_name, check_server_name, check_wire
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.rpc.coordinator_client import SessionEndedError
+from smb.security.roles import namespace_of
 
 SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
 SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up

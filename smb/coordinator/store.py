@@ -15,8 +15,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
+from smb.daemon.failpoint import failpoint
 from smb.errors import Error, InvalidArgumentError, UnavailableError
-from smb.failpoint import failpoint
 
 FILE_NAME = "coordinator.sqlite"
 # Room of the disk that is kept for what makes room: deletions, and what must be stored so that these can be asked for.

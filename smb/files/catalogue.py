@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from smb.buffer import Buffer
+from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, NotFoundError
+from smb.files.formats import View, forms_of, may_be_empty, path_in, view_of
 from smb.files.names import Form, is_long, is_private, name_of, path_of
-from smb.files.views import View, forms_of, may_be_empty, path_in, view_of
-from smb.info import BufferInfo
 
 FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
 # What is not there, and what a directory has, is asked for anew, unless that would keep the coordinator busy.

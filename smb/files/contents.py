@@ -1,4 +1,4 @@
-"""Where an open file's bytes are: in the memory servers, or in a copy of one version (or in a draft: draft.py)."""
+"""Where an open file's bytes are: in the memory servers, or in a copy of one version (or staged: staged_file.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.errors import LockLostError
-from smb.files.codes import refuse
-from smb.files.views import View
+from smb.files.error_codes import refuse
+from smb.files.formats import View
 
 Octets = np.ndarray[Any, np.dtype[np.uint8]]  # one-dimensional, contiguous
 _SNAPSHOT_TRIES = 5

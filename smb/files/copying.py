@@ -3,7 +3,7 @@
 A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
 among themselves (no bytes travel) and that is deleted at the end. Beside FILE lies FILE.crc32c: the CRC-32C of each
 block, from which an interrupted snapshot goes on and by which restore checks what it reads. A restore that is under
-way has its own (sums.py).
+way has its own (checksums.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from smb.buffer import Buffer
+from smb.call.outcomes import LOST
 from smb.client import Client
 from smb.engine import crc32c
 from smb.errors import (
@@ -29,12 +30,11 @@ from smb.errors import (
     TimeoutError,  # noqa: A004 - smb's
     UnavailableError,
 )
+from smb.files.checksums import BLOCK_BYTES, State, Sums, state_of
 from smb.files.contents import Live, Octets, Reads
+from smb.files.formats import Plan, View, header_bytes, plan_of, view_of
 from smb.files.names import Form
-from smb.files.private import create, private_name
-from smb.files.sums import BLOCK_BYTES, State, Sums, state_of
-from smb.files.views import Plan, View, header_bytes, plan_of, view_of
-from smb.outcomes import LOST
+from smb.files.temporary_names import create, private_name
 
 _PIN_S = 30.0
 Progress = Callable[[int, int], None]  # (bytes done, of)

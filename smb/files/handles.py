@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from smb.errors import Error
-from smb.files.codes import as_os_errors, os_error, refuse
 from smb.files.contents import FrozenFile, Live, Octets
-from smb.files.draft import Draft
+from smb.files.error_codes import as_os_errors, os_error, refuse
+from smb.files.staged_file import Draft
 
 if TYPE_CHECKING:
-    from smb.files.tree import Tree
+    from smb.files.namespace import Tree
 
 
 class Node:

@@ -26,10 +26,10 @@ import numpy as np
 
 from smb.client import Client
 from smb.errors import Error
-from smb.files.codes import refuse
 from smb.files.contents import Octets
+from smb.files.error_codes import refuse
 from smb.files.handles import OpenFile
-from smb.files.tree import Status, Tree
+from smb.files.namespace import Status, Tree
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request of each
 _BLOCK_BYTES = 4096

@@ -14,8 +14,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from smb.coordinator.request import NAME_CHARACTERS_MAX
-from smb.files.codes import refuse
+from smb.config.limits import NAME_CHARACTERS_MAX
+from smb.files.error_codes import refuse
 
 PART_BYTES_MAX = 255  # of a path between its slashes; the limits of Linux
 PATH_BYTES_MAX = 4096

@@ -21,9 +21,9 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 import smb.client
-from smb.files.codes import refuse
-from smb.files.opened import SCHEME, BufferFile, split_url
-from smb.files.tree import Tree
+from smb.files.error_codes import refuse
+from smb.files.namespace import Tree
+from smb.files.open_file import SCHEME, BufferFile, split_url
 
 _BUFFER_BYTES = 1 << 20  # of a file object; larger reads and writes go straight to the servers
 _FLAGS = {

@@ -2,7 +2,7 @@
 not.
 """
 
-from smb.torch.adapter import Shared, join, shared_state_dict
 from smb.torch.publish import Follower, Generation, Publisher, follow, publish
+from smb.torch.shared_model import Shared, join, shared_state_dict
 
 __all__ = ["Follower", "Generation", "Publisher", "Shared", "follow", "join", "publish", "shared_state_dict"]

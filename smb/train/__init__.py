@@ -5,7 +5,7 @@
 ...     values -= rate * gradient(values, batch)
 ...     worker.step(samples=len(batch))
 
-Framework-neutral: `values` is a flat float32 array. docs/training.md compares the schemes.
+Framework-neutral: `values` is a flat float32 array. docs/choose-a-scheme.md compares the schemes.
 """
 
 from smb.train.asp import ASP
@@ -25,7 +25,7 @@ from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
 from smb.train.seasgd import SEASGD
 from smb.train.ssp import SSP
 from smb.train.status import GroupStatus, WorkerStatus, status
-from smb.train.work import Unit, WorkUnits, delete_units
+from smb.train.work_units import Unit, WorkUnits, delete_units
 from smb.train.worker import Worker, join
 
 __all__ = [

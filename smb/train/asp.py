@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from smb.train import table as t
+from smb.train import member_table as t
+from smb.train.exchange.background_send import Deltas
 from smb.train.scheme import Exchange, Scheme, Values
-from smb.train.sending import Deltas
 
 if TYPE_CHECKING:
     from smb.train.group import Group

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smb.train.rounds import RoundScheme
+from smb.train.exchange.rounds import RoundScheme
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from smb.errors import InvalidArgumentError
-from smb.train.rounds import Outer, RoundScheme
+from smb.train.exchange.rounds import Outer, RoundScheme
 from smb.train.scheme import is_number
 
 

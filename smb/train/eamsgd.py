@@ -10,7 +10,7 @@ import numpy as np
 
 from smb.errors import InvalidArgumentError
 from smb.train.easgd import DelayedExchange
-from smb.train.elastic import check_settings
+from smb.train.exchange.elastic_force import check_settings
 from smb.train.scheme import Exchange, Scheme, Values, is_number
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from smb.train.elastic import Elastic, check_settings
+from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.scheme import Exchange, Scheme, Values
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class EASGD(Scheme):
     by at most alpha of the way, whatever came in between. Tests: tests/integration/test_elastic.py holds golden traces
     against numpy, and counts the staleness of interleavings made on purpose.
 
-    What a step() that raised has sent counts once: the next call finishes it (smb/train/contribution.py).
+    What a step() that raised has sent counts once: the next call finishes it (smb/train/exchange/contribution.py).
     """
 
     NAME: ClassVar[str] = "easgd"

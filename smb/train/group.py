@@ -1,7 +1,7 @@
 """A group: the buffers that workers of one training share, and what every scheme needs of them.
 
     NAME           the shared weights, float32 (n,); the group's settings are its metadata
-    NAME/members   the table (table.py)
+    NAME/members   the table (member_table.py)
     NAME/tick      published to wake whoever waits for anything
     NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
 
@@ -21,7 +21,8 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
-from smb.config import format_bytes
+from smb.config.parse import format_bytes
+from smb.daemon.failpoint import failpoint
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -30,10 +31,9 @@ from smb.errors import (
     OutOfMemoryError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
-from smb.failpoint import failpoint
 from smb.lock import Lock
+from smb.train import member_table as t
 from smb.train import members
-from smb.train import table as t
 from smb.train.guards import Guard, Guards, RefusedContributionError
 from smb.train.members import Member
 from smb.train.scheme import Json, Scheme, Values, scheme_of

@@ -10,13 +10,13 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from smb.config.settings import text_of
+from smb.daemon.failpoint import failpoint
 from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
-from smb.failpoint import failpoint
-from smb.settings import text_of
 from smb.train import group as groups
-from smb.train import table as t
+from smb.train import member_table as t
 from smb.train.bsp import BSP
-from smb.train.elastic import Elastic, check_settings
+from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.guards import RefusedContributionError
 from smb.train.scheme import Copies, Exchange, Scheme, Values
 

@@ -32,7 +32,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.lock import Lock
-from smb.train import table as t
+from smb.train import member_table as t
 
 if TYPE_CHECKING:
     from smb.client import Client

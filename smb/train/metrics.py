@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from smb.client import Client
+from smb.daemon.metric_names import COUNTER, METRICS, counter, gauge
 from smb.errors import Error
-from smb.metric_names import COUNTER, METRICS, counter, gauge
 from smb.train.status import GroupStatus, WorkerStatus, status
 
 if TYPE_CHECKING:

@@ -47,12 +47,12 @@ from smb.errors import (
     NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
-from smb.train import table as t
+from smb.train import member_table as t
+from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
-from smb.train.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.scheme import Exchange, Scheme, Values, is_number, is_whole
-from smb.train.sending import Deltas
 
 if TYPE_CHECKING:
     from smb.train.group import Group

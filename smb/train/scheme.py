@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smb.errors import InvalidArgumentError
-from smb.train import table as t
-from smb.train.table import Rows
+from smb.train import member_table as t
+from smb.train.member_table import Rows
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -30,6 +30,7 @@ Values: TypeAlias = NDArray[np.float32]
 Json: TypeAlias = Any
 
 SCHEMES: dict[str, type[Scheme]] = {}
+"""Every scheme by its name."""
 
 
 class Exchange(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from smb.train.elastic import Elastic, check_settings
+from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.scheme import Exchange, Scheme, Values
 
 if TYPE_CHECKING:

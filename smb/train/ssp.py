@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from smb.errors import InvalidArgumentError
-from smb.train import table as t
+from smb.train import member_table as t
+from smb.train.exchange.background_send import Deltas
 from smb.train.guards import RefusedContributionError
 from smb.train.scheme import Exchange, Scheme, Values, is_whole
-from smb.train.sending import Deltas
 
 if TYPE_CHECKING:
     from smb.train.group import Group

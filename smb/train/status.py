@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from smb.client import Client
 from smb.train import group as groups
+from smb.train import member_table as t
 from smb.train import members
-from smb.train import table as t
 from smb.train.scheme import Json
 
 

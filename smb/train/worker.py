@@ -12,7 +12,7 @@ import numpy as np
 
 from smb.client import Client
 from smb.errors import Error, InvalidArgumentError, NotFoundError
-from smb.train import table as t
+from smb.train import member_table as t
 from smb.train.group import Group, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from smb.engine import BufferHandle, Link, Segment
 from smb.errors import TransportError
-from smb.layout import SegmentPlace
 
 _MS_MAX = 2**31
 
@@ -27,6 +26,20 @@ class Deadline:
         """Milliseconds left, at least 1, as the engine takes them."""
         ms = int((self._end - time.monotonic()) * 1000)
         return ms if 0 < ms <= _MS_MAX else 1 if ms <= 0 else _MS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlace:
+    """One segment of a buffer and where its server was last known to be. Sizes are bytes."""
+
+    id: int
+    server: str
+    nbytes: int
+    address: str
+    unix_path: str
+    instance_id: int
+    control_address: str = ""
+    tls: bool = False  # what is at the address speaks TLS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,27 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from smb.engine import EngineClient, Link
-from smb.errors import InvalidArgumentError, TransportError, UnavailableError
-from smb.layout import SegmentPlace
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, Transport, Way
-from smb.transport.links import Links
+from smb.errors import TransportError, UnavailableError
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Transport, Way
+from smb.transport.reconnect import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
-from smb.transport.verbs import Verbs
+from smb.transport.verbs.transport import Verbs
 
 Found = TypeVar("Found")
 
 _AT_ONCE_MAX = 64  # threads that wait for servers far away
 
-CHOICES = ("auto", "shm", "verbs", "tcp")
 TRY_AUTO = "; transport='auto' takes what works"  # the end of an error where one transport was asked for
-
-
-def check_choice(transport: str) -> str:
-    """Return a transport option that exists. Raises InvalidArgumentError."""
-    if transport not in CHOICES:
-        raise InvalidArgumentError(f"there is no transport {transport!r}; there are {', '.join(CHOICES)}")
-    return transport
 
 
 def make_transports(choice: str, client: EngineClient, links: Links, verbs: Verbs) -> tuple[Transport, ...]:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from smb.engine import EngineClient, EngineError, Lane, Link, Segment, Status
 from smb.errors import NotFoundError, UnavailableError
-from smb.layout import SegmentPlace
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, Way
-from smb.transport.links import Links
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Way
+from smb.transport.reconnect import Links
 
 
 class SharedMemory:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from smb.engine import EngineError, Lane, Link
-from smb.layout import SegmentPlace
-from smb.transport.base import Deadline, Way
-from smb.transport.links import Links, refused
+from smb.transport.base import Deadline, SegmentPlace, Way
+from smb.transport.reconnect import Links, refused
 
 
 class Tcp:

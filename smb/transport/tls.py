@@ -1,37 +1,28 @@
-"""TCP with TLS: a connection whose peer's certificate is that of the memory server asked for."""
+"""TLS on a client's side: the certificates of now, as the engine takes them."""
 
 from __future__ import annotations
 
-import socket
-import ssl
+import threading
 
-from smb import pump
-from smb.config import parse_address
-from smb.credentials import Credentials, server_name
+from smb.engine import Tls
 from smb.errors import UnavailableError
+from smb.security.credentials import Credentials, Current
 
 
-def connect(credentials: Credentials | None, server: str, address: str, timeout: float) -> int:
-    """Return a descriptor that leads to a memory server's TLS port. Blocks up to `timeout` seconds.
+class ClientTls:
+    """What connections to memory servers are made with. Files that change count from the next connection on."""
 
-    Raises UnavailableError where nobody answers, or somebody whose certificate is not that server's.
-    """
-    where = f"memory server {server} at {address}"
-    if credentials is None:
-        raise UnavailableError(f"{where} speaks TLS, and this client has no credentials")
-    try:
-        plain = socket.create_connection(parse_address(address), timeout)
-    except OSError as error:
-        raise UnavailableError(f"{where} can't be reached: {error.strerror or error}") from error
-    try:
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.getpeername()  # of a connection that is reset already ssl would leave a socket unclosed
-        secured = credentials.client_context().wrap_socket(plain, server_hostname=server_name(server))
-    except ssl.SSLError as error:
-        plain.close()
-        reason = getattr(error, "verify_message", "") or error.reason or "the handshake failed"
-        raise UnavailableError(f"{where} is not whom it should be, or does not know us: {reason}") from error
-    except OSError as error:
-        plain.close()
-        raise UnavailableError(f"{where}: the TLS handshake failed: {error.strerror or error}") from error
-    return pump.start(secured, "smb-tls")
+    def __init__(self, credentials: Credentials | None) -> None:
+        self._current = Current(credentials) if credentials is not None else None
+        self._lock = threading.Lock()
+        self._made: tuple[Credentials, Tls] | None = None
+
+    def now(self, server: str) -> Tls:
+        """Return it, for a connection to that server. Raises UnavailableError where there are no credentials."""
+        if self._current is None:
+            raise UnavailableError(f"memory server {server} speaks TLS, and this client has no credentials")
+        credentials = self._current.now()
+        with self._lock:
+            if self._made is None or self._made[0] is not credentials:
+                self._made = credentials, Tls(credentials.ca, credentials.certificate, credentials.key)
+            return self._made[1]

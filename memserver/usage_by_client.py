@@ -1,0 +1,84 @@
+"""Whose work this server does: counts by buffer and by client, with a bounded number of names.
+
+The engine counts by segment and by session; the coordinator knows their names, and tells them with its answers to
+renewals. A segment or session is shown once its name is known, with all that was done for it before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from memserver.engine import Share
+from smb.daemon.metric_names import NAMED_MAX, OTHER
+
+ASKED_MAX = 256  # names that one renewal asks for
+
+
+class Names:
+    """The names of ids, as far as they were told. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+
+    def unknown(self, ids: Iterable[int]) -> list[int]:
+        """Return those that have no name yet, at most ASKED_MAX; what is not among `ids` is forgotten."""
+        there = set(ids)
+        with self._lock:
+            self._names = {number: name for number, name in self._names.items() if number in there}
+            return sorted(there - self._names.keys())[:ASKED_MAX]
+
+    def learn(self, names: Mapping[int, str]) -> None:
+        """Take note of names."""
+        with self._lock:
+            self._names.update(names)
+
+    def known(self) -> dict[int, str]:
+        """Return the names by id."""
+        with self._lock:
+            return dict(self._names)
+
+
+class NamedShares:
+    """Sums of shares by name: the first NAMED_MAX names that are seen, and OTHER for all later ones. No sum ever
+    falls: what has gone to OTHER stays there. A name whose ids are all gone is forgotten, which makes room.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, Share] = {}
+        self._labels: dict[str, str] = {}  # by name
+        self._sums: dict[str, Share] = {}
+
+    def update(self, shares: Mapping[int, Share], names: Mapping[int, str]) -> dict[str, Share]:
+        """Take in what the engine says now; return the sums by label."""
+        self._forget({name for number, name in names.items() if number in shares})
+        for number, share in shares.items():
+            name = names.get(number)
+            if name is None:
+                continue
+            label = self._label(name)
+            # Never less: what local clients count lies in memory that they may write.
+            grown = share - np.minimum(share, self._last.get(number, np.zeros_like(share)))
+            self._sums[label] = self._sums.get(label, 0) + grown
+            self._last[number] = share
+        self._last = {number: share for number, share in self._last.items() if number in shares}
+        return dict(self._sums)
+
+    def label(self, name: str) -> str:
+        """Return under which label a name is shown."""
+        return self._labels.get(name, OTHER)
+
+    def _forget(self, there: set[str]) -> None:
+        for name in self._labels.keys() - there:
+            label = self._labels.pop(name)
+            if label != OTHER:
+                del self._sums[label]
+
+    def _label(self, name: str) -> str:
+        if name not in self._labels:
+            room = sum(label != OTHER for label in self._labels.values()) < NAMED_MAX
+            self._labels[name] = name if room and name != OTHER else OTHER
+        return self._labels[name]

@@ -1,0 +1,1 @@
+"""Other people's arrays as addresses, and the element types."""

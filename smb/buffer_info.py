@@ -1,0 +1,63 @@
+"""What the coordinator tells of a buffer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from smb.arrays.dtypes import DTYPES
+from smb.layout import Layout
+from smb.rpc import control_pb2 as pb
+from smb.transport.base import SegmentPlace
+
+
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    """What the coordinator knows of a buffer. `created` is seconds since 1970, `nbytes` bytes."""
+
+    name: str
+    id: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    nbytes: int
+    layout: Layout
+    created: float
+    versions: int
+    copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
+    wire: str = "exact"  # how its elements travel unless a call says
+    metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; of one that was listed, ""
+
+    @classmethod
+    def of(cls, buffer: pb.Buffer) -> BufferInfo:
+        """Return it from the coordinator's message."""
+        dtype = DTYPES[buffer.dtype]
+        places = tuple(
+            SegmentPlace(
+                s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id, s.control_address, s.data_tls
+            )
+            for s in buffer.layout.segments
+        )
+        layout = Layout(
+            buffer.layout.epoch,
+            2 * buffer.copy_stride_bytes or buffer.nbytes,
+            dtype.itemsize,
+            buffer.layout.stripe_bytes,
+            buffer.layout.chunk_bytes,
+            places,
+        )
+        return cls(
+            buffer.name,
+            buffer.id,
+            tuple(buffer.shape),
+            dtype.numpy,
+            math.prod(buffer.shape) * dtype.itemsize,  # buffer.nbytes is what is stored: one element at least
+            layout,
+            buffer.created_at,
+            buffer.versions or 1,
+            buffer.copy_stride_bytes,
+            buffer.wire or "exact",
+            buffer.metadata,
+        )

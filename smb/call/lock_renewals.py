@@ -1,0 +1,112 @@
+"""The renewal of the locks that a client holds, from one thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from smb.engine import Asking
+from smb.errors import Error, InvalidArgumentError
+
+_log = logging.getLogger("smb")
+
+
+class Renewed(Protocol):
+    """What is renewed: a lock."""
+
+    @property
+    def token(self) -> int:
+        """The fencing token of this holding. Raises InvalidArgumentError once it is released."""
+
+    @property
+    def held(self) -> bool:
+        """Whether it is held, as far as is known here."""
+
+    def start_renewal(self) -> Asking:
+        """Send a renewal."""
+
+    def finish_renewal(self, asking: Asking, token: int, began: float) -> None:
+        """Take its answer. Raises LockLostError, UnavailableError."""
+
+
+class Renewals:
+    """Renews a client's held locks from one thread, started with the first one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[int, tuple[float, float, weakref.ref[Renewed]]] = {}
+        self._wakes_at = 0.0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._busy: set[int] = set()  # being renewed now
+        self.lost = 0  # locks, since the start
+
+    def held(self) -> int:
+        """How many locks are held, as far as is known here."""
+        with self._changed:
+            locks = [ref() for _, _, ref in self._due.values()]
+        return sum(lock is not None and lock.held for lock in locks)
+
+    def add(self, lock: Renewed, every_s: float) -> None:
+        """Renew it every so many seconds from now on."""
+        at = time.monotonic() + every_s
+        with self._changed:
+            self._due[id(lock)] = (at, every_s, weakref.ref(lock))
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="smb-locks", daemon=True)
+                self._thread.start()
+            elif at < self._wakes_at:
+                self._changed.notify()
+
+    def remove(self, lock: Renewed) -> None:
+        """Stop renewing it."""
+        with self._changed:
+            self._due.pop(id(lock), None)
+
+    def close(self) -> None:
+        """Stop."""
+        with self._changed:
+            self._closed = True
+            self._due.clear()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                self._wakes_at = min((at for at, _, _ in self._due.values()), default=now + 3600.0)
+                if self._wakes_at > now:
+                    self._changed.wait(self._wakes_at - now)
+                    continue
+                due = [(key, every, ref()) for key, (at, every, ref) in self._due.items() if at <= now]
+                for key, every, lock in due:
+                    if lock is None:
+                        del self._due[key]
+                    else:
+                        self._due[key] = (now + every, every, weakref.ref(lock))
+            for key, _, lock in due:
+                if lock is not None and key not in self._busy:
+                    # A thread each: one server that is away must not cost the locks of the others.
+                    self._busy.add(key)
+                    threading.Thread(target=self._renew, args=(key, lock), name="smb-renewal", daemon=True).start()
+            del due, lock
+
+    def _renew(self, key: int, lock: Renewed) -> None:
+        try:
+            began, token = time.monotonic(), lock.token
+            asking = lock.start_renewal()
+            try:
+                lock.finish_renewal(asking, token, began)
+            finally:
+                asking.end()
+        except InvalidArgumentError:
+            pass  # released meanwhile
+        except Error as error:
+            _log.warning("%s", error)
+        finally:
+            self._busy.discard(key)

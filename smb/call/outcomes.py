@@ -1,0 +1,119 @@
+"""What is said of a call that failed, and what settle needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from smb.call.sync_requests import SESSION_ENDED
+from smb.engine import Doubt, DoubtState, Opcode, Outcome, Status
+from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
+    UNKNOWN,
+    CallOutcome,
+    Error,
+    InvalidArgumentError,
+    LockLostError,
+    OutOfMemoryError,
+    PermissionDeniedError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    TransportError,
+    UnavailableError,
+)
+
+LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
+_ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
+
+
+class TakenOut(Protocol):
+    """What a call took out of a residual."""
+
+    @property
+    def count(self) -> int:
+        """Elements from the first to the last."""
+
+    def put_back(self, missing: list[range]) -> None:
+        """These elements were not applied and never will be."""
+
+
+@dataclass(slots=True)
+class Failed:
+    """A call that failed, of which its error tells settle."""
+
+    buffer: object  # that of which the call was
+    elements: range  # all of the call
+    doubt: Doubt | None = None
+    sending: TakenOut | None = None  # what it took out of a residual; put back once
+    settled: bool = False
+
+
+def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
+    """(offset, length) in bytes as ranges of elements, sorted, neighbours joined."""
+    ranges: list[range] = []
+    for at, length in sorted(parts):
+        start, stop = at // itemsize, (at + length) // itemsize
+        if ranges and ranges[-1].stop == start:
+            ranges[-1] = range(ranges[-1].start, stop)
+        else:
+            ranges.append(range(start, stop))
+    return ranges
+
+
+def outcome_of(parts: Sequence[tuple[int, int, DoubtState]], confirmed_bytes: int, nbytes: int) -> CallOutcome:
+    """Return the outcome of a change of `nbytes`; `parts`, (offset, length, state), were not confirmed at once."""
+    states = {state for _, _, state in parts}
+    if states == {DoubtState.NOT_APPLIED} and confirmed_bytes == 0:
+        return NOT_APPLIED
+    if states == {DoubtState.APPLIED} and confirmed_bytes + sum(length for _, length, _ in parts) >= nbytes > 0:
+        return APPLIED
+    return UNKNOWN
+
+
+def error_of(
+    opcode: Opcode,
+    outcome: Outcome,
+    asked: str,
+    where: str,
+    applied: str,
+    *,
+    reader: bool,
+    timeout: float,
+    why: str = "",
+) -> Error:
+    """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds; `reader`: the session may
+    read it only; `why` whoever answers there is not taken for it), and what of it was `applied`.
+    """
+    if outcome.status is Status.TIMEOUT:
+        return TimeoutError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
+    if outcome.status is Status.NOT_FOUND:
+        lost = _ONE_LOST if opcode in (Opcode.ACCUMULATE_FROM, Opcode.APPLY) else LOST
+        return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
+    if outcome.status is Status.NAMESPACE:
+        return UnavailableError(
+            f"{asked}: {where} has moved to another PID namespace, so its memory can't be mapped any more; "
+            f"the next call looks for another way; {applied}"
+        )
+    if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
+        return UnavailableError(
+            f"{asked}: the connection to {where} was lost, and not made again within {timeout:g} s"
+            f"{f' (who answers there is not it, or does not take us: {why})' if why else ''}; {applied}"
+        )
+    if outcome.status is Status.LOCK_LOST:
+        return LockLostError(
+            f"{asked}: the lock that it is fenced with was lost, and may be another's; nothing was applied"
+        )
+    if outcome.status is Status.EVICTED:
+        return UnavailableError(f"{asked}: {where} has forgotten how far this session had come; {applied}")
+    if outcome.status is Status.SESSION_ENDED:
+        return UnavailableError(f"{asked}: {SESSION_ENDED}; {applied}")
+    if outcome.status is Status.INVALID:
+        return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
+    if outcome.status is Status.DENIED:
+        why = "it may only read it" if reader else "its right has expired and the coordinator gave no newer one"
+        return PermissionDeniedError(f"{asked}: {where} does not let this session do it: {why}; {applied}")
+    if outcome.status is Status.OUT_OF_MEMORY:
+        no_memory = f"{where} has no memory for it (its file system is full?), or this process has none"
+        return OutOfMemoryError(f"{asked}: {no_memory}; {applied}")
+    return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")

@@ -1,0 +1,59 @@
+"""What the parts of a call need of the client that it is made by: no more of it is known to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from smb.call.async_order import AsyncCalls, Turns
+from smb.call.lock_renewals import Renewals
+from smb.engine import EngineClient, Link, Switch
+from smb.rpc.coordinator_client import Coordinator
+from smb.transport.base import Deadline, SegmentPlace, Way
+from smb.transport.verbs.transport import Verbs
+
+
+class Session(Protocol):
+    """One process's session: its engine, its links, its coordinator."""
+
+    timeout: float  # seconds, of each call
+    timeout_ms: int
+    switch: Switch  # open while direct calls may begin
+    engine: EngineClient
+    coordinator: Coordinator
+    calls: AsyncCalls
+    renewals: Renewals
+    verbs: Verbs
+
+    def check_open(self) -> None:
+        """Raise UnavailableError where it was closed, Error in a child of fork."""
+
+    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[Way, ...]:
+        """Return the way to each segment."""
+
+    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return a link on which changes of a segment go through its server."""
+
+    def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return the link for what waits at a segment's server."""
+
+    def turns_of(self, buffer_id: int) -> Turns:
+        """Return the order of the async calls on a buffer."""
+
+    def why_untrusted(self, server: str) -> str:
+        """Return why whoever answers at a server's address is not taken for it, empty where that is not so."""
+
+
+class Fence(Protocol):
+    """The lock that a change is made under."""
+
+    @property
+    def buffer(self) -> object:
+        """The buffer whose lock it is; None for a lock by itself."""
+
+    @property
+    def token(self) -> int:
+        """The fencing token. Raises InvalidArgumentError unless the lock is taken."""
+
+    def lose(self, token: int) -> None:
+        """It is known to be lost."""

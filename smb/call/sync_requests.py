@@ -1,0 +1,229 @@
+"""What waits at a segment's server, from the client's side: requests for locks, barriers and versions.
+
+A request that waits is parked at the server; here its thread waits in the engine, in short turns, so that Ctrl-C and
+close() get through. It survives a lost connection and a restart of the server: the link sends it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from smb.call.session import Session
+from smb.engine import Asking, AskOpcode, EngineError, Link, Status, Told
+from smb.errors import (
+    NOT_APPLIED,
+    UNKNOWN,
+    BrokenBarrierError,
+    Error,
+    InvalidArgumentError,
+    LockLostError,
+    NotFoundError,
+    OutOfMemoryError,
+    PermissionDeniedError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    TransportError,
+    UnavailableError,
+)
+from smb.transport.base import Deadline, SegmentPlace
+
+FOREVER_MS = 2**64 - 1
+_TURN_MS = 200
+_RETRY_S = 0.05
+_WAITING_MAX = 4096  # csrc/server.h: WAITS_PER_CONNECTION
+_PINS_MAX = 1024  # csrc/sync.c: SESSION_PINS_MAX
+
+
+def wait_ms(timeout: float | None) -> int:
+    """Return a timeout in seconds, None for none, as the server takes it."""
+    return FOREVER_MS if timeout is None else max(0, round(timeout * 1000))
+
+
+class Home:
+    """A segment and what it is called. `relocate` returns where it is now, e.g. after its server moved."""
+
+    def __init__(
+        self,
+        client: Session,
+        what: str,
+        place: SegmentPlace,
+        epoch: int,
+        relocate: Callable[[], SegmentPlace],
+        *,
+        named: bool = False,
+    ) -> None:
+        """`named`: of a lock or barrier by itself. It is freed when nobody uses it, and `relocate` makes it anew."""
+        self.what = what
+        self.named = named
+        self._client = client
+        self._place = place
+        self._epoch = epoch
+        self._relocate = relocate
+        self._link: Link | None = None
+
+    def ask(
+        self, asked: str, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, wait: float | None = 0.0
+    ) -> Told:
+        """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of
+        that.
+
+        Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
+        server was not reached for the client's timeout).
+        """
+        # Of a barrier that was freed meanwhile the round is not known any more: whoever asks for it is told so.
+        again = self.named and opcode is not AskOpcode.AWAIT_BARRIER
+        opened, deadline = False, Deadline(self._client.timeout)
+        while True:
+            try:
+                return self._ask(asked, opcode, argument, words, wait)
+            except PermissionDeniedError:  # nothing was done: our token may have expired
+                if opened or not self._open_again():
+                    raise
+                opened = True
+            except NotFoundError:  # nothing was done: it was freed
+                if not again or deadline.left() <= _RETRY_S:
+                    raise
+                self._place_again()
+
+    def _place_again(self) -> None:
+        """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
+        before, self._place = self._place.id, self._relocate()
+        self._link = None
+        if self._place.id == before:
+            time.sleep(_RETRY_S)
+
+    def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Told:
+        asking = self.start(opcode, argument, words)
+        try:
+            return self.finish(asked, asking, wait)
+        finally:
+            asking.end()
+
+    def _open_again(self) -> bool:
+        """Get a newer token, which the next request shows. False: there is none, or it would give no more."""
+        if self._client.coordinator.tokens.read_only(self._place.id):
+            return False
+        try:
+            self._place = self._relocate()
+        except (UnavailableError, TimeoutError):
+            return False
+        self._link = None
+        return True
+
+    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> Asking:
+        """Send the request and return at once; `finish` it, then `end` it."""
+        link = self._link
+        if link is None or not link.alive():
+            link = self._reach()
+        return link.ask(opcode, self._place.id, self._epoch, argument, *words)
+
+    def tell(self, opcode: AskOpcode, words: tuple[int, ...]) -> None:
+        """Send a request whose answer does not matter, where there is a connection. Does not wait, raises nothing."""
+        link = self._link
+        if link is not None and link.connected():
+            with contextlib.suppress(EngineError):
+                link.ask(opcode, self._place.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
+
+    def finish(self, asked: str, asking: Asking, wait: float | None) -> Told:
+        """Return the answer. Raises as `ask`."""
+        told = asking.wait(_TURN_MS)
+        if told is None:
+            told = self._wait(asked, asking, wait)
+        if told.status is not Status.OK:
+            raise self._error(asked, told)
+        return told
+
+    def _wait(self, asked: str, asking: Asking, wait: float | None) -> Told:
+        patience = self._client.timeout
+        began = connected = time.monotonic()
+        while True:
+            told = asking.wait(_TURN_MS)
+            if told is not None:
+                return told
+            self._client.check_open()
+            now = time.monotonic()
+            if asking.link.connected():
+                connected = now
+            if now - connected > patience:
+                waiting = "" if wait == 0.0 else "; it may be waiting there"
+                raise UnavailableError(
+                    f"{asked}: {self._where()} can't be reached for {patience:g} s{waiting}", outcome=UNKNOWN
+                )
+            if wait is not None and now - began > wait + patience:
+                raise TimeoutError(
+                    f"{asked}: no answer from {self._where()} within {wait + patience:g} s; outcome unknown",
+                    outcome=UNKNOWN,
+                )
+
+    def _reach(self) -> Link:
+        deadline = Deadline(self._client.timeout)
+        while True:
+            self._client.check_open()
+            try:
+                self._link = self._client.reach_waits(self._place, deadline)
+            except (UnavailableError, TransportError) as error:
+                if deadline.left() <= _RETRY_S or not isinstance(error, UnavailableError):
+                    raise type(error)(f"{self.what}: {error}") from error
+                time.sleep(_RETRY_S)
+                self._place = self._relocate()
+            else:
+                return self._link
+
+    def _where(self) -> str:
+        return f"memory server {self._place.server} at {self._place.address}"
+
+    def _error(self, asked: str, told: Told) -> Error:
+        match told.status:
+            case Status.TIMEOUT:
+                return TimeoutError(f"{asked}: not within the time given")
+            case Status.LOCK_LOST:
+                return LockLostError(f"{asked}: its lease ran out; whoever waited may hold the lock now; take it again")
+            case Status.BROKEN:
+                return BrokenBarrierError(
+                    f"{asked}: one of the parties died, gave up or left; the next round starts clean"
+                )
+            case Status.NOT_FOUND:
+                return NotFoundError(f"{asked}: {self._where()} does not have it (any more): it was deleted")
+            case Status.INVALID:
+                return InvalidArgumentError(f"{asked}: {self._where()} refused it as invalid")
+            case Status.DENIED:
+                return PermissionDeniedError(f"{asked}: {self._where()} does not let this session do it")
+            case Status.SESSION_ENDED:
+                return UnavailableError(f"{asked}: {SESSION_ENDED}")
+            case Status.DISCONNECTED | Status.LINK_LOST:
+                outcome = "outcome unknown" if told.sent else "nothing was done"
+                return UnavailableError(
+                    f"{asked}: the connection to {self._where()} was lost; {outcome}",
+                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                )
+            case Status.OUT_OF_MEMORY:
+                return OutOfMemoryError(
+                    f"{asked}: no room for it at {self._where()}: a connection may have {_WAITING_MAX} requests "
+                    f"waiting there, a session {_PINS_MAX} pins; with fewer, memory ran out there or in this process"
+                )
+            case _:
+                return TransportError(
+                    f"{asked}: {self._where()}: {EngineError(told.status, 0)}",
+                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                )
+
+
+def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> None:
+    """Have these segments refuse lower tokens from now on; all at once. Raises what Home.finish raises."""
+    askings: list[tuple[Home, Asking]] = []
+    try:
+        askings.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
+        for home, asking in askings:
+            try:
+                home.finish(asked, asking, 0.0)
+            except PermissionDeniedError:
+                home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token
+    finally:
+        for _, asking in askings:
+            asking.end()
+
+
+SESSION_ENDED = (
+    "this client's session has ended (its lease ran out while the process was stopped?); call smb.connect again"
+)

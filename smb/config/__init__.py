@@ -1,0 +1,1 @@
+"""Settings, and sizes and addresses as people write them."""

@@ -1,0 +1,37 @@
+"""What a namespace may take at most, as people write it; the coordinator holds it (smb/coordinator/quotas.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from smb.config.parse import parse_bytes
+from smb.errors import InvalidArgumentError
+
+EACH_OTHER = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """At most so much; None: no limit."""
+
+    nbytes: int | None = None
+    buffers: int | None = None
+
+
+def parse_quotas(texts: Iterable[str]) -> dict[str, Quota]:
+    """Return the quotas that "team=10GiB,100", "team=10GiB" or "*=1GiB,20" say: bytes, and a number of buffers; "*" is
+    each namespace that is not named. Raises InvalidArgumentError.
+    """
+    quotas: dict[str, Quota] = {}
+    for text in texts:
+        namespace, equals, limits = text.partition("=")
+        nbytes, comma, count = limits.partition(",")
+        if not equals or not namespace or "/" in namespace or (comma and not count.strip().isdecimal()):
+            raise InvalidArgumentError(
+                f"--quota {text}: write NAMESPACE=BYTES or NAMESPACE=BYTES,BUFFERS, as team=10GiB,100"
+            )
+        if namespace in quotas:
+            raise InvalidArgumentError(f"--quota {text}: {namespace} has one already")
+        quotas[namespace] = Quota(parse_bytes(nbytes), int(count) if comma else None)
+    return quotas

@@ -1,0 +1,431 @@
+"""Every setting, once: the table from which flags, SMB_* variables and the keys of the configuration file come.
+
+A setting `capacity` of section `memserver` is `--capacity`, `SMB_MEMSERVER_CAPACITY`, and `capacity` below
+`[memserver]` in the file. Sections `cluster` and `client` have no part in the variable's name. A flag counts before a
+variable, a variable before the file, the file before the default. To add one, add a line to the table.
+
+The file is TOML, named by --config or SMB_CONFIG. It is read whole and checked whole by whoever reads it, so that a
+mistake in one daemon's section is found by the first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smb.config.limits import STRIPE_BYTES_MULTIPLE
+from smb.config.parse import check_weight, parse_address, parse_bytes
+from smb.config.quotas import parse_quotas
+from smb.config.transports import check_choice
+from smb.errors import InvalidArgumentError
+
+CONFIG_VARIABLE = "SMB_CONFIG"
+# Variables that are no settings: the file's own name, the owner of a daemon of LocalCluster, what the engine reads when
+# the library loads, and what tests set.
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "SMB_OWNER_PID", "SMB_ISA", "SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED"})
+SECTIONS = {
+    "cluster": "what all parts of a cluster need",
+    "client": "programs and commands that use it",
+    "coordinator": "smb coordinator",
+    "memserver": "smb-memserver",
+    "verbs": "which RDMA device is used, and how, by programs and memory servers",
+}
+_PREFIXED = ("coordinator", "memserver", "verbs")
+_FLAGLESS = ("client", "verbs")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `kind` is what the file may hold: str, int, float or bool; a size is a str or an int.
+
+    `check` takes the value as text and raises InvalidArgumentError; what depends on more than the text (whether a
+    directory is there) is checked by whoever uses it.
+    """
+
+    section: str
+    key: str
+    kind: type[str] | type[int] | type[float] | type[bool]
+    default: Any
+    help: str
+    check: Callable[[str], object] = str
+    metavar: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Section and key, as in "memserver.capacity"."""
+        return f"{self.section}.{self.key}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        prefix = f"{self.section}_" if self.section in _PREFIXED else ""
+        return f"SMB_{prefix}{self.key}".upper()
+
+    @property
+    def flag(self) -> str:
+        """The option of the daemon or the commands that take it; empty where none does: programs pass it to
+        smb.connect, or it is of RDMA.
+        """
+        return "" if self.section in _FLAGLESS else "--" + self.key.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A setting's value as text, and where it stands: a variable's name, or FILE:LINE."""
+
+    text: str
+    where: str
+
+
+def _one_of(choices: Iterable[str]) -> Callable[[str], object]:
+    choices = tuple(choices)
+
+    def check(text: str) -> None:
+        if text.lower() not in choices:
+            raise InvalidArgumentError(f'"{text}" is none of {", ".join(choices)}')
+
+    return check
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidArgumentError(f'"{text}" is no number') from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidArgumentError(f'"{text}" is no whole number') from None
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("", "0", "1", "false", "true"):
+        raise InvalidArgumentError(f'"{text}" is neither 1 nor 0')
+    return text.lower() in ("1", "true")
+
+
+def _weight(text: str) -> None:
+    check_weight("a weight of", _number(text))
+
+
+def _stripe(text: str) -> None:
+    if parse_bytes(text) % STRIPE_BYTES_MULTIPLE:
+        raise InvalidArgumentError(f'"{text}" is no multiple of {STRIPE_BYTES_MULTIPLE} bytes')
+
+
+def _quotas(text: str) -> None:
+    parse_quotas(text.split())
+
+
+def _address_or_none(text: str) -> None:
+    if text:
+        parse_address(text)
+
+
+def _transport(text: str) -> None:
+    check_choice(text)
+
+
+_SHM = "/dev/shm"  # noqa: S108 - the system's place for shared memory
+_READY_HELP = "Gets a JSON object (address, metrics, name, pid) once serving{}; removed at the stop."
+_LOG_HELP = "debug, info, warning or error."
+_PAGES_HELP = "Where /metrics and /healthz are served."
+
+_TABLE = (
+    Setting("cluster", "coordinator", str, None, "The coordinator, HOST:PORT.", parse_address, "HOST:PORT"),
+    Setting(
+        "cluster", "credentials", str, None,
+        "Directory with ca.pem, cert.pem and key.pem: whom this is, and whose certificates it trusts. A daemon "
+        "that has one lets in only who has a certificate of that authority.",
+        metavar="DIR",
+    ),
+    Setting("cluster", "tls_ca", str, None, "The authority's certificate, in place of ca.pem there.", metavar="FILE"),
+    Setting("cluster", "tls_cert", str, None, "The own certificate, in place of cert.pem there.", metavar="FILE"),
+    Setting("cluster", "tls_key", str, None, "The own key, in place of key.pem there.", metavar="FILE"),
+    Setting(
+        "cluster", "insecure", bool, False,
+        "Listen to other machines without credentials: whoever reaches it may read, change and delete, and see the "
+        "pages.",
+        _switch,
+    ),
+    Setting(
+        "cluster", "metrics_token_file", str, None,
+        "A file with a secret word: who shows it sees the pages. Without one they are for this machine alone.",
+        metavar="FILE",
+    ),
+    Setting("client", "transport", str, "auto", "auto, shm, verbs or tcp; before what a program asks.", _transport),
+    Setting("client", "checksum", bool, None, "A CRC-32C with every frame. Default: the coordinator's.", _switch),
+    Setting(
+        "client", "client_metrics", str, None, "Where a program serves its metrics. Default: nowhere.", parse_address,
+        "HOST:PORT",
+    ),
+    Setting("client", "train_host", str, None, "The host a worker of HSGD belongs to. Default: the machine's name."),
+    Setting(
+        "coordinator", "listen", str, "127.0.0.1:7070",
+        "Where clients and memory servers connect; port 0: a free one.", parse_address,
+    ),
+    Setting("coordinator", "state", str, "./smb-state", "Directory for what must survive a restart; made if need be."),
+    Setting("coordinator", "metrics", str, "127.0.0.1:9470", _PAGES_HELP, parse_address),
+    Setting("coordinator", "ready_file", str, None, _READY_HELP.format("")),
+    Setting(
+        "coordinator", "session_lease", float, 30.0,
+        "How long a client may stay silent before its session is over and what it holds is given up.",
+        _number, "SECONDS",
+    ),
+    Setting(
+        "coordinator", "idle_names", float, None,
+        "How long a named lock or barrier is not used before its memory is given back; its next use makes it anew. "
+        "Default: 60, or --session-lease where that is longer.",
+        _number, "SECONDS",
+    ),
+    Setting(
+        "coordinator", "stripe", str, None,
+        "Bytes in a row on one server, of buffers that are created without a stripe of their own; a multiple of 4096. "
+        "Default: 256KiB, and 1MiB for more than 8 GiB.",
+        _stripe, "SIZE",
+    ),
+    Setting(
+        "coordinator", "checksum", bool, False,
+        "Have all clients send and ask for a CRC-32C with every frame, unless a client's own setting says.", _switch,
+    ),
+    Setting(
+        "coordinator", "quota", str, None,
+        "How much buffers whose names begin with NAMESPACE/ may take together, and how many there may be; *: each "
+        "namespace that is not named. The flag is repeated; elsewhere they are separated by spaces.",
+        _quotas, "NAMESPACE=BYTES[,BUFFERS]",
+    ),
+    Setting(
+        "coordinator", "token_lifetime", float, 3600.0,
+        "With credentials: how long the right to a buffer is good, unless its client renews it.", _number, "SECONDS",
+    ),
+    Setting("coordinator", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS)),
+    Setting("memserver", "listen", str, "127.0.0.1:0", "Where clients connect; port 0: a free one.", parse_address),
+    Setting(
+        "memserver", "control", str, "",
+        "Where the coordinator connects, and clients with RDMA: fix it where a firewall is to let it through. Default: "
+        "a free port of --listen's host.",
+        _address_or_none, "HOST:PORT",
+    ),
+    Setting("memserver", "capacity", str, "1GiB", "Memory to offer, e.g. 512MiB or 64GiB.", parse_bytes, "SIZE"),
+    Setting("memserver", "memory_dir", str, _SHM, "A directory on tmpfs or hugetlbfs for the segments."),
+    Setting("memserver", "metrics", str, "127.0.0.1:0", _PAGES_HELP, parse_address),
+    Setting(
+        "memserver", "name", str, "",
+        "This server's name. It stays the same over restarts: segments and clients find it by its name. Default: the "
+        "host's name.",
+    ),
+    Setting(
+        "memserver", "loops", int, 0, "Threads that serve data, 1 to 64; 0: one per core, at most 8.", _whole
+    ),
+    Setting(
+        "memserver", "weight", float, 1.0,
+        "How much of the traffic of new buffers to take beside the other servers: its bandwidth, in any unit that all "
+        "of them use.",
+        _weight,
+    ),
+    Setting(
+        "memserver", "advertise", str, "",
+        "Host name or address by which clients reach this server. Default: --listen's host, or this host's address "
+        "towards the coordinator where that is 0.0.0.0.",
+    ),
+    Setting(
+        "memserver", "data_tls", str, "auto",
+        "TLS for data on TCP: auto where there are credentials; off never, for an isolated fabric; on: and nothing "
+        "goes over RDMA, which encrypts nothing.",
+        _one_of(("auto", "on", "off")),
+    ),
+    Setting(
+        "memserver", "verbs", str, "auto",
+        "RDMA: auto offers it where this host has an active device, off never.",
+        _one_of(("auto", "off")),
+    ),
+    Setting("memserver", "ready_file", str, None, _READY_HELP.format(" and registered")),
+    Setting("memserver", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS)),
+    Setting("verbs", "device", str, "", "An RDMA device, as `rdma link` shows it. Default: one with an active port."),
+    Setting("verbs", "port", int, None, "Its port. Default: the first that is active.", _whole),
+    Setting("verbs", "gid_index", int, None, "Which address of the port. Default: RoCE v2 over IPv4 first.", _whole),
+    Setting("verbs", "mtu", int, None, "256 to 4096 bytes. Default: the port's.", _whole),
+    Setting("verbs", "service_level", int, 0, "0 to 15; over RoCE the priority.", _whole),
+)  # fmt: skip
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _TABLE}
+
+# What `use_file` put into the environment, by variable.
+_put: dict[str, Found] = {}
+
+
+def find(name: str) -> Found | None:
+    """Return what is in force for a setting such as "client.transport", or None: its default.
+
+    Its variable, or else the file that SMB_CONFIG names. An empty variable counts as none. Raises
+    InvalidArgumentError for a bad value, and for anything bad in the file; the message says where it stands.
+    """
+    setting = SETTINGS[name]
+    text = os.environ.get(setting.variable)
+    if text:
+        put = _put.get(setting.variable)
+        found: Found | None = put if put and put.text == text else Found(text, setting.variable)
+    else:
+        path = os.environ.get(CONFIG_VARIABLE)
+        found = read_file(Path(path)).get(name) if path else None
+    if found:
+        _check(setting, found.text, _shown(setting, found))
+    return found
+
+
+def text_of(name: str) -> str | None:
+    """Return the text that is in force, or None. Raises as `find` does."""
+    found = find(name)
+    return found.text if found else None
+
+
+def switch_of(name: str) -> bool | None:
+    """Return whether a switch is on, None where nothing says. Raises as `find` does."""
+    found = find(name)
+    return _switch(found.text) if found else None
+
+
+def variables_of(section: str) -> dict[str, str]:
+    """Return what is in force for a section, by variable. Raises as `find` does."""
+    found = {setting.variable: find(setting.name) for setting in _TABLE if setting.section == section}
+    return {variable: value.text for variable, value in found.items() if value}
+
+
+def file_variables() -> set[str]:
+    """Return the variables by which a file is in force here: SMB_CONFIG, and those that `use_file` set."""
+    return {CONFIG_VARIABLE, *_put}
+
+
+def use_file(path: Path) -> None:
+    """Let the file's settings count as variables, for this process and its children, where these have none of their
+    own; and name it in SMB_CONFIG. A file used before no longer counts. Raises InvalidArgumentError, naming the line.
+    """
+    settings = read_file(path)
+    for variable, found in _put.items():
+        if os.environ.get(variable) == found.text:
+            del os.environ[variable]
+    _put.clear()
+    os.environ[CONFIG_VARIABLE] = str(path.absolute())
+    for name, found in settings.items():
+        variable = SETTINGS[name].variable
+        if not os.environ.get(variable):
+            os.environ[variable] = found.text
+            _put[variable] = found
+
+
+def read_file(path: Path) -> dict[str, Found]:
+    """Return the settings in a file, by name. Raises InvalidArgumentError: FILE:LINE, what is wrong, what would do."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidArgumentError(f"{path}: not UTF-8, as TOML must be") from None
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at line (\d+), column \d+\)", str(error))
+        line = int(place[1]) if place else text.count("\n") + 1  # "(at end of document)"
+        what = re.sub(r"\s*\(at [^)]*\)", "", str(error))
+        raise InvalidArgumentError(f"{path}:{line}: {what}") from None
+    lines = _Lines(text)
+    settings: dict[str, Found] = {}
+    for section, table in tables.items():
+        where = f"{path}:{lines.of(section)}"
+        if section not in SECTIONS:
+            raise InvalidArgumentError(f'{where}: no section "{section}"; {_known(section, SECTIONS)}')
+        if not isinstance(table, dict):
+            raise InvalidArgumentError(f"{where}: {section} is a section: write [{section}], and settings below it")
+        for key, value in table.items():
+            where = f"{path}:{lines.of(section, key)}"
+            setting = SETTINGS.get(f"{section}.{key}")
+            if setting is None:
+                keys = [setting.key for setting in _TABLE if setting.section == section]
+                raise InvalidArgumentError(f'{where}: [{section}] has no setting "{key}"; {_known(key, keys)}')
+            settings[setting.name] = Found(_text(setting, value, where), where)
+    return settings
+
+
+def strangers() -> list[str]:
+    """Return the SMB_* variables of the environment that mean nothing here: likely misspelt."""
+    known = {setting.variable for setting in _TABLE} | OTHER_VARIABLES
+    return sorted(variable for variable in os.environ if variable.startswith("SMB_") and variable not in known)
+
+
+def nearest(variable: str) -> str | None:
+    """Return the variable that may have been meant."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(variable, [setting.variable for setting in _TABLE], 1)), None)
+
+
+def _text(setting: Setting, value: Any, where: str) -> str:
+    """The value as a variable would have it."""
+    shown = f"{where}: {setting.key} = {value!r}"
+    fits = {
+        bool: isinstance(value, bool),
+        int: isinstance(value, int) and not isinstance(value, bool),
+        float: isinstance(value, (int, float)) and not isinstance(value, bool),
+        str: isinstance(value, str) or (setting.metavar == "SIZE" and type(value) is int),
+    }
+    if not fits[setting.kind]:
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
+        raise InvalidArgumentError(f"{shown}: it takes {kinds[setting.kind]}")
+    text = str(int(value)) if isinstance(value, bool) else str(value)
+    _check(setting, text, shown)
+    return text
+
+
+def _shown(setting: Setting, found: Found) -> str:
+    variable = found.where == setting.variable
+    return f"{found.where}={found.text}" if variable else f"{found.where}: {setting.key} = {found.text!r}"
+
+
+def _check(setting: Setting, text: str, shown: str) -> None:
+    try:
+        setting.check(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{shown}: {error}") from None
+
+
+def _known(name: str, names: Iterable[str]) -> str:
+    import difflib
+
+    names = list(names)
+    close = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+
+
+class _Lines:
+    """In which line of a TOML text a section and a key stand; tomllib does not tell."""
+
+    _HEADER = re.compile(r"\s*\[+\s*[\"']?([\w-]+)[\"']?")
+    _KEY = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*(?:\.\s*[\"']?([\w-]+)[\"']?\s*)?=")
+
+    def __init__(self, text: str) -> None:
+        self._lines: dict[tuple[str, str], int] = {}
+        section = ""
+        for number, line in enumerate(text.splitlines(), 1):
+            if header := self._HEADER.match(line):
+                section = header[1]
+                self._lines.setdefault((section, ""), number)
+            elif key := self._KEY.match(line):
+                outer, inner = key[1], key[2] or ""
+                place = (section, outer) if section else (outer, inner)
+                self._lines.setdefault(place, number)
+                self._lines.setdefault((place[0], ""), number)
+
+    def of(self, section: str, key: str = "") -> int:
+        return self._lines.get((section, key)) or self._lines.get((section, ""), 1)

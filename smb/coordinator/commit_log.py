@@ -1,0 +1,213 @@
+"""The one place where state and store change: together, one event after the other.
+
+An event is decided on the current state, stored, and only then shown: whatever anybody was told survives the
+coordinator, and what could not be stored never happened. All of it runs in the event loop of one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from smb.config.quotas import Quota
+from smb.coordinator.events import (
+    BufferFailed,
+    Effect,
+    EraseBuffer,
+    EraseServer,
+    EraseSession,
+    Event,
+    Instant,
+    Report,
+    Restarted,
+    SaveBuffer,
+    SaveServer,
+    SaveSession,
+    SaveTokenFloor,
+    Ticked,
+    WakeOpeners,
+)
+from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
+from smb.coordinator.state import SESSION_LEASE_S, State, load, step
+from smb.coordinator.store import Store, StoreError
+from smb.errors import UnavailableError
+
+_log = logging.getLogger("coordinator")
+_BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
+_FLOOR = "lock/floor"
+_PROBE = "probe"  # of no meaning
+
+
+def read_clocks() -> Instant:
+    """Return this moment."""
+    return Instant(time.monotonic(), time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The state right after an event, and the effects that are left to whoever committed it."""
+
+    state: State
+    effects: tuple[Effect, ...]
+
+
+class Ledger:
+    """State and store. `commit` is the only way to change them."""
+
+    def __init__(self, store: Store, state: State, clock: Callable[[], Instant]) -> None:
+        self._store = store
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._openers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._stopping = False
+        self._owed: dict[str, str | None] = {}  # changes that were shown, but could not be stored yet
+        self._store_error = ""
+        self.state = state
+        # Told of every event after it was stored, with the state before it. In the loop's thread; must not raise.
+        self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
+
+    @staticmethod
+    async def open(
+        store: Store,
+        incarnation: int,
+        *,
+        session_lease_s: float = SESSION_LEASE_S,
+        stripe_bytes: int = 0,
+        quotas: Mapping[str, Quota] | None = None,
+        clock: Callable[[], Instant] = read_clocks,
+    ) -> Ledger:
+        """Read the store and take back what was half done. `incarnation` is random, for this run of the coordinator.
+
+        Raises StoreError for records that cannot be read.
+        """
+        ledger = Ledger(store, _read(await store.load(), session_lease_s, stripe_bytes, quotas or {}), clock)
+        await ledger.commit(Restarted(incarnation))
+        return ledger
+
+    def now(self) -> Instant:
+        """Return this moment, on the ledger's clocks."""
+        return self._clock()
+
+    async def commit(self, event: Event) -> Committed:
+        """Decide, store, then show. Raises smb.errors.Error where the event is refused or could not be stored."""
+        async with self._turn:
+            before, now = self.state, self.now()
+            state, effects = step(before, event, now)
+            await self._put(event, effects)
+            self.state = state
+        committed = Committed(state, effects)
+        if self.on_commit is not None:
+            self.on_commit(event, before, committed, now)
+        for effect in effects:
+            if isinstance(effect, Report):
+                _log.log(effect.level, effect.text)
+            elif isinstance(effect, WakeOpeners):
+                self._wake(effect.key)
+        return committed
+
+    @property
+    def store_error(self) -> str:
+        """Why the store cannot be written, as of the last half a second; empty where it can."""
+        return self._store_error
+
+    async def _put(self, event: Event, effects: Sequence[Effect]) -> None:
+        """Store what an event changes, with what is owed.
+
+        Of a creation that failed the record need not go at once: a restart takes back what is pending. So it is owed
+        where it cannot be stored, and a name is free again however full the disk is. Raises StoreError for the others.
+        """
+        changes = _changes(effects)
+        if not changes and isinstance(event, Ticked) and self._store_error:
+            changes[_PROBE] = ""  # whether it can be written again
+        elif not changes and not (self._owed and isinstance(event, Ticked)):
+            return
+        makes = any(isinstance(effect, SaveBuffer) for effect in effects) or _PROBE in changes
+        urgent = not makes and not isinstance(event, BufferFailed)
+        wanted = {**self._owed, **changes}
+        try:
+            await self._store.change(wanted, urgent=urgent)
+        except StoreError as error:
+            if not self._store_error:
+                _log.error("%s", error)
+            self._store_error = str(error)
+            if isinstance(event, BufferFailed):
+                self._owed = wanted
+            elif _changes(effects):
+                raise
+        else:
+            self._owed = {}
+            if self._store_error and not urgent:  # out of its reserve a full disk takes what is urgent
+                _log.info("the store can be written again")
+                self._store_error = ""
+
+    async def wait(self, key: str, timeout_s: float) -> bool:
+        """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.
+
+        Raises UnavailableError once the coordinator stops.
+        """
+        if self._stopping:
+            raise _stopped()
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._openers[key].add(change)
+        try:
+            changed, _ = await asyncio.wait({change}, timeout=timeout_s)
+            if changed:
+                change.result()
+            return bool(changed)
+        finally:
+            self._openers[key].discard(change)
+            if not self._openers[key]:
+                del self._openers[key]
+
+    def stop_waiting(self) -> None:
+        """Fail every wait, also those that are yet to come: a stop must not last as long as they would."""
+        self._stopping = True
+        for changes in self._openers.values():
+            for change in changes:
+                if not change.done():
+                    change.set_exception(_stopped())
+
+    def _wake(self, key: str) -> None:
+        for change in self._openers.get(key, ()):
+            if not change.done():
+                change.set_result(None)
+
+
+def _stopped() -> UnavailableError:
+    return UnavailableError("the coordinator is stopping; try again once it runs")
+
+
+def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
+    changes: dict[str, str | None] = {}
+    for effect in effects:
+        match effect:
+            case SaveBuffer(record):
+                changes[_BUFFER + record.key] = record.to_json()
+            case EraseBuffer(key):
+                changes[_BUFFER + key] = None
+            case SaveServer(server):
+                changes[_SERVER + server.name] = server.to_json()
+            case EraseServer(name):
+                changes[_SERVER + name] = None
+            case SaveSession(session):
+                changes[f"{_SESSION}{session.id:016x}"] = session.to_json()
+            case EraseSession(session_id):
+                changes[f"{_SESSION}{session_id:016x}"] = None
+            case SaveTokenFloor(token):
+                changes[_FLOOR] = str(token)
+    return changes
+
+
+def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quotas: Mapping[str, Quota]) -> State:
+    try:
+        buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
+        servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
+        sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
+        token_floor = int(texts.get(_FLOOR, "0"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
+    return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas, token_floor)

@@ -1,0 +1,1 @@
+"""What people are shown of the cluster: the page at /, its JSON, `smb top`."""

@@ -1,0 +1,220 @@
+"""What is wrong, and what to do about it: from what the coordinator knows and has seen. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from smb.config.parse import format_bytes
+from smb.coordinator.dashboard.history import Seen
+from smb.coordinator.events import Instant
+from smb.coordinator.records import BufferRecord, ServerRecord
+from smb.coordinator.state import State
+
+LATE_S = 3.5  # a server renews every 2 s: one renewal was lost
+NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
+PARKED_S = 4.0  # longer than any healthy holder of a chunk's lock
+HELD_S = 60.0  # a lock that others wait for
+PENDING_S = 30.0
+STATE_LOW_BYTES = 64 << 20  # of the coordinator's disk; deploy/prometheus/alerts.yml has the same
+OTHER_ERRORS = 30  # in a minute: a client that does something wrong in a loop
+NAMES_MAX = 4
+
+CRITICAL, WARNING, NOTE = "critical", "warning", "note"
+_ORDER = (CRITICAL, WARNING, NOTE)
+# What clients meet in the course of things.
+_USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost"})
+_STRANGE = {
+    "protocol": ("sent what is no frame", "Something else than a client of ours connects to its port: see who does."),
+    "version": ("spoke another version of the protocol", "Install the same version of smb on clients and servers."),
+    "denied": ("had no right to what they asked for", "See in its log who asked, and for what."),
+    "checksum": (
+        "arrived spoilt",
+        "A network card or link on the way changes bytes: compare the hosts that it happens to.",
+    ),
+    "system": ("failed in the operating system", "See its log; a limit on descriptors or memory is likely."),
+    "out_of_memory": ("found no memory", "Free buffers, or give the server's host more memory."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970, 0 where nobody knows."""
+
+    severity: str
+    title: str
+    detail: str
+    action: str
+    about: tuple[str, str] = ("", "")
+    since: float = 0.0
+
+
+def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
+    """Return what is wrong, the worst first."""
+    found: list[Problem] = list(_of_coordinator(seen))
+    gone = {name for name in state.servers if not state.alive(name, now)}
+    held = _buffers_on(state, gone)
+    for server in sorted(state.servers.values(), key=lambda server: server.name):
+        if server.name in gone:
+            found.append(_of_gone_server(seen, server, held[server.name]))
+        else:
+            found += _of_live_server(seen, server, now)
+    found += _of_memory(state, seen)
+    found += _of_waits(state, seen, now)
+    found += _of_clients(seen)
+    found += _of_creations(state, now)
+    return sorted(found, key=lambda problem: _ORDER.index(problem.severity))
+
+
+def _of_coordinator(seen: Seen) -> Iterator[Problem]:
+    if seen.store_error:
+        detail = (
+            f"{seen.store_error}. Nothing can be created, and nobody new can join once its reserve is used; "
+            f"open buffers go on."
+        )
+        action = "Make room on the disk of its --state, or see why it can't be written; it tries again by itself."
+        yield Problem(CRITICAL, "The coordinator cannot store anything", detail, action)
+    elif seen.state_free_bytes is not None and seen.state_free_bytes < STATE_LOW_BYTES:
+        detail = f"{format_bytes(seen.state_free_bytes)} are left. When it is full, nothing can be created."
+        yield Problem(WARNING, "The coordinator's disk is nearly full", detail, "Make room on the disk of its --state.")
+    if seen.failed_calls:
+        count = sum(seen.failed_calls.values())
+        title = f"{count} {'call' if count == 1 else 'calls'} failed inside the coordinator"
+        detail = f"In the last minute: {_listed(sorted(seen.failed_calls))}."
+        yield Problem(WARNING, title, detail, "See its log.")
+
+
+def _of_gone_server(seen: Seen, server: ServerRecord, names: list[str]) -> Problem:
+    left = seen.left.get(server.name)
+    what = f"{server.name} was stopped" if left else f"{server.name} is gone"
+    if not names:
+        return Problem(NOTE, what, "It held nothing.", "", ("server", server.name), left or server.last_seen_at)
+    detail = (
+        f"It last answered at {server.data_address} and holds a part of {_listed(names)}. Work on these over TCP waits "
+        f"for it and fails at the client's timeout; what was acknowledged is still in its host's memory."
+    )
+    action = (
+        f"On its host: smb-memserver --name {server.name} with the same --memory-dir as before. If the host itself was "
+        f"lost, delete these buffers and create them again."
+    )
+    return Problem(CRITICAL, what, detail, action, ("server", server.name), left or server.last_seen_at)
+
+
+def _of_live_server(seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:
+    about = ("server", server.name)
+    silent_s = now.wall - server.last_seen_at
+    if silent_s > LATE_S:
+        detail = f"It renews every 2 s, and has not for {silent_s:.0f} s; after 6 s it counts as gone."
+        yield Problem(WARNING, f"{server.name} is late", detail, "See whether its host is overloaded.", about)
+    yield from _of_capacity(seen, server)
+    watch = seen.servers.get(server.name)
+    if watch is None or watch.instance_id != server.instance_id:
+        return
+    for reason, count in sorted(watch.errors_recently.items()):
+        if reason in _STRANGE:
+            what, action = _STRANGE[reason]
+            yield Problem(WARNING, f"{server.name}: {count} requests {what}", "In the last minute.", action, about)
+        elif reason not in _USUAL and count >= OTHER_ERRORS:
+            title = f"{server.name} refused {count} requests: {reason.replace('_', ' ')}"
+            action = "A program repeats a call that fails: see the clients' messages."
+            yield Problem(WARNING, title, "In the last minute.", action, about)
+    if watch.load.parked_requests and now.monotonic - watch.parked_since >= PARKED_S:
+        title = f"{server.name}: {watch.load.parked_requests} requests wait for a chunk's lock"
+        detail = "For some seconds now. A local client was stopped, or hangs, in the middle of a change."
+        action = "On its host, look for a stopped process (state T in ps) that uses the buffer: continue or kill it."
+        yield Problem(WARNING, title, detail, action, about, now.wall - (now.monotonic - watch.parked_since))
+
+
+def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
+    about = ("server", server.name)
+    used = server.used_bytes / server.capacity_bytes
+    free_bytes = max(0, server.capacity_bytes - server.used_bytes)
+    if used >= NEARLY_FULL:
+        detail = f"{format_bytes(free_bytes)} of {format_bytes(server.capacity_bytes)} are free."
+        action = "Delete buffers that nobody needs (smb ls), start another server, or offer more with --capacity."
+        title = f"{server.name} is full" if used >= FULL else f"{server.name} is nearly full"
+        yield Problem(CRITICAL if used >= FULL else WARNING, title, detail, action, about)
+    watch = seen.servers.get(server.name)
+    promised = free_bytes if watch is None or not watch.load.memory_free_bytes else watch.load.memory_free_bytes
+    if promised < free_bytes:
+        title = f"{server.name} promises more memory than its host has"
+        capacity, place = format_bytes(free_bytes), format_bytes(promised)
+        detail = f"Its capacity leaves {capacity}, its memory directory and memory limit {place}."
+        action = (
+            "Others fill that file system, or it or the limit is too small: raise it (a container's /dev/shm, "
+            "its memory), or lower --capacity"
+        )
+        yield Problem(WARNING, title, detail, action, about)
+
+
+def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
+    lost: defaultdict[str, list[str]] = defaultdict(list)
+    if not seen.lost_segments:
+        return
+    for record in state.buffers.values():
+        for server in {segment.server for segment in record.segments if segment.id in seen.lost_segments}:
+            lost[server].append(record.title)
+    for server, titles in sorted(lost.items()):
+        detail = f"Its host was restarted, or its files were removed: {_listed(sorted(titles))} cannot be used."
+        action = "Delete these buffers and create them again."
+        yield Problem(CRITICAL, f"{server} came back without memory", detail, action, ("server", server))
+
+
+def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
+    owners = owners_of(state, seen)
+    for watch in seen.servers.values():
+        for wait in watch.load.waits:
+            record = owners.get(wait.segment_id)
+            since = seen.held_since.get((wait.segment_id, wait.kind, wait.token), now.monotonic)
+            held_s = now.monotonic - since
+            if record is None or not wait.session_id or not wait.waiting or held_s < HELD_S:
+                continue
+            holder = state.client_names.get(wait.session_id, "a client that is not known")
+            title = f"{record.title}: {wait.waiting} wait for what {holder} has held for {held_s:.0f} s"
+            action = "If it should have let go: its process hangs but is renewed; end it, and the next is let in."
+            about = ("buffer", record.name) if record.kind.value == "buffer" else ("", "")
+            yield Problem(WARNING, title, "", action, about, now.wall - held_s)
+
+
+def _of_clients(seen: Seen) -> Iterator[Problem]:
+    if not seen.lost_clients:
+        return
+    names = [name for _, name in seen.lost_clients]
+    title = f"{len(names)} {'client was' if len(names) == 1 else 'clients were'} lost in the last 5 minutes"
+    detail = f"No renewal for the length of the lease: {_listed(names)}. Their locks and places were given up."
+    action = "If nobody killed them: were they stopped, or cut off? They must connect again."
+    yield Problem(NOTE, title, detail, action, since=seen.lost_clients[-1][0])
+
+
+def _of_creations(state: State, now: Instant) -> Iterator[Problem]:
+    for record in state.buffers.values():
+        if not record.ready and now.wall - record.created_at > PENDING_S:
+            detail = f"Asked of {_listed([segment.server for segment in record.segments])}."
+            title = f"{record.title} has been in the making for {now.wall - record.created_at:.0f} s"
+            yield Problem(WARNING, title, detail, "See these servers' logs.", since=record.created_at)
+
+
+def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:
+    """Return what the segments belong to at which something is held or waited for."""
+    wanted = {wait.segment_id for watch in seen.servers.values() for wait in watch.load.waits}
+    if not wanted:
+        return {}
+    return {
+        segment.id: record for record in state.buffers.values() for segment in record.segments if segment.id in wanted
+    }
+
+
+def _buffers_on(state: State, servers: set[str]) -> dict[str, list[str]]:
+    """Return what lies on each of the servers, by title."""
+    found: dict[str, list[str]] = {server: [] for server in servers}
+    for record in state.buffers.values() if servers else ():
+        if record.ready:
+            for server in {segment.server for segment in record.segments} & servers:
+                found[server].append(record.title)
+    return {server: sorted(titles) for server, titles in found.items()}
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:NAMES_MAX])
+    return f"{shown} and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else shown

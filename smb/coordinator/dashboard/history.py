@@ -1,0 +1,299 @@
+"""What the coordinator has seen lately, for people: loads that servers tell, who came and went. In memory, bounded.
+
+Nothing is decided by it, and it is lost with the process. Threads: the event loop writes, the pages' threads read; one
+lock around all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from smb.coordinator.commit_log import Committed
+from smb.coordinator.events import (
+    Event,
+    Instant,
+    Report,
+    ServerLeft,
+    ServerRegistered,
+    SessionClosed,
+    SessionRenewed,
+    Ticked,
+)
+from smb.coordinator.state import State
+from smb.rpc import control_pb2 as pb
+
+STEP_S = 2.0  # a server renews every 2 s: finer steps would show nothing more
+SPAN_S = 300.0
+LAG_S = 2.5  # what happened later than this ago some server may not have told yet
+RECENT_S = 60.0  # over which errors are counted
+LOST_CLIENTS_S = 300.0
+EVENTS_MAX = 200
+LOST_CLIENTS_MAX = 1000
+FAILED_MAX = 1000
+
+# What moves bytes to servers, from them, and within them. The other kinds are handshakes and what waits.
+IN = frozenset({"write", "accumulate", "fetch_add", "compare_swap"})
+OUT = frozenset({"read"})
+WITHIN = frozenset({"fill", "accumulate_from", "apply"})
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Operations on data, and bytes to servers, from them and within them: since a server's start, or a second."""
+
+    operations: float = 0.0
+    in_bytes: float = 0.0
+    out_bytes: float = 0.0
+    within_bytes: float = 0.0
+
+    def minus(self, other: Amounts) -> Amounts:
+        """Return the difference, at least 0: those of local clients lie in memory that these may write."""
+        return Amounts(
+            max(0, self.operations - other.operations),
+            max(0, self.in_bytes - other.in_bytes),
+            max(0, self.out_bytes - other.out_bytes),
+            max(0, self.within_bytes - other.within_bytes),
+        )
+
+    def times(self, factor: float) -> Amounts:
+        """Return the multiple."""
+        return Amounts(
+            self.operations * factor, self.in_bytes * factor, self.out_bytes * factor, self.within_bytes * factor
+        )
+
+
+def amounts_of(load: pb.ServerLoad) -> Amounts:
+    """Sum up what a server did since its start."""
+    operations = moved_in = moved_out = within = 0
+    for done in load.operations:
+        if done.kind in IN:
+            moved_in += done.bytes
+        elif done.kind in OUT:
+            moved_out += done.bytes
+        elif done.kind in WITHIN:
+            within += done.bytes
+        else:
+            continue
+        operations += done.count
+    return Amounts(operations, moved_in, moved_out, within)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Rates per step, oldest first; the last step ends at `end` (seconds since 1970)."""
+
+    step_s: float
+    end: float
+    operations: Sequence[float]
+    in_bytes: Sequence[float]
+    out_bytes: Sequence[float]
+
+
+class Bins:
+    """Amounts in steps of time, for the last SPAN_S."""
+
+    def __init__(self) -> None:
+        self._bins: deque[tuple[int, list[float]]] = deque(maxlen=int(SPAN_S / STEP_S) + 4)
+
+    def add(self, since: float, until: float, amounts: Amounts) -> None:
+        """Spread what happened between two moments of the monotonic clock evenly over the steps there."""
+        if until <= since:
+            return
+        since = max(since, until - SPAN_S)
+        for number in range(math.floor(since / STEP_S), math.floor(until / STEP_S) + 1):
+            share = (min(until, (number + 1) * STEP_S) - max(since, number * STEP_S)) / (until - since)
+            if share > 0:
+                values = self._bin(number)
+                for i, amount in enumerate((amounts.operations, amounts.in_bytes, amounts.out_bytes)):
+                    values[i] += share * amount
+
+    def history(self, now: Instant) -> History:
+        """Return the rates of the steps that are complete."""
+        end = math.floor((now.monotonic - LAG_S) / STEP_S)  # the first step that is not shown
+        count = int(SPAN_S / STEP_S)
+        rates: list[list[float]] = [[0.0] * count for _ in range(3)]
+        for number, values in self._bins:
+            at = number - (end - count)
+            if 0 <= at < count:
+                for series, value in zip(rates, values, strict=True):
+                    series[at] = value / STEP_S
+        return History(STEP_S, now.wall - (now.monotonic - end * STEP_S), *rates)
+
+    def _bin(self, number: int) -> list[float]:
+        for known, values in reversed(self._bins):
+            if known == number:
+                return values
+            if known < number:
+                break
+        else:
+            if len(self._bins) == self._bins.maxlen:
+                return [0.0] * 3  # older than all that is kept
+        fresh = [0.0] * 3
+        if self._bins and self._bins[-1][0] > number:
+            self._insert(number, fresh)
+        else:
+            self._bins.append((number, fresh))
+        return fresh
+
+    def _insert(self, number: int, fresh: list[float]) -> None:
+        """Put it in order: a server that was silent tells late what it did in steps that others left out."""
+        later = []
+        while self._bins and self._bins[-1][0] > number:
+            later.append(self._bins.pop())
+        self._bins.append((number, fresh))
+        self._bins.extend(reversed(later))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerWatch:
+    """What one run of a server told last. `rates` are per second, between its last two renewals; None after the first.
+    `errors_recently` are those of the last minute, by reason. `parked_since` is monotonic; 0: nothing is parked.
+    """
+
+    instance_id: int
+    load: pb.ServerLoad
+    at: float
+    amounts: Amounts
+    rates: Amounts | None = None
+    errors_recently: Mapping[str, int] = field(default_factory=dict)
+    parked_since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All of it at one moment; the mappings belong to the reader."""
+
+    started_at: float
+    servers: Mapping[str, ServerWatch]
+    left: Mapping[str, float]  # servers that stopped cleanly: when
+    lost_segments: frozenset[int]  # whose memory a server came back without
+    sessions_since: Mapping[int, float]  # those of before our start are not there
+    lost_clients: Sequence[tuple[float, str]]  # when, who; the last minutes'
+    held_since: Mapping[tuple[int, str, int], float]  # (segment, kind, token): when it was seen first, monotonic
+    events: Sequence[tuple[float, int, str]]  # when, level of the logging module, what; newest last
+    history: History
+    failed_calls: Mapping[str, int] = field(default_factory=dict)  # by method, in the last minute: faults of ours
+    store_error: str = ""  # why nothing can be stored
+    state_free_bytes: int | None = None  # of the store's disk, where that is known
+
+
+class Watch:
+    """Sees every event and every load. `seen` tells all."""
+
+    def __init__(self, now: Instant) -> None:
+        self._started_at = now.wall
+        self._lock = threading.Lock()
+        self._servers: dict[str, ServerWatch] = {}
+        self._errors: dict[str, deque[tuple[float, dict[str, int]]]] = {}
+        self._bins: dict[str, Bins] = {}
+        self._all = Bins()
+        self._left: dict[str, float] = {}
+        self._lost: dict[str, frozenset[int]] = {}
+        self._sessions: dict[int, float] = {}
+        self._lost_clients: deque[tuple[float, str]] = deque(maxlen=LOST_CLIENTS_MAX)
+        self._held: dict[str, dict[tuple[int, str, int], float]] = {}
+        self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
+        self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
+        # What the store says of itself: why it can't be written, and the room of its disk.
+        self.look_at_store: Callable[[], tuple[str, int | None]] = lambda: ("", None)
+
+    def failed(self, method: str, now: Instant) -> None:
+        """Take note of a call that failed inside the coordinator."""
+        with self._lock:
+            self._failed.append((now.monotonic, method))
+
+    def told(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
+        """Take note of a server's load, from a renewal that was granted."""
+        with self._lock:
+            known = self._servers.get(name)
+            fresh = ServerWatch(instance_id, load, now.monotonic, amounts_of(load))
+            if known is not None and known.instance_id == instance_id and now.monotonic > known.at:
+                fresh = self._continue(name, known, fresh)
+            else:
+                self._errors[name] = deque([(now.monotonic, dict(load.errors))], maxlen=int(RECENT_S / STEP_S) + 2)
+            if load.parked_requests:
+                fresh = replace(fresh, parked_since=(known.parked_since if known else 0.0) or now.monotonic)
+            held = self._held.get(name, {})
+            keys = [(wait.segment_id, wait.kind, wait.token if wait.session_id else 0) for wait in load.waits]
+            self._held[name] = {key: held.get(key, now.monotonic) for key in keys}
+            self._servers[name] = fresh
+
+    def saw(self, event: Event, before: State, committed: Committed, now: Instant) -> None:
+        """Take note of an event that was stored."""
+        with self._lock:
+            match event:
+                case SessionRenewed(session_id, _):
+                    self._sessions.setdefault(session_id, 0.0 if session_id in before.client_names else now.wall)
+                case SessionClosed(session_id):
+                    self._sessions.pop(session_id, None)
+                case Ticked() if before.client_names is not committed.state.client_names:
+                    for session_id in before.client_names.keys() - committed.state.client_names.keys():
+                        self._sessions.pop(session_id, None)
+                        self._lost_clients.append((now.wall, before.client_names[session_id]))
+                case ServerRegistered(server, segment_ids):
+                    self._left.pop(server.name, None)
+                    self._lost[server.name] = _ready_segments(before, server.name) - segment_ids
+                case ServerLeft(name, _):
+                    self._left[name] = now.wall
+            for effect in committed.effects:
+                if isinstance(effect, Report) and effect.level >= logging.INFO:
+                    self._events.append((now.wall, effect.level, effect.text))
+            if before.servers.keys() != committed.state.servers.keys():
+                self._forget(before.servers.keys() - committed.state.servers.keys())
+
+    def seen(self, now: Instant) -> Seen:
+        """Return all of it."""
+        store_error, state_free_bytes = self.look_at_store()
+        with self._lock:
+            failed = Counter(method for at, method in self._failed if now.monotonic - at <= RECENT_S)
+            return Seen(
+                started_at=self._started_at,
+                servers=dict(self._servers),
+                left=dict(self._left),
+                lost_segments=frozenset().union(*self._lost.values()),
+                sessions_since=dict(self._sessions),
+                lost_clients=[lost for lost in self._lost_clients if now.wall - lost[0] <= LOST_CLIENTS_S],
+                held_since={key: since for held in self._held.values() for key, since in held.items()},
+                events=list(self._events),
+                history=self._all.history(now),
+                failed_calls=failed,
+                store_error=store_error,
+                state_free_bytes=state_free_bytes,
+            )
+
+    def history_of(self, server: str, now: Instant) -> History:
+        """Return one server's."""
+        with self._lock:
+            return self._bins.get(server, Bins()).history(now)
+
+    def _continue(self, name: str, known: ServerWatch, fresh: ServerWatch) -> ServerWatch:
+        done = fresh.amounts.minus(known.amounts)
+        self._all.add(known.at, fresh.at, done)
+        self._bins.setdefault(name, Bins()).add(known.at, fresh.at, done)
+        told = self._errors[name]
+        told.append((fresh.at, dict(fresh.load.errors)))
+        while len(told) > 2 and told[1][0] <= fresh.at - RECENT_S:
+            told.popleft()
+        first = told[0][1]
+        recently = {why: n - first.get(why, 0) for why, n in fresh.load.errors.items() if n > first.get(why, 0)}
+        return replace(fresh, rates=done.times(1 / (fresh.at - known.at)), errors_recently=recently)
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names:
+            for kept in (self._servers, self._errors, self._bins, self._left, self._lost, self._held):
+                kept.pop(name, None)
+
+
+def _ready_segments(state: State, server: str) -> frozenset[int]:
+    return frozenset(
+        segment.id
+        for record in state.buffers.values()
+        if record.ready
+        for segment in record.segments
+        if segment.server == server
+    )

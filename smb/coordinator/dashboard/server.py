@@ -1,0 +1,62 @@
+"""The page at / and its JSON, over the coordinator's address for metrics. Read only; everything comes from here: no
+build step, no outside resources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from smb.coordinator.dashboard.overview import Overview
+from smb.daemon.process import Answer
+from smb.errors import NotFoundError
+
+_DIRECTORY = Path(__file__).parent / "web"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Nothing inline, nothing from elsewhere, in no frame: no name becomes a script, even where we forgot about it.
+_HEADERS = (
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cache-Control", "no-cache"),  # asked for each time; the tag makes that cheap
+)
+
+
+class Dashboard:
+    """Answers the paths of the page. For any thread."""
+
+    def __init__(self, overview: Overview) -> None:
+        self._overview = overview
+        self._files = {}
+        for path in _DIRECTORY.iterdir():
+            if path.suffix in _KINDS:
+                self._files["/" if path.name == "index.html" else f"/{path.name}"] = _answer(
+                    _KINDS[path.suffix], path.read_bytes()
+                )
+
+    def __call__(self, path: str, query: str) -> Answer | None:
+        """Return the answer to GET path?query, None where there is no such page."""
+        if path in self._files:
+            return self._files[path]
+        try:
+            if path == "/api/state":
+                return _answer("application/json", self._overview.all())
+            if path in ("/api/server", "/api/buffer"):
+                name = parse_qs(query).get("name", [""])[0]
+                tell = self._overview.server if path == "/api/server" else self._overview.buffer
+                return _answer("application/json", tell(name))
+        except NotFoundError as error:
+            return Answer("404 Not Found", "text/plain", f"{error}\n".encode(), _HEADERS)
+        return None
+
+
+def _answer(kind: str, body: bytes) -> Answer:
+    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    return Answer("200 OK", kind, body, (*_HEADERS, ("ETag", tag)), tag)

@@ -1,0 +1,75 @@
+"""Frees named locks and barriers that nobody uses: each takes a segment, and a name used once would keep it for good.
+
+In this order, so that nothing is lost wherever it is cut off: the server retires a segment that is idle, and from then
+on answers nobody about it; the name leaves the records; the segment is dropped. What was retired but is still recorded,
+e.g. after a crash, is found by the next round. A client that comes back places the name anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.events import NamesFreed
+from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.records import Kind
+from smb.errors import Error
+from smb.rpc.bounds import ITEMS_MAX
+
+IDLE_S = 60.0  # without --idle-names
+IDLE_S_MIN, IDLE_S_MAX = 1.0, 31_536_000.0
+_ROUNDS = 4  # in the time after which a name is idle
+_PAUSE_S_MAX = 60.0
+
+_log = logging.getLogger("coordinator")
+
+
+class IdleNames:
+    """Asks all servers, again and again."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        servers: MemoryServers,
+        drop: Callable[[Committed], Awaitable[None]],
+        idle_s: float,
+    ) -> None:
+        """`idle_s`: how long a name must not have been used. `drop` drops the segments that an event left."""
+        self._ledger = ledger
+        self._servers = servers
+        self._drop = drop
+        self._idle_s = idle_s
+        self._told: dict[str, str] = {}  # by server: why it does not free them, which is logged once
+
+    async def run(self) -> None:
+        """Free what is idle, until cancelled."""
+        while True:
+            await asyncio.sleep(min(self._idle_s / _ROUNDS, _PAUSE_S_MAX))
+            await self.free()
+
+    async def free(self) -> None:
+        """Free what is idle now. One server that does not answer costs the others nothing."""
+        there: defaultdict[str, list[int]] = defaultdict(list)
+        for record in self._ledger.state.buffers.values():
+            if record.kind is not Kind.BUFFER and record.ready:
+                there[record.segments[0].server].append(record.segments[0].id)
+        await asyncio.gather(*(self._free_on(name, ids) for name, ids in there.items()))
+
+    async def _free_on(self, name: str, segment_ids: list[int]) -> None:
+        try:
+            for begin in range(0, len(segment_ids), ITEMS_MAX):
+                server = self._ledger.state.servers.get(name)
+                if server is None or not self._ledger.state.alive(name, self._ledger.now()):
+                    return
+                some = segment_ids[begin : begin + ITEMS_MAX]
+                tokens = await self._servers.retire(server, some, self._idle_s)
+                if tokens:
+                    await self._drop(await self._ledger.commit(NamesFreed(tokens)))
+            self._told.pop(name, None)
+        except Error as error:
+            if self._told.get(name) != str(error):
+                self._told[name] = str(error)
+                _log.warning("idle locks and barriers stay for now: %s", error)

@@ -1,0 +1,139 @@
+"""What the coordinator asks of memory servers, over gRPC. Every call has a deadline; none is retried here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.errors import Error, OutOfMemoryError, UnavailableError
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import MemoryServerStub
+from smb.security.credentials import Credentials, Current, aio_channel, server_name
+
+ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
+# Pages of a new segment are allocated and zeroed: several GB/s where memory is free, far less where it must be
+# reclaimed.
+CREATE_BYTES_PER_S_MIN = 200 << 20
+PROBE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    address: str
+    credentials: Credentials | None
+    channel: grpc.aio.Channel
+    stub: MemoryServerStub
+
+
+class MemoryServers:
+    """Channels to memory servers by name, each made at first use and again when the server's address, or our
+    certificate, changes.
+    """
+
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self._current = Current(credentials) if credentials is not None else None
+        self._peers: dict[str, _Peer] = {}
+
+    async def create(
+        self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord, token_floor: int = 0
+    ) -> int:
+        """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
+        unknown).
+        """
+        request = pb.CreateSegmentRequest(
+            id=segment.id,
+            epoch=record.epoch,
+            dtype=record.dtype,
+            nbytes=segment.nbytes,
+            chunk_bytes=record.chunk_bytes,
+            token_floor=token_floor,
+        )
+        deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
+        try:
+            peer = await self._peer(server)
+            reply = await peer.stub.CreateSegment(request, timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "make a segment", error) from error
+        return int(reply.used_bytes)
+
+    async def drop(self, server: ServerRecord, segment_id: int) -> int:
+        """Have the segment dropped, if it is there; return the server's used bytes. Raises UnavailableError (outcome
+        unknown).
+        """
+        try:
+            peer = await self._peer(server)
+            reply = await peer.stub.DeleteSegment(pb.DeleteSegmentRequest(id=segment_id), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "drop a segment", error) from error
+        return int(reply.used_bytes)
+
+    async def retire(self, server: ServerRecord, segment_ids: Sequence[int], idle_s: float) -> dict[int, int]:
+        """Have those that are idle for so long answer no more requests; return their last tokens, by id. Raises
+        UnavailableError (outcome unknown).
+        """
+        request = pb.RetireSegmentsRequest(ids=segment_ids, idle_ms=round(idle_s * 1000))
+        try:
+            peer = await self._peer(server)
+            reply = await peer.stub.RetireSegments(request, timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "retire locks and barriers", error) from error
+        return dict(reply.tokens)
+
+    async def end_sessions(self, server: ServerRecord, session_ids: Sequence[int]) -> None:
+        """Tell that these sessions are over. Raises UnavailableError (outcome unknown)."""
+        try:
+            peer = await self._peer(server)
+            await peer.stub.EndSessions(pb.EndSessionsRequest(session_ids=session_ids), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "end sessions", error) from error
+
+    async def answers(self, server: ServerRecord) -> bool:
+        """Whether somebody speaks gRPC where this run of the server did: a dead one's port is closed, a stopped one is
+        mute.
+        """
+        async with self._channel(server) as channel:
+            stub = MemoryServerStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                await stub.DeleteSegment(pb.DeleteSegmentRequest(id=0), timeout=PROBE_S)
+            except grpc.aio.AioRpcError as error:
+                return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return True
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for peer in self._peers.values():
+            await peer.channel.close(None)
+        self._peers.clear()
+
+    def _channel(self, server: ServerRecord) -> grpc.aio.Channel:
+        return aio_channel(server.control_address, server_name(server.name), self._credentials())
+
+    def _credentials(self) -> Credentials | None:
+        return self._current.now() if self._current is not None else None
+
+    async def _peer(self, server: ServerRecord) -> _Peer:
+        known = self._peers.get(server.name)
+        credentials = self._credentials()
+        if known is not None and known.address == server.control_address and known.credentials is credentials:
+            return known
+        channel = self._channel(server)
+        peer = _Peer(server.control_address, credentials, channel, MemoryServerStub(channel))  # type: ignore[no-untyped-call]
+        self._peers[server.name] = peer
+        if known is not None:
+            await known.channel.close(None)
+        return peer
+
+
+def _failure(server: ServerRecord, what: str, error: grpc.aio.AioRpcError) -> Error:
+    told = f'memory server "{server.name}" at {server.control_address}'
+    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return OutOfMemoryError(f"{told}: {error.details()}")
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(f"{told} did not {what} in time")
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(f"{told} cannot be reached to {what}")
+    return UnavailableError(f"{told} could not {what}: {error.details()}")

@@ -1,0 +1,90 @@
+"""Around every call: its request is within bounds, smb.errors become gRPC codes, each answer is counted and timed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, cast
+
+import grpc
+import grpc.aio
+
+from smb import errors
+from smb.rpc.bounds import check_bounds
+from smb.rpc.coordinator_client import ANSWERED, OUTCOME, SessionEndedError
+
+_log = logging.getLogger("coordinator")
+
+# As control.proto's head says. The first that fits; subclasses come before smb.Error itself.
+CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
+    (errors.AlreadyExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.OutOfMemoryError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
+    (SessionEndedError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (errors.TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.InvalidArgumentError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.Error, grpc.StatusCode.INTERNAL),
+)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Call: TypeAlias = Callable[[Any, "Context"], Awaitable[Any]]
+
+
+def code_of(error: errors.Error) -> grpc.StatusCode:
+    """Return the gRPC code that stands for the error's class."""
+    return next(code for kind, code in CODES if isinstance(error, kind))
+
+
+class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Wraps every unary call of the service."""
+
+    def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None]) -> None:
+        """`answered` is told of each: method, code, seconds."""
+        self._answered = answered
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Return the method's handler, wrapped. An unknown method has none and is gRPC's to refuse."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        method = handler_call_details.method.rsplit("/", 1)[-1]
+        return grpc.unary_unary_rpc_method_handler(
+            self._wrap(method, cast(Call, handler.unary_unary)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _wrap(self, method: str, call: Call) -> Call:
+        async def answer(request: Any, context: Context) -> Any:
+            begun = time.perf_counter()
+            code, text = grpc.StatusCode.OK, ""
+            outcome = errors.UNKNOWN
+            try:
+                check_bounds(request)
+                return await call(request, context)
+            except errors.Error as error:
+                code, text, outcome = code_of(error), str(error), error.outcome
+            except asyncio.CancelledError:
+                code = grpc.StatusCode.CANCELLED
+                raise
+            except Exception:  # noqa: BLE001 - a fault of ours: the client learns that, the log gets the rest
+                _log.exception("%s failed", method)
+                code, text = grpc.StatusCode.INTERNAL, f"{method} failed inside the coordinator; see its log"
+            finally:
+                self._answered(method, code, time.perf_counter() - begun)
+            # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
+            # cycle lives until Python looks for cycles, and must not keep a large request.
+            del request
+            await context.abort(code, text, trailing_metadata=((ANSWERED, "1"), (OUTCOME, outcome)))
+            raise AssertionError("abort returns to nobody")
+
+        return answer

@@ -1,0 +1,64 @@
+"""Tells the memory servers at once which sessions are over, one call at a time to each.
+
+Best effort: what a server misses here it hears of when it renews or registers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.events import TellEnded
+from smb.coordinator.memserver_client import MemoryServers
+from smb.daemon.failpoint import failpoint
+from smb.errors import UnavailableError
+
+_log = logging.getLogger("coordinator")
+
+
+class Endings:
+    """What is still to be told to whom. `close` it."""
+
+    def __init__(self, ledger: Ledger, servers: MemoryServers) -> None:
+        self._ledger = ledger
+        self._servers = servers
+        self._untold: dict[str, list[int]] = {}  # by server; there while a call to it is under way
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def tell(self, committed: Committed) -> None:
+        """Begin to tell every living server what this event ended; returns at once."""
+        ended = [i for effect in committed.effects if isinstance(effect, TellEnded) for i in effect.session_ids]
+        if not ended:
+            return
+        failpoint("coordinator.session.end_stored")
+        now = self._ledger.now()
+        for name in [name for name in committed.state.servers if committed.state.alive(name, now)]:
+            if name in self._untold:
+                self._untold[name] += ended
+                continue
+            self._untold[name] = list(ended)
+            call = asyncio.create_task(self._tell(name))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def close(self) -> None:
+        """Give up the calls that are under way."""
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _tell(self, name: str) -> None:
+        try:
+            while session_ids := self._untold[name]:
+                self._untold[name] = []
+                server = self._ledger.state.servers.get(name)
+                if server is None:
+                    return
+                await self._servers.end_sessions(server, session_ids)
+                failpoint("coordinator.session.end_told")
+        except UnavailableError as error:
+            _log.info("%s; it hears of them with its next renewal", error)
+        finally:
+            del self._untold[name]

@@ -1,0 +1,137 @@
+"""What a create asks for, checked. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from smb.arrays.dtypes import DTYPES, WIRES
+from smb.config.limits import DIMENSIONS_MAX, NAME_CHARACTERS_MAX, STRIPE_BYTES_MULTIPLE
+from smb.config.parse import parse_address
+from smb.coordinator.records import Kind, key_of
+from smb.errors import InvalidArgumentError
+from smb.rpc import metadata
+
+# Shapes, of int64, of what has no form of its own. A barrier's are seats: 16 bytes for each party, two rounds of them.
+SHAPES: dict[Kind, tuple[int, ...]] = {Kind.LOCK: (1,), Kind.BARRIER: (8192,)}
+_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_SERVER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """One create, checked as far as it can be without looking at the cluster. Zero and empty mean: not given."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    server_count: int = 0
+    server_names: tuple[str, ...] = ()
+    stripe_bytes: int = 0
+    like: str = ""
+    exist_ok: bool = False
+    versions: int = 1
+    kind: Kind = Kind.BUFFER
+    wire: str = ""
+    metadata: str = ""
+
+    @property
+    def key(self) -> str:
+        """What the record is known by."""
+        return key_of(self.kind, self.name)
+
+    @property
+    def asked(self) -> str:
+        """What messages call the request."""
+        doing = "create of" if self.kind is Kind.BUFFER else f"first use of {self.kind.value}"
+        return f'{doing} "{self.name}"'
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data, 0 where the dtype is left to `like`. No elements have the place of one: its locks and
+        versions live there.
+        """
+        return max(math.prod(self.shape), 1) * DTYPES[self.dtype].itemsize if self.dtype else 0
+
+
+def first_use(kind: Kind, name: str) -> Creation:
+    """Return what makes a lock or barrier, on one server, or finds it. Raises InvalidArgumentError."""
+    check_name(kind, name)
+    return Creation(name, SHAPES[kind], "int64", server_count=1, exist_ok=True, kind=kind)
+
+
+def check_creation(creation: Creation, *, replicas: int) -> Creation:
+    """Return the creation as it came, or raise InvalidArgumentError that names what was asked and what would do."""
+    asked = creation.asked
+    check_name(creation.kind, creation.name)
+    _check_array(creation, asked)
+    _check_wishes(creation, asked)
+    if replicas not in (0, 1):
+        raise InvalidArgumentError(f"{asked} with replicas={replicas}: replication is not there yet; use replicas=1")
+    if creation.versions not in (1, 2):
+        raise InvalidArgumentError(
+            f"{asked} with versions={creation.versions}: a buffer has 1 version, or 2: one published, one being written"
+        )
+    check_wire(creation)
+    metadata.check(asked, creation.metadata)
+    return creation
+
+
+def check_wire(creation: Creation) -> None:
+    """Raise InvalidArgumentError for a way to travel that there is not, or not for that dtype."""
+    if creation.wire not in ("", *WIRES):
+        raise InvalidArgumentError(f'{creation.asked}: no wire "{creation.wire}"; there are {", ".join(WIRES)}')
+    if WIRES.get(creation.wire, 0) and creation.dtype not in ("", "float32"):
+        raise InvalidArgumentError(
+            f'{creation.asked} with wire="{creation.wire}": only float32 is rounded on the way, {creation.dtype} is not'
+        )
+
+
+def check_server_name(name: str) -> None:
+    """Raise InvalidArgumentError for what cannot name a memory server (it becomes part of file names)."""
+    if not _SERVER_NAME.fullmatch(name):
+        raise InvalidArgumentError(f'"{name}" cannot name a memory server: use 1 to 64 characters of A-Z a-z 0-9 . _ -')
+
+
+def check_address(what: str, address: str) -> None:
+    """Raise InvalidArgumentError for what is no host:port with a port one can connect to."""
+    _, port = parse_address(address)
+    if port == 0:
+        raise InvalidArgumentError(f'{what} "{address}" has port 0: nobody could connect to it')
+
+
+def check_name(kind: Kind, name: str) -> None:
+    """Raise InvalidArgumentError for what cannot name anything."""
+    if len(name) > NAME_CHARACTERS_MAX:
+        raise InvalidArgumentError(
+            f"a {kind.value}'s name has at most {NAME_CHARACTERS_MAX} characters, this has {len(name)}"
+        )
+    if not _NAME.fullmatch(name) or any(part in (".", "..") for part in name.split("/")):
+        raise InvalidArgumentError(
+            f'"{name}" cannot name a {kind.value}: use parts of A-Z a-z 0-9 . _ - separated by single slashes, '
+            f'none of them empty, "." or ".."'
+        )
+
+
+def _check_array(creation: Creation, asked: str) -> None:
+    if len(creation.shape) > DIMENSIONS_MAX:
+        raise InvalidArgumentError(f"{asked}: a shape has at most {DIMENSIONS_MAX} extents, got {len(creation.shape)}")
+    if any(extent < 0 for extent in creation.shape):
+        raise InvalidArgumentError(f"{asked}: shape {creation.shape} has a negative extent; every extent is at least 0")
+    if creation.dtype not in DTYPES and not (creation.like and not creation.dtype):
+        raise InvalidArgumentError(f'{asked}: no dtype "{creation.dtype}"; there are {", ".join(DTYPES)}')
+
+
+def _check_wishes(creation: Creation, asked: str) -> None:
+    if creation.stripe_bytes % STRIPE_BYTES_MULTIPLE:
+        raise InvalidArgumentError(
+            f"{asked}: a stripe is a multiple of {STRIPE_BYTES_MULTIPLE} bytes, which {creation.stripe_bytes} is not"
+        )
+    names = creation.server_names
+    if len(set(names)) != len(names):
+        raise InvalidArgumentError(f"{asked}: servers {', '.join(names)}: each may be named once")
+    if names and creation.server_count not in (0, len(names)):
+        raise InvalidArgumentError(f"{asked}: {creation.server_count} servers asked, but {len(names)} named")
+    if creation.like and (names or creation.server_count or creation.stripe_bytes):
+        raise InvalidArgumentError(f'{asked} like "{creation.like}": that fixes servers and stripe; leave both out')

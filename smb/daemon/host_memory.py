@@ -1,0 +1,143 @@
+"""The memory of the host: which file systems are memory, and the limit of this process.
+
+The limit is that of its control group and of those around it, in versions 1 and 2.
+
+Pages of tmpfs count as memory of the group whose process touched them first. One page beyond the limit, and the kernel
+kills a process of the group: the memory server, as a rule, as it is the largest.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from smb.config.parse import format_bytes
+from smb.errors import InvalidArgumentError
+
+# Of the memory limit: for connections, requests and the process itself, which grow beside the segments.
+HEADROOM_BYTES = 32 << 20
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_NO_LIMIT = 1 << 60  # version 1 has a number for it, that depends on the size of a page
+# Of each version: the file with the limit, with what is used, and the lines of memory.stat that the kernel takes back
+# before it kills. Files in tmpfs are not among these.
+_FILES = {
+    "cgroup2": ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One control group with a limit."""
+
+    directory: Path
+    version: str  # cgroup or cgroup2
+    limit_bytes: int
+
+    def room_bytes(self) -> int:
+        """Return how much more its processes may take; 0 where it can't be read."""
+        _, current, freed = _FILES[self.version]
+        try:
+            used = int((self.directory / current).read_text())
+            lines = (self.directory / "memory.stat").read_text().split("\n")
+        except (OSError, ValueError):
+            return 0
+        statistics = dict(line.split(" ", 1) for line in lines if " " in line)
+        return max(0, self.limit_bytes - used + sum(int(statistics.get(name, 0)) for name in freed))
+
+
+class MemoryLimit:
+    """The groups with a limit that this process is in, found at its making."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        """`root` is where proc and sys are, for tests."""
+        self._groups = _groups(root)
+
+    @property
+    def nbytes(self) -> int | None:
+        """The lowest limit; None where there is none."""
+        return min((group.limit_bytes for group in self._groups), default=None)
+
+    def room_bytes(self) -> int | None:
+        """Return how much more memory this process may take; None where there is no limit."""
+        return min((group.room_bytes() for group in self._groups), default=None)
+
+    def check_capacity(self, capacity_bytes: int) -> None:
+        """Raise InvalidArgumentError for a capacity that can never be held."""
+        group = min(self._groups, key=lambda group: group.limit_bytes, default=None)
+        if group is not None and capacity_bytes > group.limit_bytes:
+            raise InvalidArgumentError(
+                f"--capacity {format_bytes(capacity_bytes)} is more than the memory limit of this process, "
+                f"{format_bytes(group.limit_bytes)} ({group.directory}); offer less, or raise that limit"
+            )
+
+
+def _groups(root: Path) -> tuple[Group, ...]:
+    """Return those with a limit, of the hierarchy that has the memory controller."""
+    found: list[Group] = []
+    for version, mounted_root, mounted_at in _mounts(root):
+        path = _own_path(root, version)
+        if path is None:
+            continue
+        # A container sees its own group at the mount point, and may be told the host's path of it.
+        below = Path(path).relative_to(mounted_root) if Path(path).is_relative_to(mounted_root) else Path()
+        top = root / mounted_at.lstrip("/")
+        at = top / below
+        if not at.is_dir():
+            at = top
+        while True:
+            limit = _limit(at, version)
+            if limit is not None:
+                found.append(Group(at, version, limit))
+            if at == top:
+                break
+            at = at.parent
+    return tuple(found)
+
+
+def _mounts(root: Path) -> list[tuple[str, str, str]]:
+    """Return (version, root of the mount, mount point) of each hierarchy that may have the memory controller."""
+    mounts = []
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, dash, after = line.partition(" - ")
+        fields, kinds = before.split(" "), after.split(" ")
+        if not dash or len(fields) < 5 or len(kinds) < 3:
+            continue
+        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and "memory" in kinds[2].split(",")):
+            mounts.append((kinds[0], fields[3], fields[4].encode().decode("unicode_escape")))
+    return mounts
+
+
+def _own_path(root: Path, version: str) -> str | None:
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (version == "cgroup2" and number == "0") or (version == "cgroup" and "memory" in controllers.split(",")):
+            return path
+    return None
+
+
+def _limit(directory: Path, version: str) -> int | None:
+    text = _text(directory / _FILES[version][0]).strip()
+    return int(text) if re.fullmatch(r"\d+", text) and int(text) < _NO_LIMIT else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def file_system_of(directory: Path) -> str:
+    """Return the kind of file system that the directory is on, e.g. tmpfs."""
+    best, kind = -1, "an unknown file system"
+    where = directory.resolve()
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mounted_on, mounted_kind, *_ = line.split(" ")
+        at = Path(mounted_on.encode().decode("unicode_escape"))  # a space in a path is \040 here
+        # A later mount at the same place hides the earlier one.
+        if len(at.parts) >= best and where.is_relative_to(at):
+            best, kind = len(at.parts), mounted_kind
+    return kind

@@ -1,0 +1,280 @@
+"""What both daemons share: their log, the ready file, what systemd is told, the check of a listening address, and the
+pages for metrics and health.
+
+Threads: the pages are served by threads of their own. What they call (`health`, collectors of the registry) must be
+safe there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
+
+from smb.config.parse import OWNER_VARIABLE, format_address, parse_address
+from smb.errors import Error, InvalidArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle holds a thread this long
+
+# Without so_reuseport=0 two daemons would share one port, each getting half of the calls.
+# The largest request that smb/rpc/bounds.py lets through has 1.3 MiB: a registration with all its segments.
+GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 2 << 20),
+    ("grpc.max_send_message_length", 256 << 20),
+)
+
+_PATHS = b"There is /metrics, /healthz, /livez and /readyz.\n"
+_log = logging.getLogger("daemon")
+disable_created_metrics()  # type: ignore[no-untyped-call]  # when each counter began doubles the page, and nobody asks
+
+
+class _OneLine(logging.Formatter):
+    """Keeps what others may have put into a message (a client's name) from looking like a line of ours."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        text = super().formatMessage(record)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def start_log(level: str) -> None:
+    """Send the log to stderr, one line an entry: time level name: message. Raises InvalidArgumentError for no level."""
+    number = logging.getLevelName(level.upper())
+    if not isinstance(number, int):
+        raise InvalidArgumentError(f'"{level}" is no log level: use debug, info, warning or error')
+    out = logging.StreamHandler()
+    out.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=number, handlers=[out], force=True)
+    # Its traceback for every client that goes away before its answer is no news; our own faults are logged where they
+    # happen.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+
+
+def end_with_owner() -> None:
+    """Where SMB_OWNER_PID names a process (a LocalCluster's), send ourselves SIGTERM when that one has ended.
+
+    Call it with SIGTERM blocked or handled: the thread that watches inherits that.
+    """
+    owner = os.environ.get(OWNER_VARIABLE, "")
+    if not owner.isdigit():
+        return
+    try:
+        watched = os.pidfd_open(int(owner))
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    except OSError as error:
+        _log.warning("the end of process %s can't be watched: %s", owner, error.strerror)
+        return
+
+    def watch() -> None:
+        select.select([watched], [], [])  # a process's descriptor becomes readable when it ends
+        _log.info("process %s, which started us, has ended", owner)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="owner", daemon=True).start()
+
+
+def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> None:
+    """Tell whoever waits for it that we serve: a JSON object with address, metrics, name and pid, there whole or not at
+    all.
+
+    Raises UnavailableError where it cannot be written.
+    """
+    text = json.dumps({"address": address, "metrics": metrics, "name": name, "pid": os.getpid()})
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text + "\n")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UnavailableError(f"cannot write the ready file {path}: {error.strerror}") from None
+
+
+def notify(*fields: str) -> None:
+    """Tell the service's supervisor, where there is one (systemd's Type=notify): READY=1, STOPPING=1, WATCHDOG=1,
+    STATUS=text. Never fails: a supervisor that can't be told shows by its own means.
+    """
+    where = os.environ.get("NOTIFY_SOCKET", "")
+    if not where:
+        return
+    address = "\0" + where[1:] if where.startswith("@") else where  # @: an abstract socket
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.sendto("\n".join(fields).encode(), address)
+    except OSError as error:
+        _log.warning("cannot tell the supervisor at %s: %s", where, error.strerror)
+
+
+def watchdog_interval_s() -> float | None:
+    """Return how often the supervisor must hear WATCHDOG=1 (a third of its patience), None where it does not ask."""
+    patience_us = os.environ.get("WATCHDOG_USEC", "")
+    if not patience_us.isdigit() or os.environ.get("WATCHDOG_PID") not in (None, str(os.getpid())):
+        return None
+    return int(patience_us) / 1e6 / 3
+
+
+def check_listen(address: str) -> tuple[str, int]:
+    """Return (host, port) of an address that can be listened on now; port 0 stays 0.
+
+    gRPC's own failure to listen is a page of text without the reason. Raises UnavailableError with the reason,
+    InvalidArgumentError for what is no address.
+    """
+    host, port = parse_address(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen()
+    except OSError as error:
+        raise _cannot_listen(address, error) from None
+    return host, port
+
+
+def _cannot_listen(address: str, error: OSError) -> Error:
+    return UnavailableError(f"cannot listen on {address}: {error.strerror or error}; choose another address or port 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one page is answered with. `tag` is its ETag: who has the same gets 304 and no body."""
+
+    status: str
+    kind: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    tag: str = ""
+
+
+# A page beside those that all daemons have: the answer to GET path?query, None where there is no such page.
+Route = Callable[[str, str], Answer | None]
+# Who may see the pages: None lets a request in. The one place where all of them are refused.
+Admission = Callable[["WSGIEnvironment"], Answer | None]
+
+
+def _no_page(_path: str, _query: str) -> Answer | None:
+    return None
+
+
+def _everybody(_request: WSGIEnvironment) -> Answer | None:
+    return None
+
+
+class Pages:
+    """GET /metrics (Prometheus), GET /healthz, /readyz and /livez (JSON; 503 where `health` says so) and what `route`
+    has, on threads of their own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        health: Callable[[], Mapping[str, Any]],
+        route: Route = _no_page,
+        admit: Admission = _everybody,
+    ) -> None:
+        """Listen and serve at once; port 0 picks a free one. `health` returns what /healthz shows; its "ok" decides 200
+        or 503 there and at /readyz, its "alive", where it has one, at /livez. `admit` is asked before anything else.
+
+        Raises UnavailableError where the address cannot be had.
+        """
+        host, port = parse_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._server = _PageServer(family, host, port)
+        except OSError as error:
+            raise _cannot_listen(address, error) from None
+        self._server.set_app(_application(make_wsgi_app(registry), health, route, admit))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="pages", daemon=True)
+        self._thread.start()
+        self.address = format_address(host, self._server.server_port)
+
+    def __enter__(self) -> Pages:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving. Blocks until the listening thread is gone, at most half a second."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _PageRequest(WSGIRequestHandler):
+    timeout = PAGE_CLIENT_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
+        """Scrapes come every few seconds: not worth a line each."""
+
+
+class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, family: socket.AddressFamily, host: str, port: int) -> None:
+        self.address_family = family
+        super().__init__((host, port), _PageRequest)
+
+    def server_bind(self) -> None:
+        """Bind without the base's look-up of our own name, which waits for a DNS server that may not be there."""
+        socketserver.TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """A scraper that goes away in the middle is no event."""
+        _log.debug("page request of %s failed", client_address, exc_info=True)
+
+
+def _application(
+    metrics: WSGIApplication, health: Callable[[], Mapping[str, Any]], route: Route, admit: Admission
+) -> WSGIApplication:
+    def page(path: str, query: str) -> Answer:
+        if path in ("/healthz", "/readyz", "/livez"):
+            shown = health()
+            good = shown.get("alive", shown["ok"]) if path == "/livez" else shown["ok"]
+            status = "200 OK" if good else "503 Service Unavailable"
+            return Answer(status, "application/json", json.dumps(shown).encode() + b"\n")
+        return route(path, query) or Answer("404 Not Found", "text/plain", _PATHS)
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        refusal = admit(environ)
+        if refusal is not None:
+            return _send(start_response, environ, refusal)
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            refusal = Answer("405 Method Not Allowed", "text/plain", b"Read only.\n", (("Allow", "GET, HEAD"),))
+            return _send(start_response, environ, refusal)
+        path = environ.get("PATH_INFO", "/")
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        return _send(start_response, environ, page(path, environ.get("QUERY_STRING", "")))
+
+    return application
+
+
+def _send(start_response: StartResponse, environ: WSGIEnvironment, answer: Answer) -> Iterable[bytes]:
+    if answer.tag and answer.tag in environ.get("HTTP_IF_NONE_MATCH", ""):
+        start_response("304 Not Modified", list(answer.headers))
+        return []
+    described = [("Content-Type", f"{answer.kind}; charset=utf-8"), ("Content-Length", str(len(answer.body)))]
+    start_response(answer.status, [*described, *answer.headers])
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [answer.body]

@@ -1,0 +1,143 @@
+"""Checksums of a file's blocks, as a text beside it; and how far a restore has come, which is the same and more."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smb.buffer import Buffer
+from smb.errors import Error, InvalidArgumentError
+from smb.files.formats import Plan
+
+BLOCK_BYTES = 16 << 20  # read while the one before is written
+_KEPT_NOWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_log = logging.getLogger("smb")
+
+
+@dataclass
+class Sums:
+    """What is known of a file's blocks: of which source, how long, the CRC-32C of each."""
+
+    source: str
+    nbytes: int
+    blocks: list[int] = field(default_factory=list)
+
+    def to_text(self) -> str:
+        """Return the text of the file beside it."""
+        lines = [json.dumps({"crc32c": 1, "source": self.source, "nbytes": self.nbytes, "block": BLOCK_BYTES})]
+        return "\n".join([*lines, *(f"{block:08x}" for block in self.blocks), ""])
+
+    @staticmethod
+    def of_text(text: str) -> Sums:
+        """Read it. Raises InvalidArgumentError."""
+        try:
+            head, *blocks = text.splitlines()
+            told = json.loads(head)
+            if told["crc32c"] != 1 or told["block"] != BLOCK_BYTES:
+                raise ValueError("another version")
+            return Sums(told["source"], told["nbytes"], [int(block, 16) for block in blocks])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidArgumentError(f"the checksums can't be read: {error!r}") from None
+
+
+class State:
+    """How far a restore has come, in a file that is this process's alone. Where that takes no more it is known only
+    how far it had come by then.
+    """
+
+    def __init__(self, path: Path, file: io.FileIO, key: str) -> None:
+        """`key` says of which file to which buffer."""
+        self.key = key
+        self._path = path
+        self._file = file
+        self._full = False
+
+    def tag(self, buffer: Buffer, plan: Plan) -> str:
+        """Return what is the same while the same buffer is made of the same file."""
+        form = f"{plan.dtype} {plan.shape} {plan.tensors} {plan.metadata} {plan.view.nbytes}"
+        return f"{buffer.info.id:x} {hashlib.sha256(form.encode()).hexdigest()[:24]}"
+
+    def sums(self) -> Sums | None:
+        """Return what an interrupted one has left; None where there is nothing to go on from."""
+        self._file.seek(0)
+        text = self._file.read().decode(errors="replace")
+        text = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+        try:
+            return Sums.of_text(text) if text else None
+        except InvalidArgumentError as error:
+            _log.warning("%s: %s; the restore begins anew", self._path, error)
+            return None
+
+    def begin(self, sums: Sums) -> None:
+        """Write down where it begins."""
+        self.clear()
+        self._write(sums.to_text())
+
+    def add(self, block: int) -> None:
+        """One more block is at the servers."""
+        self._write(f"{block:08x}\n")
+
+    def clear(self) -> None:
+        """There is nothing to go on from."""
+        self._file.truncate(0)
+
+    def end(self) -> None:
+        """It is over, one way or the other."""
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, text: str) -> None:
+        if self._full:
+            return
+        try:
+            self._full = self._file.write(text.encode()) != len(text)
+        except OSError as error:
+            self._full = True
+            _log.info("the restore can be taken up again up to here only: %s: %s", self._path, error)
+
+
+@contextmanager
+def state_of(path: Path, target: str) -> Iterator[State | None]:
+    """Give the state of restoring a file to a target, beside the file; None where its directory takes none. Raises
+    Error where another process is at it.
+    """
+    key = hashlib.sha256(f"{target} {path.absolute()}".encode()).hexdigest()[:24]
+    at = path.with_name(f"{path.name}.{key[:8]}.restore")
+    while True:
+        try:
+            file = io.FileIO(at, "a+")
+        except OSError as error:
+            if error.errno not in _KEPT_NOWHERE:
+                raise
+            _log.info("the restore can't be taken up again where it is interrupted: %s", error)
+            break
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Error(f"restore of {path}: another process is at it, with the same target") from None
+            if not _is_at(file, at):  # the other one ended between these two steps
+                continue
+            state = State(at, file, key)
+            try:
+                yield state
+            finally:
+                if os.fstat(file.fileno()).st_size == 0 and _is_at(file, at):
+                    state.end()  # refused before it began
+            return
+    yield None
+
+
+def _is_at(file: io.FileIO, path: Path) -> bool:
+    try:
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False

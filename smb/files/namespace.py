@@ -1,0 +1,821 @@
+"""The files of a cluster, for one process: names and what is open. All that shows buffers as files is thin on this.
+
+A new file, or one whose size changes, is a draft on this host until flush() or close(); then it becomes a buffer as a
+whole, under its name in one step. All other writes are at the servers when they return. Paths have no leading slash; ""
+is the root. Methods raise OSError, with smb's message.
+
+Locks: Tree._lock (names), then a node's, then the catalogue's. None is held while bytes are read; a node's is while
+they are written, and a name's change waits for the draft that it moves.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.buffer_info import BufferInfo
+from smb.client import Client
+from smb.errors import Error, OutOfMemoryError, PermissionDeniedError
+from smb.files.catalogue import Catalogue
+from smb.files.contents import Frozen, FrozenFile, Live, Octets, Reads
+from smb.files.error_codes import as_os_errors, refuse
+from smb.files.formats import Plan, View, header_bytes, named, plain_plan, plan_of
+from smb.files.handles import Node, OpenFile
+from smb.files.names import (
+    PRIVATE,
+    Form,
+    Shown,
+    entries,
+    escaped,
+    is_long,
+    is_private,
+    listed_as,
+    meanings,
+    name_of,
+    parent_of,
+)
+from smb.files.staged_file import Draft
+from smb.files.temporary_names import create, left_by_dead, private_name
+
+_COPY_BYTES = 8 << 20
+_HIDDEN_S = 1.0
+_ALIASES_KEPT = 1000
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What stat says. `modified` is ns since 1970, of what was done through this process; else when it was created."""
+
+    nbytes: int
+    modified: int
+    directory: bool = False
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    shown: Shown
+    info: BufferInfo
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A file's bytes in the buffer that its new path asks for, which has a private name yet. `state` is the file's."""
+
+    name: str
+    plan: Plan
+    state: tuple[int, int]
+
+
+class _Hidden:
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed. What
+    another process puts there meanwhile has another `buffer_id`.
+    """
+
+    def __init__(self, node: Node | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
+        self.node = node
+        self.buffer_id = buffer_id
+        self.timer = threading.Timer(_HIDDEN_S, end, (self,))
+        self.timer.daemon = True
+        self.timer.start()
+
+
+class Tree:
+    """The files of a client's cluster. Thread-safe.
+
+    `drafts` is a directory of this host for files that are being made. With make_folders a new file makes the
+    directories that it is in.
+    """
+
+    def __init__(self, client: Client, drafts: str | None = None, *, make_folders: bool = False) -> None:
+        self.client = client
+        self._make_folders = make_folders
+        self._drafts = drafts
+        self._catalogue = Catalogue(client)
+        self._lock = threading.RLock()
+        self._nodes: dict[str, Node] = {}
+        self._folders: set[str] = set()  # made with mkdir, or left empty: no buffer is below them
+        self._modified: dict[str, int] = {}
+        self._hidden: dict[str, _Hidden] = {}
+        self._aliases: dict[str, Status] = {}
+        self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
+        self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
+
+    # ---- looking
+
+    def status(self, path: str) -> Status:
+        """Return what is at a path. ENOENT."""
+        with as_os_errors():
+            node = self._nodes.get(path)
+            if node is not None:
+                return Status(node.content.nbytes, node.modified)
+            if path in self._aliases:
+                return self._aliases[path]
+            if self._is_folder(path):
+                return Status(0, 0, directory=True)
+            found = self._look(path)
+            if found is None or found.info.id in self._hidden_ids():  # and stays so: it may be about to be replaced
+                raise self._none(path)
+            modified = self._modified.get(found.shown.name, round(1e9 * found.info.created))
+            return Status(found.view.nbytes, modified, version=found.shown.version)
+
+    def list(self, path: str) -> builtins.list[tuple[str, bool]]:
+        """Return (name, whether it is a directory) of all in a directory, sorted. ENOENT, ENOTDIR."""
+        with as_os_errors():
+            if not self._is_folder(path):
+                raise refuse(errno.ENOTDIR, path) if self._find(path) else refuse(errno.ENOENT, path)
+            # Before the catalogue: a draft that becomes a buffer meanwhile is in the one or in the other.
+            with self._lock:
+                nodes = [node for node in self._nodes.values() if not node.removed]
+                drafts = [node.path for node in nodes if isinstance(node.content, Draft)]
+                own, hidden = set(self._folders), self._hidden_ids()
+            listing = self._catalogue.listing(missed=True)
+            folders, buffers = entries(path, listing.infos)
+            folders |= entries(path, (folder + "/" for folder in own))[0]
+            start = path + "/" if path else ""
+            own |= listing.folders
+            shown: dict[str, bool] = dict.fromkeys(folders, True)
+            for last in buffers:
+                info = listing.infos[start + last]
+                if info.id not in hidden:
+                    shown[self._listed(start + last, info, listing.infos, own)[len(start) :]] = False
+            for draft in drafts:
+                if parent_of(draft) == path:
+                    shown.setdefault(draft.rpartition("/")[2], False)
+            return sorted(shown.items())
+
+    def buffer(self, path: str) -> tuple[Buffer, Shown]:
+        """Return the buffer that a path shows, and how. ENOENT; EISDIR; ENODATA for a file that is none yet."""
+        with as_os_errors():
+            node = self._nodes.get(path)
+            if node is not None and isinstance(node.content, Draft) and not self._find(path):
+                raise refuse(errno.ENODATA, f"{path!r} becomes a buffer when it is closed")
+            if self._is_folder(path):
+                raise refuse(errno.EISDIR, path)
+            found = self._found(path)
+            return self._catalogue.known(found.info), found.shown
+
+    def space(self) -> tuple[int, int]:
+        """Return (capacity, free) of the cluster in bytes."""
+        with as_os_errors():
+            return self._catalogue.space()
+
+    # ---- opening
+
+    def open(self, path: str, flags: int) -> OpenFile:
+        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE where the path
+        led to a file that was hidden since: what is there instead is found by looking anew.
+        """
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        with as_os_errors():
+            if not flags & os.O_CREAT and (path in self._aliases or self._is_hidden(path)):
+                raise refuse(errno.ESTALE, path)
+            if self._is_folder(path):
+                raise refuse(errno.EISDIR, path)
+            found = self._find(path)
+            if found is not None and (found.info.versions > 1 or found.shown.version is not None):
+                if flags & os.O_CREAT and flags & os.O_EXCL:
+                    raise refuse(errno.EEXIST, path)
+                if not writes:
+                    return OpenFile(self, None, self._frozen_file(found), flags, path)
+                if found.shown.version is not None:
+                    raise refuse(errno.EACCES, f"{path!r} is a published version, which never changes")
+            with self._lock:
+                node = self._opened(path, flags, truncate=bool(writes and flags & os.O_TRUNC))
+                node.handles += 1
+                return OpenFile(self, node, None, flags, path)
+
+    def _opened(self, path: str, flags: int, *, truncate: bool) -> Node:
+        node = self._nodes.get(path)
+        known = node.content if node is not None and not node.removed else None
+        if isinstance(known, Live) and not self._is_current(path, known.buffer.info.id):
+            self._orphan(path)  # another process deleted or replaced it: this is about the new one
+            node = None
+        found = self._find(path) if node is None else None
+        if flags & os.O_CREAT and flags & os.O_EXCL and (node or found):
+            raise refuse(errno.EEXIST, path)
+        if node is None and found is None and not flags & os.O_CREAT:
+            raise self._none(path)
+        if node is None:
+            node = self._nodes[path] = self._node(path, found, truncate)
+        elif truncate:
+            self.truncate_node(node, 0)
+        return node
+
+    def _is_current(self, path: str, buffer_id: int) -> bool:
+        """Whether a path shows that buffer, by now."""
+        found = self._find(path)
+        return (
+            found is not None and found.info.id == buffer_id and self._catalogue.is_current(found.shown.name, buffer_id)
+        )
+
+    def _node(self, path: str, found: _Found | None, truncate: bool) -> Node:
+        now = time.time_ns()
+        if found is None:
+            self._check_new(path)
+            node = Node(path, Draft(self._drafts), now)
+            node.changed = True
+            return node
+        buffer = self._catalogue.open(found.shown.name)
+        view = self._catalogue.view(buffer.info, found.shown.form)
+        if view is None:
+            raise refuse(errno.ENOENT, path)
+        modified = self._modified.get(found.shown.name, round(1e9 * buffer.info.created))
+        node = Node(path, Live(buffer, view), modified)
+        node.base_bytes = view.nbytes
+        if truncate:
+            node.content, node.changed, node.modified = Draft(self._drafts), True, now
+        elif buffer.versions > 1:
+            self._detach(node, FrozenFile(Frozen(buffer, None), view))
+        return node
+
+    def _check_new(self, path: str) -> None:
+        parent = parent_of(path)
+        if self._make_folders:
+            while parent and not self._find(parent):
+                parent = parent_of(parent)
+        if not self._is_folder(parent):
+            raise refuse(errno.ENOTDIR if parent and self._find(parent) else errno.ENOENT, path)
+        if is_private(path):
+            raise refuse(errno.EPERM, f"{PRIVATE} is where files are on their way")
+        name_of(path)
+        if any(part in ("", ".", "..") for part in path.split("/")):
+            raise refuse(errno.EINVAL, f"{path!r}: no part of a path is empty, '.' or '..'")
+        infos = self._catalogue.listing().infos
+        for shown in meanings(path):
+            if shown.version is not None and shown.name in infos and infos[shown.name].versions > 1:
+                raise refuse(errno.EACCES, f"{path!r} would be version {shown.version} of {shown.name!r}")
+
+    def _frozen_file(self, found: _Found) -> FrozenFile:
+        buffer = self._catalogue.open(found.shown.name)
+        if buffer.versions == 1:
+            raise refuse(errno.ENOENT, f"buffer {buffer.name!r} keeps no versions: it was created with versions=1")
+        wanted = buffer.version if found.shown.version is None else found.shown.version
+        frozen = self._frozen.get((buffer.info.id, wanted))
+        if frozen is None:
+            frozen = Frozen(buffer, found.shown.version)
+            frozen = self._frozen.setdefault((buffer.info.id, frozen.version), frozen)
+        return FrozenFile(frozen, found.view, by_version=found.shown.version is not None)
+
+    # ---- names
+
+    def make_folder(self, path: str) -> None:
+        """Make a directory. It is in this process alone until there is something in it. EEXIST, ENOENT."""
+        with as_os_errors(), self._lock:
+            found = self._find(path)
+            if path in self._nodes or self._is_folder(path) or (found is not None and self._is_listed(found, path)):
+                raise refuse(errno.EEXIST, path)
+            self._check_new(path)
+            self._folders.add(path)
+
+    def remove_folder(self, path: str) -> None:
+        """Remove an empty directory. ENOENT, ENOTDIR, ENOTEMPTY."""
+        with as_os_errors(), self._lock:
+            if not path or self.list(path):
+                raise refuse(errno.ENOTEMPTY, path)
+            for inside, hidden in builtins.list(self._hidden.items()):
+                if inside.startswith(path + "/"):
+                    self._end_hidden(inside, hidden)
+            self._folders.discard(path)
+            self._keep_folder(path)
+
+    def remove(self, path: str) -> None:
+        """Delete a file, and with it the buffer, whichever form of it the path is. Whoever has it open here goes on
+        until it is closed; other processes get ESTALE. ENOENT, EISDIR, EACCES.
+        """
+        with as_os_errors(), self._lock:
+            if self._is_folder(path):
+                raise refuse(errno.EISDIR, path)
+            node = self._nodes.get(path)
+            with nullcontext() if node is None else node.lock:  # it may be about to become a buffer
+                found = self._find(path)
+                if node is None and found is None:
+                    raise refuse(errno.ENOENT, path)
+                if found is not None and found.shown.version is not None:
+                    raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
+                if found is not None:
+                    self._take_away(found, node)
+                self._orphan(path)
+            self._keep_folder(path)
+
+    def hide(self, path: str, alias: str) -> None:
+        """Take away a file that is open, for libfuse: from here on those who have it open know it as `alias`.
+
+        libfuse does so where a file is removed, and where another one is about to be renamed to its path: that must be
+        one step for the cluster, so what is here waits a moment for it.
+        """
+        with as_os_errors(), self._lock:
+            status = self.status(path)
+            node = self._nodes.pop(path, None)
+            with nullcontext() if node is None else node.lock:  # as for remove
+                found = self._find(path)
+                if found is not None:
+                    self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
+                if node is not None:
+                    node.removed = True
+                    node.path = alias
+                    self._nodes[alias] = node
+                else:
+                    self._aliases[alias] = status
+            self._latest_aliases.append(alias)
+            self._keep_folder(path)
+
+    def forget(self, alias: str) -> None:
+        """The last one who had a hidden file open is gone."""
+        with self._lock:
+            self._aliases.pop(alias, None)
+
+    def end_hidden(self) -> None:
+        """Take all hidden files' names away in the cluster: before this process ends."""
+        for path, hidden in builtins.list(self._hidden.items()):
+            self._end_hidden(path, hidden)
+
+    def _end_hidden(self, path: str, hidden: _Hidden) -> None:
+        with self._lock:
+            if self._hidden.get(path) is not hidden:
+                return  # it is over, and the path may be hidden anew: for something else
+            self._unhide(path)
+            try:
+                found = self._look(path)
+                if found is not None and self._catalogue.is_current(found.shown.name, hidden.buffer_id):
+                    self._take_away(found, hidden.node)
+                    self._keep_folder(path)
+            except Error as error:
+                _log.error("%s was not removed: %s", path, error)
+
+    def _unhide(self, path: str) -> Node | None:
+        hidden = self._hidden.pop(path)
+        hidden.timer.cancel()
+        return hidden.node
+
+    def _is_hidden(self, path: str) -> bool:
+        """Whether what a path showed was taken away, and nothing else is there."""
+        if path not in self._hidden:
+            return False
+        found = self._look(path)
+        return found is None or found.info.id in self._hidden_ids()
+
+    def _hidden_ids(self) -> set[int]:
+        return {hidden.buffer_id for hidden in builtins.list(self._hidden.values())}
+
+    def _take_away(self, found: _Found, node: Node | None) -> None:
+        if _is_open(node):
+            node.displaced = private_name(found.info.name)
+            self.client.rename(found.info.name, node.displaced)
+        else:
+            self.client.delete(found.info.name)
+        self._catalogue.remove(found.shown.name)
+        self._modified.pop(found.shown.name, None)
+
+    def rename(self, path: str, new_path: str, *, replace: bool = True) -> None:
+        """Give a file or directory another name, in one step for the whole cluster; a file of the new name goes away in
+        it, with replace. Whoever has that one open here goes on reading it. EXDEV from one form to another.
+        """
+        with as_os_errors():
+            copied = self._copied(path, new_path)
+            try:
+                self._rename(path, new_path, replace, copied)
+            finally:
+                if copied is not None:
+                    with suppress(Error):  # it has its name, as a rule; else sweep() of the next mount finds it
+                        self.client.delete(copied.name, missing_ok=True)
+
+    def _rename(self, path: str, new_path: str, replace: bool, copied: _Copied | None) -> None:
+        with self._lock:
+            if path == new_path:
+                self.status(path)
+                return
+            victim = self._unhide(new_path) if new_path in self._hidden else self._nodes.get(new_path)
+            node = self._nodes.get(path)
+            if node is not None:
+                self.commit(node, empty=True)
+            found = self._find(path)
+            if node is None and (found is None or self._is_folder(path)):
+                self._rename_folder(path, new_path)
+                return
+            there = self._find(new_path)
+            if not replace and (there is not None or new_path in self._nodes):
+                raise refuse(errno.EEXIST, new_path)
+            if self._is_folder(new_path):
+                raise refuse(errno.EISDIR, new_path)
+            if there is None and new_path not in self._nodes:
+                self._check_new(new_path)
+            self._rename_file(self._found(path), node, new_path, there, victim, copied)
+            self._orphan(new_path)
+            if node is not None:
+                del self._nodes[path]
+                node.path = new_path
+                self._nodes[new_path] = node
+            self._keep_folder(path)
+
+    def _rename_file(
+        self, found: _Found, node: Node | None, new_path: str, there: _Found | None, victim: Node | None,
+        copied: _Copied | None,
+    ) -> None:  # fmt: skip
+        form, old = found.shown.form, found.shown.name
+        if found.shown.version is not None or not new_path.endswith(form.value):
+            raise refuse(errno.EXDEV, f"{found.shown.path!r} is another form than {new_path!r} would be; copy it")
+        target = new_path[: len(new_path) - len(form.value)]
+        modified = self._modified.get(old, time.time_ns())
+        plan = self._plan_anew(found, target, new_path)
+        if plan is not None:
+            with nullcontext() if node is None else node.lock:
+                live = self._made_anew(found, node, plan, copied, there, victim)
+                if live is not None and node is not None:
+                    node.content = live
+            if live is None and (is_long(name_of(target)) or not self._is_free(target, new_path)):
+                raise refuse(errno.ENOSPC, f"{new_path!r}: the memory servers have no room for a copy under that name")
+            target, plan = (target, None) if live is None else (plan.name, plan)
+        if plan is None:
+            self._put(found.info.name, target, there, victim)
+            self._catalogue.rename({old: (target, found.info)})
+        self._modified.pop(old, None)
+        self._modified[target] = modified
+
+    def _plan_anew(self, found: _Found, target: str, new_path: str) -> Plan | None:
+        """Return the buffer that is to be made of a file at its new path; None where the one that it is gets the name
+        `target`. It is made anew where it becomes an array or tensors by its new path, where its name is too long for a
+        rename to say it, and where its own form of another file there would be lost.
+        """
+        is_bytes = found.shown.form is Form.RAW and self._catalogue.forms(found.info) == (Form.RAW,)
+        must = is_long(name_of(target)) or not self._is_free(target, new_path)
+        if not must and not (is_bytes and new_path.endswith((Form.NPY.value, Form.SAFETENSORS.value))):
+            return None
+        if found.info.versions > 1:
+            if must:
+                raise refuse(errno.ENAMETOOLONG, f"{new_path!r}: no name for a buffer with versions; copy it")
+            return None
+        plan = self._plan(new_path, Live(self._catalogue.open(found.shown.name), found.view))
+        return plan if must or plan.name != new_path else None
+
+    def _copied(self, path: str, new_path: str) -> _Copied | None:
+        """Make the copy of a file that its rename needs, if it needs one and nobody is in the middle of writing it:
+        while others go on with other names.
+        """
+        with self._lock:
+            found, node = (self._look(path) if path not in self._hidden else None), self._nodes.get(path)
+            if found is None or self._is_folder(path) or (node is not None and not isinstance(node.content, Live)):
+                return None
+            form, state = found.shown.form, self._state(found, node)
+            if found.shown.version is not None or not new_path.endswith(form.value):
+                return None
+        try:
+            plan = self._plan_anew(found, new_path[: len(new_path) - len(form.value)], new_path)
+            if plan is None:
+                return None
+            source = Live(self._catalogue.open(found.shown.name), found.view)
+            return _Copied(self._filled(source, plan), plan, state)
+        except (Error, OSError) as error:  # the rename meets it too, or does without
+            _log.debug("%s", error)
+            return None
+
+    def _state(self, found: _Found, node: Node | None) -> tuple[int, int]:
+        """Return what is another one once a file was replaced, or written to by way of this process."""
+        modified = self._modified.get(found.shown.name, 0)
+        return found.info.id, max(modified, node.written if node is not None else 0)
+
+    def _made_anew(
+        self, found: _Found, node: Node | None, plan: Plan, copied: _Copied | None, there: _Found | None,
+        victim: Node | None,
+    ) -> Live | None:  # fmt: skip
+        """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
+        a second one for the old. None where there is no room for two.
+        """
+        if copied is not None and (copied.plan, copied.state) == (plan, self._state(found, node)):
+            name = copied.name
+        else:
+            if copied is not None:
+                self.client.delete(copied.name, missing_ok=True)
+            try:
+                name = self._filled(Live(self._catalogue.open(found.shown.name), found.view), plan)
+            except OutOfMemoryError as error:
+                _log.warning("%s is not made anew: %s", found.shown.path, error)
+                return None
+        live = self._named(name, plan, there, victim)
+        self.client.delete(found.info.name, missing_ok=True)
+        self._catalogue.remove(found.shown.name)
+        return live
+
+    def _put(self, name: str, target: str, there: _Found | None, victim: Node | None) -> None:
+        """Give a buffer its path, in place of the file that is there: in one step, unless that one is of a buffer with
+        another path.
+        """
+        if there is not None and there.shown.name != target:
+            replaced = there.shown.version is None and self._is_listed(there, there.shown.path)
+            self.client.rename(name, name_of(target), replace=True)
+            if replaced:
+                self._take_away(there, victim)
+        elif _is_open(victim):
+            victim.displaced = private_name(name_of(target))
+            self.client.displace(name, name_of(target), victim.displaced)
+        else:
+            self.client.rename(name, name_of(target), replace=True)
+
+    def _rename_folder(self, path: str, new_path: str) -> None:
+        if not self._is_folder(path):
+            raise refuse(errno.ENOENT, path)
+        if new_path.startswith(path + "/"):
+            raise refuse(errno.EINVAL, f"{new_path!r} is inside {path!r}")
+        if self._is_folder(new_path):
+            self.remove_folder(new_path)
+        elif self._find(new_path):
+            raise refuse(errno.ENOTDIR, new_path)
+        infos = self._catalogue.listing(missed=True).infos
+        moved = {old: (new_path + old[len(path) :], infos[old]) for old in infos if old.startswith(path + "/")}
+        if any(is_long(info.name) or is_long(name_of(new)) for new, info in moved.values()):
+            raise refuse(errno.EXDEV, f"{path!r} has paths too long for names in it, or would have; copy it")
+        if moved:
+            self.client.rename_folder(name_of(path), name_of(new_path))
+            self._catalogue.rename(moved)
+        for node_path in [known for known in self._nodes if known.startswith(path + "/")]:
+            node = self._nodes.pop(node_path)
+            node.path = new_path + node_path[len(path) :]
+            self._nodes[node.path] = node
+        inside = {folder for folder in self._folders if folder == path or folder.startswith(path + "/")}
+        self._folders -= inside
+        self._folders |= {new_path + folder[len(path) :] for folder in inside} | {new_path}
+        self._keep_folder(path)
+
+    def set_modified(self, path: str, modified: int) -> None:
+        """Note a time of change (ns since 1970), in this process alone. ENOENT."""
+        with as_os_errors(), self._lock:
+            node = self._nodes.get(path)
+            if node is not None:
+                node.modified = modified
+            found = self._find(path)
+            if found is not None:
+                self._modified[found.shown.name] = modified
+
+    def truncate(self, path: str, nbytes: int) -> None:
+        """Set a file's size. A file of another size than before becomes one of bytes."""
+        file = self.open(path, os.O_RDWR)
+        try:
+            file.truncate(nbytes)
+            file.flush()
+        finally:
+            file.close()
+
+    def sweep(self) -> None:
+        """Delete what processes of this host left half done when they were killed, as far as we may."""
+        with as_os_errors(), suppress(PermissionDeniedError):
+            for path, info in builtins.list(self._catalogue.listing(missed=True).infos.items()):
+                if left_by_dead(info.name):
+                    self.client.delete(info.name, missing_ok=True)
+                    self._catalogue.remove(path)
+
+    # ---- for OpenFile
+
+    def write_node(self, node: Node, offset: int, data: Octets) -> None:
+        """Write into a file that may have to grow for it."""
+        with node.lock:
+            end = offset + data.size
+            if isinstance(node.content, Live) and end > node.content.nbytes:
+                self._detach(node, node.content)
+            if isinstance(node.content, Draft):
+                if end > node.content.nbytes:
+                    self._check_room(node, end)
+                node.changed = True
+            try:
+                node.content.write(offset, data)
+            except OSError:
+                node.short |= isinstance(node.content, Draft)
+                raise
+            node.modified = node.written = time.time_ns()
+
+    def truncate_node(self, node: Node, nbytes: int) -> None:
+        """Set a file's size."""
+        with node.lock:
+            if nbytes == node.content.nbytes:
+                return
+            if isinstance(node.content, Live):
+                draft = Draft(self._drafts)
+                _draw(node.content, draft, nbytes)
+                node.content = draft
+            self._check_room(node, nbytes)
+            node.content.truncate(nbytes)
+            node.short = False
+            node.changed = True
+            node.modified = time.time_ns()
+
+    def commit(self, node: Node, *, empty: bool = False) -> None:
+        """Make a draft a buffer: that of its name where it has the same size, else a new one in its place. One
+        without a byte only if `empty`: a shell closes copies of its descriptor before a program writes to it.
+        """
+        with node.lock:
+            draft = node.content
+            if not node.changed or node.removed or not isinstance(draft, Draft) or not (draft.nbytes or empty):
+                return
+            if node.short:
+                raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
+            # To end what is hidden takes the lock that comes before the node's.
+            found = self._look(node.path) if node.path not in self._hidden else None
+            live, target = None, ""
+            if found is not None and found.view.nbytes == draft.nbytes:
+                live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name
+            if live is None or not draft.nbytes or not live.takes(draft):
+                plan = self._plan(node.path, draft)
+                name = self._filled(draft, plan)
+                if node.removed:  # meanwhile
+                    self.client.delete(name, missing_ok=True)
+                    return
+                live, target = self._named(name, plan, found, None), plan.name
+            elif live.buffer.versions == 1:
+                _copy(draft, live)
+            else:
+                live.publish(draft)
+            if live.buffer.versions == 1:
+                node.content = live
+            node.changed = False
+            node.base_bytes = live.nbytes
+            self._modified[target] = node.modified
+
+    def _plan(self, path: str, source: Reads) -> Plan:
+        """Return the buffer that a file becomes by its path: one of bytes where another file is in the way."""
+        plan = plan_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
+        if plan.name != path and not self._is_free(plan.name, path):
+            plan = plain_plan(path, source.nbytes)
+        return named(plan)
+
+    def _is_free(self, target: str, path: str) -> bool:
+        """Whether a buffer `target` that is listed as `path` takes the place of that file alone."""
+        if target == path:
+            return True
+        listing = self._catalogue.listing(missed=True)
+        info = listing.infos.get(target)
+        return info is None or self._listed(target, info, listing.infos, listing.folders | self._folders) == path
+
+    def _filled(self, source: Reads, plan: Plan) -> str:
+        """Make a buffer with all of a file in it; return its private name."""
+        name = private_name(name_of(plan.name))
+        buffer = create(self.client, name, plan)
+        try:
+            _copy(source, Live(buffer, plan.view))
+        except BaseException:
+            self.client.delete(name, missing_ok=True)
+            raise
+        return name
+
+    def _named(self, name: str, plan: Plan, there: _Found | None, victim: Node | None) -> Live:
+        """Give such a buffer its own name."""
+        try:
+            self._put(name, plan.name, there, victim)
+        except BaseException:
+            self.client.delete(name, missing_ok=True)
+            raise
+        buffer = self.client.open(name_of(plan.name))
+        self._catalogue.add(plan.name, buffer)
+        return Live(buffer, plan.view)
+
+    def discard_node(self, node: Node) -> None:
+        """Forget a draft that is not in the cluster."""
+        with self._lock, node.lock:
+            if node.changed:
+                self._nodes.pop(node.path, None)
+                node.removed = True
+
+    def close_node(self, node: Node) -> None:
+        """One handle less. A draft that could not become a buffer is given up with the last one."""
+        with as_os_errors(), self._lock:
+            node.handles -= 1
+            if node.handles:
+                return
+            try:
+                if node.content.nbytes == 0 and not node.short:
+                    self.commit(node, empty=True)
+                elif node.changed and not node.removed:
+                    _log.error("%s: not all of it reached the cluster; what was there before is there", node.path)
+            finally:
+                if self._nodes.get(node.path) is node:
+                    del self._nodes[node.path]
+                alive = node.written and not node.removed and node.path not in self._hidden
+                found = self._find(node.path) if alive else None
+                if found is not None:
+                    self._modified[found.shown.name] = node.modified
+                displaced, node.displaced = node.displaced, ""
+                if displaced:
+                    self.client.delete(displaced, missing_ok=True)
+
+    def _detach(self, node: Node, source: Live | FrozenFile) -> None:
+        draft = Draft(self._drafts)
+        _draw(source, draft, source.nbytes)
+        node.content = draft
+
+    def _check_room(self, node: Node, nbytes: int) -> None:
+        if nbytes > node.base_bytes and nbytes > self._catalogue.space()[1]:
+            node.short = True
+            raise refuse(errno.ENOSPC, f"{node.path!r}: the memory servers have no room for {nbytes} bytes")
+
+    # ---- inside
+
+    def _find(self, path: str) -> _Found | None:
+        """Return what a path shows, once what is hidden there is gone."""
+        if path in self._hidden:
+            self._end_hidden(path, self._hidden[path])
+        return self._look(path)
+
+    def _look(self, path: str) -> _Found | None:
+        if not path or is_private(path):
+            return None
+        escaped(path)  # refuses what is too long
+        shown = meanings(path)
+        for missed in (False, True):
+            infos = self._catalogue.listing(missed=missed).infos
+            for one in shown:
+                info = infos.get(one.name)
+                if info is None or (one.version is not None and info.versions == 1):
+                    continue
+                view = self._catalogue.view(info, one.form)
+                if view is not None:
+                    return _Found(one, info, view)
+        return None
+
+    def _found(self, path: str) -> _Found:
+        found = self._find(path)
+        if found is None:
+            raise self._none(path)
+        return found
+
+    def _none(self, path: str) -> OSError:
+        """There is none. Of an alias (hide) the kernel asks, for somebody who found the file before it lost its path,
+        and nobody has it open any more: at ESTALE the kernel looks what the path leads to now.
+        """
+        return refuse(errno.ESTALE if path in self._latest_aliases else errno.ENOENT, f"there is no {path!r}")
+
+    def _is_folder(self, path: str) -> bool:
+        if not path or path in self._folders:
+            return True
+        return path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders
+
+    def _listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
+        """Return the one path by which a buffer is listed."""
+        try:
+            forms = self._catalogue.forms(info)
+        except Error as error:  # deleted meanwhile, or its server is away: the name is shown all the same
+            _log.debug("%s", error)
+            forms = (Form.RAW,)
+        return listed_as(path, forms, buffers, folders)
+
+    def _is_listed(self, found: _Found, path: str) -> bool:
+        listing = self._catalogue.listing()
+        folders = listing.folders | self._folders
+        return self._listed(found.shown.name, found.info, listing.infos, folders) == path
+
+    def _orphan(self, path: str) -> None:
+        node = self._nodes.pop(path, None)
+        if node is not None:
+            node.removed = True
+
+    def _keep_folder(self, path: str) -> None:
+        """A directory does not go away with the last file in it: whoever removes a tree removes it next."""
+        folders = self._catalogue.listing().folders
+        while path := parent_of(path):
+            if path not in folders:
+                self._folders.add(path)
+
+
+def _is_open(node: Node | None) -> TypeGuard[Node]:
+    """Whether somebody has a buffer's own bytes open."""
+    return node is not None and bool(node.handles) and isinstance(node.content, Live)
+
+
+def _head(source: Reads, nbytes: int) -> bytes:
+    """Return a file's first bytes, fewer where it has no more."""
+    out = np.empty(min(nbytes, source.nbytes), np.uint8)
+    source.read_into(0, out)
+    return out.tobytes()
+
+
+def _copy(source: Reads, live: Live) -> None:
+    """Write all of a file into a buffer that takes it."""
+    for offset, data in source.pieces() if isinstance(source, Draft) else _pieces(source, source.nbytes):
+        live.write(offset, data)
+
+
+def _draw(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
+    """Copy a file's first bytes into an empty draft."""
+    for offset, data in _pieces(source, min(nbytes, source.nbytes)):
+        draft.write(offset, data)
+
+
+def _pieces(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:
+    """Give a file's first bytes as (offset, bytes), each to be used before the next."""
+    piece = np.empty(min(_COPY_BYTES, nbytes), np.uint8)
+    for offset in range(0, nbytes, _COPY_BYTES):
+        part = piece[: min(_COPY_BYTES, nbytes - offset)]
+        source.read_into(offset, part)
+        yield offset, part

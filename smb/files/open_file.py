@@ -1,0 +1,242 @@
+"""smb.open_file: a buffer as a file object of Python's."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+import smb.client
+from smb.client import Client
+from smb.errors import InvalidArgumentError
+from smb.files.contents import Octets
+from smb.files.error_codes import refuse
+from smb.files.handles import OpenFile
+from smb.files.namespace import Tree
+
+SCHEME = "softmem://"
+_OPENINGS_MAX = 5  # of a path that is replaced again and again before anything of it is read
+_FLAGS = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "w+": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+    "x+": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+}
+
+Result = TypeVar("Result")
+
+
+def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> BufferFile:
+    """Open a buffer as a binary file, unbuffered: an io.RawIOBase.
+
+    `name` is a buffer's, or NAME.npy, NAME.safetensors, NAME@VERSION as docs/files.md says; softmem://HOST:PORT/NAME
+    also says whose. `mode` is as the built-in open's: r, r+, w, w+, x, x+, a, a+, with a b or without. Without a
+    `client` one is made, of that cluster or of $SMB_COORDINATOR, and closed with the file.
+
+    Reads and writes of an existing size go straight between the caller's memory and the servers, and are done when
+    they return; read() and readinto() give all that is asked for unless the file ends. A new file, or one that grows or
+    is cut, becomes a buffer at flush() or close(), all at once. A buffer with versions=2 opened for reading is the
+    version published at that time, for good.
+
+    Where another file takes this one's place while it is open (a rename over it, or a delete and a new one), what is
+    read is one of the two, never a mix. With mode r, as long as the caller knows nothing of the old one (no byte, and
+    no size from `nbytes` or a seek from the end), the first read opens the path again and reads the new one. After that
+    a read raises OSError ESTALE: open the path again, and begin anew. So it does where the buffer was deleted, and at
+    writes. A buffer that was renamed, and a version, are read on.
+
+    Raises OSError: FileNotFoundError, FileExistsError, ENOSPC, ESTALE.
+    """
+    flags = _FLAGS.get(
+        "".join(sorted(mode.replace("b", "", 1), key="rwxa+".index)) if set(mode) <= set("rwxab+") else ""
+    )
+    if flags is None:
+        raise InvalidArgumentError(f"open_file {name!r}: there is no mode {mode!r}; there are {', '.join(_FLAGS)}")
+    address, path = split_url(name)
+    own = None
+    if client is None:
+        own = client = smb.client.connect(address)
+    elif address is not None and address != client.coordinator.address:
+        raise InvalidArgumentError(f"open_file {name!r}: the client is of {client.coordinator.address}; leave one out")
+    try:
+        return BufferFile(
+            Tree(client, make_folders=True).open(path, flags), name, mode, own, append=bool(flags & os.O_APPEND)
+        )
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+
+
+def split_url(name: str) -> tuple[str | None, str]:
+    """Return ("host:port" or None, path) of softmem://HOST:PORT/PATH, softmem://PATH or PATH.
+
+    What has a colon there is an address: a path whose first part has one is softmem:///PATH, or has no scheme. Some
+    libraries (datasets) put the scheme before a path that they stripped of its address.
+    """
+    if not name.startswith(SCHEME):
+        return None, name.strip("/")
+    address, _, path = name[len(SCHEME) :].partition("/")
+    if address and ":" not in address:
+        return None, name[len(SCHEME) :].strip("/")
+    return address or None, path.strip("/")
+
+
+class BufferFile(io.RawIOBase):
+    """An open file over a buffer. Made by open_file; thread-safe but for its position."""
+
+    def __init__(self, file: OpenFile, name: str, mode: str, client: Client | None, *, append: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.mode = mode
+        self._file = file
+        self._client = client
+        self._position = file.nbytes if append else 0
+        # Whether the caller knows anything of this very file; one who may write decided on it. If not, `_first` is held
+        # to open another one, by the first read to its end, and to tell the size.
+        self._known = file.writable
+        self._first = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """The file's size now."""
+        if not self._known:
+            with self._first:
+                self._known = True
+        return self._file.nbytes
+
+    def readable(self) -> bool:
+        """See io.IOBase."""
+        return self._file.readable
+
+    def writable(self) -> bool:
+        """See io.IOBase."""
+        return self._file.writable
+
+    def seekable(self) -> bool:
+        """See io.IOBase."""
+        return True
+
+    def tell(self) -> int:
+        """See io.IOBase."""
+        self._check_open()
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """See io.IOBase."""
+        self._check_open()
+        base = self.nbytes if whence == os.SEEK_END else self._position if whence == os.SEEK_CUR else 0
+        if whence not in (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END) or base + offset < 0:
+            raise refuse(errno.EINVAL, f"seek({offset}, {whence}) of {self.name!r}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, out: Any) -> int:
+        """Fill `out`, contiguous and writable, from the position on; return the bytes read. No copy in between."""
+        count = self.pread_into(out, self._position)
+        self._position += count
+        return count
+
+    def readall(self) -> bytes:
+        """See io.RawIOBase; in one call to the servers."""
+        data = self._read(self._rest)
+        self._position += len(data)
+        return data
+
+    def _rest(self, file: OpenFile) -> bytes:
+        data = bytearray(max(0, file.nbytes - self._position))
+        return bytes(memoryview(data)[: file.read_into(self._position, _octets(data))])
+
+    def pread_into(self, out: Any, offset: int) -> int:
+        """As readinto, from an offset: the position stays. Several threads may do so at once."""
+        octets = _octets(out)
+        return self._read(lambda file: file.read_into(offset, octets))
+
+    def _read(self, read: Callable[[OpenFile], Result]) -> Result:
+        """Return what `read` does with the file: with the one that the path leads to now, where nothing is known yet of
+        the one that was opened and that is gone.
+        """
+        self._check_open()
+        if not self._file.readable:
+            raise io.UnsupportedOperation(f"{self.name!r} is open for writing alone")
+        if not self._known:
+            with self._first:
+                if not self._known:
+                    return self._first_read(read)
+        return read(self._file)
+
+    def _first_read(self, read: Callable[[OpenFile], Result]) -> Result:
+        for opening in range(1, _OPENINGS_MAX + 1):
+            try:
+                result = read(self._file)
+                break
+            except OSError as error:
+                if error.errno != errno.ESTALE or opening == _OPENINGS_MAX:
+                    raise
+                try:
+                    self._file = self._file.reopen()
+                except FileNotFoundError:
+                    raise error from error.__cause__  # it was deleted, and not replaced
+        self._known = True
+        return result
+
+    def write(self, data: Any) -> int:
+        """Write all of the bytes at the position; return how many."""
+        self._check_open()
+        if not self._file.writable:
+            raise io.UnsupportedOperation(f"{self.name!r} is open for reading alone")
+        octets = _octets(data)
+        self._position = self._file.write(self._position, octets)
+        return octets.size
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the file's size, by default to the position; return it."""
+        self._check_open()
+        if not self._file.writable:
+            raise io.UnsupportedOperation(f"{self.name!r} is open for reading alone")
+        size = self._position if size is None else size
+        self._file.truncate(size)
+        return size
+
+    def flush(self) -> None:
+        """Make a new or grown file the cluster's. Nothing to do for writes of an existing size."""
+        if not self.closed:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close. Where flush fails the file is closed all the same, and nothing of the draft is kept."""
+        if self.closed:
+            return
+        try:
+            super().close()
+        finally:
+            self._file.close()
+            if self._client is not None:
+                self._client.close()
+
+    def discard(self) -> None:
+        """Close without making a draft a buffer."""
+        if not self.closed:
+            self._file.discard()
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.name!r} is closed")
+
+
+def _octets(data: Any) -> Octets:
+    try:
+        return np.frombuffer(data, np.uint8)
+    except ValueError:
+        if memoryview(data).nbytes:
+            raise
+        return np.empty(0, np.uint8)  # of which numpy makes no array

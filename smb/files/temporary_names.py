@@ -1,0 +1,60 @@
+"""Names of buffers on their way to a name, or without one: in a folder PRIVATE, which is not shown.
+
+It is in the namespace of the file in question: who may use the one may use the other, and its quota counts both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from smb.buffer import Buffer
+from smb.client import Client
+from smb.errors import UnavailableError
+from smb.files.formats import Plan
+from smb.files.names import PRIVATE, private_of
+
+_AGAIN_S = 0.2
+
+
+def private_name(name: str, rest: str = "") -> str:
+    """Return a private name for what is to be, or was, called `name`: with that `rest`, by default one that nobody else
+    uses and that says whose it is (left_by_dead).
+    """
+    return f"{private_of(name)}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
+
+
+def create(client: Client, name: str, plan: Plan) -> Buffer:
+    """Make the buffer that a file becomes, under a name that nobody else uses. Where servers are away it waits for them
+    as calls on buffers do, for the client's timeout. Raises as Client.create.
+    """
+    end = time.monotonic() + client.timeout
+    metadata = plan.metadata or None
+    asked = False  # before: it may have been made, and the answer lost
+    while True:
+        try:
+            if plan.tensors is not None:
+                return client.create(name, tensors=plan.tensors, metadata=metadata, exist_ok=asked)
+            return client.create(name, plan.shape, plan.dtype, metadata=metadata, exist_ok=asked)
+        except UnavailableError:
+            if time.monotonic() > end:
+                raise
+            asked = True
+            time.sleep(_AGAIN_S)
+
+
+def left_by_dead(name: str) -> bool:
+    """Whether it is a private name that a process of this host made, which is dead."""
+    _, private, rest = name.rpartition(f"{PRIVATE}/")
+    owner = rest.removeprefix(_process_start()).split("-")[0]
+    return bool(private) and rest.startswith(_process_start()) and owner.isdigit() and not Path("/proc", owner).exists()
+
+
+def _process_start() -> str:
+    host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())
+    # Process ids count within their name space; two containers of one host may have the same host's name.
+    return f"{host}-{Path('/proc/self/ns/pid').stat().st_ino}-"

@@ -1,0 +1,98 @@
+"""Bounds of what comes over the control plane: every text, list and map of every request, also of fields to come.
+
+Asked before anything else looks at a request, so that nothing of one that is refused reaches a log, a record or a rule.
+gRPC's own bound on a whole message (smb/daemon/process.py) comes before it. Pure but for the interceptor of threaded
+servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from smb.errors import InvalidArgumentError
+from smb.rpc import metadata
+
+CHARACTERS_MAX = 255  # of a text
+BYTES_MAX = 255  # of a secret, a proof, an address of RDMA
+ITEMS_MAX = 256  # of a list or a map
+
+# What needs more, and where that number comes from.
+_MORE: Mapping[str, int] = {
+    "smb.v1.CreateBufferRequest.metadata": metadata.BYTES_MAX * 3 // 2,  # past its own bound, which says more
+    "smb.v1.CreateBufferRequest.server_names": 1024,  # as many servers as a buffer can have
+    "smb.v1.RegisterServerRequest.segment_ids": 131_072,  # twice the mappings that Linux gives a process
+    "smb.v1.EndSessionsRequest.session_ids": 65_536,  # as many ended sessions as the coordinator remembers
+}
+
+
+def check_bounds(request: Message) -> None:
+    """Raise InvalidArgumentError, with the field and its bound, for a request with anything beyond its bound.
+
+    Fields that this version does not know are dropped from the request, in messages within it, too: they have no bound.
+    """
+    request.DiscardUnknownFields()
+    _check(request, request.DESCRIPTOR.name.removesuffix("Request"))
+
+
+def _check(message: Message, where: str) -> None:
+    for field, value in message.ListFields():
+        at = f"{where}: {field.name}"
+        if isinstance(value, str):
+            _count(at, len(value), _MORE.get(field.full_name, CHARACTERS_MAX), "characters")
+        elif isinstance(value, bytes):
+            _count(at, len(value), BYTES_MAX, "bytes")
+        elif isinstance(value, Message):
+            _check(value, at)
+        elif not isinstance(value, (int, float)):
+            _count(at, len(value), _MORE.get(field.full_name, ITEMS_MAX), "items")
+            _check_items(value, at)
+
+
+def _check_items(items: Any, at: str) -> None:
+    if hasattr(items, "items"):
+        found = [each for pair in items.items() for each in pair]
+    elif isinstance(items[0], int):  # ids, of which there may be very many
+        return
+    else:
+        found = items
+    for each in found:
+        if isinstance(each, str):
+            _count(f"an item of {at}", len(each), CHARACTERS_MAX, "characters")
+        elif isinstance(each, bytes):
+            _count(f"an item of {at}", len(each), BYTES_MAX, "bytes")
+        elif isinstance(each, Message):
+            _check(each, at)
+
+
+def _count(what: str, found: int, most: int, of: str) -> None:
+    if found > most:
+        raise InvalidArgumentError(f"{what} has {found} {of}; it may have {most}")
+
+
+class Bounds(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Asks before every call of a threaded server."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the method's handler behind the check. An unknown method has none and is gRPC's to refuse."""
+        handler = continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        def ask(request: Message, context: grpc.ServicerContext) -> Any:
+            try:
+                check_bounds(request)
+            except InvalidArgumentError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return cast("Callable[..., Any]", handler.unary_unary)(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            ask, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+        )

@@ -1,0 +1,206 @@
+"""The client's side of the control plane: one coordinator, gRPC status codes turned into smb errors."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from smb import errors
+from smb.config.parse import parse_address
+from smb.rpc import control_pb2 as pb
+from smb.rpc.client_tokens import Tokens
+from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.security.credentials import COORDINATOR_NAME, Credentials, channel
+
+
+class SessionEndedError(errors.UnavailableError):
+    """The session's lease ran out, or it was closed. It never comes back: a new one is needed."""
+
+
+# As control.proto's head says.
+_CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
+    grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OutOfMemoryError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
+    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.TimeoutError,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
+    grpc.StatusCode.FAILED_PRECONDITION: SessionEndedError,
+}
+# Metadata with every error that the coordinator itself answers: without it, "unavailable" means that nobody answered.
+ANSWERED = "smb-answered"
+# And what became of the call: smb.Error.outcome.
+OUTCOME = "smb-outcome"
+_CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
+
+_COMES_BACK_S = 2.0
+_AGAIN_S = 0.05
+_PROBE_S = 1.0
+_RENEW_S = 3.0
+_LOOKS_PER_LIFE = 4  # at what is due, whoever opened a buffer meanwhile
+_NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
+_UNSECURED = " Or it wants credentials: set SMB_CREDENTIALS=DIR"
+_SECURED = " Or it does not know our certificate, or has no credentials itself"
+
+
+def _was_not_sent(error: Any) -> bool:
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
+
+
+def _why_not(address: str) -> str:
+    """Return why no coordinator could be reached, as a bare connection finds it."""
+    try:
+        socket.create_connection(parse_address(address), _PROBE_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return _NO_COORDINATOR
+
+
+class Coordinator:
+    """A coordinator at "host:port". Every method blocks up to its timeout (seconds) and raises smb errors."""
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        self.address = address
+        self._secured = credentials is not None
+        self._channel = channel(address, COORDINATOR_NAME, credentials)
+        self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._session_id, self._session_secret = 0, b""
+        self.tokens = Tokens(self._open_again)
+
+    def close(self) -> None:
+        """Close the channel; calls in progress fail."""
+        self._channel.close()
+
+    def open_session(self, client_name: str, timeout: float) -> tuple[int, float, pb.SharedSettings]:
+        """Return (session id, lease in seconds, what holds for all clients that say nothing themselves)."""
+        reply: pb.OpenSessionReply = self._call(
+            self._stub.OpenSession, pb.OpenSessionRequest(client_name=client_name), timeout
+        )
+        self._session_id, self._session_secret = reply.session_id, reply.session_secret
+        if reply.token_lifetime_ms:
+            self.tokens.look_every_s = reply.token_lifetime_ms / 1000 / _LOOKS_PER_LIFE
+        return reply.session_id, reply.lease_ms / 1000, reply.shared
+
+    def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
+        """Return the lease in seconds. Raises SessionEndedError where there is nothing left to renew."""
+        request = pb.RenewSessionRequest(
+            session_id=session_id, client_name=client_name, session_secret=self._session_secret
+        )
+        reply: pb.RenewSessionReply = self._call(self._stub.RenewSession, request, timeout)
+        return reply.lease_ms / 1000
+
+    def close_session(self, session_id: int, timeout: float) -> None:
+        """End it at once instead of letting its lease run out."""
+        request = pb.CloseSessionRequest(session_id=session_id, session_secret=self._session_secret)
+        self._call(self._stub.CloseSession, request, timeout)
+
+    def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:
+        """See control.proto."""
+        return self._opened(self._stub.CreateBuffer, request, timeout)
+
+    def open_buffer(self, name: str, wait: float, timeout: float, known_id: int = 0) -> pb.Buffer:
+        """Wait up to `wait` seconds for the name to appear. With `known_id` the buffer of that id, renamed or not."""
+        request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id)
+        return self._opened(self._stub.OpenBuffer, request, wait + timeout)
+
+    def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
+        """Return where the lock or barrier of that name lies; whoever asks first gives it its place."""
+        return self.create_buffer(pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True), timeout)
+
+    def list_buffers(self, timeout: float) -> list[pb.Buffer]:
+        """Return all of them, by name."""
+        reply: pb.ListBuffersReply = self._call(self._stub.ListBuffers, pb.ListBuffersRequest(), timeout)
+        return list(reply.buffers)
+
+    def delete_buffer(self, name: str, missing_ok: bool, timeout: float) -> None:
+        """See control.proto."""
+        request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok)
+        self._call(self._stub.DeleteBuffer, request, timeout)
+
+    def rename_buffer(self, request: pb.RenameBufferRequest, timeout: float) -> None:
+        """See control.proto."""
+        self._call(self._stub.RenameBuffer, request, timeout)
+
+    def list_servers(self, timeout: float) -> list[pb.Server]:
+        """Return all that ever registered, dead ones too."""
+        reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
+        return list(reply.servers)
+
+    def overview(self, timeout: float) -> str:
+        """Return what the page at / shows, as JSON."""
+        reply: pb.OverviewReply = self._call(self._stub.Overview, pb.OverviewRequest(), timeout)
+        return reply.json
+
+    def clock(self, timeout: float) -> float:
+        """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
+        reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
+        return float(reply.now)
+
+    def _open_again(self, kind: pb.Kind, name: str, known_id: int) -> pb.Buffer:
+        request = pb.OpenBufferRequest(name=name, kind=kind, id=known_id)
+        return self._opened(self._stub.OpenBuffer, request, _RENEW_S)
+
+    def _opened(
+        self, method: Callable[..., Any], request: pb.CreateBufferRequest | pb.OpenBufferRequest, timeout: float
+    ) -> pb.Buffer:
+        if self._session_secret:  # the cluster has credentials: tokens come with the answer
+            request.session_id, request.session_secret = self._session_id, self._session_secret
+        buffer: pb.Buffer = self._call(method, request, timeout)
+        self.tokens.learn(buffer)
+        return buffer
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
+        end = time.monotonic() + min(timeout, _COMES_BACK_S)
+        while True:
+            try:
+                return method(request, timeout=timeout)
+            # gRPC's own tracebacks, chained, are 30 lines that say no more.
+            except grpc.RpcError as error:
+                if not _was_not_sent(error):
+                    raise self._error(error, timeout, isinstance(request, _CHANGES)) from None
+            except ValueError as error:  # grpc's answer to a call on a closed channel
+                raise errors.UnavailableError("the client is closed; call smb.connect again") from error
+            # Perhaps it is just being started, or started again. Not grpc.channel_ready_future: the thread that watches
+            # for it may find the channel closed, and then prints a traceback.
+            if time.monotonic() >= end:
+                raise self._nobody(self._why_not()) from None
+            time.sleep(_AGAIN_S)
+
+    def _why_not(self) -> str:
+        why = _why_not(self.address)
+        return why + (_SECURED if self._secured else _UNSECURED) if why == _NO_COORDINATOR else why
+
+    def _nobody(self, why: str) -> errors.UnavailableError:
+        return errors.UnavailableError(
+            f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up)"
+        )
+
+    def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:
+        code, details = error.code(), error.details() or ""
+        told = dict(error.trailing_metadata() or ())
+        ours = ANSWERED in told
+        unknown = changes and (told.get(OUTCOME) == errors.UNKNOWN or not ours)
+        failure = self._class_of(code, details, timeout, ours)
+        if unknown and code is not grpc.StatusCode.UNIMPLEMENTED:
+            failure.outcome = errors.UNKNOWN
+        return failure
+
+    def _class_of(self, code: grpc.StatusCode, details: str, timeout: float, ours: bool) -> errors.Error:
+        if code is grpc.StatusCode.UNAVAILABLE and not ours:
+            return self._nobody(details)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and not ours:
+            return errors.TimeoutError(
+                f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"
+            )
+        if code is grpc.StatusCode.CANCELLED:  # only closing the channel cancels our calls
+            return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return self._nobody(_NO_COORDINATOR)
+        if code in _CLASSES:
+            return _CLASSES[code](details)
+        return errors.Error(f"the coordinator at {self.address} failed with {code.name}: {details}")

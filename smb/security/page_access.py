@@ -1,0 +1,133 @@
+"""Who may see a daemon's pages: the one at /, its JSON, /targets and /metrics. They name buffers, clients and servers.
+
+With a token (a file that Prometheus has too) whoever shows it, as a bearer or as the password of a browser's prompt.
+Without one: on loopback whoever is here; beyond it nobody, unless `insecure` says that all who reach it are trusted.
+/healthz, /livez and /readyz name nothing, are what orchestrators probe, and are open to all.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smb.config.parse import parse_address
+from smb.daemon.process import Admission, Answer
+from smb.errors import InvalidArgumentError
+from smb.security.credentials import is_loopback
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIEnvironment
+
+TOKEN_CHARACTERS_MIN = 16
+_OPEN = frozenset({"/healthz", "/livez", "/readyz"})
+_ASKS = (("WWW-Authenticate", 'Basic realm="Soft Memory Box: any name, the token as password", charset="UTF-8"'),)
+
+_log = logging.getLogger("pages")
+
+
+def read_token(path: Path) -> str:
+    """Return what the file holds. Raises InvalidArgumentError where it can't be read, others may, or it is guessed too
+    easily.
+    """
+    try:
+        text = path.read_text(encoding="ascii").strip()
+        others = path.stat().st_mode & 0o007
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not ASCII"
+        raise InvalidArgumentError(f"--metrics-token-file: cannot read {path}: {why}") from None
+    if others:
+        raise InvalidArgumentError(f"--metrics-token-file: anybody may read {path}; chmod o= {path}")
+    if len(text) < TOKEN_CHARACTERS_MIN or not text.isprintable() or " " in text:
+        raise InvalidArgumentError(
+            f"--metrics-token-file: {path} must hold one word of at least {TOKEN_CHARACTERS_MIN} characters, as "
+            f"`openssl rand -hex 24` makes one"
+        )
+    return text
+
+
+def admission(address: str, token_file: Path | None, *, insecure: bool, names: Iterable[str] = ()) -> Admission:
+    """Return who is let in to the pages at `address`. `names`: host names by which others call this one.
+
+    Raises InvalidArgumentError as `read_token`.
+    """
+    host = parse_address(address)[0]
+    if token_file is not None:
+        return _with_token(read_token(token_file))
+    if not insecure and not is_loopback(host):
+        _log.warning(
+            "pages at %s: only /healthz is served to other machines without --metrics-token-file or --insecure", address
+        )
+        return _health_alone
+    return _by_our_name({name.lower() for name in (host, socket.gethostname(), *names)})
+
+
+def _with_token(token: str) -> Admission:
+    def admit(request: WSGIEnvironment) -> Answer | None:
+        if request.get("PATH_INFO") in _OPEN or hmac.compare_digest(_shown(request).encode(), token.encode()):
+            return None
+        return Answer("401 Unauthorized", "text/plain", b"These pages take a token.\n", _ASKS)
+
+    return admit
+
+
+def _shown(request: WSGIEnvironment) -> str:
+    scheme, _, rest = request.get("HTTP_AUTHORIZATION", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return str(rest).strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(rest, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return ""
+
+
+def _health_alone(request: WSGIEnvironment) -> Answer | None:
+    if request.get("PATH_INFO") in _OPEN:
+        return None
+    text = b"Only /healthz: the daemon has neither --metrics-token-file nor --insecure.\n"
+    return Answer("403 Forbidden", "text/plain", text)
+
+
+def _by_our_name(names: set[str]) -> Admission:
+    """Refuse a browser that was led here by a stranger's domain, which he had resolved to our address: his page could
+    read what we show. Addresses, names without a dot, and ours are nobody's domain.
+    """
+
+    def admit(request: WSGIEnvironment) -> Answer | None:
+        host = _host(request.get("HTTP_HOST", ""))
+        if (
+            request.get("PATH_INFO") in _OPEN
+            or not host
+            or "." not in host
+            or host in names
+            or host.endswith(".localhost")
+            or _is_address(host)
+        ):
+            return None
+        return Answer(
+            "421 Misdirected Request", "text/plain", b"Ask by address, or by the host's own name; or use a token.\n"
+        )
+
+    return admit
+
+
+def _host(text: str) -> str:
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".").lower()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,225 @@
+"""Who may call what on the control plane: one table with a rule for every RPC, and the interceptor that asks it.
+
+A caller is what its certificate says, in URIs among its alternative names: `smb:role/ROLE`, `smb:name/NAME`, and
+`smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. What has no rule is
+refused, whoever asks; so is a certificate with no role, or with one that this version does not know.
+
+Without credentials there is no interceptor, and whoever reaches the port may call everything (smb.security.credentials
+.check_exposure keeps such ports on loopback unless told otherwise).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias, cast
+
+import grpc
+import grpc.aio
+
+from smb.errors import PermissionDeniedError
+
+_log = logging.getLogger("access")
+
+ROLE_URI, NAME_URI, NAMESPACE_URI = "smb:role/", "smb:name/", "smb:namespace/"
+
+
+class Role(str, Enum):
+    """What a certificate is for."""
+
+    CLIENT = "client"  # reads and changes buffers, of its namespaces if it is limited to some
+    READER = "reader"  # reads them
+    SERVER = "server"  # is the memory server of its name
+    OPERATOR = "operator"  # what clients may, in every namespace; and what steers the cluster
+    COORDINATOR = "coordinator"  # tells memory servers what to make and drop
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls. `namespaces` is None where it is not limited to some; `name` may be empty but of a server."""
+
+    role: Role | None
+    name: str = ""
+    namespaces: frozenset[str] | None = None
+
+    @property
+    def key(self) -> str:
+        """A short text for whatever certificates say the same; empty without credentials, where nobody is known."""
+        if self == ANYBODY:
+            return ""
+        said = repr((self.role, self.name, sorted(self.namespaces or ()), self.namespaces is None))
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+
+    def __str__(self) -> str:
+        told = f"a certificate of role {self.role.value}" if self.role else "a certificate without a role"
+        return f'{told}, "{self.name}"' if self.name else told
+
+    def may_see(self, buffer: str) -> bool:
+        """Whether a buffer's name is in its namespaces."""
+        return self.namespaces is None or namespace_of(buffer) in self.namespaces
+
+
+# Where there are no credentials.
+ANYBODY = Caller(Role.OPERATOR, "anybody")
+
+
+def namespace_of(buffer: str) -> str:
+    """Return the first part of a name of several parts; empty for a name of one, which is in no namespace."""
+    first, slash, _ = buffer.partition("/")
+    return first if slash else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may call an RPC. `names`: fields of its request that name buffers, each of the caller's namespaces. `own`:
+    its field `name` must be the caller's own.
+    """
+
+    roles: frozenset[Role]
+    names: tuple[str, ...] = ()
+    own: bool = False
+
+
+_USERS = frozenset({Role.CLIENT, Role.READER, Role.OPERATOR})
+_WRITERS = frozenset({Role.CLIENT, Role.OPERATOR})
+_SERVER = Rule(frozenset({Role.SERVER}), own=True)
+_COORDINATOR = Rule(frozenset({Role.COORDINATOR}))
+
+# tests/security fails where an RPC of control.proto is not here.
+RULES: Mapping[str, Rule] = {
+    "/smb.v1.Coordinator/OpenSession": Rule(_USERS),
+    "/smb.v1.Coordinator/RenewSession": Rule(_USERS),
+    "/smb.v1.Coordinator/CloseSession": Rule(_USERS),
+    "/smb.v1.Coordinator/RegisterServer": _SERVER,
+    "/smb.v1.Coordinator/RenewServer": _SERVER,
+    "/smb.v1.Coordinator/LeaveServer": _SERVER,
+    "/smb.v1.Coordinator/CreateBuffer": Rule(_WRITERS, names=("name", "like")),
+    "/smb.v1.Coordinator/OpenBuffer": Rule(_USERS, names=("name",)),
+    "/smb.v1.Coordinator/ListBuffers": Rule(_USERS),  # the answer has those of the caller's namespaces
+    "/smb.v1.Coordinator/DeleteBuffer": Rule(_WRITERS, names=("name",)),
+    "/smb.v1.Coordinator/RenameBuffer": Rule(_WRITERS, names=("name", "new_name", "displaced_name")),
+    "/smb.v1.Coordinator/ListServers": Rule(_USERS),
+    "/smb.v1.Coordinator/Overview": Rule(_USERS),  # of who is limited to namespaces nobody: it shows them all
+    "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,
+    "/smb.v1.MemoryServer/DeleteSegment": _COORDINATOR,
+    "/smb.v1.MemoryServer/EndSessions": _COORDINATOR,
+    "/smb.v1.MemoryServer/RetireSegments": _COORDINATOR,
+    # With the proof of a token too, which says of which session, and of which segments what: memserver/control.py.
+    "/smb.v1.MemoryServer/ConnectVerbs": Rule(_USERS),
+    "/smb.v1.MemoryServer/OpenSegmentVerbs": Rule(_USERS),
+    "/smb.v1.MemoryServer/CloseVerbs": Rule(_USERS),
+}
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+
+
+def caller() -> Caller:
+    """Return who makes the call that runs in this task."""
+    return _caller.get()
+
+
+def caller_of(uris: Iterable[str]) -> Caller:
+    """Return the caller that a certificate's URIs tell of. Of several roles none counts."""
+    roles: list[str] = []
+    names: list[str] = []
+    namespaces: list[str] = []
+    for uri in uris:
+        for prefix, found in ((ROLE_URI, roles), (NAME_URI, names), (NAMESPACE_URI, namespaces)):
+            if uri.startswith(prefix):
+                found.append(uri.removeprefix(prefix))
+    known = {role.value: role for role in Role}
+    role = known.get(roles[0]) if len(roles) == 1 else None
+    return Caller(role, names[0] if len(names) == 1 else "", frozenset(namespaces) if namespaces else None)
+
+
+def permit(method: str, request: Any, auth_context: Mapping[str, Sequence[bytes]]) -> Caller:
+    """Return the caller of a method, if a rule lets it in. Raises PermissionDeniedError otherwise."""
+    who = caller_of(uri.decode(errors="replace") for uri in auth_context.get("peer_uri", ()))
+    rule = RULES.get(method)
+    short = method.rpartition("/")[2]
+    if rule is None:
+        raise PermissionDeniedError(f"{short} has no rule that says who may call it: nobody may")
+    if who.role not in rule.roles:
+        raise PermissionDeniedError(
+            f"{short}: {who} may not; it takes the role {' or '.join(sorted(role.value for role in rule.roles))}"
+        )
+    if rule.own and (not who.name or request.name != who.name):
+        raise PermissionDeniedError(f'{short} as "{request.name}": {who} may speak for itself alone')
+    for field in rule.names:
+        name = getattr(request, field)
+        if name and not who.may_see(name):
+            allowed = ", ".join(f"{namespace}/..." for namespace in sorted(who.namespaces or ()))
+            raise PermissionDeniedError(f'{short} of "{name}": {who} is limited to {allowed}')
+    return who
+
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Call: TypeAlias = Callable[[Any, Any], Any]
+
+
+class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Asks the rules before every call of a threaded server."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the method's handler behind its rule. An unknown method has none and is gRPC's to refuse."""
+        handler = continuation(handler_call_details)
+        method = handler_call_details.method
+
+        def ask(request: Any, context: grpc.ServicerContext) -> Any:
+            call = _call_of(handler)
+            try:
+                permit(method, request, cast("Mapping[str, Sequence[bytes]]", context.auth_context()))
+            except PermissionDeniedError as error:
+                _log.warning("refused: %s", error)
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            return call(request, context)
+
+        return None if handler is None else _behind(handler, ask)
+
+
+class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """The same for an asyncio server. Raises PermissionDeniedError to the interceptor around it; tells the call who
+    asks.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Return the method's handler behind its rule. An unknown method has none and is gRPC's to refuse."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+
+        async def ask(request: Any, context: Any) -> Any:
+            call = _call_of(handler)
+            try:
+                _caller.set(permit(method, request, context.auth_context()))
+            except PermissionDeniedError as error:
+                _log.warning("refused: %s", error)
+                raise
+            return await call(request, context)
+
+        return handler if handler is None else _behind(handler, ask)
+
+
+def _call_of(handler: Handler | None) -> Call:
+    """Streams have no rules: nobody may call one."""
+    call = getattr(handler, "unary_unary", None)
+    if call is None:
+        raise PermissionDeniedError("calls that stream have no rules: nobody may make them")
+    return cast(Call, call)
+
+
+def _behind(handler: Handler, ask: Call) -> Handler:
+    return grpc.unary_unary_rpc_method_handler(
+        ask, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+    )

@@ -1,0 +1,139 @@
+"""`smb certs DIR`: a certificate authority and a working set of certificates, for a lab."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from smb.errors import InvalidArgumentError
+from smb.tools.cli.options import usage_errors
+from smb.tools.cli.output import console
+
+if TYPE_CHECKING:
+    from smb.security.lab_ca import Holder
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ARGUMENTS = "smb.certs.arguments"
+
+
+class InOrder(TyperCommand):
+    """Keeps the arguments as they came: which --namespace is whose is a matter of their order."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take note of them, then parse."""
+        ctx.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def limits_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the namespaces of each --client and --reader: those that follow it, and others right before or after it.
+
+    Raises InvalidArgumentError for a --namespace before any of them, and for a name that is given twice.
+    """
+    limits: dict[str, tuple[str, ...]] = {}
+    named: list[str] = []  # since the last --namespace
+    limited = False
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in ("--client", "--reader", "--namespace"):
+            continue
+        value = value if equals else next(words, "")
+        if flag != "--namespace":
+            if limited:
+                named, limited = [], False
+            if value in limits:
+                raise InvalidArgumentError(f"{flag} {value}: that name is given twice; each is one certificate")
+            limits[value] = ()
+            named.append(value)
+            continue
+        if not named:
+            raise InvalidArgumentError(f"--namespace {value} limits the --client or --reader before it: there is none")
+        limited = True
+        for name in named:
+            limits[name] += (value,)
+    return limits
+
+
+def _may(holder: Holder) -> str:
+    """Return what people are told of a certificate."""
+    does = _DOES[holder.role.value]
+    if holder.role.value == "server":
+        return does.format(holder.name)
+    return does.format(", ".join(f"{each}/..." for each in holder.namespaces) or "all buffers")
+
+
+_DOES = {
+    "coordinator": "is the coordinator",
+    "server": "is the memory server {}",
+    "client": "may create, read, change and delete {}",
+    "reader": "may read {}",
+    "operator": "may do all that clients may, in every namespace, and steer the cluster",
+}
+
+
+def certs(
+    context: typer.Context,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go; made if need be.")],
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--server",
+            metavar="NAME",
+            help="A memory server, by its --name; repeat it.",
+            show_default="server-0, server-1",
+        ),
+    ] = None,
+    client: Annotated[
+        list[str] | None, typer.Option("--client", metavar="NAME", help="One more client, in DIR/NAME; repeat it.")
+    ] = None,
+    reader: Annotated[
+        list[str] | None,
+        typer.Option("--reader", metavar="NAME", help="One more that may only read, in DIR/NAME; repeat it."),
+    ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace",
+            metavar="NAME",
+            help="Limit those of --client and --reader right before it to buffers whose names begin with NAME/.",
+        ),
+    ] = None,
+    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long the certificates are good.")] = 365,
+) -> None:
+    """Make a certificate authority and certificates for a lab.
+
+    In DIR come ca (its key signs: keep it, and away from the cluster), coordinator, client, reader, operator, and one
+    for each memory server; SMB_CREDENTIALS=DIR/client is what a client needs. What is there already stays as it is: run
+    it again with --server, --client or --reader to add some.
+    """
+    from smb.security.lab_ca import Holder, make_set
+    from smb.security.roles import Role
+
+    with usage_errors():
+        for name in (*(server or ()), *(client or ()), *(reader or ()), *(namespace or ())):
+            if not _NAME.fullmatch(name) or name in ("ca", ".", ".."):
+                raise InvalidArgumentError(f'"{name}" is no name: use 1 to 64 characters of A-Z a-z 0-9 . _ -')
+        limits = limits_of(context.meta[_ARGUMENTS])
+    holders = [
+        *(Holder(role, "") for role in (Role.COORDINATOR, Role.CLIENT, Role.READER, Role.OPERATOR)),
+        *(Holder(Role.SERVER, name) for name in server or ("server-0", "server-1")),
+        *(Holder(Role.CLIENT, name, limits.get(name, ())) for name in client or ()),
+        *(Holder(Role.READER, name, limits.get(name, ())) for name in reader or ()),
+    ]
+    made = make_set(directory, holders, days)
+    out = console()
+    may = {holder.name or holder.role.value: _may(holder) for holder in holders}
+    for place in made:
+        out.print(f"made {place}: {may[place.name]}", soft_wrap=True)
+    if not made:
+        out.print(f"all of them are in {directory} already")
+    out.print("\nThen, each where it runs (copy the one directory there that it needs):\n")
+    out.print(f"  smb coordinator --listen 0.0.0.0:7070 --credentials {directory}/coordinator")
+    out.print(f"  smb-memserver --listen 0.0.0.0:0 --name server-0 --credentials {directory}/server-0")
+    out.print(f"  export SMB_CREDENTIALS={directory}/client")

@@ -1,0 +1,65 @@
+"""`smb coordinator`: the daemon that knows names, layouts and who is alive."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smb.config.parse import parse_bytes
+from smb.config.quotas import parse_quotas
+from smb.config.settings import SETTINGS
+from smb.coordinator.process import Options, run
+from smb.daemon.process import start_log
+from smb.errors import Error
+from smb.security import credentials as found
+from smb.tools.cli.options import option
+
+_LEASE_S = SETTINGS["coordinator.session_lease"].default
+_TOKEN_LIFETIME_S = SETTINGS["coordinator.token_lifetime"].default
+
+
+def coordinator(
+    listen: Annotated[str, option("coordinator.listen")] = SETTINGS["coordinator.listen"].default,
+    state: Annotated[str, option("coordinator.state")] = SETTINGS["coordinator.state"].default,
+    metrics: Annotated[str, option("coordinator.metrics")] = SETTINGS["coordinator.metrics"].default,
+    ready_file: Annotated[Path | None, option("coordinator.ready_file")] = None,
+    session_lease: Annotated[float, option("coordinator.session_lease")] = _LEASE_S,
+    idle_names: Annotated[float | None, option("coordinator.idle_names")] = None,
+    stripe: Annotated[str | None, option("coordinator.stripe")] = None,
+    checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
+    quota: Annotated[list[str] | None, option("coordinator.quota")] = None,
+    token_lifetime: Annotated[float, option("coordinator.token_lifetime")] = _TOKEN_LIFETIME_S,
+    credentials: Annotated[Path | None, option("cluster.credentials")] = None,
+    insecure: Annotated[bool, option("cluster.insecure")] = False,
+    metrics_token_file: Annotated[Path | None, option("cluster.metrics_token_file")] = None,
+    log_level: Annotated[str, option("coordinator.log_level")] = SETTINGS["coordinator.log_level"].default,
+) -> None:
+    """Run the coordinator until SIGTERM or Ctrl-C.
+
+    Data never passes through it: clients and memory servers go on while it is down, and a restart on the same --state
+    and --listen brings everything back.
+    """
+    try:
+        start_log(log_level)
+        options = Options(
+            listen=listen,
+            state=state,
+            metrics=metrics,
+            ready_file=ready_file,
+            session_lease_s=session_lease,
+            idle_names_s=idle_names,
+            stripe_bytes=parse_bytes(stripe or 0),
+            checksum=checksum,
+            credentials=found.find(credentials),
+            insecure=insecure,
+            metrics_token_file=metrics_token_file,
+            token_lifetime_s=token_lifetime,
+            quotas=parse_quotas(quota or ()),
+        )
+        run(options)
+    except Error as error:
+        logging.getLogger("coordinator").error("%s", error)
+        raise typer.Exit(1) from None

@@ -1,0 +1,63 @@
+"""`smb create NAME`: a new buffer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from smb.errors import AlreadyExistsError
+from smb.tools.cli.connection import connect
+from smb.tools.cli.options import Coordinator, Json, parse_size
+from smb.tools.cli.output import console, print_json
+
+
+def create(
+    name: Annotated[str, typer.Argument(help="The buffer's name, e.g. experiment-7/weights.")],
+    shape: Annotated[str, typer.Option("--shape", metavar="N,N,...", help="Extents, e.g. 1000,1000.")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float16, float32, float64, bfloat16, int32, int64 or uint8.")
+    ] = "float32",
+    servers: Annotated[
+        int | None, typer.Option("--servers", min=1, help="On how many servers; default: as many as pay.")
+    ] = None,
+    stripe: Annotated[
+        str | None, typer.Option("--stripe", metavar="SIZE", help="Bytes in a row on one server, e.g. 1MiB.")
+    ] = None,
+    wire: Annotated[
+        str | None, typer.Option("--wire", help="How elements travel: exact, bfloat16, float16 or int8.")
+    ] = None,
+    exist_ok: Annotated[
+        bool, typer.Option("--exist-ok", help="It may be there already, with this shape and dtype.")
+    ] = False,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Create a buffer, filled with zeros."""
+    from smb.config.parse import format_bytes
+    from smb.tools.cli.describe import buffer_json, format_shape, server_names
+
+    extents = _parse_shape(shape)
+    stripe_bytes = None if stripe is None else parse_size(stripe)
+    with connect(coordinator) as client:
+        try:
+            buffer = client.create(
+                name, extents, dtype, servers=servers, stripe=stripe_bytes, wire=wire, exist_ok=exist_ok
+            )
+        except AlreadyExistsError as error:  # advises in Python's words
+            raise AlreadyExistsError(str(error).replace("exist_ok=True", "--exist-ok")) from None
+        if as_json:
+            print_json(buffer_json(buffer))
+            return
+        console().print(
+            f"{buffer.name}: {format_shape(buffer.shape)} {buffer.dtype}, {format_bytes(buffer.nbytes)} on "
+            f"{', '.join(server_names(buffer))}",
+            soft_wrap=True,
+        )
+
+
+def _parse_shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(extent) for extent in text.replace("x", ",").split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no shape; write the extents, e.g. --shape 1000,1000") from None

@@ -1,0 +1,149 @@
+"""`smb demo`: a real network trained through one shared buffer, before your eyes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smb.errors import InvalidArgumentError
+from smb.tools.cli.options import Json, usage_errors
+from smb.tools.cli.output import console, print_error, print_json, table
+from smb.tools.cli.signals import interrupted_once
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from smb.tools.demo import DemoConfig, DemoResult
+
+
+def demo(
+    scheme: Annotated[
+        str,
+        typer.Option(
+            "--scheme",
+            help="How the workers exchange parameters: bsp, asp, ssp, r2sp, easgd, eamsgd, seasgd, hsgd, localsgd, "
+            "diloco or asyncdiloco.",
+        ),
+    ] = "seasgd",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE, a setting of the scheme (every=50); may be repeated."),
+    ] = None,
+    transport: Annotated[str, typer.Option("--transport", help="auto, shm or tcp.")] = "auto",
+    workers: Annotated[
+        int, typer.Option("--workers", help="Training processes; one is killed, one more comes late.")
+    ] = 4,
+    servers: Annotated[int, typer.Option("--servers", help="Memory servers.")] = 2,
+    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the digits, all workers together.")] = 200.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the initial network and of the order of the digits.")] = 0,
+    target: Annotated[
+        float, typer.Option("--target", help="Test accuracy to reach, 0 to 1; below it the exit code is 1.")
+    ] = 0.97,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Picture to write. [default: demo-SCHEME.png]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a real network through one shared buffer.
+
+    On handwritten digits, in several processes; one is killed, one joins late. Starts a coordinator and memory servers,
+    then training processes that know nothing of each other. At the end one process alone trains the same number of
+    samples, for comparison.
+    """
+    from smb.tools.demo import DemoConfig
+
+    with usage_errors():
+        config = DemoConfig(
+            scheme=scheme,
+            transport=transport,
+            workers=workers,
+            servers=servers,
+            epochs=epochs,
+            seed=seed,
+            target=target,
+            plot=plot or Path(f"demo-{scheme}.png"),
+            options=dict(map(_setting, settings or ())),
+        )
+    with interrupted_once():
+        result = _run(config, quiet=as_json)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        _show(result)
+    if not result.passed:
+        print_error(f"the shared model reached {result.accuracy:.2%}, below the target of {config.target:.2%}")
+        raise typer.Exit(1)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE with a value of JSON."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--set {text}: not NAME=VALUE with a number, true, false or null") from error
+
+
+def _run(config: DemoConfig, *, quiet: bool) -> DemoResult:
+    from smb.tools.demo.display import open_display
+    from smb.tools.demo.extras import check_extras
+
+    check_extras(plot=config.plot is not None)
+    from smb.tools.demo import run_demo
+
+    # With --json, stdout is for the result alone.
+    with open_display(console(stderr=quiet)) as display:
+        return run_demo(config, display)
+
+
+def _show(result: DemoResult) -> None:
+    from smb.config.parse import format_bytes
+
+    out = console()
+    out.print(_comparison(result))
+    out.print()
+    out.print(_workers(result))
+    servers = ", ".join(f"{format_bytes(nbytes)} on {name}" for name, nbytes in result.bytes_by_server.items())
+    transports = " and ".join(result.transports)
+    out.print(f"\nshared buffer: {result.parameters:,} float32 parameters, {servers}; reached over {transports}")
+    if result.plot:
+        out.print(f"plot: {result.plot}", soft_wrap=True)
+    if result.passed:
+        out.print(f"the shared model reached {result.accuracy:.2%}; the target was {result.config.target:.2%}")
+
+
+def _comparison(result: DemoResult) -> Table:
+    shared, alone = f"{result.config.workers} workers sharing", "1 process alone"
+    rows = table("", shared, alone, right=(shared, alone))
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows.add_row("test accuracy", number(result.accuracy, ".2%"), number(result.alone_accuracy, ".2%"), style="bold")
+    rows.add_row("samples trained", number(result.samples, ","), number(result.alone_samples, ","))
+    rows.add_row("seconds", number(result.seconds, ".1f"), number(result.alone_seconds, ".1f"))
+    rows.add_row(
+        "samples/s", number(result.samples_per_second, ",.0f"), number(result.alone_samples_per_second, ",.0f")
+    )
+    rows.add_row("moved through the buffer", f"{result.bytes_moved / 1e6:,.0f} MB", "-")
+    rows.add_row("time in communication", number(result.communication_share, ".1%"), "-")
+    return rows
+
+
+def _workers(result: DemoResult) -> Table:
+    numbers = ("STEPS", "SAMPLES", "EXCHANGES", "MOVED", "COMMUNICATION")
+    rows = table("WORKER", "STATUS", *numbers, right=numbers)
+    for worker in result.workers:
+        share = worker.communication_seconds / worker.training_seconds if worker.training_seconds else 0.0
+        rows.add_row(
+            worker.name,
+            worker.status,
+            f"{worker.steps:,}",
+            f"{worker.samples:,}",
+            f"{worker.exchanges:,}",
+            f"{worker.bytes_moved / 1e6:,.0f} MB",
+            f"{share:.1%}",
+            style="red" if worker.status in ("killed", "failed") else None,
+        )
+    return rows

@@ -1,0 +1,64 @@
+"""`smb doctor`: what is in the way, on this machine and between it and a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smb.tools.cli.options import Coordinator, Json, option, usage_errors
+from smb.tools.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from smb.tools.doctor import Finding
+
+
+def doctor(
+    memory_dir: Annotated[Path | None, option("memserver.memory_dir")] = None,
+    capacity: Annotated[str | None, option("memserver.capacity")] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what is in the way, and say what to change.
+
+    On this machine: memory directory, huge pages, limits, network buffers, MTU, RDMA. With --coordinator: its clock,
+    and each memory server over each transport, measured through a buffer of 4 MiB that is deleted again.
+
+    Exit code 0: nothing has to be changed (advice may be given); 1: there are problems; 2: wrong usage.
+    """
+    from smb.config.parse import parse_bytes
+    from smb.config.settings import SETTINGS
+    from smb.tools.doctor import State, look_at_cluster, look_at_machine
+
+    with usage_errors():
+        if capacity is not None:
+            parse_bytes(capacity)
+    findings: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+
+    for finding in look_at_machine(memory_dir or Path(SETTINGS["memserver.memory_dir"].default), capacity):
+        note(finding)
+    if coordinator:
+        for finding in look_at_cluster(coordinator):
+            note(finding)
+    problems = sum(finding.state is State.PROBLEM for finding in findings)
+    if as_json:
+        print_json({"problems": problems, "findings": [finding.to_json() for finding in findings]})
+    elif not coordinator:
+        console().print("no cluster was looked at: pass --coordinator HOST:PORT or set SMB_COORDINATOR")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _show(finding: Finding) -> None:
+    """One line, in the order in which it is read: how bad, what, what is there, what to do."""
+    line = f"{finding.state.value:8} {finding.check}: {finding.found}"
+    style = {"problem": "red", "advice": "yellow"}.get(finding.state.value)
+    if finding.change:
+        line += f" -> {finding.change}"
+    console().print(line, style=style, soft_wrap=True)

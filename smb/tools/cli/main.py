@@ -1,0 +1,85 @@
+"""The entry point `smb`: the commands, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smb.errors import Error
+from smb.security.credentials import CREDENTIALS_VARIABLE
+from smb.tools.cli.bench import bench
+from smb.tools.cli.certs import InOrder, certs
+from smb.tools.cli.config import config
+from smb.tools.cli.coordinator import coordinator
+from smb.tools.cli.copy import cp, restore, snapshot
+from smb.tools.cli.create import create
+from smb.tools.cli.demo import demo
+from smb.tools.cli.doctor import doctor
+from smb.tools.cli.ls import ls
+from smb.tools.cli.mount import mount, umount
+from smb.tools.cli.options import Config, configured
+from smb.tools.cli.output import print_error
+from smb.tools.cli.rm import rm
+from smb.tools.cli.stat import stat
+from smb.tools.cli.status import status
+from smb.tools.cli.targets import targets
+from smb.tools.cli.top import top
+from smb.tools.cli.up import up
+
+app = typer.Typer(
+    name="smb",
+    help="Soft Memory Box: named arrays on memory servers, shared by training processes that come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for _command in (
+    *(up, coordinator, status, top, ls, stat, create, rm, cp, snapshot, restore, mount, umount),
+    *(bench, demo, certs, config, doctor, targets),
+):
+    app.command(cls=InOrder if _command is certs else None)(configured(_command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"smb {version('soft-memory-box')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+    _config: Config = None,
+    credentials: Annotated[
+        Path | None,
+        typer.Option("--credentials", metavar="DIR", help="As whom to speak to the cluster; default $SMB_CREDENTIALS."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
+) -> None:
+    if credentials is not None:
+        os.environ[CREDENTIALS_VARIABLE] = str(credentials)
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 it worked, 1 it did not, 2 wrong usage, 130 interrupted."""
+    try:
+        app()
+    except Error as error:
+        print_error(error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""`smb mount DIR` and `smb umount DIR`: a cluster's buffers as files of this host."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smb.errors import Error
+from smb.tools.cli.options import Coordinator
+from smb.tools.cli.output import console
+
+_WAIT_S = 30.0  # a Python process that starts, on a loaded machine
+_READY = b"mounted\n"
+
+
+def mount(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An empty directory.")],
+    foreground: Annotated[
+        bool, typer.Option("--foreground", "-f", help="Serve in this process, until Ctrl-C.")
+    ] = False,
+    allow_other: Annotated[
+        bool, typer.Option("--allow-other", help="Other users of this host too, with the mount's credentials.")
+    ] = False,
+    umask: Annotated[str, typer.Option("--umask", help="Octal: rights that files and directories don't have.")] = "022",
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds that a call waits for a server that is away.")
+    ] = 120.0,
+    drafts: Annotated[
+        Path | None, typer.Option("--drafts", metavar="DIR", help="Where new files lie until they are closed.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", metavar="FILE", help="What goes wrong later, in the background.")
+    ] = None,
+    coordinator: Coordinator = None,
+    ready_fd: Annotated[int, typer.Option("--ready-fd", hidden=True)] = -1,
+) -> None:
+    """Show the cluster's buffers as files in DIR.
+
+    Returns once they are there; `smb umount DIR` ends it. What a mount that was killed has left in DIR is taken away.
+    """
+    if coordinator is None:
+        raise Error("which cluster? pass --coordinator HOST:PORT or set SMB_COORDINATOR; `smb up` starts a local one")
+    try:
+        rights = int(umask, 8)
+    except ValueError:
+        raise typer.BadParameter(f"--umask {umask!r} is no octal number, e.g. 022") from None
+    directory = directory.absolute()
+    if not foreground:
+        _in_background(directory)
+        console().print(f"mounted at {directory}")
+        return
+    try:
+        from smb.files.mount import serve
+    except (ImportError, OSError) as error:
+        raise Error(
+            f"smb mount needs mfusepy and libfuse: pip install 'soft-memory-box[fuse]' and, on Debian, apt-get install "
+            f"fuse3 ({error})"
+        ) from None
+    import smb
+    from smb.files.mountpoint import make_way
+
+    make_way(directory)
+    with smb.connect(coordinator, timeout=timeout) as client:
+        serve(
+            client,
+            directory,
+            on_ready=lambda: _say_ready(directory, ready_fd, log),
+            allow_other=allow_other,
+            umask=rights,
+            drafts=str(drafts) if drafts is not None else None,
+        )
+
+
+def umount(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the buffers are mounted.")],
+    lazy: Annotated[bool, typer.Option("--lazy", help="Also while somebody uses it: it ends when they do.")] = False,
+) -> None:
+    """End a mount. Files that are being made must be closed before, or are lost."""
+    from smb.files.mountpoint import unmount
+
+    unmount(directory.absolute(), lazy=lazy)
+
+
+def _in_background(directory: Path) -> None:
+    """Run this command again in a process of its own, and wait for its word that it is mounted."""
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-m", "smb.tools.cli.main", *sys.argv[1:], "--foreground", "--ready-fd", str(write_end)]
+    # Until it is mounted its errors are ours; then they go into the log (_say_ready).
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(write_end,),
+            start_new_session=True, env=os.environ | {"PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+        os.close(write_end)
+        told = select.select([read_end], [], [], _WAIT_S)[0] and os.read(read_end, len(_READY))
+        os.close(read_end)
+        if told == _READY:
+            return
+        if told != b"":
+            process.kill()
+        process.wait()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().removeprefix("smb: ")
+    raise Error(said or f"{directory} was not mounted within {_WAIT_S:g} s; try --foreground")
+
+
+def _say_ready(directory: Path, ready_fd: int, log: Path | None) -> None:
+    if ready_fd < 0:
+        console().print(f"mounted at {directory}; Ctrl-C or smb umount ends it")
+        sys.stdout.flush()
+        return
+    later = os.open(log if log is not None else os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(later, sys.stderr.fileno())
+    os.close(later)
+    os.write(ready_fd, _READY)
+    os.close(ready_fd)

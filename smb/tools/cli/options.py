@@ -1,0 +1,76 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from smb.config.settings import CONFIG_VARIABLE, SETTINGS, use_file
+from smb.errors import InvalidArgumentError
+
+
+def option(name: str, *short: str) -> Any:
+    """Return the option that sets a setting of the table, such as "memserver.capacity"."""
+    setting = SETTINGS[name]
+    return typer.Option(setting.flag, *short, envvar=setting.variable, metavar=setting.metavar, help=setting.help)
+
+
+def _use_config(path: Path | None) -> None:
+    if path is not None:
+        use_file(path)
+
+
+# Eager: the file's settings count as variables, and are there before other options look for theirs.
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        envvar=CONFIG_VARIABLE,
+        metavar="FILE",
+        help="Settings as TOML, for what neither a flag nor a variable says; `smb config` shows what is in force.",
+        callback=_use_config,
+        is_eager=True,
+    ),
+]
+
+
+def configured(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option --config."""
+
+    @functools.wraps(command)
+    def run(*, _config: Path | None = None, **options: Any) -> None:
+        command(**options)
+
+    signature = inspect.signature(command, eval_str=True)
+    config = inspect.Parameter("_config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config)
+    parameters = [*signature.parameters.values(), config]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+Coordinator = Annotated[str | None, option("cluster.coordinator", "-c")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn InvalidArgumentError into wrong usage (exit code 2): for what is refused before anything is done."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that e.g. "256MiB" means; a usage error where it means none."""
+    from smb.config.parse import parse_bytes
+
+    with usage_errors():
+        return parse_bytes(text)

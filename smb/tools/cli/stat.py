@@ -1,0 +1,141 @@
+"""`smb stat NAME`: one buffer in detail."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smb.tools.cli.connection import connect
+from smb.tools.cli.options import Coordinator, Json
+from smb.tools.cli.output import console, format_ago, print_json, table
+
+if TYPE_CHECKING:
+    from smb import Buffer, Client
+    from smb.train import GroupStatus
+
+_SHOWN_MAX = 200  # characters of one entry of the metadata
+
+
+def stat(
+    name: Annotated[str, typer.Argument(help="The buffer's name.")],
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Show one buffer in detail.
+
+    Shape, layout, metadata, the version published last, and where each segment lies; of a training, its scheme, round
+    and workers. What only a server knows that is down is shown as unknown, in JSON as null.
+    """
+    import dataclasses
+
+    from smb.tools.cli.describe import buffer_json
+
+    with connect(coordinator) as client:
+        buffer = client.open(name)  # looks for no way to its bytes yet: its servers may be down
+        addresses = {server.name: (server.address, server.alive) for server in client.servers()}
+        reached = all(addresses.get(segment.server, ("", False))[1] for segment in buffer.layout.segments)
+        version = _version(buffer) if reached else None
+        is_training, training = _training(client, buffer, version is not None)
+    if as_json:
+        described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
+        if is_training:
+            described["training"] = dataclasses.asdict(training) if training is not None else None
+        print_json({**described, "metadata": buffer.metadata})
+        return
+    _show(buffer, addresses, version)
+    if training is not None:
+        _show_training(training)
+    elif is_training:
+        console().print("\nA training; its round and workers are unknown while its servers can't be reached.")
+
+
+def _version(buffer: Buffer) -> int | None:
+    """Return the version published last, None where its server does not say."""
+    from smb.errors import Error
+
+    try:
+        return buffer.version
+    except Error:
+        return None
+
+
+def _training(client: Client, buffer: Buffer, reached: bool) -> tuple[bool, GroupStatus | None]:
+    """Return whether it is the weights of a training, and what is known of that."""
+    if not buffer.metadata:
+        return False, None
+    from smb.errors import Error
+    from smb.train.group import METADATA
+    from smb.train.status import status
+
+    if METADATA not in buffer.metadata:
+        return False, None
+    try:
+        return True, status(client, buffer.name) if reached else None
+    except Error:
+        return True, None
+
+
+def _show_training(training: GroupStatus) -> None:
+    alive = sum(worker.alive for worker in training.workers)
+    out = console()
+    out.print(
+        f"\ntraining by {training.scheme}, round {training.round}, {alive} of {len(training.workers)} workers alive"
+    )
+    if not training.workers:
+        return
+    numbers = ("WORKER", "PID", "CONTRIBUTIONS", "REFUSED", "STALENESS", "SAMPLES")
+    rows = table("WORKER", "STATE", "HOST", "PID", "JOINED", *numbers[2:], right=numbers)
+    for worker in training.workers:
+        rows.add_row(
+            str(worker.slot),
+            "alive" if worker.alive else "gone",
+            worker.host,
+            str(worker.pid),
+            format_ago(worker.joined),
+            str(worker.contributions),
+            str(worker.refused),
+            str(worker.staleness),
+            str(worker.samples),
+            style=None if worker.alive else "red",
+        )
+    out.print(rows)
+
+
+def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int | None) -> None:
+    from smb.config.parse import format_bytes
+    from smb.tools.cli.describe import format_shape
+
+    layout = buffer.layout
+    out = console()
+    facts = table("", "")
+    facts.show_header = False
+    for key, value in (
+        ("name", buffer.name),
+        ("shape", format_shape(buffer.shape)),
+        ("dtype", str(buffer.dtype)),
+        ("wire", buffer.wire),
+        ("size", f"{format_bytes(buffer.nbytes)} ({buffer.nbytes} bytes)"),
+        ("stripe", format_bytes(layout.stripe_bytes)),
+        ("chunk", format_bytes(layout.chunk_bytes)),
+        ("epoch", str(layout.epoch)),
+        ("versions", str(buffer.versions)),
+    ):
+        facts.add_row(key, value)
+    if version is None or version > 0 or buffer.versions > 1:  # else nobody publishes here
+        facts.add_row("published", "unknown" if version is None else f"version {version}" if version else "nothing yet")
+    for key, item in buffer.metadata.items():
+        text = json.dumps(item, ensure_ascii=False)
+        facts.add_row(f"metadata {key}", text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + " ...  (all: --json)")
+    out.print(facts)
+    out.print()
+    rows = table("SEGMENT", "SERVER", "STATE", "ADDRESS", "SIZE", "ID", right=("SEGMENT", "SIZE"))
+    for index, segment in enumerate(layout.segments):
+        address, alive = addresses.get(segment.server, ("unknown", False))
+        state = "alive" if alive else "gone"
+        rows.add_row(
+            str(index), segment.server, state, address, format_bytes(segment.nbytes), f"{segment.id:016x}",
+            style=None if alive else "red",
+        )  # fmt: skip
+    out.print(rows)

@@ -1,0 +1,80 @@
+"""`smb targets`: what Prometheus should scrape, as a file for its file_sd_configs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smb.config.parse import parse_address
+from smb.config.settings import text_of
+from smb.errors import UnavailableError
+from smb.security.page_access import read_token
+
+_TIMEOUT_S = 5.0
+
+
+def targets(
+    metrics: Annotated[
+        str,
+        typer.Argument(envvar="SMB_COORDINATOR_METRICS", help="The coordinator's address for metrics, HOST:PORT."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write this file, whole or not at all, not standard output.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0, help="Go on, and write it again every so many seconds.")] = 0.0,
+) -> None:
+    """Print what Prometheus should scrape: the coordinator and every memory server that it knows.
+
+    Where Prometheus can reach the coordinator it needs no file: http_sd_configs with http://HOST:PORT/targets.
+    """
+    parse_address(metrics)
+    while True:
+        try:
+            found = _read(metrics)
+        except UnavailableError:
+            if not every:
+                raise  # going on, the file of before is the best there is
+        else:
+            if output is None:
+                typer.echo(found, nl=False)
+            else:
+                _write(output, found)
+        if not every:
+            return
+        time.sleep(every)
+
+
+def _read(metrics: str) -> str:
+    url = f"http://{metrics}/targets"
+    try:
+        with urllib.request.urlopen(_asking(url), timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http, as above
+            text: str = answer.read().decode()
+        json.loads(text)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise UnavailableError(
+            f"no coordinator tells its targets at {url} ({error}); is this the address of its --metrics?"
+        ) from None
+    return text
+
+
+def _asking(url: str) -> urllib.request.Request:
+    token_file = text_of("cluster.metrics_token_file")
+    headers = {"Authorization": f"Bearer {read_token(Path(token_file))}"} if token_file else {}
+    return urllib.request.Request(url, headers=headers)  # noqa: S310 - http: it says so itself
+
+
+def _write(output: Path, text: str) -> None:
+    draft = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text)
+        draft.replace(output)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UnavailableError(f"cannot write {output}: {error.strerror}") from None

@@ -1,0 +1,204 @@
+"""How `smb top` draws what the coordinator tells (smb/coordinator/dashboard/overview.py). Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from smb.config.parse import format_bytes
+from smb.tools.cli.describe import format_shape
+from smb.tools.cli.output import format_duration, table
+
+Json = dict[str, Any]
+
+_PROBLEMS_MAX = 3  # on a screen; each takes a line
+_SPARKS = 40  # steps of 2 s
+_RAMP, _PLAIN_RAMP = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+_STYLES = {"critical": "red", "warning": "yellow", "note": "dim"}
+_STATES = {"left": "stopped", "gone": "gone", "lost": "memory lost"}
+
+
+def render(shown: Json, encoding: str, height: int = 0, lost: str = "") -> list[RenderableType]:
+    """Return what to print, no higher than `height` lines (0: as high as it gets). `lost`: why it is not new."""
+    problems = shown["problems"][: _PROBLEMS_MAX if height else None]
+    parts: list[RenderableType] = [_head(shown), *_throughput(shown, encoding)]
+    if lost:
+        parts.append(_line(f"The coordinator is lost, this is from before: {lost}", "bold red"))
+    parts += [_problem(problem) for problem in problems] or [_line(_fine(shown), "green")]
+    sections = [("servers", _servers), ("buffers", _buffers), ("clients", _clients), ("waits", _waits)]
+    lists = [shown[name] for name, _ in sections]
+    room = height - len(parts) - 2 * len(sections) - 2 if height else sum(map(len, lists))
+    for (name, draw), rows, some in zip(sections, lists, share([len(rows) for rows in lists], room), strict=True):
+        parts.append(Text(""))
+        parts.append(draw(rows[:some], shown) if rows else _line(_EMPTY[name].format(**shown["coordinator"]), "dim"))
+        left_out = len(rows) - some + shown["left_out"].get(name, 0)
+        if left_out and some:
+            parts[-2] = _line(f"({left_out} more of the {name} not shown)", "dim")
+    if height:
+        parts += [Text(""), _line("q quits", "dim")]
+    return parts
+
+
+_EMPTY = {
+    "servers": "No memory server: smb-memserver --coordinator {address} --capacity 1GiB",
+    "buffers": "No buffer: smb create weights --shape 1000,1000 -c {address}",
+    "clients": 'No client: smb.connect("{address}")',
+    "waits": "No lock is held, and nobody waits.",
+}
+
+
+def share(wanted: Sequence[int], room: int) -> list[int]:
+    """Share `room` lines out among those who want so many: none gets more than it wants, and none is starved."""
+    given = [0] * len(wanted)
+    left = max(0, room)
+    while left and any(g < w for g, w in zip(given, wanted, strict=True)):
+        for i, most in enumerate(wanted):
+            if left and given[i] < most:
+                given[i] += 1
+                left -= 1
+    return given
+
+
+def sparks(values: Sequence[float], encoding: str) -> str:
+    """Return a plot of one line, its highest step being the highest value."""
+    ramp = _RAMP if "utf" in encoding.lower() else _PLAIN_RAMP
+    top = max(values, default=0) or 1
+    return "".join(ramp[min(len(ramp) - 1, int(value / top * len(ramp)))] for value in values)
+
+
+def printable(text: str) -> str:
+    """Return the text with what would move a terminal's cursor, or do worse, spelled out: clients name themselves."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _head(shown: Json) -> Text:
+    totals, now = shown["totals"], shown["now"]
+    used = f"{totals['used'] / totals['capacity']:.0%}" if totals["capacity"] else "-"
+    parts = (
+        f"{shown['coordinator']['address']} up {_age(now - shown['coordinator']['started'])}",
+        f"{totals['alive']}/{totals['servers']} servers",
+        f"{used} of {format_bytes(totals['capacity'])}",
+        f"{totals['buffers']} buffers",
+        f"{totals['clients']} clients",
+        time.strftime("%H:%M:%S", time.localtime(now)),
+    )
+    return _line("  ".join(parts), "bold")
+
+
+def _throughput(shown: Json, encoding: str) -> list[RenderableType]:
+    history, rates = shown["history"], shown["totals"]["rates"]
+    lines = (("in", _rate(rates["in"])), ("out", _rate(rates["out"])), ("operations", _each(rates["operations"])))
+    return [_line(f"{name:<10} {now:>12}  {sparks(history[name][-_SPARKS:], encoding)}") for name, now in lines]
+
+
+def _fine(shown: Json) -> str:
+    return "Nothing is wrong." if shown["totals"]["servers"] else "Nothing is wrong, but there is no memory server yet."
+
+
+def _problem(problem: Json) -> Text:
+    action = f" What to do: {problem['action']}" if problem["action"] else ""
+    return _line(f"{problem['severity'].upper()} {problem['title']}.{action}", _STYLES[problem["severity"]])
+
+
+def _servers(rows: Sequence[Json], shown: Json) -> Table:
+    numbers = ("MEMORY", "OPS", "IN", "OUT", "CONN", "WAIT", "ERR")
+    made = _table("SERVER", "STATE", *numbers, right=numbers)
+    for row in rows:
+        state, rates = str(row["state"]), row["rates"] or {}
+        alive = state in ("alive", "late")
+        waiting = row["parked"] + row["waiting"]
+        made.add_row(
+            row["name"],
+            _STATES.get(state, state) + ("" if alive else f" {_age(shown['now'] - row['last_seen'])}"),
+            f"{row['used'] / row['capacity']:.0%} of {format_bytes(row['capacity'])}",
+            _each(rates.get("operations")),
+            _rate(rates.get("in")),
+            _rate(rates.get("out")),
+            *(str(number) if alive else "-" for number in (row["connections"], waiting, row["errors_recently"])),
+            style="red" if not alive else "yellow" if state == "late" else None,
+        )
+    return made
+
+
+def _buffers(rows: Sequence[Json], shown: Json) -> Table:
+    made = _table("BUFFER", "STATE", "SHAPE", "DTYPE", "SIZE", "SERVERS", "MADE", right=("SIZE", "SERVERS"))
+    for row in rows:
+        made.add_row(
+            row["name"],
+            {"ok": "ok", "gone": "server gone"}.get(row["state"], "memory lost"),
+            format_shape(tuple(row["shape"])),
+            row["dtype"],
+            format_bytes(row["size"]) + (f" x {row['versions']}" if row["versions"] > 1 else ""),
+            str(row["servers"]),
+            f"{_age(shown['now'] - row['created'])} ago",
+            style=None if row["state"] == "ok" else "red",
+        )
+    return made
+
+
+def _clients(rows: Sequence[Json], shown: Json) -> Table:
+    made = _table("CLIENT", "CONNECTED", "LAST HEARD", "LEASE LEFT", "LOCKS", right=("LEASE LEFT", "LOCKS"))
+    for row in rows:
+        since = row["since"] or shown["coordinator"]["started"]
+        made.add_row(
+            printable(row["name"]),
+            ("" if row["since"] else "over ") + _age(shown["now"] - since),
+            f"{_age(row['silent_s'])} ago",
+            _age(row["lease_s"] - row["silent_s"]),
+            str(row["holds"]),
+        )
+    return made
+
+
+def _waits(rows: Sequence[Json], _shown: Json) -> Table:
+    made = _table("LOCKS", "HELD BY", "FOR", "LEASE LEFT", "WAITING", "AT", right=("FOR", "LEASE LEFT", "WAITING"))
+    for row in rows:
+        held = row["holder"] is not None
+        made.add_row(
+            _what(row),
+            printable(row["holder"]) if held else "nobody",
+            _age(row["for_s"]) if held else "-",
+            _age(row["left_s"]) if held else "-",
+            str(row["waiting"]),
+            row["server"],
+        )
+    return made
+
+
+def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """Return a table whose rows take one line each: on a narrow terminal the ends of cells go."""
+    made = table(*columns, right=right)
+    for column in made.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    return made
+
+
+def _what(row: Json) -> str:
+    if row["what"] == "barrier":
+        return f"barrier {row['name']}: {row['arrived']} of {row['parties']}"
+    if row["what"] == "version":
+        return f"next version of {row['name']}"
+    if row["what"] == "publication":
+        return f"publication of {row['name']}"
+    return f"lock of buffer {row['name']}" if row["kind"] == "buffer" else f"lock {row['name']}"
+
+
+def _age(seconds: float) -> str:
+    return format_duration(max(1.0, round(seconds))) if seconds >= 0.5 else "0 s"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{format_bytes(round(value))}/s"
+
+
+def _each(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}/s" if value >= 10 or value == 0 else f"{value:.1f}/s"

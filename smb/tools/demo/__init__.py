@@ -1,0 +1,20 @@
+"""The demonstration: digits learnt by processes that share one buffer, come late and die early."""
+
+from typing import TYPE_CHECKING
+
+from smb.tools.demo.config import DemoConfig
+from smb.tools.demo.result import AccuracyPoint, DemoEvent, DemoResult, WorkerResult
+
+if TYPE_CHECKING:
+    from smb.tools.demo.run import run_demo
+
+__all__ = ["AccuracyPoint", "DemoConfig", "DemoEvent", "DemoResult", "WorkerResult", "run_demo"]
+
+
+def __getattr__(name: str) -> object:
+    # PyTorch takes a second to import: only for those who train.
+    if name == "run_demo":
+        from smb.tools.demo.run import run_demo
+
+        return run_demo
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""What can be chosen about a run of the demo, and what each process is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smb.errors import InvalidArgumentError
+from smb.tools.demo.recipes import Recipe, recipe
+from smb.train import scheme_of
+
+TRANSPORTS = ("auto", "shm", "tcp")
+# Small enough that the 150 KiB of parameters lie on all of a few servers.
+STRIPE_BYTES = 16 * 1024
+# How long a killed worker may keep the others waiting, in the schemes that wait.
+LEASE_S = 1.5
+# The workers claim samples in portions of so many batches.
+PORTION_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """One run of the demo. The defaults take about 40 s on two cores; `short()` is for tests.
+
+    scheme is one of smb.train's, by name, and options are settings of it that take the place of the demo's
+    (recipes.py). epochs counts passes over the training digits, all workers together. kill_at and join_at are shares (0
+    to 1) of them after which one worker is killed and another one joins; the process alone then trains the same number
+    of samples, unless compare is False. plot None: none.
+
+    Raises InvalidArgumentError where a value can't be meant, and names what can.
+    """
+
+    scheme: str = "seasgd"
+    transport: str = "auto"
+    workers: int = 4
+    servers: int = 2
+    epochs: float = 200.0
+    seed: int = 0
+    batch_size: int = 32
+    target: float = 0.97
+    kill_at: float = 0.5
+    join_at: float = 0.6
+    compare: bool = True
+    plot: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise InvalidArgumentError(f"transport {self.transport!r} is unknown; there are: {', '.join(TRANSPORTS)}")
+        if self.workers < 2:
+            raise InvalidArgumentError(f"workers={self.workers}: one is killed half-way, so the demo takes 2 or more")
+        for name in ("servers", "epochs", "batch_size"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgumentError(f"{name}={getattr(self, name)}: must be more than 0")
+        for name in ("target", "kill_at", "join_at"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise InvalidArgumentError(f"{name}={getattr(self, name)}: must be between 0 and 1")
+        scheme_of(self.scheme, self.settings)
+
+    @classmethod
+    def short(cls, scheme: str = "seasgd", *, transport: str = "auto", seed: int = 0) -> DemoConfig:
+        """Return a run of a few seconds that still learns, dies and joins: two workers, no comparison, no plot."""
+        return cls(scheme, transport, workers=2, epochs=20.0, seed=seed, target=0.90, compare=False)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the demo uses the scheme."""
+        return recipe(self.scheme)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The scheme's settings: the demo's, then the options."""
+        return {**self.recipe.settings_for(self.workers), **self.options}
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What one training process needs to know. Travels as JSON on its command line.
+
+    coordinator None: train alone, sharing nothing. samples counts those of all workers together. learning_rate is a
+    factor of the trainer's, host the name of the one to be on ("": this one's own). Once `waits_from` samples are
+    claimed it waits to be killed: a short training could be over before anybody looked.
+    """
+
+    name: str
+    digits: str
+    network_seed: int
+    order_seed: int
+    batch_size: int
+    samples: int
+    coordinator: str | None = None
+    transport: str = "auto"
+    group: str = ""
+    claimed: str = ""
+    servers: int = 1
+    scheme: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    learning_rate: float = 1.0
+    nesterov: bool = False
+    host: str = ""
+    waits_from: int | None = None
+
+    def to_json(self) -> str:
+        """Return the task as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> WorkerTask:
+        """Return what to_json() was called on."""
+        return cls(**json.loads(line))

@@ -1,0 +1,165 @@
+"""The training processes as their parent sees them: started, heard, killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from smb.config.parse import TRAIN_HOST_VARIABLE
+from smb.errors import Error
+from smb.tools.demo.config import WorkerTask
+
+# A worker reports several times a second; importing PyTorch on a busy machine is what takes longest.
+SILENCE_SECONDS_MAX = 60.0
+_READ_BYTES = 65536
+
+
+@dataclass
+class Worker:
+    """One process and what it last reported. status: starting, ready, working, done, killed, failed."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    status: str = "starting"
+    report: dict[str, Any] = field(default_factory=dict)
+    rate: float = 0.0
+    partial_line: bytes = b""
+
+    @property
+    def running(self) -> bool:
+        """Whether more is to be expected of it."""
+        return self.status in ("starting", "ready", "working")
+
+    @property
+    def samples(self) -> int:
+        """Samples trained so far."""
+        return int(self.report.get("samples", 0))
+
+    def go(self) -> None:
+        """Let a ready worker begin. If it has died meanwhile, listen() will tell."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.process.stdin.fileno(), b"go\n")
+        self.status = "working"
+
+    def kill(self) -> None:
+        """SIGKILL: it gets no chance to say goodbye to anybody."""
+        self.process.send_signal(signal.SIGKILL)
+        self.status = "killed"
+        self.rate = 0.0
+
+    def last_words(self) -> str:
+        """Return the last line that it wrote to stderr."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self.process.returncode}"
+
+
+class Fleet:
+    """All training processes of a run. A context manager: on leaving, those that still run are killed and reaped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.workers: list[Worker] = []
+        self._folder = folder
+        self._selector = selectors.DefaultSelector()
+        self._heard_at = time.monotonic()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+            self._reap(worker)
+        self._selector.close()
+
+    def start(self, task: WorkerTask) -> Worker:
+        """Start one process; it reports `ready` when it waits for go()."""
+        log = self._folder / f"{task.name}.log"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-m", "smb.tools.demo.worker", task.to_json()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | ({TRAIN_HOST_VARIABLE: task.host} if task.host else {}),
+                # Ctrl-C is for the parent, which then ends its workers in order.
+                start_new_session=True,
+            )
+        worker = Worker(task.name, process, log)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, worker)
+        self.workers.append(worker)
+        self._heard_at = time.monotonic()
+        return worker
+
+    def listen(self, timeout: float) -> list[tuple[Worker, dict[str, Any]]]:
+        """Wait up to timeout seconds for reports; return them, oldest first. Updates the workers' status and report.
+
+        Raises Error when nobody has said anything for SILENCE_SECONDS_MAX while somebody should.
+        """
+        reports = []
+        for key, _ in self._selector.select(timeout):
+            worker: Worker = key.data
+            assert not isinstance(key.fileobj, int)
+            reports += [(worker, report) for report in self._hear(worker, key.fileobj)]  # type: ignore[arg-type]
+        if reports:
+            self._heard_at = time.monotonic()
+        elif time.monotonic() - self._heard_at > SILENCE_SECONDS_MAX and any(w.running for w in self.workers):
+            silent = ", ".join(worker.name for worker in self.workers if worker.running)
+            raise Error(f"no training process has reported for {SILENCE_SECONDS_MAX:.0f} s (waiting for {silent})")
+        return reports
+
+    def _hear(self, worker: Worker, stdout: IO[bytes]) -> list[dict[str, Any]]:
+        data = os.read(stdout.fileno(), _READ_BYTES)
+        if not data:
+            self._selector.unregister(stdout)
+            self._reap(worker)
+            if worker.running:
+                worker.status = "failed"
+                return [{"event": "failed"}]
+            return []
+        *lines, worker.partial_line = (worker.partial_line + data).split(b"\n")
+        reports = [json.loads(line) for line in lines]
+        for report in reports:
+            _note(worker, report)
+        return reports
+
+    @staticmethod
+    def _reap(worker: Worker) -> None:
+        worker.process.wait()
+        for pipe in (worker.process.stdin, worker.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _note(worker: Worker, report: dict[str, Any]) -> None:
+    if worker.status == "killed":  # said before it died; it stays dead
+        worker.report = report if "samples" in report else worker.report
+        return
+    status = {"ready": "ready", "done": "done"}
+    worker.status = status.get(report["event"], "working")
+    if "samples" not in report:
+        return
+    seconds = report["training_seconds"] - worker.report.get("training_seconds", 0.0)
+    if seconds > 0.0:
+        worker.rate = (report["samples"] - worker.samples) / seconds
+    if report["loss"] is None:
+        report["loss"] = worker.report.get("loss")
+    worker.report = report
+    if worker.status == "done":
+        worker.rate = 0.0

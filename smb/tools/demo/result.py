@@ -1,0 +1,103 @@
+"""What a run of the demo brought."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smb.tools.demo.config import DemoConfig
+
+
+@dataclass(frozen=True)
+class AccuracyPoint:
+    """Test accuracy (0 to 1) at a time in seconds since training began, after so many samples of all workers."""
+
+    seconds: float
+    samples: int
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class DemoEvent:
+    """Something that happened to a worker, at a time in seconds since training began: joined, killed, done, failed."""
+
+    seconds: float
+    worker: str
+    what: str
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What one worker did, as far as it reported it before it finished or died."""
+
+    name: str
+    status: str
+    steps: int
+    samples: int
+    exchanges: int
+    bytes_moved: int
+    training_seconds: float
+    communication_seconds: float
+    rates: tuple[tuple[float, float], ...]
+    """(seconds since training began, samples/s since the report before)."""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Accuracies are shares (0 to 1) of the 360 test digits; the alone_... numbers are None without compare."""
+
+    config: DemoConfig
+    transports: tuple[str, ...]
+    parameters: int
+    bytes_by_server: dict[str, int]
+    accuracy: float
+    seconds: float
+    samples: int
+    curve: tuple[AccuracyPoint, ...]
+    events: tuple[DemoEvent, ...]
+    workers: tuple[WorkerResult, ...]
+    alone_accuracy: float | None = None
+    alone_seconds: float | None = None
+    alone_samples: int | None = None
+    alone_curve: tuple[AccuracyPoint, ...] = ()
+    plot: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the shared model reached the target."""
+        return self.accuracy >= self.config.target
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all workers together."""
+        return self.samples / self.seconds
+
+    @property
+    def alone_samples_per_second(self) -> float | None:
+        """Of the process alone."""
+        if self.alone_samples is None or not self.alone_seconds:
+            return None
+        return self.alone_samples / self.alone_seconds
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that all workers have sent and received as contributions and models."""
+        return sum(worker.bytes_moved for worker in self.workers)
+
+    @property
+    def communication_share(self) -> float:
+        """Share (0 to 1) of the workers' time spent in exchanging, waiting for each other included."""
+        total = sum(worker.training_seconds for worker in self.workers)
+        return sum(worker.communication_seconds for worker in self.workers) / total if total else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, the computed numbers too, as what json.dumps takes."""
+        config = asdict(self.config) | {"settings": self.config.settings, "plot": None}
+        computed = {
+            "passed": self.passed,
+            "samples_per_second": self.samples_per_second,
+            "alone_samples_per_second": self.alone_samples_per_second,
+            "bytes_moved": self.bytes_moved,
+            "communication_share": self.communication_share,
+        }
+        return asdict(self) | {"config": config} | computed

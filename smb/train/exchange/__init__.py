@@ -1,0 +1,1 @@
+"""What schemes share: rounds, turns, the elastic force, additions that count exactly once."""

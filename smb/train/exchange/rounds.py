@@ -1,0 +1,434 @@
+"""Rounds: what BSP, LocalSGD, DiLoCo and AsyncDiLoCo have in common.
+
+In round r each member writes its delta to an inbox of its own and then marks itself in the table; a half-written inbox
+never counts. The round is complete when all live members have marked, or once at least `quorum` have and `grace`
+seconds have passed since. Whoever finds it complete closes it, usually the one who arrived last:
+
+    claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
+    decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by whoever closes r
+    build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
+             optimizer: sum = - the same, state of round r + 1 = state of round r, next = weights, apply the rule
+    built    ROUND: -> (r, attempt + 1, built)
+    copy     weights = next
+    commit   ROUND: -> (r + 1, 0), and everybody is woken
+
+Each phase has sources that it does not change, so whoever finds a closer dead, by its locks, does the phase again and
+gets the same result to the bit. A closer that was only stopped, and goes on, changes nothing any more: its locks are
+fences of all that is written, and its claim is no longer the latest. So each contribution counts once, or not at all.
+
+A contribution that was in time for no decision (there was a quorum without it) is marked again for the open round, with
+weight 1/sqrt(1 + s), where s is its staleness: how many rounds were closed since the worker took over the weights that
+its delta starts from. BSP drops it instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.daemon.failpoint import failpoint
+from smb.errors import (
+    InvalidArgumentError,
+    LockLostError,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+)
+from smb.lock import Lock
+from smb.train import member_table as t
+from smb.train.group import ATTEMPT, BUILT, Group
+from smb.train.guards import RefusedContributionError
+from smb.train.scheme import Copies, Exchange, Scheme, Values, is_number, is_whole
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What is done on the servers with the weighted mean of the deltas: a rule of Buffer.apply, with the negative mean
+    as the gradient. `states`: how many buffers it keeps."""
+
+    rule: str
+    states: int
+    hyper: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundScheme(Scheme):
+    """What all schemes of rounds can be told.
+
+    quorum: so many contributions close a round, `grace` seconds after they are there (None: all live members').
+    token_weights: a contribution weighs as many as the samples that it is of (False: all weigh the same).
+    """
+
+    quorum: int | None = None
+    grace: float = 0.0
+    token_weights: bool = False
+
+    WAITS: ClassVar[bool] = True  # whether a worker waits for its round to close
+    LATE: ClassVar[bool] = True  # whether a contribution that comes late may count in a later round
+
+    def __post_init__(self) -> None:
+        if self.quorum is not None and not is_whole(self.quorum, 1, t.SLOTS):
+            raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is no whole number in 1 to {t.SLOTS}")
+        if not (is_number(self.grace) and self.grace >= 0):
+            raise InvalidArgumentError(f"{self.NAME}: grace={self.grace!r} is no time in seconds")
+        if not is_whole(self.interval(), 1):
+            raise InvalidArgumentError(f"{self.NAME}: every={self.interval()!r} is no number of steps from 1 on")
+        if not isinstance(self.token_weights, bool):
+            raise InvalidArgumentError(f"{self.NAME}: token_weights={self.token_weights!r} is neither True nor False")
+
+    def interval(self) -> int:
+        """Return after how many local steps a worker contributes."""
+        return 1
+
+    def outer(self) -> Outer | None:
+        """Return the optimizer on the servers, None where the mean is just added."""
+        return None
+
+    def copies(self) -> Copies:
+        """The weights and the next ones; the sum and two states of an outer optimizer; an inbox for each worker."""
+        outer = self.outer()
+        return Copies(2 + (1 + 2 * outer.states if outer else 0), 1)
+
+    def first_clock(self, rows: t.Rows) -> int:
+        """Nobody waits for who joins in the middle of a round, but for who is there before anybody's first one."""
+        now = int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
+        fresh = now == 0 and not any(t.clock_of(word) for word in rows[1:, t.MARK])
+        return now if fresh else now + 1
+
+    def run(self, group: Group, values: Values) -> RoundExchange:
+        """Return this worker's exchange. Makes its inbox, and what closing needs where it is not there yet."""
+        return RoundExchange(group, values, self)
+
+
+class RoundExchange(Exchange):
+    """One worker's side. It computes from `base`, the weights of round `base_round`; the delta that it has sent lies in
+    its inbox until it is known what became of it."""
+
+    def __init__(self, group: Group, values: Values, scheme: RoundScheme) -> None:
+        self._group = group
+        self._values = values
+        self._scheme = scheme
+        self._interval = scheme.interval()
+        self._outer = scheme.outer()
+        self._base = np.empty_like(values)
+        self._base_round = 0
+        self._delta = np.empty_like(values)
+        self._steps = self._samples = 0  # since the last exchange
+        self._repeated = False
+        # The contribution in the inbox, as long as its fate is open:
+        self._sent = False
+        self._tokens = 0.0  # its weight, but for staleness
+        self._origin = 0  # the round whose weights it starts from
+        self._target = 0  # the round that it is marked for
+        self._owing = False  # it was sent, and the weights have not been taken over yet
+        self._refused: RefusedContributionError | None = None
+        self._quorum_seen: tuple[int, float] = (-1, 0.0)  # round, time.monotonic()
+
+        member = group.member
+        if member.former:
+            group.client.delete(f"{group.name}/{_inbox(member.former)}", missing_ok=True)
+        self._next = group.buffer("next")
+        self._sum = group.buffer("sum") if self._outer else None
+        states = range(self._outer.states if self._outer else 0)
+        self._states = [[group.buffer(f"outer/{copy}/{state}") for state in states] for copy in (0, 1)]
+        # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
+        self._inbox = group.buffer(_inbox(member.incarnation))
+        self._inboxes = {member.incarnation: self._inbox}
+        self._weight_word = group.table.get(member.row, t.WEIGHT)
+        self._take_over()
+
+    # ---- the worker's side
+
+    def step(self, samples: int) -> None:
+        """Contribute at every interval; wait for the round to be closed, unless the scheme does not wait."""
+        if not self._repeated:
+            self._steps += 1
+            self._samples += samples
+        self._repeated = True  # as long as it has not returned: called again, it is the same step
+        self._exchange()
+        self._repeated = False
+
+    def _exchange(self) -> None:
+        if self._owing:  # an earlier call was interrupted: these local steps are lost
+            self._finish()
+        elif self._steps >= self._interval:
+            if self._sent and not self._settle():
+                # Nobody has closed its round yet: go on alone, and send all of it later.
+                self._steps = 0
+                self._group.reap(self._late(self._group.table.read(), self._target))
+                return
+            self._send()
+            self._finish()
+        elif self._sent and self._grace_left() <= 0:
+            self._settle()
+
+    def restart(self) -> None:
+        """Take the present weights over."""
+        self._take_over()
+
+    def close(self) -> None:
+        """Take the inbox away, unless what is in it may still count."""
+        if not self._sent or self._fate(self._group.table.read()) is not None:
+            self._group.client.delete(self._inbox.name, missing_ok=True)
+
+    def _send(self) -> None:
+        """Put the delta into the inbox; where it is refused, nothing, so that the others need not wait for it."""
+        group, scheme = self._group, self._scheme
+        np.subtract(self._values, self._base, out=self._delta)
+        self._origin = self._base_round
+        # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
+        in_time = scheme.WAITS and (scheme.quorum is None or not scheme.LATE)
+        self._target = self._origin if in_time else group.round
+        self._tokens = float(self._samples) if scheme.token_weights else 1.0
+        try:
+            group.check(self._delta, self._target - self._origin)
+        except RefusedContributionError as error:
+            self._refused, self._tokens = error, 0.0
+        else:
+            self._inbox.write(self._delta)
+        failpoint("train-sent")
+        self._sent = self._owing = True
+
+    def _finish(self) -> None:
+        """After _send: settle, and go on from the present weights. May be called again where it was interrupted."""
+        if self._sent:
+            self._settle()
+        self._group.member.add(t.SAMPLES, self._samples)
+        self._group.member.add(t.BYTES, 2 * self._group.transfer_bytes)
+        self._take_over()
+        self._group.member.report()
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+
+    def _take_over(self) -> None:
+        self._base_round = self._group.read(self._values)
+        self._base[:] = self._values
+        self._steps = self._samples = 0
+        self._owing = self._repeated = False
+
+    def _settle(self) -> bool:
+        """Find out what becomes of the contribution. Waits for its round to be closed, or, in a scheme that does not
+        wait, only while somebody is closing it. False: its fate is open still."""
+        group = self._group
+        while True:
+            self._mark()
+            rows = group.table.read()
+            if rows[group.member.row, t.INCARNATION] != group.member.incarnation:
+                raise group.member.lost()
+            counted = self._fate(rows)
+            if counted is None:
+                ready = self._complete(rows)
+                if ready and self._close():
+                    continue
+                if not ready and not self._scheme.WAITS:
+                    return False
+                if not group.wait(self._patience()):
+                    group.member.check()
+                    if not ready:
+                        group.reap(self._late(rows, self._target))
+                continue
+            if counted or self._tokens == 0.0 or not self._again(rows):
+                self._sent = False
+                return True
+
+    def _again(self, rows: t.Rows) -> bool:
+        """What to do with a contribution that came too late: True to mark it for the open round."""
+        member, staleness = self._group.member, _round(rows) - self._origin
+        limit = self._group.guards.staleness_max
+        if not self._scheme.LATE:
+            member.add(t.DROPPED, 1)
+            return False
+        if limit is not None and staleness > limit:
+            member.add(t.REFUSED, 1)
+            self._refused = RefusedContributionError(
+                f"contribution refused: its staleness {staleness} exceeds staleness_max={limit}: it came too late "
+                f"for {staleness} rounds"
+            )
+            return False
+        self._target = _round(rows)
+        return True
+
+    def _mark(self) -> None:
+        """Tell all that the inbox is ready for the target round. The weight before the mark."""
+        member = self._group.member
+        weight = self._tokens / math.sqrt(1 + self._target - self._origin)
+        word = member.incarnation << 32 | struct.unpack("<I", struct.pack("<f", weight))[0]
+        if word != self._weight_word:
+            if self._group.table.swap(member.row, t.WEIGHT, self._weight_word, word) not in (self._weight_word, word):
+                raise member.lost()
+            self._weight_word = word
+        if member.clock != self._target + 1:
+            member.advance(self._target + 1)
+            failpoint("train-marked")
+
+    def _fate(self, rows: t.Rows) -> bool | None:
+        """Whether the contribution counted in its target round; None while that is open."""
+        if _round(rows) == self._target:
+            return None
+        if self._tokens == 0.0:
+            return True
+        decided = int(rows[0, _decided(self._target)])
+        if decided >> t.SLOTS != _tag(self._target):
+            return self._scheme.LATE  # so long ago that nobody knows: it must not count twice
+        if not decided >> self._group.member.slot & 1:
+            return False
+        member = self._group.member
+        staleness = self._target - self._origin
+        member.add(t.CONTRIBUTIONS, 1)
+        member.set(t.STALENESS, staleness)
+        member.set(t.STALENESS_MAX, max(staleness, member.get(t.STALENESS_MAX)))
+        return True
+
+    # ---- when a round is complete
+
+    def _complete(self, rows: t.Rows) -> bool:
+        """Whether the target round, which is open, may be closed."""
+        if int(rows[0, t.ROUND]) & BUILT or not self._late(rows, self._target):
+            return True
+        quorum = self._scheme.quorum
+        if quorum is None or len(_contributions(rows, self._target)) < quorum:
+            return False
+        if self._quorum_seen[0] != self._target:
+            self._quorum_seen = (self._target, time.monotonic())
+        return self._grace_left() <= 0
+
+    def _late(self, rows: t.Rows, number: int) -> list[int]:
+        """Return the members that a round waits for."""
+        return [slot for slot in self._group.live(rows) if t.clock_of(rows[1 + slot, t.MARK]) <= number]
+
+    def _grace_left(self) -> float:
+        """Seconds until our target round may be closed by its quorum, as far as we have seen."""
+        number, since = self._quorum_seen
+        return math.inf if number != self._target else since + self._scheme.grace - time.monotonic()
+
+    def _patience(self) -> float:
+        return min(self._group.patience, max(0.0, self._grace_left()) or math.inf)
+
+    # ---- closing
+
+    def _close(self) -> bool:
+        """Close the target round. False: somebody else is at it, or we lost the locks over it."""
+        written = [self._group.weights, self._next, *self._states[(self._target + 1) % 2]]
+        if self._sum is not None:
+            written.append(self._sum)
+        fences: dict[str, Lock] = {}
+        with contextlib.ExitStack() as held:  # gives every lock back, also where giving one back fails
+            try:
+                for buffer in written:
+                    try:
+                        fences[buffer.name] = buffer.lock(ttl=self._group.lease, timeout=0.0).acquire()
+                    except TimeoutError:
+                        return False
+                    held.callback(_release, fences[buffer.name])
+                self._close_under(fences)
+            except LockLostError:
+                return False
+            except NotFoundError:
+                if self._group.round == self._target:
+                    raise
+                return False  # we were stopped, and others closed it: of those who have left since the inboxes are gone
+        # Not before the locks are free: who is woken may have to close the next round.
+        self._group.wake()
+        return True
+
+    def _close_under(self, fences: dict[str, Lock]) -> None:
+        table, number = self._group.table, self._target
+        word = table.get(0, t.ROUND)
+        if word >> t.ROUND_SHIFT != number:
+            return
+        claim = word + ATTEMPT
+        if table.swap(0, t.ROUND, word, claim) != word:
+            return
+        failpoint("train-claimed")
+        if not claim & BUILT:
+            self._build(self._decide(number), fences)
+            failpoint("train-computed")
+            if table.swap(0, t.ROUND, claim, claim | BUILT) != claim:
+                return
+            claim |= BUILT
+        failpoint("train-built")
+        self._group.replace(self._next, claim, fences[self._group.weights.name])
+
+    def _decide(self, number: int) -> list[tuple[Buffer, float]]:
+        """Return inboxes and weights, by slot, of those who count in a round: whoever closes it finds the same set."""
+        group, table, column = self._group, self._group.table, _decided(number)
+        rows = table.read()
+        word = int(rows[0, column])
+        while word >> t.SLOTS != _tag(number):
+            chosen = _tag(number) << t.SLOTS | sum(1 << slot for slot in _contributions(rows, number))
+            if table.swap(0, column, word, chosen) == word:
+                word = chosen
+            else:  # a former closer was faster, and may have seen more than we
+                rows = table.read()
+                word = int(rows[0, column])
+        failpoint("train-decided")
+        weights = {slot: weight for slot, weight in _contributions(rows, number).items() if word >> slot & 1}
+        inboxes = {}
+        for slot in weights:
+            incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
+            inboxes[incarnation] = self._inboxes.get(incarnation) or group.client.open(
+                f"{group.name}/{_inbox(incarnation)}"
+            )
+        self._inboxes = inboxes
+        return list(zip(inboxes.values(), weights.values(), strict=True))
+
+    def _build(self, chosen: list[tuple[Buffer, float]], fences: dict[str, Lock]) -> None:
+        """Make the next weights, and the next state, of sources that stay as they are."""
+        total = sum(weight for _, weight in chosen)
+        following = self._next
+        following.accumulate_from(self._group.weights, op="replace", fence=fences[following.name])
+        if self._outer is None or self._sum is None:
+            for inbox, weight in chosen:
+                following.accumulate_from(inbox, scale=weight / total, fence=fences[following.name])
+                failpoint("train-added")
+            return
+        old, new = self._states[self._target % 2], self._states[(self._target + 1) % 2]
+        for source, state in zip(old, new, strict=True):
+            state.accumulate_from(source, op="replace", fence=fences[state.name])
+        for index, (inbox, weight) in enumerate(chosen):
+            op = "sum" if index else "replace"
+            self._sum.accumulate_from(inbox, op=op, scale=-weight / total, fence=fences[self._sum.name])
+            failpoint("train-added")
+        if chosen:
+            hyper = dict(self._outer.hyper)
+            following.apply(self._outer.rule, self._sum, *new, fence=fences[following.name], **hyper)
+
+
+def _inbox(incarnation: int) -> str:
+    return f"inbox/{incarnation}"
+
+
+def _round(rows: t.Rows) -> int:
+    return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
+
+
+def _decided(number: int) -> int:
+    return t.DECIDED + number % t.DECIDED_KEPT
+
+
+def _tag(number: int) -> int:
+    """Fifteen bits by which a column says which round it is of; 0 was never written."""
+    return (number + 1) & 0x7FFF
+
+
+def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
+    """Return slot: weight of those who have marked something for a round, whether they are still there or not."""
+    found = {}
+    for slot in np.flatnonzero(rows[1:, t.MARK] & t.CLOCK_MASK == number + 1).tolist():
+        mark, word = int(rows[1 + slot, t.MARK]), int(rows[1 + slot, t.WEIGHT])
+        weight = struct.unpack("<f", struct.pack("<I", word & 0xFFFFFFFF))[0]
+        if weight > 0 and word >> 32 == t.incarnation_of(mark):
+            found[slot] = weight
+    return found
+
+
+def _release(fence: Lock) -> None:
+    with contextlib.suppress(LockLostError):
+        fence.release()

@@ -1,0 +1,256 @@
+"""Work units: rows of a data set for workers that come and go, each unit done once in every epoch.
+
+The buffer NAME has one word for each unit: epoch << 32 | incarnation. (e, 0): the epochs before e are done, e is to be
+done; (e, i): incarnation i is at it. Each change is one compare_swap, so a unit is in one worker's hands at a time, and
+a worker that dies in between leaves nothing but its word, by which it is found. NAME/members is a table of who is
+there, with a lock each (members.py).
+
+Tickets from a counter lead every worker to another unit; they are hints, nothing depends on them. At the end of each
+epoch a worker looks for what was left behind: units whose worker is dead, and those of lost tickets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smb.client import Client
+from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from smb.errors import TimeoutError as SmbTimeoutError
+from smb.train import member_table as t
+from smb.train import members
+from smb.train.group import wake
+from smb.train.members import Member, MembershipLostError
+
+if TYPE_CHECKING:
+    from smb.train.worker import Worker
+
+_METADATA = "smb.train.work_units"
+_UNITS_MAX = 1 << 24  # 128 MiB of words
+_HALF = 32
+_LOW = (1 << _HALF) - 1
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rows start to start + count - 1, for the epoch-th time (from 0)."""
+
+    epoch: int
+    start: int
+    count: int
+
+
+class WorkUnits:
+    """The rows 0 to total - 1 in units of `unit` rows, handed out over all workers of that name; iterate over it.
+
+    A unit is done when the next one is asked for; what is in hand at close(), or when the block is left, is handed out
+    again, at once; and what was in the hands of a worker that died, `lease` seconds later, by the end of the epoch. A
+    worker that was stopped for longer may so do a unit that another does too; it is logged. Each epoch's order is drawn
+    from `seed`. The iteration ends when all `epochs` are done, by all workers (None: never); for the last units of
+    others it waits. In a scheme with rounds pass `worker`: it stands aside then, so that those others need not wait for
+    it in turn. All who use the name give the same total, unit, seed and lease; InvalidArgumentError otherwise. A later
+    run may ask for more epochs.
+
+    Four small calls a unit. Delete the buffers NAME, NAME/members and NAME/tick when all is done; under the name of a
+    group, "run/units", smb.train.delete does.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        total: int,
+        unit: int,
+        seed: int = 0,
+        *,
+        epochs: int | None = None,
+        lease: float = 10.0,
+        worker: Worker | None = None,
+    ) -> None:
+        asked = f"work units {name!r}"
+        if total < 1 or unit < 1 or not 0 <= seed < 2**63 or (epochs is not None and epochs < 0):
+            raise InvalidArgumentError(f"{asked}: total={total!r}, unit={unit!r}, seed={seed!r}, epochs={epochs!r}")
+        self._units = -(-total // unit)
+        if self._units > _UNITS_MAX:
+            raise InvalidArgumentError(f"{asked}: {self._units} units; at most {_UNITS_MAX}: make them larger")
+        settings = {"total": total, "unit": unit, "seed": seed, "lease": lease}
+        self._client, self._name = client, name
+        self._total, self._unit, self._seed, self._lease = total, unit, seed, lease
+        self._end = _LOW if epochs is None else epochs
+        try:
+            self._words = client.create(
+                name, 1 + self._units, "int64", servers=1, exist_ok=True, metadata={_METADATA: settings}
+            )
+        except AlreadyExistsError as error:
+            raise InvalidArgumentError(f"{asked}: {error}: another number of units, or something else") from error
+        found = self._words.metadata.get(_METADATA)
+        if isinstance(found, dict):
+            found = {key: value for key, value in found.items() if key != "epochs"}  # which version 0.1 stored
+        if found != settings:
+            raise InvalidArgumentError(f"{asked}: it is there with {found}, not {settings}")
+        self._table = t.Table(
+            client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1, exist_ok=True)
+        )
+        self._tick = client.create(f"{name}/tick", 1, "int64", servers=1, exist_ok=True)
+        self._seen = self._tick.version
+        self._member: Member | None = self._admit()
+        self._held: tuple[int, int] | None = None  # unit, word
+        self._worker = worker
+        self._ticket: tuple[int, int] | None = None  # drawn, not used yet
+        self._swept = 0  # epochs whose left-overs were looked for
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    def __iter__(self) -> Iterator[Unit]:
+        """Hand out units until all epochs are done."""
+        while (unit := self.take()) is not None:
+            yield unit
+
+    def take(self) -> Unit | None:
+        """Return the next unit; the one before is done. None when all is done: for others' last ones it waits."""
+        self._finish()
+        member = self._here()
+        while True:
+            epoch, hint = self._ticket = self._ticket or self._draw()
+            if epoch > self._swept:
+                left = self._sweep(member, min(epoch, self._end))
+                if left is not None:
+                    return left
+                self._swept = min(epoch, self._end)
+            if epoch >= self._end:
+                return self._last(member)
+            self._ticket = None
+            found = self._claim(member, hint, epoch)
+            if found is not None:
+                return found
+
+    def close(self) -> None:
+        """Hand back what is in hand, and leave. Twice does nothing."""
+        member, self._member = self._member, None
+        if member is None:
+            return
+        if self._held is not None:
+            index, word = self._held
+            self._words.compare_swap(1 + index, word, word & ~_LOW)
+            self._held = None
+        member.leave()
+        wake(self._tick, self._lease)
+
+    def __enter__(self) -> WorkUnits:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _admit(self) -> Member:
+        return members.admit(self._client, self._name, self._table, self._lease, lambda _: 0)
+
+    def _here(self) -> Member:
+        if self._member is None:
+            raise InvalidArgumentError(f"work units {self._name!r}: closed; make another")
+        try:
+            self._member.check()
+        except MembershipLostError:
+            _log.warning("work units %r: the lease was lost; what was in hand may be done twice", self._name)
+            self._member.leave()
+            self._member = self._admit()
+        return self._member
+
+    def _finish(self) -> None:
+        if self._held is None:
+            return
+        index, word = self._held
+        done = ((word >> _HALF) + 1) << _HALF
+        if self._words.compare_swap(1 + index, word, done) not in (word, done):
+            _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
+        self._held = None
+
+    def _draw(self) -> tuple[int, int]:
+        """Return (epoch, unit) of the next ticket."""
+        epoch, place = divmod(self._words.fetch_add(0, 1), self._units)
+        if self._order[0] != epoch:
+            order = np.random.default_rng([self._seed, epoch]).permutation(self._units)
+            self._order = (epoch, order)
+        return epoch, int(self._order[1][place])
+
+    def _claim(self, member: Member, index: int, epoch: int, found: int | None = None) -> Unit | None:
+        """Take a unit that nobody has, for the epoch or an earlier one that it lags behind."""
+        word = epoch << _HALF if found is None else found
+        while True:
+            new = word & ~_LOW | member.incarnation
+            before = self._words.compare_swap(1 + index, word, new)
+            if before == word:
+                self._held = (index, new)
+                start = index * self._unit
+                return Unit(new >> _HALF, start, min(self._unit, self._total - start))
+            if before & _LOW or before >> _HALF > epoch:
+                return None
+            word = before
+
+    def _sweep(self, member: Member, epoch: int) -> Unit | None:
+        """Take a unit that was left behind in the epochs before this one."""
+        words = self._words.read(1)
+        behind = np.flatnonzero(words >> _HALF < epoch)
+        if not behind.size:
+            return None
+        owners = np.unique(words[behind] & _LOW)
+        # We have none in hand, so one of ours is of a claim that failed, for all we knew.
+        gone = {member.incarnation} | self._gone({int(owner) for owner in owners} - {0, member.incarnation})
+        for index in behind:
+            word = int(words[index])
+            owner = word & _LOW
+            if not owner or owner in gone:
+                unit = self._claim(member, int(index), epoch - 1, word)
+                if unit is not None:
+                    return unit
+        return None
+
+    def _gone(self, owners: set[int]) -> set[int]:
+        """Return those of these incarnations that are dead."""
+        rows = self._table.read()
+        slots = {int(rows[1 + slot, t.INCARNATION]): slot for slot in members.live(rows)}
+        suspects = [slots[owner] for owner in owners if owner in slots]
+        dead = members.reap(self._client, self._name, self._table, self._lease, suspects)
+        return {owner for owner in owners if owner not in slots or slots[owner] in dead}
+
+    def _last(self, member: Member) -> Unit | None:
+        """All is handed out: wait until it is done, or its worker dies."""
+        wake(self._tick, self._lease)
+        left = self._sweep(member, self._end)
+        if left is not None or self._all_done():
+            return left
+        with self._worker.aside() if self._worker is not None else contextlib.nullcontext():
+            return self._wait_for_last(member)
+
+    def _all_done(self) -> bool:
+        return bool((self._words.read(1) >> _HALF >= self._end).all())
+
+    def _wait_for_last(self, member: Member) -> Unit | None:
+        while True:
+            left = self._sweep(member, self._end)
+            if left is not None or self._all_done():
+                return left
+            try:
+                self._seen = self._tick.wait(self._seen + 1, timeout=max(0.05, self._lease / 4))
+            except SmbTimeoutError:
+                member = self._here()
+
+
+def delete_units(client: Client, name: str) -> None:
+    """Delete the buffers of work units that nobody needs any more. Raises NotFoundError."""
+    if not any(info.name == name for info in client.list()):
+        raise NotFoundError(f"there are no work units {name!r}")
+    for suffix in ("", "/members", "/tick"):
+        client.delete(name + suffix, missing_ok=True)

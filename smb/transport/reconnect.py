@@ -1,0 +1,276 @@
+"""The client's links to servers, and the threads that give them a new connection when theirs broke.
+
+A link is a lane of the session to a server (csrc/client.h): the calls on it stay in progress while it has no
+connection. One thread waits until some link has calls but no connection; for each such link a thread looks for the
+server, at its last address and where the coordinator says, until it answers or nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from smb.config.parse import parse_address
+from smb.daemon.metric_names import OUTAGE_EDGES
+from smb.engine import EngineClient, EngineError, Lane, Link, Status
+from smb.errors import Error, TransportError, UnavailableError
+from smb.rpc.client_tokens import Tokens
+from smb.security.credentials import server_name
+from smb.transport.base import Deadline, SegmentPlace
+from smb.transport.tls import ClientTls
+
+_PAUSE_FIRST_S = 0.01
+_PAUSE_MAX_S = 0.25
+_ATTEMPT_MS = 1000
+_WATCH_MS = 60_000
+_JOIN_S = 10.0
+_UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
+
+_UNTRUSTED = "memory server %s at %s is not whom it should be, or does not take us: %s"
+
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a server is now, as the coordinator knows it."""
+
+    address: str
+    unix_path: str
+    instance_id: int
+    control_address: str = ""
+    tls: bool = False
+
+
+class Dialer(Protocol):
+    """Makes connections of a lane that are neither TCP nor Unix."""
+
+    def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """Return a link and the server's instance. Raises EngineError, NoWayError."""
+
+    def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
+        """Give the link a new connection and return the server's instance; None: it should have one over TCP.
+
+        Raises EngineError, UnavailableError: not now.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Outages:
+    """Connections that broke while they were needed: how many, and how long those that ended took, as counts between
+    metric_names.OUTAGE_EDGES and their sum in seconds."""
+
+    begun: int
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+@dataclass(slots=True)
+class _Entry:
+    server: str
+    lane: Lane
+    where: Whereabouts
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while it connects for the first time
+    link: Link | None = None
+
+
+class Links:
+    """All resumable links of a client, one for each server and lane."""
+
+    def __init__(
+        self, client: EngineClient, locate: Callable[[str], Whereabouts | None], tokens: Tokens, tls: ClientTls
+    ) -> None:
+        """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it."""
+        self.tokens = tokens
+        self._tls = tls
+        self._client = client
+        self._locate = locate
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, Lane], _Entry] = {}
+        self._dialers: dict[Lane, Dialer] = {}
+        self._threads: set[threading.Thread] = set()  # `smb-links`, once something is reached, and each `smb-resume`
+        self._closing = threading.Event()
+        self._untrusted: dict[str, str] = {}  # by server: who answered there instead, the last time
+        self._outages = Outages(0, (0,) * (len(OUTAGE_EDGES) + 1), 0.0)
+
+    def outages(self) -> Outages:
+        """Return what broke, and for how long."""
+        return self._outages
+
+    def why_untrusted(self, server: str) -> str:
+        """Return why whoever answers at the server's address is not taken for it, empty where that is not so."""
+        return self._untrusted.get(server, "")
+
+    def dial(self, lane: Lane, dialer: Dialer) -> None:
+        """Have links of that lane connected by `dialer`."""
+        self._dialers[lane] = dialer
+
+    def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
+        """Return the link of this lane to the segment's server, connecting it if there is none.
+
+        It may be used for that segment. Raises EngineError where nobody answers or we are refused, UnavailableError
+        where it is another server, or another run of it.
+        """
+        where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
+        with self._lock:
+            entry = self._entries.setdefault((place.server, lane), _Entry(place.server, lane, where))
+            if not self._threads:
+                self._start(_watch, (self._client, weakref.ref(self)), "smb-links")
+        with entry.lock:  # one connects, the others wait for its link
+            if entry.link is None or not entry.link.alive():
+                link = self._connect(entry, where, deadline)
+                entry.link, entry.where = link, where
+            link = entry.link
+        self.tokens.show(link, place.id, deadline.left_ms())
+        return link
+
+    def close(self) -> None:
+        """Close all of them, once the engine's client is closed: no new connection is looked for from here on."""
+        self._closing.set()
+        with self._lock:
+            self._entries.clear()
+            self._dialers.clear()  # they have these links themselves, and who is in a circle goes late
+
+    def join(self) -> None:
+        """Wait until no thread here is at work any more, after `close`, and after all that they wait for was closed,
+        but for one attempt to connect, of 1 s at most. One that still looks a name up after 10 s is left to itself:
+        what it finds is closed.
+        """
+        deadline = Deadline(_JOIN_S)
+        with self._lock:
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(deadline.left())
+
+    def _start(self, target: Callable[..., None], given: tuple[object, ...], name: str) -> None:
+        """Start a thread that `join` waits for. With the lock."""
+        thread = threading.Thread(target=target, args=given, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def begin_resume(self, link_id: int) -> None:
+        """Have a thread give that link a new connection."""
+        with self._lock:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            if not self._closing.is_set():
+                self._start(self.resume, (link_id,), "smb-resume")
+
+    def _connect(self, entry: _Entry, where: Whereabouts, deadline: Deadline) -> Link:
+        if entry.lane in _UNIX:
+            link, instance_id = self._client.connect_unix(where.unix_path, entry.lane, deadline.left_ms())
+        elif dialer := self._dialers.get(entry.lane):
+            link, instance_id = dialer.dial(entry.server, where, entry.lane, deadline.left_ms())
+        elif where.tls:
+            host, port = _numeric(entry.server, where.address)
+            tls, expected = self._tls.now(entry.server), server_name(entry.server)
+            link, instance_id = self._client.connect_tls(host, port, tls, expected, entry.lane, deadline.left_ms())
+        else:
+            host, port = _numeric(entry.server, where.address)
+            link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
+        if instance_id != where.instance_id:
+            # It was restarted, or another one has its address: the coordinator will know.
+            at = where.unix_path if entry.lane in _UNIX else where.address
+            raise UnavailableError(f"at {at} answers another run than the memory server {entry.server} known")
+        return link
+
+    def resume(self, link_id: int) -> None:
+        """Give that link a new connection; blocks until it has one, or nobody wants it any more."""
+        with self._lock:
+            entry = next((e for e in self._entries.values() if e.link is not None and e.link.id == link_id), None)
+        link = entry.link if entry is not None else None
+        if entry is None or link is None:
+            return  # it was closed meanwhile
+        try:
+            self._resume(entry, link)
+        finally:
+            link.let_go()
+
+    def _resume(self, entry: _Entry, link: Link) -> None:
+        _log.info("the connection to memory server %s broke; connecting again", entry.server)
+        begun = time.monotonic()
+        with self._lock:
+            self._outages = replace(self._outages, begun=self._outages.begun + 1)
+        pause, known = _PAUSE_FIRST_S, 0
+        while not self._closing.is_set() and link.alive() and link.wanted():
+            try:
+                instance_id = self._attempt(entry, link, known)
+            except Error as error:
+                if isinstance(error, EngineError) and error.status is Status.SESSION_ENDED:
+                    _log.warning("memory server %s: %s", entry.server, error)
+                    return
+                if isinstance(error, EngineError) and error.status is Status.UNTRUSTED:
+                    if entry.server not in self._untrusted:
+                        _log.warning(_UNTRUSTED, entry.server, entry.where.address, error)
+                    self._untrusted[entry.server] = str(error)
+                _log.debug("memory server %s: %s", entry.server, error)
+            else:
+                self._untrusted.pop(entry.server, None)
+                _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
+                self._note_outage(time.monotonic() - begun)
+                return
+            if self._closing.wait(pause):
+                return
+            pause = min(2 * pause, _PAUSE_MAX_S)
+            found = self._locate(entry.server)
+            if found is not None:
+                entry.where, known = found, found.instance_id
+
+    def _note_outage(self, seconds: float) -> None:
+        place = bisect.bisect_left(OUTAGE_EDGES, seconds)
+        with self._lock:
+            before = self._outages
+            counts = tuple(count + (i == place) for i, count in enumerate(before.counts))
+            self._outages = Outages(before.begun, counts, before.sum_s + seconds)
+
+    def _attempt(self, entry: _Entry, link: Link, accept_instance: int) -> int:
+        if entry.lane in _UNIX:
+            return link.resume_unix(entry.where.unix_path, accept_instance, _ATTEMPT_MS)
+        if dialer := self._dialers.get(entry.lane):
+            instance_id = dialer.redial(link, entry.server, entry.where, accept_instance, _ATTEMPT_MS)
+            if instance_id is not None:
+                return instance_id
+        host, port = _numeric(entry.server, entry.where.address)
+        if entry.where.tls:
+            tls, expected = self._tls.now(entry.server), server_name(entry.server)
+            return link.resume_tls(host, port, tls, expected, accept_instance, _ATTEMPT_MS)
+        return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
+
+
+def refused(place: SegmentPlace, error: EngineError) -> Error:
+    """Return what to raise where a server's TCP address does not let us in."""
+    text = f"memory server {place.server} at {place.address} can't be reached: {error}"
+    if error.status is Status.UNTRUSTED:
+        text = _UNTRUSTED % (place.server, place.address, error)
+    if error.status in (Status.VERSION, Status.PROTOCOL):
+        return TransportError(text)
+    return UnavailableError(text)
+
+
+def _numeric(server: str, address: str) -> tuple[str, int]:
+    host, port = parse_address(address)
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
+    except OSError as error:
+        raise UnavailableError(f"memory server {server}: no address for {host!r}: {error.strerror}") from error
+
+
+def _watch(client: EngineClient, links: weakref.ref[Links]) -> None:
+    """Wait for links without a connection, until the client is closed or forgotten."""
+    while True:
+        try:
+            link_id = client.wait_down(_WATCH_MS)
+        except EngineError:
+            return
+        owner = links()
+        if owner is None:
+            return
+        if link_id is not None:
+            owner.begin_resume(link_id)
+        del owner

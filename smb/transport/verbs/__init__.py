@@ -1,0 +1,1 @@
+"""RDMA: one-sided reads and writes, and requests by reference."""

@@ -1,0 +1,412 @@
+"""RDMA: one queue pair to each server for data; what waits has a TCP link of its own.
+
+The control service of a memory server makes its end of the queue pair and gives the keys; that both ends reach each
+other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client.h): when the queue pair breaks, the
+lane goes on over another one, or, where none can be made, over TCP, until it breaks the next time.
+
+Nothing of RDMA is imported, opened or started before the first segment is reached this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from smb.engine import EngineClient, EngineError, Lane, Link, Status
+from smb.errors import Error, NotFoundError, TransportError, UnavailableError
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import MemoryServerStub
+from smb.security.credentials import Credentials, channel, server_name
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Way
+from smb.transport.reconnect import Links, Whereabouts, refused
+from smb.transport.verbs.progress_thread import Progress
+from smb.transport.verbs.queue_pair import Device, Domain, End, NoDeviceError, Queue, Settings
+from smb.transport.verbs.registration import ClientMemory
+from smb.transport.verbs.requester import Carrier, Place, Right
+
+_HELLO_MS = 4000  # a queue pair gives up after 0.5 s or, on some cards, 4 s
+_TRIES = 2  # to make another queue pair, before the lane goes on over TCP
+_REFUSED_S = 60.0  # so long a server that can't be reached is not asked again
+
+_log = logging.getLogger("smb")
+
+
+class _NotConnectedError(NoAnswerError):
+    """A server that is there, and has no connection of this session's."""
+
+
+@dataclass(slots=True)
+class _Server:
+    """One memory server, as this client uses it over RDMA. `lock`: while it is asked for keys."""
+
+    name: str
+    channel_address: str = ""
+    channel: Any = None
+    stub: Any = None
+    carrier: Carrier | None = None
+    rights: dict[int, Right] = field(default_factory=dict)  # the carrier's, by segment
+    opened: dict[int, int] = field(default_factory=dict)  # segments that were asked for, and their epochs
+    reached: dict[int, None] = field(default_factory=dict)  # segments there that we want, the newest last
+    refusal: str = ""
+    refused_until: float = 0.0
+    failures: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Parts:
+    """What is to be closed, also when nobody has."""
+
+    def __init__(self) -> None:
+        self.closed = False  # nothing more is made
+        self.lock = threading.Lock()
+        self.memory: ClientMemory | None = None
+        self.progress: Progress | None = None
+        self.channels: list[Any] = []  # of control services
+
+    def close(self) -> None:
+        """Close all of it, after what other threads are making: what these wait for is broken off."""
+        with self.lock:
+            self.closed = True
+            channels, self.channels = self.channels, []
+        for one in channels:
+            one.close()
+        progress, self.progress = self.progress, None
+        memory, self.memory = self.memory, None
+        if progress is not None:
+            progress.close()
+        if memory is not None:
+            memory.close()
+
+
+class Verbs:
+    """Transport `verbs`."""
+
+    name = "verbs"
+
+    def __init__(
+        self,
+        client: EngineClient,
+        links: Links,
+        session_id: int,
+        settings: Settings,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._client = client
+        self._links = links
+        self._session_id = session_id
+        self._settings = settings
+        self._credentials = credentials
+        self._servers: dict[str, _Server] = {}
+        self._device: Device | None = None
+        self._why_not = ""
+        self._parts = _Parts()
+        self._lock = self._parts.lock
+        # Also at the process's end: before Python takes the parts of pyverbs apart in an order of its own.
+        weakref.finalize(self, self._parts.close)
+        links.dial(Lane.VERBS_DATA, self)
+        links.tokens.follow(self._renewed)
+
+    # ---- Transport
+
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+        """See Transport."""
+        device = self._open_device()
+        server = self._server(place.server)
+        if server.refused_until > time.monotonic():
+            raise NoWayError(server.refusal)
+        if not place.control_address:
+            raise NoWayError(f"the coordinator does not say where {place.server}'s control service is")
+        link = self._link(place, deadline)
+        if not self._over_tcp(server):
+            self._open_segment(server, place, epoch, deadline)
+        return Way(self.name, f"by {device}", link=link)
+
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """See Transport. The same link: what is fenced passes the server's gate."""
+        self._open_device()
+        server = self._server(place.server)
+        if server.refused_until > time.monotonic():
+            raise NoWayError(server.refusal)
+        return self._link(place, deadline)
+
+    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """See Transport. Over TCP: a wait is no matter of speed."""
+        try:
+            return self._links.reach(place, Lane.TCP_WAITS, deadline)
+        except EngineError as error:
+            raise refused(place, error) from error
+
+    def close(self) -> None:
+        """See Transport."""
+        self._parts.close()
+
+    # ---- for the client
+
+    def memory(self) -> ClientMemory:
+        """Return the client's registered memory. Raises NoWayError where RDMA can't be used."""
+        device = self._open_device()
+        with self._lock:
+            if self._parts.closed:
+                raise NoWayError("the client is closed")
+            if self._parts.memory is None:
+                try:
+                    self._parts.memory = ClientMemory(Domain(device))
+                except TransportError as error:
+                    raise NoWayError(str(error)) from error
+            return self._parts.memory
+
+    def note(self, array: Any) -> None:
+        """An array is about to be moved."""
+        memory = self._parts.memory
+        if memory is not None:
+            memory.note(array)
+
+    def carriers(self) -> list[Carrier]:
+        """Return the connections there are, for tests and measurements."""
+        with self._lock:
+            return [s.carrier for s in self._servers.values() if s.carrier is not None and not s.carrier.closed]
+
+    # ---- links.Dialer
+
+    def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """Connect for the first time."""
+        return self._carry(
+            self._server(server), where, timeout_ms, lambda fd, ms: self._client.connect_reference(fd, lane, ms)
+        )
+
+    def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
+        """Give the link another queue pair; None: it should go on over TCP."""
+        known = self._server(server)
+        if known.failures < _TRIES:
+            try:
+
+                def resume(fd: int, ms: int) -> tuple[None, int]:
+                    return None, link.resume_reference(fd, accept_instance, ms)
+
+                _, instance_id = self._carry(known, where, max(timeout_ms, _HELLO_MS), resume)
+            except NoWayError as error:
+                known.failures += not isinstance(error, NoAnswerError)
+                raise UnavailableError(f"{server}: {error}") from error
+            known.failures = 0
+            self._open_again(known, where)
+            return instance_id
+        known.failures = 0
+        # Nothing that the old queue pair sent may arrive once the lane speaks over TCP.
+        self._tell_closed(known, where.control_address)
+        _log.warning("memory server %s: no RDMA any more; going on over TCP", server)
+        return None
+
+    # ---- inside
+
+    def _open_device(self) -> Device:
+        with self._lock:
+            if self._device is None and not self._why_not:
+                if self._client.checksums:
+                    self._why_not = "checksums are asked for, which RDMA has its own of"
+                else:
+                    try:
+                        self._device = Device(self._settings)
+                    except NoDeviceError as error:
+                        self._why_not = str(error)
+            if self._device is None:
+                raise NoWayError(f"no RDMA here: {self._why_not}")
+            return self._device
+
+    def _server(self, name: str) -> _Server:
+        with self._lock:
+            return self._servers.setdefault(name, _Server(name))
+
+    def _link(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        server = self._server(place.server)
+        with self._lock:
+            server.reached.pop(place.id, None)
+            server.reached[place.id] = None
+        try:
+            return self._links.reach(place, Lane.VERBS_DATA, deadline)
+        except NoAnswerError:
+            raise
+        except NoWayError as error:
+            server.refusal, server.refused_until = str(error), time.monotonic() + _REFUSED_S
+            raise
+        except UnavailableError as error:
+            raise NoAnswerError(str(error)) from error
+
+    def _carry(
+        self, server: _Server, where: Whereabouts, timeout_ms: int, greet: Callable[[int, int], tuple[Any, int]]
+    ) -> tuple[Any, int]:
+        """Make a queue pair and a carrier over it; `greet` gets the engine's end of its socket."""
+        memory = self.memory()
+        queue = self._make_queue(memory)
+        try:
+            request = _connect_request(self._session_id, queue, self._any_proof(server))
+            reply = self._ask(server, where.control_address, "ConnectVerbs", request)
+            peer = reply.server
+            queue.connect(End(peer.number, peer.gid, peer.lid, peer.packet_sequence, peer.mtu, peer.reads).check())
+            slots = [Place(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
+            server.rights = {}  # the other connection's keys may be another run's
+            carrier = Carrier(queue, slots, server.rights, memory)
+        except BaseException as error:
+            queue.close()
+            if not isinstance(error, Error) or isinstance(error, NoWayError):
+                raise
+            raise NoWayError(str(error)) from error
+        try:
+            progress = self._moving()
+            progress.add(carrier)
+        except NoWayError:
+            carrier.close()
+            raise
+        server.carrier = carrier
+        try:
+            return greet(carrier.engine_end.detach(), max(timeout_ms, _HELLO_MS))
+        except EngineError as error:
+            self._tell_closed(server, where.control_address)
+            if carrier.why:
+                raise NoWayError(f"no way by RDMA to memory server {server.name}: {carrier.why}") from error
+            if error.status in (Status.TIMEOUT, Status.DISCONNECTED):
+                raise NoWayError(f"memory server {server.name} did not answer over RDMA: {error}") from error
+            raise
+        except BaseException:  # as Ctrl-C: the engine's end may stay open, and nobody else would close ours
+            progress.close_pump(carrier)
+            self._tell_closed(server, where.control_address)
+            raise
+
+    def _tell_closed(self, server: _Server, address: str) -> None:
+        request = pb.CloseVerbsRequest(session_id=self._session_id, token=self._any_proof(server))
+        with contextlib.suppress(Error):
+            self._ask(server, address, "CloseVerbs", request)
+
+    def _any_proof(self, server: _Server) -> pb.TokenProof | None:
+        """Return the proof of one of our tokens for that server, the last that we got; None: it asks for none."""
+        with self._lock:
+            reached = list(reversed(server.reached))
+        proofs = (self._links.tokens.proof(segment_id, self._session_id) for segment_id in reached)
+        return next((proof for proof in proofs if proof is not None), None)
+
+    def _renewed(self, segment_id: int) -> None:
+        """The segment has another token, or none: its keys last as long as what they were given for."""
+        with self._lock:
+            servers = [server for server in self._servers.values() if segment_id in server.opened]
+        for server in servers:
+            rights, deadline = server.rights, Deadline(_HELLO_MS / 1000)
+            if segment_id not in rights or self._over_tcp(server):
+                continue
+            try:
+                epoch = server.opened[segment_id]
+                rights[segment_id] = self._ask_right(server, server.channel_address, segment_id, epoch, deadline)
+            except (Error, KeyError) as error:  # from here on the server's gate decides
+                rights.pop(segment_id, None)
+                _log.debug("keys for segment %016x were not renewed: %s", segment_id, error)
+
+    def _make_queue(self, memory: ClientMemory) -> Queue:
+        try:
+            return Queue(memory.domain)
+        except TransportError as error:
+            raise NoWayError(str(error)) from error
+
+    def _moving(self) -> Progress:
+        with self._lock:
+            if self._parts.closed:
+                raise NoWayError("the client is closed")
+            if self._parts.progress is None:
+                self._parts.progress = Progress("smb-rdma")
+            return self._parts.progress
+
+    def _over_tcp(self, server: _Server) -> bool:
+        return server.carrier is None or server.carrier.closed
+
+    def _open_segment(self, server: _Server, place: SegmentPlace, epoch: int, deadline: Deadline) -> None:
+        if place.id in server.rights:
+            return
+        with server.lock:
+            carrier = server.carrier
+            try:
+                server.rights[place.id] = self._ask_right(server, place.control_address, place.id, epoch, deadline)
+            except _NotConnectedError:
+                # It was restarted while nothing was under way: the queue pair does not know, and would never be remade.
+                if carrier is not None:
+                    self._moving().close_pump(carrier)
+                raise
+            server.opened[place.id] = epoch
+
+    def _open_again(self, server: _Server, where: Whereabouts) -> None:
+        """After another connection. Until a segment is opened, and where that fails, the server's gate does."""
+        rights = server.rights
+        for segment_id, epoch in list(server.opened.items()):
+            deadline = Deadline(_HELLO_MS / 1000)
+            try:
+                rights[segment_id] = self._ask_right(server, where.control_address, segment_id, epoch, deadline)
+            except NotFoundError:
+                server.opened.pop(segment_id, None)
+            except Error as error:
+                _log.info("%s", error)
+                return
+
+    def _ask_right(self, server: _Server, address: str, segment_id: int, epoch: int, deadline: Deadline) -> Right:
+        request = pb.OpenSegmentVerbsRequest(
+            session_id=self._session_id, segment_id=segment_id, epoch=epoch, writable=True,
+            token=self._links.tokens.proof(segment_id, self._session_id),
+        )  # fmt: skip
+        opened = self._ask(server, address, "OpenSegmentVerbs", request, deadline)
+        return Right(
+            epoch, opened.dtype, opened.data.nbytes, opened.data.address, opened.data.key, opened.writable,
+            opened.chunk_bytes, opened.states.address, opened.states.key, opened.sequence_at,
+        )  # fmt: skip
+
+    def _stub(self, server: _Server, address: str) -> Any:
+        with self._lock:
+            if self._parts.closed:
+                raise NoWayError("the client is closed")
+            if server.channel_address != address:
+                if server.channel is not None:
+                    server.channel.close()
+                    self._parts.channels.remove(server.channel)
+                server.channel = channel(address, server_name(server.name), self._credentials)
+                self._parts.channels.append(server.channel)
+                server.stub = MemoryServerStub(server.channel)  # type: ignore[no-untyped-call]
+                server.channel_address = address
+            return server.stub
+
+    def _ask(self, server: _Server, address: str, method: str, request: Any, deadline: Deadline | None = None) -> Any:
+        if not address:
+            raise NoWayError(f"the coordinator does not say where {server.name}'s control service is")
+        timeout = min(_HELLO_MS / 1000, deadline.left()) if deadline is not None else _HELLO_MS / 1000
+        try:
+            return getattr(self._stub(server, address), method)(request, timeout=timeout)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details() or ""
+            text = f"memory server {server.name} at {address}: {details}"
+            if code is grpc.StatusCode.NOT_FOUND:
+                raise NotFoundError(text) from None
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                raise NoWayError(f"memory server {server.name} knows no RDMA") from None
+            # It was restarted, and has not heard of us, or of our queue pair's successor, yet; or it is slow.
+            if code is grpc.StatusCode.FAILED_PRECONDITION:
+                raise _NotConnectedError(text) from None
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise NoAnswerError(text) from None
+            if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+                raise NoAnswerError(text) from None
+            raise NoWayError(text) from None
+        except ValueError as error:  # a closed channel
+            raise NoWayError("the client is closed") from error
+
+
+def _connect_request(session_id: int, queue: Queue, token: pb.TokenProof | None) -> pb.ConnectVerbsRequest:
+    end = queue.end()
+    return pb.ConnectVerbsRequest(
+        session_id=session_id,
+        token=token,
+        client=pb.VerbsEnd(
+            number=end.number, gid=end.gid, lid=end.lid, packet_sequence=end.packet_sequence, mtu=end.mtu,
+            reads=end.reads,
+        ),
+    )  # fmt: skip
