@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perf.contender import ACCUMULATE, READ, Case, Run
-from smb.arrays import whole_pages
+from smb.arrays.memory import whole_pages
 
 SPAWN = multiprocessing.get_context("spawn")  # the threads of gRPC, UCX and others do not survive a fork
 ANSWER_S = 60.0  # to get ready, and to come to an end: the slowest peer takes 2 s for one call with 256 MiB

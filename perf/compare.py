@@ -26,7 +26,7 @@ from perf.ours import Ours
 from perf.results import ROOT, Results, new_results
 from perf.run import cases_of, parse
 from perf.tables import describe
-from smb.cli.signals import interrupted_once
+from smb.tools.cli.signals import interrupted_once
 
 _LEAST = 0.05  # a smaller difference is none, however well the rounds agree
 _ROUNDS = 5

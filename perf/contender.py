@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 WRITE, READ, ACCUMULATE, FETCH_ADD = OPERATIONS = ("write", "read", "accumulate", "fetch_add")
-# remote: TCP between the two hosts of perf/remote.py, unshaped and with a rate; tcp: over loopback, of one address.
-SHM, REMOTE, REMOTE_10GBIT, REMOTE_1GBIT, TCP, VERBS = TRANSPORTS = (
-    *("shm", "remote", "remote-10gbit", "remote-1gbit", "tcp", "verbs"),
+# remote: TCP between the two hosts of perf/remote.py, unshaped and with a rate; tcp: over loopback, of one address;
+# tls: that inside TLS.
+SHM, REMOTE, REMOTE_10GBIT, REMOTE_1GBIT, TCP, TLS, VERBS = TRANSPORTS = (
+    *("shm", "remote", "remote-10gbit", "remote-1gbit", "tcp", "tls", "verbs"),
 )
 REMOTE_RATES = {REMOTE: None, REMOTE_10GBIT: "10gbit", REMOTE_1GBIT: "1gbit"}
 OURS, LIMIT, ASIDE, PEER = KINDS = ("ours", "limit", "aside", "peer")
@@ -45,8 +46,13 @@ class Case:
 
     @property
     def over_tcp(self) -> bool:
-        """Over loopback or between two hosts."""
+        """Over loopback or between two hosts, as it is."""
         return self.transport == TCP or self.remote
+
+    @property
+    def carried(self) -> bool:
+        """Whether a network device carries the bytes, in TCP, inside TLS or not."""
+        return self.over_tcp or self.transport == TLS
 
 
 @dataclass(frozen=True)

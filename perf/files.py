@@ -69,7 +69,7 @@ def mounts(address: str) -> dict[str, tuple[list[float], list[float]]]:
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         there = Path(place)
         (Path(memory) / "big").write_bytes(bytes(NBYTES))
-        ours = ["smb.cli.main", "mount", "--foreground", "--drafts", memory, "-c", address]
+        ours = ["smb.tools.cli.main", "mount", "--foreground", "--drafts", memory, "-c", address]
         with (
             served(ours, there / "ours") as mine,
             served(["perf.pass_through", memory], there / "theirs") as theirs,

@@ -9,6 +9,8 @@
  * per stripe. Bytes are received straight into the array: of two writes at once an element may have bytes of both, so
  * all clients write the same there.
  *
+ * With tls=1 (tcp) all of that is inside TLS 1.3, of the cipher that smb takes, by OpenSSL's SSL_read and SSL_write on these sockets.
+ *
  * With namespace=FILE (as `ip netns` keeps them) and address= of an interface there, the server is in that network
  * namespace and the clients are in the one in which this was started: two hosts, as far as TCP can tell.
  *
@@ -312,6 +314,8 @@ static void read_plan(int count, char **words)
             plan.locks = number != 0;
         } else if (!strcmp(name, "polling")) {
             plan.polling = number != 0;
+        } else if (!strcmp(name, "tls")) {
+            plan.tls = number != 0;
         } else if (!strcmp(name, "connections")) {
             plan.connections = (unsigned)number;
         } else if (!strcmp(name, "buffer_bytes")) {
@@ -364,6 +368,9 @@ int main(int count, char **words)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     read_plan(count, words);
     shared = share(sizeof *shared);
+    if (plan.tls) {
+        tls_prepare();
+    }
     stripes = share((plan.bytes / STRIPE_BYTES + 1) * 64);
     batches_max = (uint64_t)(plan.seconds * RECORDS_PER_SECOND) + 100;
     for (unsigned c = 0; c < plan.clients; c++) {

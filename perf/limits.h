@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 enum { CLIENTS_MAX = 64, CONNECTIONS_MAX = 8 };
 #define STRIPE_BYTES ((uint64_t)256 << 10)
@@ -21,6 +22,7 @@ struct plan {
     bool nontemporal; /* shm: stores that go around the caches */
     bool locks;       /* shm: a lock for every stripe; accumulate of several clients always has them */
     bool polling;     /* sockets: never sleep */
+    bool tls;         /* tcp: inside TLS 1.3 */
     unsigned connections;   /* of each client, each with a part of the array and a thread on both sides */
     uint64_t buffer_bytes;  /* SO_SNDBUF and SO_RCVBUF; 0: the system's own */
     uint64_t piece_bytes;   /* what the server adds at once */
@@ -75,5 +77,11 @@ int listen_somewhere(void);
 void serve(int listener);
 void connect_all(struct client *client);
 void call_server(struct client *client);
+
+/* limits_tls.c. Before anybody is forked; then each end of a connection, known by its descriptor. tls_move: send or receive at most
+ * `bytes`, as send and recv do; -1 with errno EAGAIN where the socket does not block and has nothing to do. */
+void tls_prepare(void);
+void tls_begin(int socket, bool server);
+ssize_t tls_move(int socket, void *at, uint64_t bytes, bool sending);
 
 #endif

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from perf import remote
-from perf.contender import ASIDE, FETCH_ADD, LIMIT, READ, SHM, TCP, WRITE, Case, Run, Sample, sample_of
+from perf.contender import ASIDE, FETCH_ADD, LIMIT, READ, SHM, TCP, TLS, WRITE, Case, Run, Sample, sample_of
 
 FOLDER = Path(__file__).resolve().parent
-SOURCES = [FOLDER / name for name in ("limits.c", "limits_memory.c", "limits_sockets.c")]
+SOURCES = [FOLDER / name for name in ("limits.c", "limits_memory.c", "limits_sockets.c", "limits_tls.c")]
 BUILD = FOLDER.parent / "build" / "perf"
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-flto", "-march=native", "-Wall", "-Wextra", "-Werror", "-pthread")
 # Below this, neither a second connection nor the size of socket buffers matters.
@@ -33,7 +33,7 @@ def build() -> Path:
     if not program.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         draft = program.with_suffix(f".{os.getpid()}")
-        command = [_compiler() or "gcc", *FLAGS, *map(str, SOURCES), "-o", str(draft)]
+        command = [_compiler() or "gcc", *FLAGS, *map(str, SOURCES), "-lssl", "-lcrypto", "-o", str(draft)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
             raise RuntimeError(f"{SOURCES[0]} does not compile: {made.stderr.strip()[-500:]}")
@@ -62,7 +62,7 @@ class Limit:
 
     def __init__(self, name: str, transport: str, over: str, **options: int) -> None:
         self.name = name
-        self.kind = LIMIT if transport == over else ASIDE  # Unix sockets are shown beside TCP's, not as its limit
+        self.kind = LIMIT if transport == over or over == TLS else ASIDE  # Unix sockets are beside TCP's, not its limit
         self._transport = transport
         self._over = over
         self._options = options
@@ -71,7 +71,7 @@ class Limit:
         return None if _compiler() else "no C compiler (gcc)"
 
     def takes(self, case: Case) -> bool:
-        if case.transport != self._over and not (case.remote and self._transport == TCP):
+        if case.transport != self._over and not (case.remote and self._over == TCP == self._transport):
             return False
         return self._takes_memory(case) if self._transport == SHM else self._takes_socket(case)
 
@@ -132,8 +132,8 @@ def _sample(case: Case, out: bytes, *, served: bool) -> Sample:
     return sample_of(case, runs, told["server_cpu_seconds"] if served else None)
 
 
-def _sockets(family: str, over: str, buffers: Sequence[int]) -> list[Limit]:
-    title = "TCP" if family == TCP else "Unix"
+def _sockets(family: str, over: str, buffers: Sequence[int], **options_of_all: int) -> list[Limit]:
+    title = "TLS" if over == TLS else "TCP" if family == TCP else "Unix"
     limits = []
     for polling, connections in ((0, 1), (0, 2), (1, 1), (1, 2)):
         if polling and connections > 1 and (os.cpu_count() or 1) < 4:
@@ -142,7 +142,7 @@ def _sockets(family: str, over: str, buffers: Sequence[int]) -> list[Limit]:
             name = f"bare {title} socket{'s'[: connections > 1]}, {'polling' if polling else 'blocking'}"
             name += f", {connections} connections" if connections > 1 else ""
             name += f", {buffer_bytes >> 10} KiB buffers" if buffer_bytes else ""
-            options = {"polling": polling, "connections": connections, "buffer_bytes": buffer_bytes}
+            options = {"polling": polling, "connections": connections, "buffer_bytes": buffer_bytes, **options_of_all}
             limits.append(Limit(name, family, over, **options))
     return limits
 
@@ -154,4 +154,5 @@ CONTENDERS = [
     Limit("memory, non-temporal, stripe locks", SHM, SHM, nontemporal=1, locks=1),
     *_sockets(TCP, TCP, (0, 256 << 10, 1 << 20)),
     *_sockets("unix", TCP, (0, 256 << 10)),
+    *_sockets(TCP, TLS, (0,), tls=1),
 ]

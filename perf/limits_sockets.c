@@ -26,8 +26,9 @@ static uint64_t pump(int socket, void *at, uint64_t bytes, bool sending, bool *e
 {
     int flags = plan.polling ? MSG_DONTWAIT : 0;
     for (;;) {
-        ssize_t moved = sending ? send(socket, at, bytes, flags | MSG_NOSIGNAL)
-                                : recv(socket, at, bytes, flags | (plan.polling ? 0 : MSG_WAITALL));
+        ssize_t moved = plan.tls  ? tls_move(socket, at, bytes, sending)
+                        : sending ? send(socket, at, bytes, flags | MSG_NOSIGNAL)
+                                  : recv(socket, at, bytes, flags | (plan.polling ? 0 : MSG_WAITALL));
         if (moved > 0) {
             return (uint64_t)moved;
         }
@@ -66,7 +67,8 @@ static struct connection served[CLIENTS_MAX * CONNECTIONS_MAX];
 static void answer(struct connection *connection, void *at, uint64_t bytes)
 {
     /* Fits into the socket's buffer: nothing else is there. */
-    if (send(connection->socket, at, bytes, MSG_NOSIGNAL) != (ssize_t)bytes) {
+    ssize_t moved = plan.tls ? tls_move(connection->socket, at, bytes, true) : send(connection->socket, at, bytes, MSG_NOSIGNAL);
+    if (moved != (ssize_t)bytes) {
         connection->ended = true;
     }
 }
@@ -210,6 +212,9 @@ void serve(int listener)
             fail("accept: %s", strerror(errno));
         }
         set_socket(fd);
+        if (plan.tls) {
+            tls_begin(fd, true);
+        }
         uint64_t begin = part_at(index);
         served[i] = (struct connection){.socket = fd, .at = begin, .begin = begin, .end = part_at(index + 1u)};
         if (plan.operation == ACCUMULATE || plan.operation == FETCH_ADD) {
@@ -308,9 +313,17 @@ void connect_all(struct client *client)
     for (unsigned i = 0; i < plan.connections; i++) {
         int fd = client->sockets[i] = new_socket();
         unsigned char index = (unsigned char)i, hello;
-        if (connect(fd, &address.any, address_bytes) != 0 || send(fd, &index, 1, MSG_NOSIGNAL) != 1 ||
-            recv(fd, &hello, 1, 0) != 1) {
+        bool ended = false;
+        if (connect(fd, &address.any, address_bytes) != 0 || send(fd, &index, 1, MSG_NOSIGNAL) != 1) {
             fail("connect: %s", strerror(errno));
+        }
+        if (plan.tls) {
+            tls_begin(fd, false);
+        }
+        while (pump(fd, &hello, 1, false, &ended) != 1) {
+            if (ended) {
+                fail("connect: the server ended");
+            }
         }
     }
     for (unsigned i = 1; i < plan.connections; i++) {

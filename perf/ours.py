@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import smb
 from perf import remote
 from perf.clients import Clients, added, check, cpu_seconds, written, zeros
-from perf.contender import ACCUMULATE, FETCH_ADD, OURS, READ, SHM, TCP, WRITE, Case, Run, Sample, run_calls, sample_of
+from perf.contender import (
+    ACCUMULATE,
+    FETCH_ADD,
+    OURS,
+    READ,
+    SHM,
+    TCP,
+    TLS,
+    WRITE,
+    Case,
+    Run,
+    Sample,
+    run_calls,
+    sample_of,
+)
 
 _CAPACITY_BYTES = 640 << 20  # two arrays of the largest size, and what goes with them
 _CLIENTS_MAX = 8
@@ -24,8 +40,11 @@ class Ours:
 
     kind = OURS
 
-    def __init__(self, name: str = "smb", servers: int = 1) -> None:
+    def __init__(self, name: str = "smb", servers: int = 1, *, secured: bool = False) -> None:
+        """secured: with credentials, and so inside TLS."""
         self.name = name
+        self._secured = secured
+        self._credentials: Path | None = None
         self._servers = servers
         self._names = itertools.count()
         self._clients: Clients | None = None
@@ -35,7 +54,8 @@ class Ours:
         return f"SMB_TRANSPORT={forced} would override the transport: unset it" if forced else None
 
     def takes(self, case: Case) -> bool:
-        return (case.transport == SHM or case.over_tcp) and case.clients <= _CLIENTS_MAX
+        ours = case.transport == TLS if self._secured else case.transport == SHM or case.over_tcp
+        return ours and case.clients <= _CLIENTS_MAX
 
     def __enter__(self) -> Ours:
         space = os.statvfs("/dev/shm")
@@ -44,9 +64,13 @@ class Ours:
             with remote.on_server() as address:
                 # Without the lab nothing is asked that older commits, which perf.compare measures, do not know.
                 there: dict[str, Any] = {"listen": f"{address}:0", "insecure": True} if remote.inside() else {}
+                if self._secured:
+                    self._credentials = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="smb-perf-")))
+                    _make_certificates(self._credentials, self._servers)
+                    there["credentials"] = self._credentials
                 cluster = smb.LocalCluster(servers=self._servers, capacity=capacity, **there)
                 self._cluster = stack.enter_context(cluster)
-            self._owner = stack.enter_context(smb.connect(self._cluster.address, timeout=_TIMEOUT_S))
+            self._owner = stack.enter_context(_connect(self._cluster.address, self._credentials))
             stack.callback(self._end_clients)
             self._stack = stack.pop_all()
         return self
@@ -69,7 +93,7 @@ class Ours:
 
     def _run(self, case: Case, name: str) -> tuple[list[Run], float | None]:
         if self._clients is None:
-            self._clients = Clients.start(_CLIENTS_MAX, Client, self._cluster.address)
+            self._clients = Clients.start(_CLIENTS_MAX, Client, self._cluster.address, self._credentials)
         try:
             return self._clients.run(case, self._server_cpu, name=name)
         except BaseException:
@@ -88,15 +112,16 @@ class Ours:
 class Client:
     """One client process: a connection for each transport, kept over the cases."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Path | None = None) -> None:
         self._address = address
+        self._credentials = credentials
         self._connections: dict[str, smb.Client] = {}
 
     def run(self, case: Case, index: int, wait_for_start: Callable[[], object], **about: Any) -> Run:
-        transport = TCP if case.over_tcp else case.transport
+        transport = TCP if case.carried else case.transport
         client = self._connections.get(case.transport)  # one for each rate of a link, too
         if client is None:
-            client = smb.connect(self._address, transport=transport, timeout=_TIMEOUT_S)
+            client = _connect(self._address, self._credentials, transport=transport)
             self._connections[case.transport] = client
         buffer = client.open(about["name"])
         if buffer.transports != (transport,):
@@ -120,4 +145,18 @@ class Client:
             connection.close()
 
 
-CONTENDERS = [Ours()]
+def _connect(address: str, credentials: Path | None, **options: Any) -> smb.Client:
+    if credentials is not None:  # older commits, which perf.compare measures, do not know of any
+        options["credentials"] = credentials / "client"
+    return smb.connect(address, timeout=_TIMEOUT_S, **options)
+
+
+def _make_certificates(place: Path, servers: int) -> None:
+    from smb.security.lab_ca import Holder, make_set
+    from smb.security.roles import Role
+
+    holders = [Holder(Role.COORDINATOR, ""), Holder(Role.CLIENT, "")]
+    make_set(place, [*holders, *(Holder(Role.SERVER, f"server-{index}") for index in range(servers))])
+
+
+CONTENDERS = [Ours(), Ours("smb, TLS", secured=True)]

@@ -34,8 +34,8 @@ from perf.remote import Hosts
 from perf.results import ROOT, Results, new_results
 from perf.tables import describe, markdown
 from perf.turns import Turn, discover
-from smb.cli.signals import interrupted_once
-from smb.config import parse_bytes
+from smb.config.parse import parse_bytes
+from smb.tools.cli.signals import interrupted_once
 
 SIZES = "8,4KiB,256KiB,4MiB,64MiB"
 RESULTS = ROOT / "perf" / "results"

@@ -89,7 +89,7 @@ def _measured(coordinator: str, servers: list[str]) -> dict[str, float]:
         smb.connect(coordinator, timeout=60) as client,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
         _buffer(client, nbytes, servers),
-        served(["smb.cli.main", "mount", "--foreground", "-c", coordinator], Path(memory) / "mount") as mount,
+        served(["smb.tools.cli.main", "mount", "--foreground", "-c", coordinator], Path(memory) / "mount") as mount,
     ):
         piece = np.ones(CALL_BYTES, np.uint8)
         with smb.open_file("big", "r+b", client=client) as file:

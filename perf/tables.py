@@ -190,7 +190,7 @@ def _beside_one_connection(results: Results) -> list[str]:
     """Over TCP the limit may cut the array in two, a connection and a thread for each half; we have one to a server."""
 
     def limit(case: Case) -> Cell | None:
-        return results.best(case, without="connections") if case.over_tcp and case.nbytes > 8 else None
+        return results.best(case, without="connections") if case.carried and case.nbytes > 8 else None
 
     if not any(map(limit, results.cases())):
         return []

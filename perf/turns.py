@@ -78,7 +78,7 @@ class Turn:
                     self._entered = True
                 before = remote.carried_bytes()
                 sample = self.contender.measure(case)
-                if case.over_tcp and self.contender.kind != ASIDE:
+                if case.carried and self.contender.kind != ASIDE:
                     check_tcp(case, sample, remote.carried_bytes() - before)
         except Exception as error:  # noqa: BLE001 - whatever a peer's library raises is shown in its cell
             self._failures += 1

@@ -31,11 +31,11 @@ import numpy as np
 import smb
 import smb.cluster
 from smb._engine import lib
-from smb.config import parse_bytes
-from smb.transport.carrier import Carrier, Right
+from smb.config.parse import parse_bytes
 from smb.transport.devices import Port, look
-from smb.transport.queues import Work
-from smb.transport.records import RECORD
+from smb.transport.verbs.descriptors import RECORD
+from smb.transport.verbs.queue_pair import Work
+from smb.transport.verbs.requester import Carrier, Right
 
 MIB = 1 << 20
 CHUNK_BYTES = 256 << 10

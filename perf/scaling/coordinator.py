@@ -9,9 +9,9 @@ from typing import Any
 from perf.scaling.fleet import Fleet
 from perf.scaling.report import Answer, Column, Line
 from smb.coordinator.placement import Pool, place
-from smb.credentials import COORDINATOR_NAME, channel
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.security.credentials import COORDINATOR_NAME, channel
 
 AT_ONCE = 16  # calls in flight: the coordinator always has the next one at hand
 

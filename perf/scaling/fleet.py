@@ -154,7 +154,9 @@ class Fleet:
     def _start(self) -> None:
         listen = f"{self.address(CLIENTS)}:0"
         state = str(self._directory / "state")
-        self._daemon("coordinator", CLIENTS, ["smb.cli.main", "coordinator", "--listen", listen, "--state", state])
+        self._daemon(
+            "coordinator", CLIENTS, ["smb.tools.cli.main", "coordinator", "--listen", listen, "--state", state]
+        )
         ready = self._ready("coordinator")
         self.coordinator, self._coordinator_pages = ready["address"], ready["metrics"]
         for index, name in enumerate(self.names):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smb.demo.digits import CLASS_COUNT, IMAGE_SIDE, Digits
+from smb.tools.demo.digits import CLASS_COUNT, IMAGE_SIDE, Digits
 
 Values = NDArray[np.float32]
 HIDDEN = 512

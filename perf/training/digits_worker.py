@@ -26,8 +26,8 @@ import smb.train
 from perf.scaling.worker import answer_requests
 from perf.training.digits import SIZE, Network, Values, flat_images, initial_values
 from perf.training.worker import TrainingProcess
-from smb.demo.digits import Digits
-from smb.train import table
+from smb.tools.demo.digits import Digits
+from smb.train import member_table as table
 
 LEASE_S = 60.0
 

@@ -20,7 +20,7 @@ import smb
 import smb.train
 from perf.scaling.report import Answer, Column
 from perf.training.digits import SIZE, Network, flat_images, initial_values
-from smb.demo.digits import Digits, load_digits
+from smb.tools.demo.digits import Digits, load_digits
 
 WORKERS = 4
 EVERY = 50

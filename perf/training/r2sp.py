@@ -99,7 +99,7 @@ CASES = (
 
 def how_even(quick: bool) -> Answer:
     """Four workers, four schemes, at and off the balance of computing and sending; unequal workers."""
-    from smb.demo.digits import load_digits
+    from smb.tools.demo.digits import load_digits
 
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers: as many as there are share the cores
     runs: dict[tuple[str, str], tuple[Case, list[Run]]] = {}
