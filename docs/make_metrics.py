@@ -1,21 +1,21 @@
-"""Writes docs/metrics.md from smb/metric_names.py: `make metrics-page`."""
+"""Writes docs/metrics.md from smb/daemon/metric_names.py: `make metrics-page`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from smb.metric_names import CLIENT, COORDINATOR, NAMED_MAX, SECURED, SERVER, TRAINING, Description
+from smb.daemon.metric_names import CLIENT, COORDINATOR, NAMED_MAX, SECURED, SERVER, TRAINING, Description
 
 PAGE = Path(__file__).parent / "metrics.md"
 _HEAD = f"""# Metrics
 
-<!-- Made from smb/metric_names.py by `make metrics-page`. Change that file, not this page. -->
+<!-- Made from smb/daemon/metric_names.py by `make metrics-page`. Change that file, not this page. -->
 
 Every daemon serves `GET /metrics` at its `--metrics` address. Prometheus learns the addresses from the coordinator:
 `http://COORDINATOR:9470/targets` is an HTTP service discovery, and `smb targets COORDINATOR:9470 --output FILE` writes
-the same as a file. [deploy/prometheus](../deploy/prometheus) has a configuration, recording rules and alerts,
-[deploy/grafana](../deploy/grafana) four dashboards: import the JSON files, choose the Prometheus, done. Each alert has
-its runbook in [operating.md](operating.md#alerts).
+the same as a file. [deploy/prometheus](../deploy/prometheus/prometheus.yml) has a configuration, recording rules and
+alerts, [deploy/grafana](../deploy/grafana/make_dashboards.py) four dashboards: import the JSON files, choose the
+Prometheus, done. Each alert has its runbook in [operating.md](operating.md#alerts).
 
     smb up                                             # says "its page at http://127.0.0.1:PORT/"
     sed 's/COORDINATOR:9470/127.0.0.1:PORT/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
