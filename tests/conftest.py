@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 import smb
 import smb.cluster
-from smb.config import OWNER_VARIABLE
-from smb.credentials import VARIABLES as CREDENTIALS_VARIABLES
+from smb.config.parse import OWNER_VARIABLE
+from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 from tests.support.ways import EACH_WAY, SLOWNESS
 
 smb.cluster._START_S *= SLOWNESS
@@ -24,6 +25,21 @@ hypothesis.settings.load_profile("busy")
 os.environ[OWNER_VARIABLE] = str(os.getpid())
 
 Connect = Callable[..., smb.Client]
+
+# The files that take longest go first: one that began last would keep a single process busy at the end.
+LONG_FILES = (
+    "integration/test_demo.py",
+    "integration/test_examples.py",
+    "integration/test_memserver.py",
+    "integration/test_publish.py",
+    "integration/test_cli.py",
+    "unit/test_builds.py",
+    "integration/test_asynchronous.py",
+    "integration/test_coordinator.py",
+    "integration/test_leaves_nothing.py",
+    "security/test_access.py",
+    "model/test_models.py",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +84,13 @@ def connect(cluster: smb.LocalCluster) -> Iterator[Connect]:
 def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
     """A client over each transport."""
     return connect(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long files first; the others, and the tests of a file, keep their order."""
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG_FILES)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,6 +15,7 @@ SCRIPT = ROOT / "csrc/check-build-needs.sh"
 # What the script itself runs, and nothing else is on its PATH: no python3, no compiler.
 TOOLS = ("sh", "sed", "grep", "cat", "dirname", "mktemp", "rm", "tail")
 OURS = Path(sys._base_executable)  # type: ignore[attr-defined]  # the one that this environment was made with
+HEADERS = {"stdio.h": "libc6-dev", "openssl/ssl.h": "libssl-dev"}
 DEBIAN = "on Debian and Ubuntu: apt-get install "
 
 
@@ -80,18 +81,18 @@ def test_all_that_is_missing_is_told_at_once(machine: Machine) -> None:
         "  missing: Python 3.10 or newer",
         "  missing: its venv",
         "  missing: C compiler no-such-cc",
-        *(["  missing: stdio.h"] if not Path("/usr/include/stdio.h").exists() else []),
+        *(f"  missing: {header}" for header in HEADERS if not (Path("/usr/include") / header).exists()),
         "  missing: Python.h",
     ]
     assert "there is no python3; package python3" in lines[0]
     packages = lines[-2].removeprefix(DEBIAN).split()
-    assert set(packages) - {"libc6-dev"} == {"python3", "python3-venv", "gcc", "python3-dev"}
-    assert lines[-1] == "on Fedora: dnf install python3 gcc python3-devel".replace(
-        "gcc", "gcc" if Path("/usr/include/stdio.h").exists() else "gcc glibc-devel"
-    )
+    assert set(packages) - set(HEADERS.values()) == {"python3", "python3-venv", "gcc", "python3-dev"}
+    assert set(lines[-1].removeprefix("on Fedora: dnf install ").split()) - {"glibc-devel", "openssl-devel"} == {
+        *("python3", "gcc", "python3-devel")
+    }
     readme = (ROOT / "README.md").read_text()
     command = next(line for line in readme.splitlines() if "apt-get install" in line)
-    assert {"libc6-dev", *packages} - {"python3"} <= set(command.replace("`", " ").split())
+    assert {*HEADERS.values(), *packages} - {"python3"} <= set(command.replace("`", " ").split())
 
 
 # An interpreter of the system's, and the one that is its python3.
@@ -161,7 +162,10 @@ def test_what_the_compiler_lacks(machine: Machine, compiler: str | None, said: s
     machine.python()
     if compiler is not None:
         machine.compiler(compiler)
-    assert said in machine.check()[0]
+    lines = machine.check()
+    assert said in lines[0]
+    if compiler == "-nostdinc":
+        assert "missing: openssl/ssl.h, of OpenSSL's headers, for TLS in the engine; package libssl-dev" in lines[1]
 
 
 def test_make_asks_before_it_makes_anything(machine: Machine) -> None:
@@ -171,7 +175,7 @@ def test_make_asks_before_it_makes_anything(machine: Machine) -> None:
     for name in ("Makefile", "pyproject.toml", "setup.cfg"):
         shutil.copy2(ROOT / name, tree / name)
     shutil.copy2(SCRIPT, tree / "csrc")
-    for name in ("csrc/build_engine.py", "smb/proto/control.proto", "examples/demo-requirements.txt"):
+    for name in ("csrc/build_engine.py", "smb/rpc/control.proto", "examples/demo-requirements.txt"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
     before = sorted(tree.rglob("*"))

@@ -14,8 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from smb.config import parse_bytes
-from smb.settings import SETTINGS
+from smb.config.parse import parse_bytes
+from smb.config.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"

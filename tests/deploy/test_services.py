@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import smb
-from smb.settings import SETTINGS, read_file
+from smb.config.settings import SETTINGS, read_file
 from tests.deploy import fake_slurm
 from tests.support.daemons import wait_for
 
@@ -129,7 +129,7 @@ def test_units_start_what_they_say(tmp_path: Path, memory: Path) -> None:
     client with a certificate writes and reads, one without is refused, SIGTERM ends both with 0.
     """
     certificates = tmp_path / "certificates"
-    command = [sys.executable, "-m", "smb.cli.main", "certs", str(certificates), "--server", "storage-1"]
+    command = [sys.executable, "-m", "smb.tools.cli.main", "certs", str(certificates), "--server", "storage-1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -22,8 +22,8 @@ import grpc
 import pytest
 
 import smb
-from smb.failpoint import ALLOWED_VARIABLE, POINT_VARIABLE
-from smb.proto import control_pb2 as pb
+from smb.daemon.failpoint import ALLOWED_VARIABLE, POINT_VARIABLE
+from smb.rpc import control_pb2 as pb
 from tests.fault.test_elastic_kills import HSGD
 from tests.fault.test_train_kills import CLOSING, SENT
 from tests.support.clients import add_forever, make_event, spawn

@@ -19,8 +19,8 @@ import pytest
 
 import smb
 import smb.train
-from smb.config import TRAIN_HOST_VARIABLE
-from smb.train.elastic import Elastic
+from smb.config.parse import TRAIN_HOST_VARIABLE
+from smb.train.exchange.elastic_force import Elastic
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
 from tests.support.elastic import Values, check_sum, record_sent, recorded, train_and_record

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import smb
-from smb.rules import RULES, hyper_of
+from smb.call.optimizer_rules import RULES, hyper_of
 from tests.conftest import Connect
 from tests.integration.test_transports import hidden_socket
 from tests.support.daemons import wait_for

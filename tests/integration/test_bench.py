@@ -12,14 +12,24 @@ import numpy as np
 import pytest
 
 import smb
-from smb.bench import BenchConfig, run_bench
 from smb.errors import Error, InvalidArgumentError
+from smb.tools.bench import BenchConfig, run_bench
 
 
 def test_every_operation_size_and_transport_is_measured() -> None:
     """`smb bench --json` prints a checked line for each operation, size and transport, with its limit and ratio."""
     result = subprocess.run(
-        [sys.executable, "-m", "smb.cli.main", "bench", "--sizes", "8,256KiB,3MiB", "--seconds", "0.02", "--json"],
+        [
+            sys.executable,
+            "-m",
+            "smb.tools.cli.main",
+            "bench",
+            "--sizes",
+            "8,256KiB,3MiB",
+            "--seconds",
+            "0.02",
+            "--json",
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -58,7 +68,7 @@ def test_a_cluster_of_the_environment_is_measured_by_name() -> None:
                 [
                     sys.executable,
                     "-m",
-                    "smb.cli.main",
+                    "smb.tools.cli.main",
                     "bench",
                     "--sizes",
                     "8",
@@ -80,7 +90,18 @@ def test_a_cluster_of_the_environment_is_measured_by_name() -> None:
 def test_verbs_are_measured_or_it_says_why_not() -> None:
     """Without the device `smb bench --transport verbs` ends with what is missing, and measures nothing else instead."""
     result = subprocess.run(
-        [sys.executable, "-m", "smb.cli.main", "bench", "--transport", "verbs", "--sizes", "8", "--seconds", "0.01"],
+        [
+            sys.executable,
+            "-m",
+            "smb.tools.cli.main",
+            "bench",
+            "--transport",
+            "verbs",
+            "--sizes",
+            "8",
+            "--seconds",
+            "0.01",
+        ],
         capture_output=True,
         text=True,
         timeout=60,

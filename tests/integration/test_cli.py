@@ -18,8 +18,8 @@ import pytest
 import smb
 import smb.train
 from perf import netlab
-from smb.cli import main as cli
-from smb.config import parse_address
+from smb.config.parse import parse_address
+from smb.tools.cli import main as cli
 
 DEADLINE_SECONDS = 30.0
 
@@ -35,7 +35,7 @@ def run_smb(*arguments: str, coordinator: str | None = None) -> subprocess.Compl
     if coordinator is not None:
         environment["SMB_COORDINATOR"] = coordinator
     return subprocess.run(
-        [sys.executable, "-m", "smb.cli.main", *arguments],
+        [sys.executable, "-m", "smb.tools.cli.main", *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -281,7 +281,7 @@ def test_help_names_every_command() -> None:
 def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
     """`smb up` prints the address and what to type next, serves clients there, and ends cleanly with nothing left."""
     port = free_port()
-    command = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "2", "--capacity", "16MiB"]
+    command = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "2", "--capacity", "16MiB"]
     with subprocess.Popen(
         [*command, "--listen", f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -346,7 +346,7 @@ with smb.connect(sys.argv[1], transport="tcp", timeout=5) as client:
 def test_up_for_other_hosts() -> None:
     """At 0.0.0.0 `smb up` says who may do what, and what it tells to export works on another host."""
     with netlab.Lab([netlab.Host("here"), netlab.Host("there")]) as lab:
-        command = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
+        command = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
         up = lab.popen("here", [*command, "--listen", "0.0.0.0:7070", "--insecure"], stdout=subprocess.PIPE, text=True)
         assert up.stdout is not None
         greeting = ""

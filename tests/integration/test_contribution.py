@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.train.contribution import Contribution
+from smb.train.exchange.contribution import Contribution
 from tests.support.ways import FAR
 
 SIZE = 300_001

@@ -19,8 +19,8 @@ import grpc
 import pytest
 
 from smb.coordinator.store import FILE_NAME
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 from tests.support.memory_server import FakeMemoryServer, coordinator_stub, fake_memory_servers
 
@@ -67,8 +67,17 @@ def delete(coordinator: CoordinatorStub, name: str) -> Any:
 
 
 def names(coordinator: CoordinatorStub) -> list[str]:
-    reply = coordinator.ListBuffers(pb.ListBuffersRequest(), timeout=10, wait_for_ready=True)
-    return [buffer.name for buffer in reply.buffers]
+    """Ask again where the channel still had the connection of a coordinator that was killed."""
+
+    def ask() -> Any:
+        try:
+            return coordinator.ListBuffers(pb.ListBuffersRequest(), timeout=10, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return None
+
+    return [buffer.name for buffer in wait_for(ask, "answer of the coordinator").buffers]
 
 
 def alive(coordinator: CoordinatorStub) -> dict[str, bool]:

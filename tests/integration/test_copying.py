@@ -17,7 +17,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import smb
-from smb.files import copying, sums
+from smb.files import checksums as sums
+from smb.files import copying
 from tests.conftest import Connect
 from tests.support.ways import SLOWNESS
 
@@ -26,7 +27,8 @@ _KILLED = """
 import sys, time
 from pathlib import Path
 import smb
-from smb.files import copying, sums
+from smb.files import copying
+from smb.files import checksums as sums
 copying.BLOCK_BYTES = sums.BLOCK_BYTES = 1 << 16
 what, address, path, name, last = sys.argv[1:]
 
@@ -406,7 +408,7 @@ def test_the_commands(
     client.create("w", values.size).write(values)
 
     def command(*words: object, fails: bool = False) -> str:
-        asked = [sys.executable, "-m", "smb.cli.main", *map(str, words), "-c", cluster.address]
+        asked = [sys.executable, "-m", "smb.tools.cli.main", *map(str, words), "-c", cluster.address]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode != 0) == fails, done.stderr
         return done.stderr

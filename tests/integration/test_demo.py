@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import smb
-from smb.cli import demo as demo_command
-from smb.cli import main as cli
-from smb.demo import DemoConfig, DemoResult, run, run_demo
-from smb.demo.config import WorkerTask
-from smb.demo.fleet import Fleet, Worker
-from smb.demo.recipes import RECIPES
-from smb.demo.run import DemoView
+from smb.tools.cli import demo as demo_command
+from smb.tools.cli import main as cli
+from smb.tools.demo import DemoConfig, DemoResult, run, run_demo
+from smb.tools.demo.config import WorkerTask
+from smb.tools.demo.fleet import Fleet, Worker
+from smb.tools.demo.recipes import RECIPES
+from smb.tools.demo.run import DemoView
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_command_passes_the_scheme_and_its_settings_on(
 def test_interrupted_in_the_middle_it_leaves_nothing() -> None:
     """Ctrl-C, even pressed twice, ends workers and daemons and frees the memory; exit code 130, no traceback."""
     with subprocess.Popen(
-        [sys.executable, "-m", "smb.cli.main", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "smb.tools.cli.main", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         while "joined" not in (line := process.stdout.readline()):

@@ -1,4 +1,4 @@
-"""smb.doctor: what is found on machines good and bad."""
+"""smb.tools.doctor: what is found on machines good and bad."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import smb
-from smb.cli.main import app
-from smb.doctor import Finding, State, look_at_cluster, look_at_machine
-from smb.settings import SETTINGS
+from smb.config.settings import SETTINGS
+from smb.tools.cli.main import app
+from smb.tools.doctor import Finding, State, look_at_cluster, look_at_machine
 
 SHM = Path("/dev/shm")
 
@@ -105,7 +105,7 @@ def test_a_machine_without_rdma_is_fine_unless_verbs_is_wanted(tmp_path: Path, m
     """No device: nothing to change; a problem where SMB_TRANSPORT asks for verbs and that exists here."""
     root = machine(tmp_path)
     assert [finding.state for finding in looked(root, "RDMA")] == [State.OK]
-    monkeypatch.setattr("smb.doctor.machine.text_of", {"client.transport": "verbs"}.get)
+    monkeypatch.setattr("smb.tools.doctor.machine.text_of", {"client.transport": "verbs"}.get)
     assert State.PROBLEM in [finding.state for finding in looked(root, "RDMA")]
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import smb
 import smb.train
-from smb.config import TRAIN_HOST_VARIABLE
-from smb.train import table as t
+from smb.config.parse import TRAIN_HOST_VARIABLE
+from smb.train import member_table as t
 from tests.support import elastic
 from tests.support.elastic import Trace, Values, sgd
 from tests.support.training import together, waiting

@@ -170,7 +170,8 @@ def test_a_killed_owners_cluster_ends() -> None:
 TERMINAL = """
 import os, subprocess, sys
 os.environ["SMB_OWNER_PID"] = str(os.getpid())
-up = [sys.executable, "-m", "smb.cli.main", "up", "--servers", "1", "--capacity", "16MiB", "--listen", "127.0.0.1:0"]
+up = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
+up += ["--listen", "127.0.0.1:0"]
 with open(sys.argv[1], "w") as told:
     subprocess.run(up, stdout=told, stderr=told)
 """

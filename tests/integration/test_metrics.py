@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import smb
 import smb.metrics
-from smb.metric_names import CLIENT, COORDINATOR, METRICS, SERVER
+from smb.daemon.metric_names import CLIENT, COORDINATOR, METRICS, SERVER
 from tests.support.builds import build
 from tests.support.daemons import running_daemons, wait_for
 from tests.support.proxy import Fault, behind_a_proxy
@@ -414,7 +414,7 @@ def test_targets(small: smb.LocalCluster, tmp_path: Path) -> None:
     assert small.servers[0].metrics in text
     assert small.coordinator.metrics in text
     file = tmp_path / "cluster.json"
-    command = [sys.executable, "-m", "smb.cli.main", "targets"]
+    command = [sys.executable, "-m", "smb.tools.cli.main", "targets"]
     subprocess.run([*command, small.coordinator.metrics, "--output", str(file)], check=True, timeout=60)
     assert file.read_text() == text
     refused = subprocess.run([*command, "127.0.0.1:9"], capture_output=True, text=True, timeout=60, check=False)

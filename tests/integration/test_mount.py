@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import smb
-from smb.files.private import private_name
+from smb.files.temporary_names import private_name
 from tests.fault.long import LIMIT_S, seed, times
 from tests.support.daemons import tidy, wait_for
 from tests.support.mounts import end_mount, is_mounted, names, needs_fuse, run, shown, start_mount, unmount
@@ -41,7 +41,7 @@ def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
 
 
 def run_smb(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "smb.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "smb.tools.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | variables)
 
 

@@ -21,12 +21,13 @@ import torch
 from safetensors.numpy import save
 
 import smb
-from smb.files import draft, opened
+from smb.files import open_file as opened
+from smb.files import staged_file as draft
 from smb.files.contents import BufferBytes, Octets
 from smb.files.handles import OpenFile
-from smb.files.opened import BufferFile
+from smb.files.namespace import Tree
+from smb.files.open_file import BufferFile
 from smb.files.softmem import SoftmemFileSystem
-from smb.files.tree import Tree
 from tests.conftest import Connect
 from tests.fault.long import times
 

@@ -25,11 +25,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import smb
-from smb.daemon import Answer, Pages
+from smb.daemon.process import Answer, Pages
 from tests.conftest import Connect
 from tests.support.daemons import DEADLINE_S, wait_for
 
-TOP = [sys.executable, "-m", "smb.cli.main", "top"]
+TOP = [sys.executable, "-m", "smb.tools.cli.main", "top"]
 
 
 def ask(address: str, path: str, method: str = "GET", **headers: str) -> tuple[int, Mapping[str, str], bytes]:
@@ -79,7 +79,8 @@ def test_read_only_and_nothing_beside_what_there_is(cluster: smb.LocalCluster) -
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert ask(metrics, "/api/state", method)[0] == 405
     assert ask(metrics, "/", "HEAD")[2] == b""
-    for path in ("/index.html", "/../page.py", "/..%2fpage.py", "/api", "/api/buffer?name=none", "/api/server?name="):
+    beside = ("/../server.py", "/..%2fserver.py")  # a file that is there
+    for path in (*beside, "/index.html", "/api", "/api/buffer?name=none", "/api/server?name="):
         assert ask(metrics, path)[0] == 404
     assert b"smb_coordinator_servers_alive" in ask(metrics, "/metrics")[2]
     assert ask(metrics, "/healthz")[0] == 200

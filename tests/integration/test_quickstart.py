@@ -41,5 +41,6 @@ def test_the_quickstart_works_as_it_is_written(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "the sum is 30.0" in run.stdout
+    assert "version 1 starts with [7. 7. 7.]" in run.stdout
     assert run.stdout.count("2 of 2 servers alive") == 3
     assert not (tmp_path / "lab/client/key.pem").stat().st_mode & 0o077

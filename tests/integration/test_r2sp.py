@@ -18,9 +18,9 @@ import pytest
 
 import smb
 import smb.train
-from smb.train import table as t
-from smb.train.rotation import gap_s, staleness_max
-from smb.train.sending import Deltas
+from smb.train import member_table as t
+from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.rotation import gap_s, staleness_max
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import wait_for
@@ -202,7 +202,7 @@ def test_a_worker_killed_in_its_turn_is_passed_over(cluster: smb.LocalCluster, c
 
 
 def _turn_taken(client: smb.Client) -> bool:
-    from smb.train.rotation import Turn
+    from smb.train.exchange.rotation import Turn
 
     return Turn.of(int(client.open("run/members").read()[0, t.GROUP_EXTRA])).taken
 

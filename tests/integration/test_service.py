@@ -168,9 +168,9 @@ def test_what_all_clients_share_is_told_by_the_coordinator(daemons: Daemons, mon
     asked: list[bool] = []
     real = smb.client.EngineClient
 
-    def noting(session_id: int, *, checksums: bool) -> smb.client.EngineClient:
+    def noting(session_id: int, *, checksums: bool, proofs: bool) -> smb.client.EngineClient:
         asked.append(checksums)
-        return real(session_id, checksums=checksums)
+        return real(session_id, checksums=checksums, proofs=proofs)
 
     monkeypatch.setattr(smb.client, "EngineClient", noting)
     with smb.connect(coordinator.address) as client:

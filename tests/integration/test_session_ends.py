@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import smb
-from smb.config import parse_address
-from smb.control import Coordinator, SessionEndedError
-from smb.proto import control_pb2 as pb
+from smb.config.parse import parse_address
+from smb.rpc import control_pb2 as pb
+from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 from tests.support.memory_server import coordinator_stub
 from tests.support.raw import Frame, Opcode, RawClient, Status

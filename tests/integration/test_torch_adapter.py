@@ -12,7 +12,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.demo.recipes import RECIPES
+from smb.tools.demo.recipes import RECIPES
 from smb.train.group import Group
 from smb.train.scheme import SCHEMES, Exchange, Scheme, Values
 from tests.conftest import Connect
@@ -127,6 +127,55 @@ def test_every_scheme_trains_a_model(connect: Connect, scheme: str) -> None:
     status = smb.train.status(connect(), "run")
     assert status.scheme == scheme
     assert all(np.isfinite(value.numpy()).all() for value in shared.values())
+
+
+def test_batches_divide_the_rows(connect: Connect) -> None:
+    """Two members get every row once an epoch between them, also what a third had in hand when it left; a later run
+    finds none left, and asks for more epochs; the same rows in another order each epoch."""
+    models = [network() for _ in range(3)]
+    optimizers = [sgd(model) for model in models]
+    joined = [
+        smb.torch.join(model, optimizer, "run", scheme="localsgd", every=3, client=connect())
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    leaver = joined.pop()
+    next(leaver.batches(100, 8, epochs=3))
+    leaver.close(load=False)
+    rows: list[list[int]] = [[], []]
+
+    def train(which: int) -> None:
+        with joined[which] as shared:
+            for batch in shared.batches(100, 8, epochs=3):
+                assert shared.samples == len(batch)
+                rows[which] += batch.tolist()
+                step(models[which], optimizers[which], len(rows[which]))
+
+    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(rows[0] + rows[1]) == sorted(list(range(100)) * 3)
+    assert all(rows)
+    model = network()
+    with smb.torch.join(model, sgd(model), "run", client=connect()) as later:
+        assert list(later.batches(100, 8, epochs=3)) == []
+        more = list(later.batches(100, 8, epochs=4))
+        assert sorted(torch.cat(more).tolist()) == list(range(100)) != torch.cat(more).tolist()
+        with pytest.raises(smb.InvalidArgumentError, match="seed"):
+            later.batches(100, 8, epochs=4, seed=1)
+    with pytest.raises(smb.InvalidArgumentError, match="left"):
+        later.batches(100, 8)
+
+
+def test_batches_are_not_for_schemes_that_choose_their_size(connect: Connect) -> None:
+    """R2SP with batches by speed says how large a batch is."""
+    model = network()
+    with (
+        smb.torch.join(model, sgd(model), "run", scheme="r2sp", batch_size=8, client=connect()) as shared,
+        pytest.raises(smb.InvalidArgumentError, match="WorkUnits"),
+    ):
+        shared.batches(100, 8)
 
 
 def test_two_models_become_one(connect: Connect) -> None:

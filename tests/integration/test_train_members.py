@@ -14,8 +14,8 @@ import pytest
 import smb
 import smb.train
 from smb.train.group import Group
+from smb.train.member_table import FIELDS, SLOTS
 from smb.train.scheme import Values
-from smb.train.table import FIELDS, SLOTS
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
 

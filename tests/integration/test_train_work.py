@@ -79,6 +79,7 @@ def test_other_numbers(client: smb.Client) -> None:
         with pytest.raises(smb.InvalidArgumentError, match="not"):
             WorkUnits(client, "units", 6, 3)
         WorkUnits(client, "units", 6, 2).close()
+        WorkUnits(client, "units", 6, 2, epochs=3).close()
     for total, unit, seed in ((0, 1, 0), (1, 0, 0), (1, 1, -1), (1 << 30, 1, 0)):
         with pytest.raises(smb.InvalidArgumentError):
             WorkUnits(client, "others", total, unit, seed)

@@ -47,7 +47,7 @@ def test_a_weight_is_shown_kept_and_decides_over_new_buffers(daemons: Daemons, a
         assert segments(buffer) == WEIGHTS
         on_heavy = sum(segment.nbytes for segment in buffer.layout.segments if segment.server == "b")
         assert on_heavy == pytest.approx(0.75 * buffer.nbytes, rel=0.02)
-        command = [sys.executable, "-m", "smb.cli.main", "status", "--json", "--coordinator", address]
+        command = [sys.executable, "-m", "smb.tools.cli.main", "status", "--json", "--coordinator", address]
         shown = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
         assert {server["name"]: server["weight"] for server in shown["servers"]} == WEIGHTS
     coordinator = next(daemon for daemon in daemons._started if daemon.ready_file.name.startswith("coordinator"))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from smb import errors
-from smb.control import SessionEndedError
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -44,8 +43,9 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
-from smb.coordinator.request import Creation, check_creation, first_use
 from smb.coordinator.state import SERVER_LEASE_S, Allocation, State, load, step
+from smb.coordinator.validate import Creation, check_creation, first_use
+from smb.rpc.coordinator_client import SessionEndedError
 
 SERVERS = st.sampled_from("abc")
 NAMES = st.sampled_from(["v", "w", "lock:w", "lock:v"])

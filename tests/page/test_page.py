@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import smb
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub
 from tests.page.conftest import Watched
 from tests.support.daemons import running_daemons, wait_for
 

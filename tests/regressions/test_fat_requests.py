@@ -21,17 +21,17 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 from smb import errors
-from smb.access import RULES, Caller, Role
-from smb.bounds import check_bounds
-from smb.certificates import Holder, make_set
 from smb.coordinator import service
 from smb.coordinator import state as states
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
 from smb.coordinator.records import SessionRecord
 from smb.coordinator.state import State, load, step
-from smb.credentials import COORDINATOR_NAME, channel, load_directory, server_name
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub, MemoryServerStub
+from smb.rpc import control_pb2 as pb
+from smb.rpc.bounds import check_bounds
+from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
+from smb.security.credentials import COORDINATOR_NAME, channel, load_directory, server_name
+from smb.security.lab_ca import Holder, make_set
+from smb.security.roles import RULES, Caller, Role
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 
 REQUESTS = int(os.environ.get("SMB_TEST_REQUESTS", "500"))  # of each kind; the figure in docs/promises.md: 10 000

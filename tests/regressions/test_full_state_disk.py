@@ -23,6 +23,7 @@ import grpc
 import pytest
 
 from smb.coordinator import process
+from smb.coordinator.commit_log import Ledger
 from smb.coordinator.events import (
     BufferDeleted,
     BufferFailed,
@@ -33,12 +34,11 @@ from smb.coordinator.events import (
     SessionRenewed,
     Ticked,
 )
-from smb.coordinator.ledger import Ledger
 from smb.coordinator.process import _tick
 from smb.coordinator.records import ServerRecord
-from smb.coordinator.request import Creation
 from smb.coordinator.store import FILE_NAME, RESERVE_NAME, SqliteStore, StoreError
-from smb.proto import control_pb2 as pb
+from smb.coordinator.validate import Creation
+from smb.rpc import control_pb2 as pb
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 from tests.support.memory_server import coordinator_stub, fake_memory_servers
 

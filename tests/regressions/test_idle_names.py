@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
 
 import smb
-from smb.access import Role
-from smb.certificates import Holder, make_set
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import MemoryServerStub
+from smb.coordinator import process
+from smb.coordinator.commit_log import Ledger
+from smb.coordinator.idle_names import IdleNames
+from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.process import Options
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import MemoryServerStub
+from smb.security.lab_ca import Holder, make_set
+from smb.security.roles import Role
 from tests.support.ways import SLOWNESS
 
 NAMES = 2000
@@ -23,7 +32,8 @@ FREED_S = 60 * SLOWNESS
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMB_COORDINATOR_IDLE_NAMES", "1")
+    monkeypatch.setenv("SMB_COORDINATOR_IDLE_NAMES", "2")
+    monkeypatch.setenv("SMB_COORDINATOR_SESSION_LEASE", "2")
 
 
 @pytest.fixture
@@ -191,3 +201,34 @@ def test_names_come_back_where_tokens_are_asked_for(tmp_path: Path) -> None:
             until(lambda: files(cluster) == 0, "the name is not freed")
         assert client.barrier("ours", 1) == 0
         assert tokens == sorted(set(tokens))
+
+
+def test_names_that_are_freed_before_a_lease_ends_are_refused(tmp_path: Path) -> None:
+    """Names would be freed under clients that may still come back: the coordinator says so, and does not start."""
+    options = Options("127.0.0.1:0", str(tmp_path / "state"), "127.0.0.1:0", session_lease_s=10.0, idle_names_s=9.9)
+    with pytest.raises(smb.InvalidArgumentError, match=r"--idle-names 9\.9: use at least --session-lease, 10 seconds"):
+        asyncio.run(process._start(options, AsyncExitStack()))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_server_that_frees_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A memory server of an earlier build does not know the request: one warning, one more after it knew it."""
+    answers: list[Exception | None] = [smb.UnavailableError("it could not: Method not found!")] * 3
+
+    async def retire(*_: object) -> dict[int, int]:
+        if error := answers.pop():
+            raise error
+        return {}
+
+    state = SimpleNamespace(servers={"a": object()}, alive=lambda *_: True)
+    names = IdleNames(
+        cast("Ledger", SimpleNamespace(state=state, now=lambda: 0)),
+        cast("MemoryServers", SimpleNamespace(retire=retire)), None, 1.0,  # type: ignore[arg-type]
+    )  # fmt: skip
+    for _ in range(3):
+        asyncio.run(names._free_on("a", [1]))
+    assert len(caplog.records) == 1
+    answers += [smb.UnavailableError("it could not: Method not found!"), None]
+    for _ in range(2):
+        asyncio.run(names._free_on("a", [1]))
+    assert len(caplog.records) == 2

@@ -16,12 +16,13 @@ from typing import Any
 import grpc
 import pytest
 
-from smb.coordinator import health, problems, process
+from smb.coordinator import health, process
+from smb.coordinator.dashboard import diagnosis as problems
+from smb.coordinator.dashboard.history import RECENT_S, Watch
 from smb.coordinator.events import Instant
 from smb.coordinator.state import State
 from smb.coordinator.store import SqliteStore
-from smb.coordinator.watch import RECENT_S, Watch
-from smb.proto import control_pb2 as pb
+from smb.rpc import control_pb2 as pb
 from tests.support.daemons import wait_for
 from tests.support.memory_server import coordinator_stub
 

@@ -17,11 +17,11 @@ import pytest
 import smb
 from memserver.engine import Engine, SegmentForm
 from memserver.load import Shortage, load_of
-from memserver.place import Place
-from memserver.segments import HEADROOM_BYTES, Segments
+from memserver.memory_dir import Place
+from memserver.segments import Segments
 from smb import errors
-from smb.cgroup import MemoryLimit
-from smb.doctor import Finding, State, look_at_machine
+from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
+from smb.tools.doctor import Finding, State, look_at_machine
 from tests.support.daemons import Daemons, running_daemons, wait_for
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.config import parse_address
+from smb.config.parse import parse_address
 from tests.support.daemons import running_daemons, stop, wait_for
 from tests.support.ways import FAR
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from smb.transport.progress import Progress
+from smb.transport.verbs.progress_thread import Progress
 
 
 def test_the_thread_does_not_end_while_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from smb.config import parse_address
-from smb.control import Coordinator
-from smb.coordinator.peers import MemoryServers
+from smb.config.parse import parse_address
+from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.records import ServerRecord
+from smb.rpc.coordinator_client import Coordinator
 from tests.support.daemons import running_daemons
 
 ONE_WAY_S = 0.2

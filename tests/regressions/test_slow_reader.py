@@ -12,8 +12,8 @@ import pytest
 
 import smb
 import smb.buffer
+from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
-from smb.waits import Home
 from tests.support.daemons import wait_for
 
 _SIZE = 1 << 20  # float32 elements

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 import smb
-from smb.config import parse_address
+from smb.config.parse import parse_address
 
 
 def test_ports_of_a_killed_daemon_are_kept_for_it() -> None:

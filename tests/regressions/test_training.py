@@ -12,10 +12,10 @@ import pytest
 
 import smb
 import smb.train
-from smb.config import TRAIN_HOST_VARIABLE
+from smb.config.parse import TRAIN_HOST_VARIABLE
 from smb.train import ASP, BSP, HSGD, SEASGD, SSP, DiLoCo, LocalSGD, WorkUnits, hsgd, members
 from smb.train import group as groups
-from smb.train import table as t
+from smb.train import member_table as t
 from smb.train.scheme import Values
 from tests.conftest import Connect
 from tests.support.clients import in_process

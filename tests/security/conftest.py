@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import smb
-from smb.access import Role
-from smb.certificates import Authority, Holder, make_set
+from smb.security.lab_ca import Authority, Holder, make_set
+from smb.security.roles import Role
 
 ConnectAs = Callable[..., smb.Client]
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import smb
-from smb.control import Coordinator
-from smb.credentials import is_loopback, load_directory
 from smb.engine import EngineError, Lane, Status
-from smb.proto import control_pb2 as pb
+from smb.rpc import control_pb2 as pb
+from smb.rpc.coordinator_client import Coordinator
+from smb.security.credentials import is_loopback, load_directory
 from tests.support.daemons import wait_for
 
 ConnectAs = Callable[..., smb.Client]

@@ -11,15 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 import smb
-from smb.access import Role, caller_of
-from smb.certificates import Authority, Holder
-from smb.cli.certs import limits_of
-from smb.cli.main import app
-from smb.credentials import load_directory
-from smb.doctor import State
-from smb.doctor.reach import _certificates
 from smb.errors import InvalidArgumentError
-from smb.expiry import DAY_S, days_left, ends_of, expires_at
+from smb.security.credentials import load_directory
+from smb.security.expiry import DAY_S, days_left, ends_of, expires_at
+from smb.security.lab_ca import Authority, Holder
+from smb.security.roles import Role, caller_of
+from smb.tools.cli.certs import limits_of
+from smb.tools.cli.main import app
+from smb.tools.doctor import State
+from smb.tools.doctor.reach import _certificates
 from tests.support.daemons import Daemons, running_daemons
 
 x509 = pytest.importorskip("cryptography.x509")

@@ -37,7 +37,17 @@ def mounted(cluster: smb.LocalCluster, credentials: Path, *options: str) -> Iter
         Path(place).chmod(0o755)
         files = Path(place) / "files"
         files.mkdir()
-        command = [sys.executable, "-m", "smb.cli.main", "mount", str(files), "-f", "-c", cluster.address, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "smb.tools.cli.main",
+            "mount",
+            str(files),
+            "-f",
+            "-c",
+            cluster.address,
+            *options,
+        ]
         process = subprocess.Popen(command, env=os.environ | {"SMB_CREDENTIALS": str(credentials)})
         try:
             wait_for(lambda: files.is_mount() or process.poll() is not None, f"mount at {files}")

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 
 import smb
 import smb.metrics
-from smb.admission import admission, read_token
-from smb.cli import targets
-from smb.daemon import Answer, Pages
+from smb.daemon.process import Answer, Pages
 from smb.errors import InvalidArgumentError
+from smb.security.page_access import admission, read_token
+from smb.tools.cli import targets
 from tests.support.daemons import Daemons, running_daemons
 
 TOKEN = "a-word-of-24-characters!"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import smb
-from smb.coordinator.quotas import Quota, parse_quotas
+from smb.config.quotas import Quota, parse_quotas
 from tests.support.daemons import Daemons, running_daemons
 
 

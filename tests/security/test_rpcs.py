@@ -12,15 +12,15 @@ import grpc
 import pytest
 
 import smb
-from smb.access import RULES, Role, caller_of, permit
-from smb.control import ANSWERED
-from smb.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
 from smb.errors import PermissionDeniedError
 from smb.files.copying import copy_buffer, restore, snapshot
-from smb.files.opened import open_file
-from smb.proto import control_pb2 as pb
+from smb.files.open_file import open_file
+from smb.rpc import control_pb2 as pb
+from smb.rpc.coordinator_client import ANSWERED
+from smb.security.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
+from smb.security.roles import RULES, Role, caller_of, permit
 
-# Who may. Written down here once more, on purpose: a slip in the table of smb.access is seen.
+# Who may. Written down here once more, on purpose: a slip in the table of smb.security.roles is seen.
 USERS, WRITERS, SERVERS, COORDINATOR = "client reader operator", "client operator", "server-0", "coordinator"
 MAY = {
     "Coordinator": {

@@ -18,11 +18,11 @@ import pytest
 
 from memserver.engine import Engine, SegmentForm
 from smb._engine import ffi, lib
-from smb.coordinator.tokens import GENERATION_S, Tokens
+from smb.coordinator.token_issuer import GENERATION_S, Tokens
 from smb.engine import EngineClient, EngineError, Lane
 from smb.engine import Token as Shown
 from smb.errors import InvalidArgumentError, PermissionDeniedError
-from smb.proto import control_pb2 as pb
+from smb.rpc import control_pb2 as pb
 from tests.support.daemons import wait_for
 from tests.support.raw import Dtype, Flag, Frame, Opcode, RawClient, Status
 

@@ -15,17 +15,17 @@ from typing import Any
 import grpc
 import pytest
 
-import memserver.rdma
+import memserver.rdma_target
 from memserver.control import ControlServer
 from memserver.engine import Engine, SegmentForm
-from memserver.rdma import Opened, Place, Rdma
-from smb.coordinator.tokens import GENERATION_S
-from smb.coordinator.tokens import Tokens as Maker
+from memserver.rdma_target import Opened, Place, Rdma
+from smb.coordinator.token_issuer import GENERATION_S
+from smb.coordinator.token_issuer import Tokens as Maker
 from smb.errors import NotFoundError, OutOfMemoryError, UnavailableError
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import MemoryServerStub
-from smb.tokens import Tokens
-from smb.transport.queues import End
+from smb.rpc import control_pb2 as pb
+from smb.rpc.client_tokens import Tokens
+from smb.rpc.control_pb2_grpc import MemoryServerStub
+from smb.transport.verbs.queue_pair import End
 from tests.support.daemons import wait_for
 
 SESSION, SEGMENT, OTHER, EPOCH, SERVER = 0x5E55, 0x1111, 0x2222, 3, "server-0"
@@ -210,7 +210,7 @@ class FakeDomain:
 @pytest.fixture
 def rdma(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rdma]:
     """The daemon's part, on a device that is none; a session has a domain."""
-    monkeypatch.setattr(memserver.rdma, "Domain", FakeDomain)
+    monkeypatch.setattr(memserver.rdma_target, "Domain", FakeDomain)
     rdma = Rdma(engine, 9, None, connections_max=0)
     rdma._device = rdma  # type: ignore[assignment]
     rdma._session(SESSION)

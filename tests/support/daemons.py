@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import smb
-from smb.config import OWNER_VARIABLE
+from smb.config.parse import OWNER_VARIABLE
 from tests.support.builds import daemons_build
 from tests.support.ways import SLOWNESS
 
@@ -141,7 +141,16 @@ class Daemons:
     def coordinator(self, listen: str = "127.0.0.1:0", state: str | None = None, *options: str) -> Daemon:
         """Start a coordinator, by default always on the same state; later options override the defaults here."""
         state = state or str(self.directory / "state")
-        arguments = ["smb.cli.main", "coordinator", "--listen", listen, "--state", state, "--metrics", "127.0.0.1:0"]
+        arguments = [
+            "smb.tools.cli.main",
+            "coordinator",
+            "--listen",
+            listen,
+            "--state",
+            state,
+            "--metrics",
+            "127.0.0.1:0",
+        ]
         return self._start("coordinator", arguments, options)
 
     def memory_server(self, coordinator: str, name: str, *options: str) -> Daemon:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 import smb
 import smb.train
-from smb.config import TRAIN_HOST_VARIABLE
+from smb.config.parse import TRAIN_HOST_VARIABLE
 from smb.train import hsgd as hsgd_module
-from smb.train.elastic import Elastic
+from smb.train.exchange.elastic_force import Elastic
 
 Values = NDArray[np.float32]
 Step = Callable[[int, Values], None]  # (worker, values): one local step, in place

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub, MemoryServerServicer, add_MemoryServerServicer_to_server
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerServicer, add_MemoryServerServicer_to_server
 
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.so_reuseport", 0))
 

@@ -51,7 +51,7 @@ def start_mount(cluster: smb.LocalCluster, directory: Path, **variables: str) ->
     directory.mkdir()
     with directory.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "smb.cli.main", "mount", directory, "--foreground", "-c", cluster.address],
+            [sys.executable, "-m", "smb.tools.cli.main", "mount", directory, "--foreground", "-c", cluster.address],
             stdout=log, stderr=log, env=os.environ | variables,
         )  # fmt: skip
     wait_for(lambda: is_mounted(directory) or process.poll() is not None, f"mount at {directory}")

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from memserver.engine import Engine, SegmentForm
-from memserver.rdma import Rdma
+from memserver.rdma_target import Rdma
 from smb.engine import NOWHERE, BufferHandle, EngineClient, EngineError, Lane, Link, Opcode, memory_of
 from smb.errors import UnavailableError
-from smb.transport.carrier import Carrier, Place, Right
 from smb.transport.devices import Port
-from smb.transport.memory import ClientMemory
-from smb.transport.progress import Progress
-from smb.transport.queues import Device, Domain, Queue, Settings
+from smb.transport.verbs.progress_thread import Progress
+from smb.transport.verbs.queue_pair import Device, Domain, Queue, Settings
+from smb.transport.verbs.registration import ClientMemory
+from smb.transport.verbs.requester import Carrier, Place, Right
 
 CHUNK_BYTES = 64 << 10
 SEGMENT = 5

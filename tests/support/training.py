@@ -18,7 +18,8 @@ import numpy as np
 
 import smb
 import smb.train
-from smb.train import group, rounds
+from smb.train import group
+from smb.train.exchange import rounds
 from smb.train.scheme import Values
 
 COUNT = 70_000  # elements: more than one chunk, on more than one server

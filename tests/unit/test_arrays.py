@@ -1,4 +1,4 @@
-"""smb.arrays: other people's arrays as plain memory."""
+"""smb.arrays.memory: other people's arrays as plain memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from smb._engine import ffi
-from smb.arrays import Memory, readable, scalar, writable
-from smb.dtypes import DTYPES
+from smb.arrays.dtypes import DTYPES
+from smb.arrays.memory import Memory, readable, scalar, writable
 from smb.errors import InvalidArgumentError
 
 FLOAT32, INT64, UINT8, BFLOAT16 = (DTYPES[name] for name in ("float32", "int64", "uint8", "bfloat16"))

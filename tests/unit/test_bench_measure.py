@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from smb.bench.measure import ROUNDS_MAX, ROUNDS_MIN, WARM_UP_ROUNDS, summarize, time_interleaved
+from smb.tools.bench.measure import ROUNDS_MAX, ROUNDS_MIN, WARM_UP_ROUNDS, summarize, time_interleaved
 
 
 def test_contenders_take_turns() -> None:
@@ -53,7 +53,7 @@ def test_without_a_limit_there_is_no_ratio() -> None:
 
 def test_pattern_depends_on_the_position() -> None:
     """The pattern has whole numbers below 2^11 and differs between stripes and servers, so misplaced bytes show."""
-    from smb.bench.run import _pattern
+    from smb.tools.bench.run import _pattern
 
     pattern = _pattern(1 << 20)
     assert pattern.dtype == np.float32
@@ -65,8 +65,8 @@ def test_pattern_depends_on_the_position() -> None:
 
 def test_wrong_bytes_are_an_error() -> None:
     """A difference in one element is reported with its index and both values; equal arrays pass."""
-    from smb.bench.run import _check
     from smb.errors import Error
+    from smb.tools.bench.run import _check
 
     good = np.arange(5, dtype=np.float32)
     _check(good.copy(), good, "write", "shm")

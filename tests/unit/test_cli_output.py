@@ -7,9 +7,9 @@ import pytest
 import typer
 from rich.console import Console
 
-from smb.cli import output
-from smb.cli.create import _parse_shape
-from smb.cli.output import format_ago, format_duration, print_error
+from smb.tools.cli import output
+from smb.tools.cli.create import _parse_shape
+from smb.tools.cli.output import format_ago, format_duration, print_error
 
 
 def test_tables_outside_a_terminal_keep_long_names_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,10 @@ import weakref
 from typing import cast
 
 from smb.client import Client, _renew
-from smb.control import Coordinator
 from smb.errors import UnavailableError
-from smb.proto import control_pb2 as pb
-from smb.tokens import Tokens
+from smb.rpc import control_pb2 as pb
+from smb.rpc.client_tokens import Tokens
+from smb.rpc.coordinator_client import Coordinator
 
 LEASE_S = 0.003
 

@@ -1,4 +1,4 @@
-"""smb.config: sizes and addresses as people write them."""
+"""smb.config.parse: sizes and addresses as people write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smb.config import format_address, format_bytes, parse_address, parse_bytes
+from smb.config.parse import format_address, format_bytes, parse_address, parse_bytes
 from smb.errors import InvalidArgumentError
 
 

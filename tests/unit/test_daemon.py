@@ -1,4 +1,4 @@
-"""smb.daemon: what both daemons share."""
+"""smb.daemon.process: what both daemons share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from smb import errors
-from smb.daemon import Pages, check_listen, start_log, write_ready_file
+from smb.daemon.process import Pages, check_listen, start_log, write_ready_file
 
 
 @pytest.fixture

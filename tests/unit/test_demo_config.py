@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from smb.demo import DemoConfig
-from smb.demo.config import WorkerTask
-from smb.demo.extras import check_extras
-from smb.demo.recipes import RECIPES
 from smb.errors import Error, InvalidArgumentError
+from smb.tools.demo import DemoConfig
+from smb.tools.demo.config import WorkerTask
+from smb.tools.demo.extras import check_extras
+from smb.tools.demo.recipes import RECIPES
 from smb.train import SCHEMES
 
 
@@ -68,10 +68,12 @@ def test_tasks_survive_their_way_to_the_process() -> None:
 
 def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is a pip command with just what is missing; matplotlib counts only where a plot is wanted."""
-    monkeypatch.setattr("smb.demo.extras.find_spec", lambda name: None if name in ("torch", "matplotlib") else object())
+    monkeypatch.setattr(
+        "smb.tools.demo.extras.find_spec", lambda name: None if name in ("torch", "matplotlib") else object()
+    )
     with pytest.raises(Error, match=r"python -m pip install 'torch>=2\.2' 'matplotlib>=3\.8,<4'$"):
         check_extras(plot=True)
     with pytest.raises(Error, match=r"python -m pip install 'torch>=2\.2'$"):
         check_extras(plot=False)
-    monkeypatch.setattr("smb.demo.extras.find_spec", lambda name: object())
+    monkeypatch.setattr("smb.tools.demo.extras.find_spec", lambda name: object())
     check_extras(plot=True)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from smb.demo.digits import Digits, load_digits, shifted_copies
-from smb.demo.network import FlatParameters, accuracy, build_network
-from smb.demo.training import LEARNING_RATE, Trainer, learning_rate
+from smb.tools.demo.digits import Digits, load_digits, shifted_copies
+from smb.tools.demo.network import FlatParameters, accuracy, build_network
+from smb.tools.demo.training import LEARNING_RATE, Trainer, learning_rate
 
 
 @pytest.fixture(scope="module")

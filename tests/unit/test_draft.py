@@ -1,4 +1,4 @@
-"""smb.files.draft: a file on this host, in memory as far as there is some for it."""
+"""smb.files.staged_file: a file on this host, in memory as far as there is some for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smb.files import draft as module
-from smb.files.draft import Draft
+from smb.files import staged_file as module
+from smb.files.staged_file import Draft
 from tests.fault.long import seed
 from tests.integration.test_fork import in_child
 from tests.support.daemons import wait_for

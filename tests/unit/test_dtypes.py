@@ -1,4 +1,4 @@
-"""smb.dtypes: element types by name, number and numpy dtype."""
+"""smb.arrays.dtypes: element types by name, number and numpy dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from smb._engine import lib
-from smb.dtypes import DTYPES, OPS, dtype_of
+from smb.arrays.dtypes import DTYPES, OPS, dtype_of
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
 

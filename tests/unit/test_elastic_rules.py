@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from smb.config import TRAIN_HOST_VARIABLE
+from smb.config.parse import TRAIN_HOST_VARIABLE
 from smb.train.eamsgd import nesterov_step
-from smb.train.elastic import moving_rate, take_difference
+from smb.train.exchange.elastic_force import moving_rate, take_difference
 from smb.train.hsgd import host_name
 from tests.support.elastic import gradient
 

@@ -1,4 +1,4 @@
-"""smb.failpoint: it is off unless two variables say otherwise, and then it kills where it was told to."""
+"""smb.daemon.failpoint: it is off unless two variables say otherwise, and then it kills where it was told to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from smb import failpoint
+from smb.daemon import failpoint
 
 SCRIPT = """
-from smb.failpoint import failpoint
+from smb.daemon.failpoint import failpoint
 for name in ("one", "two", "one", "two"):
     print(name, flush=True)
     failpoint(name)

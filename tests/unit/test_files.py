@@ -13,8 +13,19 @@ from safetensors.numpy import load, save
 
 import smb
 from smb.coordinator.records import Kind
-from smb.coordinator.request import check_name
-from smb.files.codes import as_os_errors
+from smb.coordinator.validate import check_name
+from smb.files.error_codes import as_os_errors
+from smb.files.formats import (
+    forms_of,
+    header_bytes,
+    named,
+    npy_header,
+    parse_safetensors,
+    path_in,
+    plan_of,
+    safetensors_header,
+    view_of,
+)
 from smb.files.names import (
     Form,
     Shown,
@@ -27,19 +38,8 @@ from smb.files.names import (
     path_of,
     private_of,
 )
-from smb.files.opened import split_url
-from smb.files.private import private_name
-from smb.files.views import (
-    forms_of,
-    header_bytes,
-    named,
-    npy_header,
-    parse_safetensors,
-    path_in,
-    plan_of,
-    safetensors_header,
-    view_of,
-)
+from smb.files.open_file import split_url
+from smb.files.temporary_names import private_name
 from smb.tensors import TensorTable
 
 

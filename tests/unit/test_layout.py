@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smb.errors import InvalidArgumentError
-from smb.layout import Layout, Piece, SegmentPlace
+from smb.layout import Layout, Piece
+from smb.transport.base import SegmentPlace
 
 PAGE = 4096
 

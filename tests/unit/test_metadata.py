@@ -1,4 +1,4 @@
-"""smb.metadata: which objects can be stored with a buffer, and what is refused."""
+"""smb.rpc.metadata: which objects can be stored with a buffer, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smb import errors, metadata
+from smb import errors
 from smb.coordinator.records import Kind
-from smb.coordinator.request import Creation, check_creation
+from smb.coordinator.validate import Creation, check_creation
+from smb.rpc import metadata
 
 GOOD = {
     "smb.train": {"scheme": "diloco", "every": 50, "rate": 0.7, "on": True, "none": None},

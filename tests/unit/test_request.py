@@ -1,4 +1,4 @@
-"""smb.coordinator.request: what can be asked of a create at all."""
+"""smb.coordinator.validate: what can be asked of a create at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from smb import errors
 from smb.coordinator.records import Kind
-from smb.coordinator.request import Creation, check_creation, check_server_name, first_use
+from smb.coordinator.validate import Creation, check_creation, check_server_name, first_use
 
 GOOD = Creation("model/layer-1", (10, 10), "float32")
 

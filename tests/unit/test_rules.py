@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import smb
 from smb._engine import ffi, lib
-from smb.rules import RULES, hyper_of, rule_of
+from smb.call.optimizer_rules import RULES, hyper_of, rule_of
 from tests.support import kernels
 from tests.support.kernels import best_isa_afterwards as best_isa_afterwards
 from tests.support.kernels import every_isa

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from memserver.engine import Engine, SegmentForm
-from memserver.place import Place, file_system_of
+from memserver.memory_dir import Place
 from memserver.recovery import recover
 from memserver.segments import Segments
 from smb import errors
+from smb.daemon.host_memory import file_system_of
 
 MIB = 1 << 20
 FORM = SegmentForm(id=0xABC, epoch=1, dtype=2, nbytes=MIB, chunk_bytes=256 << 10)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.train.sending import Deltas
+from smb.train.exchange.background_send import Deltas
 
 
 class Weights:

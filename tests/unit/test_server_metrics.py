@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from memserver.engine import Counters
 from memserver.metrics import EngineMetrics, Life
-from memserver.shares import NamedShares, Names
-from smb.metric_names import NAMED_MAX, OTHER
+from memserver.usage_by_client import NamedShares, Names
+from smb.daemon.metric_names import NAMED_MAX, OTHER
 
 # The field's own number is found under this name. Those by transport, kind and status are integration tests' to see.
 NUMBERS = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import smb
 from smb.train import SSP
-from smb.train import table as t
+from smb.train import member_table as t
 from smb.train.ssp import clocks_of, lag, must_wake
 
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 import pytest
 
 from smb import errors
-from smb.control import SessionEndedError
-from smb.coordinator import sessions
+from smb.coordinator import ended_sessions as sessions
 from smb.coordinator import state as states
 from smb.coordinator.events import (
     AnswerDrops,
@@ -47,8 +46,9 @@ from smb.coordinator.events import (
     WakeOpeners,
 )
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
-from smb.coordinator.request import Creation, first_use
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, State, load, step
+from smb.coordinator.validate import Creation, first_use
+from smb.rpc.coordinator_client import SessionEndedError
 
 MIB = 1 << 20
 Found = TypeVar("Found")

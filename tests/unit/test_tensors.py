@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from smb import errors
-from smb.dtypes import DTYPES
+from smb.arrays.dtypes import DTYPES
 from smb.tensors import ALIGNMENT_BYTES, ELEMENTS, METADATA_KEY, TensorPlace, TensorTable
 
 FLOAT = np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""smb.cli.top_view: what `smb top` draws."""
+"""smb.tools.cli.top_view: what `smb top` draws."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from smb.cli.top_view import printable, render, share, sparks
+from smb.tools.cli.top_view import printable, render, share, sparks
 
 
 def shown(**changes: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smb.errors import Error, InvalidArgumentError
-from smb.torch.flat import Trained, Untrained, split
+from smb.torch.flat_parameters import Trained, Untrained, split
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
+from smb.config.transports import CHOICES, check_choice
 from smb.errors import InvalidArgumentError, TransportError, UnavailableError
-from smb.layout import SegmentPlace
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, Way
-from smb.transport.choose import CHOICES, check_choice, choose, describe, for_each
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Way
+from smb.transport.choose import choose, describe, for_each
 
 
 class Fixed:

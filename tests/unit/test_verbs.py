@@ -17,17 +17,17 @@ import pytest
 from smb._engine import lib
 from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError, NotFoundError, TransportError
-from smb.layout import SegmentPlace
-from smb.proto import control_pb2 as pb
-from smb.tokens import Tokens
-from smb.transport import queues
-from smb.transport.base import Deadline, NoAnswerError, NoWayError
-from smb.transport.links import Links, Whereabouts
-from smb.transport.memory import WORTH_BYTES, ClientMemory
-from smb.transport.progress import Progress
-from smb.transport.queues import End, NoDeviceError, Settings, Users
-from smb.transport.records import HEADER, RECORD, answers, runs
-from smb.transport.verbs import Verbs
+from smb.rpc import control_pb2 as pb
+from smb.rpc.client_tokens import Tokens
+from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace
+from smb.transport.reconnect import Links, Whereabouts
+from smb.transport.tls import ClientTls
+from smb.transport.verbs import queue_pair as queues
+from smb.transport.verbs.descriptors import HEADER, RECORD, answers, runs
+from smb.transport.verbs.progress_thread import Progress
+from smb.transport.verbs.queue_pair import End, NoDeviceError, Settings, Users
+from smb.transport.verbs.registration import WORTH_BYTES, ClientMemory
+from smb.transport.verbs.transport import Verbs
 from tests.support.daemons import wait_for
 
 _DEADLINE_S = 20.0
@@ -62,7 +62,7 @@ def _never(*_: object) -> NoReturn:
 def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     """Without its device the transport leads nowhere, and says what is missing; no thread is started."""
     client = EngineClient(12345)
-    links = Links(client, lambda server: None, Tokens(_never), _never)
+    links = Links(client, lambda server: None, Tokens(_never), ClientTls(None))
     verbs = Verbs(client, links, 12345, Settings(device="none0"))
     place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = threading.active_count()
@@ -343,7 +343,9 @@ def test_what_a_server_answers_says_whether_waiting_helps(
             raise Refused
 
     client = EngineClient(12345)
-    verbs = Verbs(client, Links(client, lambda server: None, Tokens(_never), _never), 12345, Settings(device="none0"))
+    verbs = Verbs(
+        client, Links(client, lambda server: None, Tokens(_never), ClientTls(None)), 12345, Settings(device="none0")
+    )
     monkeypatch.setattr(verbs, "_stub", lambda *_: Stub())
     server: Any = SimpleNamespace(name="a")
     with pytest.raises(refusal, match=r"a at 10\.0\.0\.2:7072: for a reason|knows no RDMA") as caught:
@@ -403,11 +405,13 @@ def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypa
             happened.append("closed")
             domain.users.leave()
 
-    monkeypatch.setattr("smb.transport.verbs.Device", lambda _settings: "none0")
-    monkeypatch.setattr("smb.transport.verbs.Domain", lambda _device: domain)
-    monkeypatch.setattr("smb.transport.verbs.Queue", SlowQueue)
+    monkeypatch.setattr("smb.transport.verbs.transport.Device", lambda _settings: "none0")
+    monkeypatch.setattr("smb.transport.verbs.transport.Domain", lambda _device: domain)
+    monkeypatch.setattr("smb.transport.verbs.transport.Queue", SlowQueue)
     client = EngineClient(12345)
-    verbs = Verbs(client, Links(client, lambda server: None, Tokens(_never), _never), 12345, Settings(device="none0"))
+    verbs = Verbs(
+        client, Links(client, lambda server: None, Tokens(_never), ClientTls(None)), 12345, Settings(device="none0")
+    )
     told: list[str] = []
 
     def connect() -> None:
@@ -461,12 +465,14 @@ def test_an_interrupt_while_a_server_is_greeted_leaves_no_connection(monkeypatch
         os.close(fd)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("smb.transport.verbs.Device", lambda _settings: "none0")
-    monkeypatch.setattr("smb.transport.verbs.Domain", lambda _device: FakeDomain())
-    monkeypatch.setattr("smb.transport.verbs.Queue", Queue)
-    monkeypatch.setattr("smb.transport.verbs.Carrier", Carrier)
+    monkeypatch.setattr("smb.transport.verbs.transport.Device", lambda _settings: "none0")
+    monkeypatch.setattr("smb.transport.verbs.transport.Domain", lambda _device: FakeDomain())
+    monkeypatch.setattr("smb.transport.verbs.transport.Queue", Queue)
+    monkeypatch.setattr("smb.transport.verbs.transport.Carrier", Carrier)
     client = EngineClient(12345)
-    verbs = Verbs(client, Links(client, lambda server: None, Tokens(_never), _never), 12345, Settings(device="none0"))
+    verbs = Verbs(
+        client, Links(client, lambda server: None, Tokens(_never), ClientTls(None)), 12345, Settings(device="none0")
+    )
     monkeypatch.setattr(verbs, "_ask", answer)
     server: Any = verbs._server("a")
     with pytest.raises(KeyboardInterrupt):

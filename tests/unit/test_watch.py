@@ -1,4 +1,4 @@
-"""smb.coordinator.watch and problems: what people are told of loads and events, without a network or a clock."""
+"""smb.coordinator.dashboard, history and diagnosis: what people are told of loads and events, without a network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from smb.coordinator.commit_log import Committed
+from smb.coordinator.dashboard.diagnosis import Problem, problems
+from smb.coordinator.dashboard.history import SPAN_S, STEP_S, Amounts, Bins, Watch
+from smb.coordinator.dashboard.overview import BUFFERS_MAX, View, buffer_detail, overview, server_detail
 from smb.coordinator.events import (
     BufferDeleted,
     BufferMade,
@@ -19,15 +23,11 @@ from smb.coordinator.events import (
     SessionRenewed,
     Ticked,
 )
-from smb.coordinator.ledger import Committed
-from smb.coordinator.overview import BUFFERS_MAX, View, buffer_detail, overview, server_detail
-from smb.coordinator.problems import Problem, problems
 from smb.coordinator.records import ServerRecord
-from smb.coordinator.request import Creation
 from smb.coordinator.state import State, step
-from smb.coordinator.watch import SPAN_S, STEP_S, Amounts, Bins, Watch
+from smb.coordinator.validate import Creation
 from smb.errors import NotFoundError
-from smb.proto import control_pb2 as pb
+from smb.rpc import control_pb2 as pb
 
 MIB = 1 << 20
 START_S = 1000.0

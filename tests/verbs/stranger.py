@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from smb.proto import control_pb2 as pb
-from smb.proto.control_pb2_grpc import CoordinatorStub, MemoryServerStub
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
 from smb.transport.devices import Port
 from tests.support.memory_server import OPTIONS
 from tests.support.ways import SLOWNESS

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import smb
-from smb.access import Role
-from smb.certificates import Holder, make_set
+from smb.security.lab_ca import Holder, make_set
+from smb.security.roles import Role
 from smb.transport.base import Deadline
 from smb.transport.devices import Port
 from tests.support.ways import SLOWNESS

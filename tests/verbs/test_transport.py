@@ -14,8 +14,8 @@ import pytest
 from smb.engine import NOWHERE, BufferHandle, EngineClient, Lane, Link, Opcode, memory_of
 from smb.errors import UnavailableError
 from smb.transport.devices import Port
-from smb.transport.memory import WORTH_BYTES
-from smb.transport.queues import Queue, Work
+from smb.transport.verbs.queue_pair import Queue, Work
+from smb.transport.verbs.registration import WORTH_BYTES
 from tests.support.rdma import CHUNK_BYTES, SEGMENT, RdmaClient, RdmaServer, wait_until
 
 ELEMENTS = 100_003  # 13 chunks of 64 KiB, the last one odd
