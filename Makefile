@@ -89,7 +89,7 @@ fuzz: libssl
 
 # The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
 # soft ones; it installs what it needs (Debian packages, root or sudo). LONG=1: all of the latter, not just what covers each
-# operation. One of them: make verbs TESTS=tests/verbs/test_device.py
+# operation. One of them: make verbs TESTS=tests/verbs/test_device_limits.py
 verbs: $(VENV)/test-installed
 	$(if $(LONG),SMB_LONG=1) $(BIN)/python -m tests.verbs.run $(if $(VM),--vm) $(TESTS)
 

@@ -3,7 +3,8 @@
     python -m perf.model            # predicted beside measured, row by row, into perf/results/scaling-model.md
 
 Constants are of two kinds: limits of the code (tests/unit/perf/test_scaling_model.py holds them against the sources)
-and costs, taken from perf/results/scaling-costs.json and scaling-connections.json, never from the rows that they predict.
+and costs, taken from perf/results/scaling-costs.json and scaling-connections.json, never from the rows that they
+predict.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ LONG_FILES = (
     "train/test_asp_and_ssp.py",
     "ops/test_coordinator.py",
     "ops/test_leaves_nothing.py",
-    "security/test_access.py",
+    "security/test_certificates.py",
     "engine/model/test_models.py",
 )
 
