@@ -39,7 +39,7 @@ from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
 from smb.tensors import METADATA_KEY, TensorTable
-from smb.transport.base import Deadline, SegmentPlace, Way
+from smb.transport.base import Deadline, SegmentPath, SegmentPlace
 from smb.transport.choose import choose, choose_gated, choose_waits, for_each, make_transports
 from smb.transport.reconnect import Links, Outages, Whereabouts
 from smb.transport.tcp import Tcp
@@ -465,7 +465,7 @@ class Client:
         if self._pid != _current_pid:
             raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
 
-    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[Way, ...]:
+    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the way to each segment."""
         return for_each(
             places,

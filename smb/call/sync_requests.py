@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from smb.call.session import Session
-from smb.engine import Asking, AskOpcode, EngineError, Link, Status, Told
+from smb.engine import AskOpcode, EngineError, Link, PendingRequest, Reply, Status
 from smb.errors import (
     NOT_APPLIED,
     UNKNOWN,
@@ -28,6 +28,7 @@ from smb.errors import (
 )
 from smb.transport.base import Deadline, SegmentPlace
 
+USER_LOCK, PUBLISHER_LOCK = 0, 1  # of a segment: csrc/sync.h
 FOREVER_MS = 2**64 - 1
 _TURN_MS = 200
 _RETRY_S = 0.05
@@ -64,7 +65,7 @@ class Home:
 
     def ask(
         self, asked: str, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, wait: float | None = 0.0
-    ) -> Told:
+    ) -> Reply:
         """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of
         that.
 
@@ -93,7 +94,7 @@ class Home:
         if self._place.id == before:
             time.sleep(_RETRY_S)
 
-    def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Told:
+    def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
         asking = self.start(opcode, argument, words)
         try:
             return self.finish(asked, asking, wait)
@@ -111,7 +112,7 @@ class Home:
         self._link = None
         return True
 
-    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> Asking:
+    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> PendingRequest:
         """Send the request and return at once; `finish` it, then `end` it."""
         link = self._link
         if link is None or not link.alive():
@@ -125,7 +126,7 @@ class Home:
             with contextlib.suppress(EngineError):
                 link.ask(opcode, self._place.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
 
-    def finish(self, asked: str, asking: Asking, wait: float | None) -> Told:
+    def finish(self, asked: str, asking: PendingRequest, wait: float | None) -> Reply:
         """Return the answer. Raises as `ask`."""
         told = asking.wait(_TURN_MS)
         if told is None:
@@ -134,7 +135,7 @@ class Home:
             raise self._error(asked, told)
         return told
 
-    def _wait(self, asked: str, asking: Asking, wait: float | None) -> Told:
+    def _wait(self, asked: str, asking: PendingRequest, wait: float | None) -> Reply:
         patience = self._client.timeout
         began = connected = time.monotonic()
         while True:
@@ -173,7 +174,7 @@ class Home:
     def _where(self) -> str:
         return f"memory server {self._place.server} at {self._place.address}"
 
-    def _error(self, asked: str, told: Told) -> Error:
+    def _error(self, asked: str, told: Reply) -> Error:
         match told.status:
             case Status.TIMEOUT:
                 return TimeoutError(f"{asked}: not within the time given")
@@ -211,7 +212,7 @@ class Home:
 
 def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> None:
     """Have these segments refuse lower tokens from now on; all at once. Raises what Home.finish raises."""
-    askings: list[tuple[Home, Asking]] = []
+    askings: list[tuple[Home, PendingRequest]] = []
     try:
         askings.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
         for home, asking in askings:

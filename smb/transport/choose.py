@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from smb.engine import EngineClient, Link
 from smb.errors import TransportError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Transport, Way
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, Transport
 from smb.transport.reconnect import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
@@ -52,7 +52,7 @@ def for_each(
         return (first, *answers)
 
 
-def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
     """Return the way to a segment.
 
     Raises TransportError if none of the transports leads there, UnavailableError if that may be because the server is
@@ -60,7 +60,7 @@ def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, dea
     """
     way, refusals = _first(transports, place, lambda transport: transport.reach(place, epoch, deadline))
     if refusals:
-        way = Way(way.transport, f"{way.why} ({'; '.join(refusals)})", way.link, way.segment)
+        way = SegmentPath(way.transport, f"{way.why} ({'; '.join(refusals)})", way.link, way.segment)
     return way
 
 
@@ -83,7 +83,7 @@ def _first(
     for transport in transports:
         try:
             return ask(transport), refusals
-        except NoWayError as error:
+        except NoPathError as error:
             refusals.append(str(error))
             may_come_back |= isinstance(error, NoAnswerError)
     names = " or ".join(transport.name for transport in transports)
@@ -93,7 +93,7 @@ def _first(
     raise TransportError(f"{text}{TRY_AUTO}")
 
 
-def describe(ways: Sequence[tuple[SegmentPlace, Way]]) -> str:
+def describe(ways: Sequence[tuple[SegmentPlace, SegmentPath]]) -> str:
     """Return "shm to a, b (same host); tcp to c (10.0.0.2:7071 ...)": what was chosen and why, each server once."""
     groups: dict[tuple[str, str], list[str]] = {}
     for place, way in ways:

@@ -19,7 +19,7 @@ from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError, NotFoundError, TransportError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPlace
 from smb.transport.reconnect import Links, Whereabouts
 from smb.transport.tls import ClientTls
 from smb.transport.verbs import queue_pair as queues
@@ -67,9 +67,9 @@ def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = threading.active_count()
     for _ in range(2):
-        with pytest.raises(NoWayError, match="no RDMA here: "):
+        with pytest.raises(NoPathError, match="no RDMA here: "):
             verbs.reach(place, 1, Deadline(1))
-    with pytest.raises(NoWayError, match="no RDMA here: "):
+    with pytest.raises(NoPathError, match="no RDMA here: "):
         verbs.gated(place, Deadline(1))
     verbs.note(np.zeros(1 << 20))
     assert threading.active_count() == before
@@ -321,8 +321,8 @@ def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
     [
         (grpc.StatusCode.FAILED_PRECONDITION, NoAnswerError),  # as after a restart
         (grpc.StatusCode.DEADLINE_EXCEEDED, NoAnswerError),
-        (grpc.StatusCode.UNIMPLEMENTED, NoWayError),
-        (grpc.StatusCode.INVALID_ARGUMENT, NoWayError),
+        (grpc.StatusCode.UNIMPLEMENTED, NoPathError),
+        (grpc.StatusCode.INVALID_ARGUMENT, NoPathError),
         (grpc.StatusCode.NOT_FOUND, NotFoundError),
     ],
 )
@@ -417,7 +417,7 @@ def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypa
     def connect() -> None:
         try:
             verbs._carry(verbs._server("a"), Whereabouts("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, _never)
-        except NoWayError as error:
+        except NoPathError as error:
             told.append(str(error))
 
     connecting = threading.Thread(target=connect)
@@ -432,7 +432,7 @@ def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypa
     connecting.join()
     assert happened == ["made", "closed", "freed"]
     assert told == ["the client is closed"]
-    with pytest.raises(NoWayError, match="closed"):
+    with pytest.raises(NoPathError, match="closed"):
         verbs.memory()
     client.close()
 
