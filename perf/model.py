@@ -68,7 +68,7 @@ def call_seconds(parts: list[tuple[float, Link]], cpu_s_per_byte: float = 0.0, w
 
 
 def records_of(segment_bytes: int) -> int:
-    """Lanes that a segment remembers (csrc/records.c)."""
+    """Lanes that a segment remembers (csrc/memory/records.c)."""
     return min(max(segment_bytes // (64 * RECORD_BYTES), RECORDS_MIN), RECORDS_MAX)
 
 

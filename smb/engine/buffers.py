@@ -27,7 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def direct(opcode: Opcode) -> Callable[[Function], Function]:
-    """Put the direct path (csrc/direct.c) in front of a method of a class that has a Place in its slot `_place`.
+    """Put the direct path (csrc/python/direct.c) in front of a method of a class that has a Place in its slot `_place`.
 
     READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
     value); COMPARE_SWAP: (index, expected, new). With others, or where these are not the usual ones, the method itself

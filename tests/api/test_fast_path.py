@@ -1,5 +1,5 @@
-"""The short way from Python to the engine (csrc/direct.c): taken for what is usual, and never another answer than the
-method behind it gives."""
+"""The short way from Python to the engine (csrc/python/direct.c): taken for what is usual, and never another answer
+than the method behind it gives."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("file", "name", "value"),
     [
-        ("csrc/wire.h", "SMB_FRAME_BYTES", model.FRAME_BYTES),
+        ("csrc/base/frame.h", "SMB_FRAME_BYTES", model.FRAME_BYTES),
         ("csrc/smb.h", "SMB_CHUNK_BYTES_DEFAULT", model.CHUNK_BYTES),
-        ("csrc/client.h", "WINDOW_FRAMES", model.WINDOW_FRAMES),
-        ("csrc/server.h", "CONNECTIONS_MAX", model.CONNECTIONS_MAX),
-        ("csrc/records.h", "RECORD_BYTES", model.RECORD_BYTES),
-        ("csrc/records.h", "RECORDS_MIN", model.RECORDS_MIN),
-        ("csrc/records.h", "RECORDS_MAX", model.RECORDS_MAX),
-        ("csrc/journal.h", "JOURNAL_SLOTS_MAX", model.CONNECTIONS_MAX),
+        ("csrc/client/client.h", "WINDOW_FRAMES", model.WINDOW_FRAMES),
+        ("csrc/server/server.h", "CONNECTIONS_MAX", model.CONNECTIONS_MAX),
+        ("csrc/memory/records.h", "RECORD_BYTES", model.RECORD_BYTES),
+        ("csrc/memory/records.h", "RECORDS_MIN", model.RECORDS_MIN),
+        ("csrc/memory/records.h", "RECORDS_MAX", model.RECORDS_MAX),
+        ("csrc/memory/journal.h", "JOURNAL_SLOTS_MAX", model.CONNECTIONS_MAX),
         ("memserver/registration.py", "RENEWALS_PER_LEASE", model.RENEWALS_PER_LEASE),
         ("smb/client.py", "_RENEWALS_PER_LEASE", model.RENEWALS_PER_LEASE),
     ],
@@ -45,7 +45,7 @@ def test_leases_and_slots_are_the_sources() -> None:
     """Those of Python are compared as they are; a journal slot begins with two pages."""
     assert (model.SERVER_LEASE_S, model.SESSION_LEASE_S) == (state.SERVER_LEASE_S, state.SESSION_LEASE_S)
     assert placement.STRIPE_BYTES_DEFAULT == model.CHUNK_BYTES
-    journal = (ROOT / "csrc/journal.c").read_text()
+    journal = (ROOT / "csrc/memory/journal.c").read_text()
     assert "PAYLOAD_AT = 2 * PAGE" in journal
     assert model.SLOT_HEADER_BYTES == 2 * 4096
 

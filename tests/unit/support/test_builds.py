@@ -84,7 +84,7 @@ def sanitized() -> Build:
 def test_a_source_distribution_has_all_that_the_build_reads() -> None:
     """setuptools by itself takes only the sources that pyproject.toml names."""
     done = subprocess.run([sys.executable, "-c", PACKED], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    needed = [path for path in (ROOT / "csrc").iterdir() if path.suffix in {".c", ".h", ".inc", ".py"}]
+    needed = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in {".c", ".h", ".inc", ".py"}]
     assert len(needed) > 30
     assert sorted(done.stdout.split()) == sorted(str(path.relative_to(ROOT)) for path in needed), done.stderr
 
