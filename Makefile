@@ -74,18 +74,18 @@ lock: $(VENV)/test-installed
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
 # built for that and run under qemu, about 4 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test: libssl
-	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm)))
-	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
+	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/engine/c/aarch64.py setup $(if $(VM),--vm)))
+	@$(call step,$(MAKE) --no-print-directory -C tests/engine/c check $(if $(SUITES),SUITES="$(SUITES)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
 RUNS ?= 1000000
 fuzz-short: libssl
-	@$(call step,$(MAKE) --no-print-directory -C tests/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
+	@$(call step,$(MAKE) --no-print-directory -C tests/engine/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
 
 fuzz: libssl
 	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
-	@$(MAKE) --no-print-directory -C tests/fuzz long RUNS=$(RUNS)
+	@$(MAKE) --no-print-directory -C tests/engine/fuzz long RUNS=$(RUNS)
 
 # The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
 # soft ones; it installs what it needs (Debian packages, root or sudo). LONG=1: all of the latter, not just what covers each

@@ -53,7 +53,7 @@ LEFT_OUT = {
     "api/test_rename.py": _ELSEWHERE,
     "api/test_server_weights.py": _LONG,
     "api/test_session_ends.py": "tests/verbs/test_refusals.py has what ends with a session",
-    "engine/test_from_python.py": "the engine without a transport's Python; tests/c has its part of verbs",
+    "engine/test_from_python.py": "the engine without a transport's Python; tests/engine/c has its part of verbs",
     "fault/test_broken_network.py": "puts a proxy between the ends of a socket; test_daemons.py breaks the cable",
     "fault/test_coordinator_kills.py": _ELSEWHERE,
     "fault/test_elastic_kills.py": _TRAINING,
