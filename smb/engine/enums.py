@@ -61,8 +61,8 @@ class Opcode(IntEnum):
 
 
 class AskOpcode(IntEnum):
-    """enum smb_opcode, as far as it is asked of a segment's locks, barrier and version; csrc/memory/sync.h says what the
-    words mean."""
+    """enum smb_opcode, as far as it is asked of a segment's locks, barrier and version; csrc/memory/sync.h has the
+    meaning of the words."""
 
     LOCK = lib.SMB_LOCK
     UNLOCK = lib.SMB_UNLOCK
