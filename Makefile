@@ -169,7 +169,7 @@ nightly:
 promises: $(VENV)/installed
 	$(BIN)/python perf/promises.py
 
-# Us beside the physical limits and the peers, into perf/results, in about half an hour; make perf PERF="--quick" for a look, LARGE=1
+# Us beside the physical limits and the peers, in about half an hour: the table and charts into perf/results, samples into build/perf; make perf PERF="--quick" for a look, LARGE=1
 # to install the peers too that bring hundreds of megabytes (perf/README.md). As root also between two hosts.
 perf: $(VENV)/perf-installed $(if $(LARGE),$(VENV)/perf-large-installed)
 	$(BIN)/python -m perf.run $(PERF)
