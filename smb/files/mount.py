@@ -383,7 +383,7 @@ def serve(
             raw_fi=True,
             foreground=True,
             nothreads=False,
-            fsname=f"softmem:{client.coordinator.address}",
+            fsname=f"softmem:{client.address}",
             subtype="smb",
             default_permissions=True,
             allow_other=allow_other,

@@ -64,8 +64,8 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
     own = None
     if client is None:
         own = client = smb.client.connect(address)
-    elif address is not None and address != client.coordinator.address:
-        raise InvalidArgumentError(f"open_file {name!r}: the client is of {client.coordinator.address}; leave one out")
+    elif address is not None and address != client.address:
+        raise InvalidArgumentError(f"open_file {name!r}: the client is of {client.address}; leave one out")
     try:
         return BufferFile(
             Tree(client, make_folders=True).open(path, flags), name, mode, own, append=bool(flags & os.O_APPEND)

@@ -169,8 +169,8 @@ def test_a_lock_that_is_retired_and_still_recorded(cluster: smb.LocalCluster) ->
         with client.lock("ours") as lock:
             first = lock.token
         with client.lock("held", ttl=600):
-            (server,) = client.coordinator.list_servers(10)
-            records = [client.coordinator.place(pb.LOCK, name, 10) for name in ("ours", "held")]
+            (server,) = client._session.coordinator.list_servers(10)
+            records = [client._session.coordinator.place(pb.LOCK, name, 10) for name in ("ours", "held")]
             ours, held = (record.layout.segments[0].id for record in records)
             cluster.coordinator.kill()
             with grpc.insecure_channel(server.control_address) as channel:
