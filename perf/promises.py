@@ -110,19 +110,19 @@ def waking_the_waiters(cluster: smb.LocalCluster) -> dict[str, float]:
     times = []
     for turn in range(1, ROUNDS + 1):
         asked = [homes[i % 10].start(AskOpcode.AWAIT_VERSION, 0, (turn, 60_000)) for i in range(WAITERS)]
-        for asking in asked[::100]:
-            asking.wait(20)  # what is to be sent goes out when somebody waits
+        for pending in asked[::100]:
+            pending.wait(20)  # what is to be sent goes out when somebody waits
         for home in homes:
             home.ask("there", AskOpcode.AWAIT_VERSION, 0, (0, 0))  # all are parked: requests of a lane keep their order
         start = time.perf_counter()
         buffer.publish(array)
-        for asking in asked:
-            told = asking.wait(20_000)
+        for pending in asked:
+            told = pending.wait(20_000)
             assert told is not None
             assert told.a == turn
         times.append(1000 * (time.perf_counter() - start))
-        for asking in asked:
-            asking.end()
+        for pending in asked:
+            pending.end()
     for client in clients:
         client.close()
     return {"median": statistics.median(times), "slowest": max(times)}

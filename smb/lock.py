@@ -104,11 +104,11 @@ class Lock:
         if self._lost:
             raise self._lost_error("check")
         began = time.monotonic()
-        asking = self.start_renewal()
+        pending = self.start_renewal()
         try:
-            self.finish_renewal(asking, token, began)
+            self.finish_renewal(pending, token, began)
         finally:
-            asking.end()
+            pending.end()
 
     def __enter__(self) -> Lock:
         return self.acquire()
@@ -132,10 +132,10 @@ class Lock:
         """Send a renewal."""
         return self._home.start(AskOpcode.RENEW, USER_LOCK, (self._token, self._ttl_ms))
 
-    def finish_renewal(self, asking: PendingRequest, token: int, began: float) -> None:
+    def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
         """Take its answer. Raises LockLostError, UnavailableError."""
         try:
-            self._home.finish(f"renewal of lock {self._home.what}", asking, 0.0)
+            self._home.finish(f"renewal of lock {self._home.what}", pending, 0.0)
         except LockLostError:
             self.lose(token)
             raise

@@ -28,7 +28,7 @@ class Renewed(Protocol):
     def start_renewal(self) -> PendingRequest:
         """Send a renewal."""
 
-    def finish_renewal(self, asking: PendingRequest, token: int, began: float) -> None:
+    def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
         """Take its answer. Raises LockLostError, UnavailableError."""
 
 
@@ -99,11 +99,11 @@ class Renewals:
     def _renew(self, key: int, lock: Renewed) -> None:
         try:
             began, token = time.monotonic(), lock.token
-            asking = lock.start_renewal()
+            pending = lock.start_renewal()
             try:
-                lock.finish_renewal(asking, token, began)
+                lock.finish_renewal(pending, token, began)
             finally:
-                asking.end()
+                pending.end()
         except InvalidArgumentError:
             pass  # released meanwhile
         except Error as error:

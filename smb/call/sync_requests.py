@@ -95,11 +95,11 @@ class Home:
             time.sleep(_RETRY_S)
 
     def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
-        asking = self.start(opcode, argument, words)
+        pending = self.start(opcode, argument, words)
         try:
-            return self.finish(asked, asking, wait)
+            return self.finish(asked, pending, wait)
         finally:
-            asking.end()
+            pending.end()
 
     def _open_again(self) -> bool:
         """Get a newer token, which the next request shows. False: there is none, or it would give no more."""
@@ -126,25 +126,25 @@ class Home:
             with contextlib.suppress(EngineError):
                 link.ask(opcode, self._place.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
 
-    def finish(self, asked: str, asking: PendingRequest, wait: float | None) -> Reply:
+    def finish(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         """Return the answer. Raises as `ask`."""
-        told = asking.wait(_TURN_MS)
+        told = pending.wait(_TURN_MS)
         if told is None:
-            told = self._wait(asked, asking, wait)
+            told = self._wait(asked, pending, wait)
         if told.status is not Status.OK:
             raise self._error(asked, told)
         return told
 
-    def _wait(self, asked: str, asking: PendingRequest, wait: float | None) -> Reply:
+    def _wait(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         patience = self._client.timeout
         began = connected = time.monotonic()
         while True:
-            told = asking.wait(_TURN_MS)
+            told = pending.wait(_TURN_MS)
             if told is not None:
                 return told
             self._client.check_open()
             now = time.monotonic()
-            if asking.link.connected():
+            if pending.link.connected():
                 connected = now
             if now - connected > patience:
                 waiting = "" if wait == 0.0 else "; it may be waiting there"
@@ -212,17 +212,17 @@ class Home:
 
 def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> None:
     """Have these segments refuse lower tokens from now on; all at once. Raises what Home.finish raises."""
-    askings: list[tuple[Home, PendingRequest]] = []
+    pending_requests: list[tuple[Home, PendingRequest]] = []
     try:
-        askings.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
-        for home, asking in askings:
+        pending_requests.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
+        for home, pending in pending_requests:
             try:
-                home.finish(asked, asking, 0.0)
+                home.finish(asked, pending, 0.0)
             except PermissionDeniedError:
                 home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token
     finally:
-        for _, asking in askings:
-            asking.end()
+        for _, pending in pending_requests:
+            pending.end()
 
 
 SESSION_ENDED = (

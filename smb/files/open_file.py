@@ -212,7 +212,7 @@ class BufferFile(io.RawIOBase):
             self._file.flush()
 
     def close(self) -> None:
-        """Flush and close. Where flush fails the file is closed all the same, and nothing of the draft is kept."""
+        """Flush and close. If flush fails the file is closed all the same, and nothing of the staged file is kept."""
         if self.closed:
             return
         try:
@@ -223,7 +223,7 @@ class BufferFile(io.RawIOBase):
                 self._client.close()
 
     def discard(self) -> None:
-        """Close without making a draft a buffer."""
+        """Close without making a staged file a buffer."""
         if not self.closed:
             self._file.discard()
         self.close()

@@ -70,7 +70,7 @@ class SharedMemory:
         link = self._links.get(place.instance_id)
         if link is not None and link.alive():
             return link
-        with self._asking(place):
+        with self._pending(place):
             link, instance_id = self._client.connect_unix(place.unix_path, Lane.UNIX_ATTACH, deadline.left_ms())
         if instance_id != place.instance_id:
             # It was restarted, and the coordinator will know; or it belongs to another server.
@@ -79,14 +79,14 @@ class SharedMemory:
         return link
 
     def _resume(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
-        with self._asking(place):
+        with self._pending(place):
             try:
                 return self._resumable.reach(place, lane, deadline)
             except UnavailableError as error:
                 raise NoAnswerError(str(error)) from error
 
     @contextlib.contextmanager
-    def _asking(self, place: SegmentPlace) -> Iterator[None]:
+    def _pending(self, place: SegmentPlace) -> Iterator[None]:
         """Say why a socket does not let us in."""
         if not place.unix_path or not Path(place.unix_path).exists():
             raise NoPathError(f"no socket at {place.unix_path or 'any path'} on this host")

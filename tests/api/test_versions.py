@@ -253,8 +253,8 @@ def test_too_many_waits_name_their_bound(client: smb.Client) -> None:
     with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there"):
         buffer.wait(99, timeout=600)
     lock.release()
-    for asking in waiting:
-        asking.end()
+    for pending in waiting:
+        pending.end()
 
 
 def test_too_many_pins_name_their_bound(client: smb.Client) -> None:

@@ -34,7 +34,7 @@ def break_queue_pairs(client: smb.Client) -> int:
     carriers = client._session.verbs.carriers()
     for carrier in carriers:
         with contextlib.suppress(smb.TransportError):  # the client is closed
-            client._session.verbs._moving().close_pump(carrier)
+            client._session.verbs._moving().close_relay(carrier)
     return len(carriers)
 
 

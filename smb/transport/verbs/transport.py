@@ -275,7 +275,7 @@ class Verbs:
                 raise NoPathError(f"memory server {server.name} did not answer over RDMA: {error}") from error
             raise
         except BaseException:  # as Ctrl-C: the engine's end may stay open, and nobody else would close ours
-            progress.close_pump(carrier)
+            progress.close_relay(carrier)
             self._tell_closed(server, where.control_address)
             raise
 
@@ -333,7 +333,7 @@ class Verbs:
             except _NotConnectedError:
                 # It was restarted while nothing was under way: the queue pair does not know, and would never be remade.
                 if carrier is not None:
-                    self._moving().close_pump(carrier)
+                    self._moving().close_relay(carrier)
                 raise
             server.opened[place.id] = epoch
 
