@@ -115,7 +115,7 @@ def connect(
 
 
 class Client:
-    """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
+    """One process's membership of a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
 
     def __init__(
         self,

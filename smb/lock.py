@@ -77,12 +77,12 @@ class Lock:
             raise InvalidArgumentError(f"{asked}: it is taken already, by this object; make another one to wait for it")
         words = (self._ttl_ms, wait_ms(self._timeout), 0)
         try:
-            told = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
+            reply = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{asked}: not ours within {self._timeout:g} s: another holds it, or waited longer"
             ) from error
-        self._token, self._lost = told.a, False
+        self._token, self._lost = reply.a, False
         self._expires = time.monotonic() + self._ttl_ms / 1000
         if self._others:
             self._raise_fences(asked)

@@ -91,11 +91,11 @@ class ClusterSession:
             raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
 
     def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
-        """Return the way to each segment."""
+        """Return the path to each segment."""
         return for_each(
             places,
             lambda place: choose(self._transports, place, epoch, deadline),
-            lambda way: way.transport == Tcp.name,
+            lambda path: path.transport == Tcp.name,
         )
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:

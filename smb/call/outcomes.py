@@ -93,7 +93,7 @@ def error_of(
     if outcome.status is Status.NAMESPACE:
         return UnavailableError(
             f"{asked}: {where} has moved to another PID namespace, so its memory can't be mapped any more; "
-            f"the next call looks for another way; {applied}"
+            f"the next call looks for another path; {applied}"
         )
     if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
         return UnavailableError(

@@ -29,7 +29,7 @@ class Session(Protocol):
         """Raise UnavailableError where it was closed, Error in a child of fork."""
 
     def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
-        """Return the way to each segment."""
+        """Return the path to each segment."""
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return a link on which changes of a segment go through its server."""

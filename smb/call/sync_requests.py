@@ -1,6 +1,6 @@
 """What waits at a segment's server, from the client's side: requests for locks, barriers and versions.
 
-A request that waits is parked at the server; here its thread waits in the engine, in short turns, so that Ctrl-C and
+A request that waits is deferred at the server. Its thread here waits in the engine, in short turns, so that Ctrl-C and
 close() get through. It survives a lost connection and a restart of the server: the link sends it again.
 """
 
@@ -72,7 +72,7 @@ class Home:
         Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
         server was not reached for the client's timeout).
         """
-        # Of a barrier that was freed meanwhile the round is not known any more: whoever asks for it is told so.
+        # Of a barrier that was freed meanwhile the round is not known any more: whoever asks for it gets an error.
         again = self.named and opcode is not AskOpcode.AWAIT_BARRIER
         opened, deadline = False, Deadline(self._client.timeout)
         while True:
@@ -128,20 +128,20 @@ class Home:
 
     def finish(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         """Return the answer. Raises as `ask`."""
-        told = pending.wait(_TURN_MS)
-        if told is None:
-            told = self._wait(asked, pending, wait)
-        if told.status is not Status.OK:
-            raise self._error(asked, told)
-        return told
+        reply = pending.wait(_TURN_MS)
+        if reply is None:
+            reply = self._wait(asked, pending, wait)
+        if reply.status is not Status.OK:
+            raise self._error(asked, reply)
+        return reply
 
     def _wait(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         patience = self._client.timeout
         began = connected = time.monotonic()
         while True:
-            told = pending.wait(_TURN_MS)
-            if told is not None:
-                return told
+            reply = pending.wait(_TURN_MS)
+            if reply is not None:
+                return reply
             self._client.check_open()
             now = time.monotonic()
             if pending.link.connected():
@@ -174,8 +174,8 @@ class Home:
     def _where(self) -> str:
         return f"memory server {self._place.server} at {self._place.address}"
 
-    def _error(self, asked: str, told: Reply) -> Error:
-        match told.status:
+    def _error(self, asked: str, reply: Reply) -> Error:
+        match reply.status:
             case Status.TIMEOUT:
                 return TimeoutError(f"{asked}: not within the time given")
             case Status.LOCK_LOST:
@@ -193,10 +193,10 @@ class Home:
             case Status.SESSION_ENDED:
                 return UnavailableError(f"{asked}: {SESSION_ENDED}")
             case Status.DISCONNECTED | Status.LINK_LOST:
-                outcome = "outcome unknown" if told.sent else "nothing was done"
+                outcome = "outcome unknown" if reply.sent else "nothing was done"
                 return UnavailableError(
                     f"{asked}: the connection to {self._where()} was lost; {outcome}",
-                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                    outcome=UNKNOWN if reply.sent else NOT_APPLIED,
                 )
             case Status.OUT_OF_MEMORY:
                 return OutOfMemoryError(
@@ -205,8 +205,8 @@ class Home:
                 )
             case _:
                 return TransportError(
-                    f"{asked}: {self._where()}: {EngineError(told.status, 0)}",
-                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                    f"{asked}: {self._where()}: {EngineError(reply.status, 0)}",
+                    outcome=UNKNOWN if reply.sent else NOT_APPLIED,
                 )
 
 

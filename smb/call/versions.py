@@ -40,8 +40,8 @@ class Versions:
         segment = self._calls.paths[0].segment
         if segment is not None:
             return segment.version()
-        told = self._calls.homes()[0].ask(self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
-        return told.a, told.b
+        reply = self._calls.homes()[0].ask(self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
+        return reply.a, reply.b
 
     def read(self, offset: int, count: int, sink: Any, wire: int) -> int:
         """Read from the copy of the latest version, and return which version that was.
@@ -90,10 +90,10 @@ class Versions:
                     version, done, pin = self.latest()[0], 0, None
                     continue
                 # Publishers are faster than we read: hold them back, for as long as they bear it.
-                told = home.ask(asked, AskOpcode.PIN)
-                pin = told.b
-                if told.a != version or done == count:
-                    version, done = told.a, 0
+                reply = home.ask(asked, AskOpcode.PIN)
+                pin = reply.b
+                if reply.a != version or done == count:
+                    version, done = reply.a, 0
         except BaseException:
             if pin is not None:
                 home.tell(AskOpcode.UNPIN, (pin,))  # where that fails, its time ends it

@@ -23,7 +23,7 @@ _SERVERS_FRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All buffers by path, and every directory on the way to one."""
+    """All buffers by path, and every directory above one."""
 
     infos: Mapping[str, BufferInfo] = field(default_factory=dict)
     folders: frozenset[str] = frozenset()
@@ -53,7 +53,7 @@ class Catalogue:
         self._read_at = float("-inf")
         self._cost = 0.0
         self._pending: list[list[dict[str, BufferInfo | None]]] = []  # of each listing under way: what changed since
-        self._buffers: dict[int, Buffer] = {}  # one handle for each buffer: its ways to the servers are found once
+        self._buffers: dict[int, Buffer] = {}  # one handle for each buffer: its paths to the servers are found once
         self._space: tuple[float, int, int] = (float("-inf"), 0, 0)
 
     def listing(self, *, missed: bool = False) -> Listing:

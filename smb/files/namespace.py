@@ -1,11 +1,8 @@
 """The files of a cluster, for one process: names and what is open. All that shows buffers as files is thin on this.
 
 A new file, or one whose size changes, is a staged file on this host until flush() or close(). Then it becomes a buffer
-as a whole, under its name in one step. All other writes are at the servers when they return. Paths have no leading slash; ""
-is the root. Methods raise OSError, with smb's message.
-
-Locks: Tree._lock (names), then a node's, then the catalogue's. None is held while bytes are read; a node's is while
-they are written, and a name's change waits for the staged file that it moves.
+as a whole, under its name in one step. All other writes are at the servers when they return. Paths have no leading
+slash; "" is the root. Methods raise OSError, with smb's message.
 """
 
 from __future__ import annotations

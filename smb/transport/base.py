@@ -68,12 +68,12 @@ class NoAnswerError(NoPathError):
 
 
 class Transport(Protocol):
-    """One way to reach segments. Methods may be called from any thread and block up to the deadline."""
+    """Reaches segments by one kind of path. Methods may be called from any thread and block up to the deadline."""
 
     name: str
 
     def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
-        """Return the way to a segment.
+        """Return the path to a segment.
 
         Raises NoPathError where this transport does not lead there, NoAnswerError where that may be because the server
         is down, UnavailableError where it does lead there but the server does not answer, NotFoundError where the

@@ -152,7 +152,7 @@ class Bins:
 @dataclass(frozen=True, slots=True)
 class ServerWatch:
     """What one run of a server told last. `rates` are per second, between its last two renewals; None after the first.
-    `errors_recently` are those of the last minute, by reason. `parked_since` is monotonic; 0: nothing is parked.
+    `errors_recently` are those of the last minute, by reason. `parked_since` is monotonic; 0: nothing is deferred.
     """
 
     instance_id: int

@@ -4,7 +4,7 @@ The control service of a memory server makes its end of the queue pair and gives
 other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client/client.h): when the queue pair
 breaks, the lane goes on over another one, or, where none can be made, over TCP, until it breaks the next time.
 
-Nothing of RDMA is imported, opened or started before the first segment is reached this way.
+Nothing of RDMA is imported, opened or started before the first segment is reached by it.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class Verbs:
         except EngineError as error:
             self._tell_closed(server, where.control_address)
             if carrier.why:
-                raise NoPathError(f"no way by RDMA to memory server {server.name}: {carrier.why}") from error
+                raise NoPathError(f"no path by RDMA to memory server {server.name}: {carrier.why}") from error
             if error.status in (Status.TIMEOUT, Status.DISCONNECTED):
                 raise NoPathError(f"memory server {server.name} did not answer over RDMA: {error}") from error
             raise
