@@ -137,10 +137,10 @@ container-test: $(VENV)/test-installed
 	$(BIN)/python -m tests.deploy.chroot
 
 # `make demo` of HEAD on bare Debians (and Ubuntus, where this machine's apt has their keys), in chroots with README's packages alone. As
-# root, 10 to 20 minutes; one of them: make bare SUITES=trixie
+# root, 10 to 20 minutes; one of them: make bare SUITES=trixie; with tests on its Python: make bare SUITES=forky MATRIX=1
 bare:
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
-	$(PYTHON) -m tests.deploy.bare $(SUITES)
+	$(PYTHON) -m tests.deploy.bare $(if $(MATRIX),--matrix) $(SUITES)
 
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:
