@@ -74,7 +74,7 @@ matrix-short: $(VENV)/test-installed
 # Newer versions of everything into tests/constraints.txt, one solution for every Python from 3.10 on.
 lock: $(VENV)/test-installed
 	sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/", "/\n/g; s/"//g' | \
-		$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
+		$(BIN)/uv pip compile --quiet --system-certs --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
 		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt perf/requirements.txt -
 
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
