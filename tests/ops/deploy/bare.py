@@ -2,7 +2,6 @@
 
     python -m tests.ops.deploy.bare [--matrix] [SUITE...]    as root, with mmdebstrap; 3 to 5 minutes, 6 GB for each
 
-
 With --matrix each system's Python is then tested as `make matrix` does it: for those that this machine has not itself.
 Each first has `make` alone, then Python and gcc alone too, where `make demo` must name all that is missing and leave
 nothing behind. Packages of Debian and of Python come from where this machine gets them; the tree is HEAD's.
