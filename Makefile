@@ -78,7 +78,7 @@ lock: $(VENV)/test-installed
 		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt perf/requirements.txt -
 
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
-# built for that and run under qemu, about 4 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
+# built for that and run under qemu, about 5 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test: libssl
 	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm)))
 	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
