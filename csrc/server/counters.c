@@ -1,8 +1,13 @@
 /* What the daemon counts, and how it is read. Loops count for themselves (stats.h); who asks adds up. A scrape takes the registry's
  * lock for reading and the lanes' lock, each for as long as it takes to copy; no request waits for more than that. */
+#include "server/counters.h"
+
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
+#include "server/connection.h"
+#include "server/loop.h"
 #include "server/server.h"
 
 /* ---- counting ----------------------------------------------------------------------------------------------------- */

@@ -1,8 +1,13 @@
 /* The single door between frames and memory: nothing reaches a segment from a socket but through here. */
+#include "server/gate.h"
+
 #include <string.h>
 
 #include "base/failpoint.h"
+#include "server/connection.h"
+#include "server/counters.h"
 #include "server/server.h"
+#include "server/waits.h"
 
 static bool has_range(int opcode)
 {

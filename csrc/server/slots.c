@@ -1,7 +1,10 @@
 /* Slots that somebody outside fills: by an RDMA network card, which may reach them for as long as they are registered, whatever has
  * become of the connection. So they have references of their own, and go back to the journal with the last. */
+#include "server/slots.h"
+
 #include <stdlib.h>
 
+#include "memory/journal.h"
 #include "server/server.h"
 
 enum { SLOTS_MAX = 64 };

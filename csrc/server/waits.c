@@ -1,7 +1,14 @@
 /* What waits by nature, on the daemon's side of sync.h: requests taken off their connections, and the one thread that does
  * what time demands. An answer may come on any thread; it goes to the loop of its connection, and from there to the peer. */
+#include "server/waits.h"
+
 #include <stdlib.h>
 
+#include "base/clock.h"
+#include "server/connection.h"
+#include "server/counters.h"
+#include "server/lanes.h"
+#include "server/loop.h"
 #include "server/server.h"
 
 static void free_served(void *companion)

@@ -8,7 +8,7 @@
 #include "fake_server.h"
 #include "memory/segment.h"
 #include "rig.h"
-#include "server/server.h"
+#include "server/connection.h"
 
 enum { BYTES = 512, SHORT_MS = 200 };
 
