@@ -6,6 +6,7 @@
 
 #include "client/client.h"
 #include "client/views.h"
+#include "memory/change.h"
 
 enum {
     STEP_WAIT_NS = 1000000, /* for a chunk's lock, before the links are looked after: this thread may move others' bytes */

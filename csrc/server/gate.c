@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/failpoint.h"
+#include "memory/change.h"
 #include "server/connection.h"
 #include "server/counters.h"
 #include "server/server.h"
