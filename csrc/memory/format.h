@@ -14,7 +14,7 @@
 #include <stdatomic.h>
 
 #include "memory/records.h"
-#include "memory/sync.h"
+#include "memory/sync_words.h"
 #include "smb.h"
 
 enum {

@@ -13,8 +13,9 @@
 #define SMB_SEGMENT_H
 
 #include "memory/records.h"
-#include "memory/sync.h"
 #include "smb.h"
+
+struct sync_words;
 
 struct record_table smb_segment_records(struct smb_segment *segment);
 struct sync_words *smb_segment_sync_words(struct smb_segment *segment);
