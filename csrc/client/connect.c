@@ -12,7 +12,11 @@
 #include <unistd.h>
 
 #include "base/address.h"
-#include "client/inflight.h"
+#include "base/channel.h"
+#include "base/clock.h"
+#include "client/call.h"
+#include "client/client.h"
+#include "client/link.h"
 
 enum { HANDSHAKES_TRIED = 7 /* within a quarter of a second */ };
 

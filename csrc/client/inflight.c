@@ -1,8 +1,10 @@
-/* Requests on their way: made from streams, kept in lists. Driver only. */
 #include "client/inflight.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include "base/clock.h"
+#include "client/sparse.h"
 
 void flights_free(struct flight *flight)
 {

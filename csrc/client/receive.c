@@ -1,11 +1,14 @@
-/* What comes back over a link: headers, and data straight to the caller's memory. */
-#include "client/inflight.h"
+#include "client/receive.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+#include "base/channel.h"
+#include "client/inflight.h"
+#include "client/resume.h"
 
 /* Answers come mostly in the order of the requests, so that the first look finds it. */
 static struct flight **find_sent(struct smb_link *link, uint64_t sequence)

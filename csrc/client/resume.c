@@ -1,10 +1,13 @@
-/* A lane goes on over a new connection: how far each segment has come, and what is to be sent again. Driver only. */
+#include "client/resume.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/channel.h"
 #include "client/inflight.h"
+#include "client/receive.h"
 
 static struct watermark *watermark_of(struct smb_link *link, const struct flight *flight)
 {

@@ -298,7 +298,7 @@ struct sync_words *smb_segment_sync_words(struct smb_segment *segment)
 void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing)
 {
     const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header + SYNC_OFFSET);
-    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. Pairs with the release of sync.c's put:
+    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. Pairs with the release of sync_state.h (word_put):
      * `version` after the copy's last byte, `writing` before its publisher is answered and stores the first byte over it. */
     atomic_thread_fence(memory_order_acquire);
     *version = atomic_load_explicit(&words->version, memory_order_acquire);

@@ -303,7 +303,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a session may do with a segment until when; see csrc/access.h."""
+    """What a session may do with a segment until when; see csrc/base/access.h."""
 
     segment_id: int
     epoch: int
