@@ -9,9 +9,9 @@
 void call_failed(struct stream *stream, int status)
 {
     struct smb_outcome *outcome = stream->call->outcome;
-    if (stream->told) {
-        if (stream->told->status == SMB_OK)
-            stream->told->status = status;
+    if (stream->reply) {
+        if (stream->reply->status == SMB_OK)
+            stream->reply->status = status;
         return;
     }
     if (outcome->status == SMB_OK) {
@@ -33,7 +33,7 @@ void call_note_sent(struct call *call)
 
 bool call_was_sent(const struct stream *stream)
 {
-    return stream->told ? stream->told->sent : stream->call->outcome->sent;
+    return stream->reply ? stream->reply->sent : stream->call->outcome->sent;
 }
 
 void call_stream_finished(struct stream *stream)
@@ -41,10 +41,10 @@ void call_stream_finished(struct stream *stream)
     stream->call->streams_left--;
 }
 
-/* With the mutex held: somebody else's call needs a driver. */
+/* With the mutex held: somebody else's call needs a progress thread. */
 static void hand_over(struct smb_client *client)
 {
-    client->driving = false;
+    client->has_progress_thread = false;
     struct call *const lists[] = {client->calls, client->arrivals};
     for (int i = 0; i < 2; i++) {
         for (struct call *heir = lists[i]; heir; heir = heir->next) {
@@ -69,7 +69,7 @@ void client_submit(struct smb_client *client, struct call *call)
     call->next = client->arrivals;
     client->arrivals = call;
     if (client->sleeping)
-        client_wake_driver(client);
+        client_wake_progress(client);
     pthread_mutex_unlock(&client->mutex);
 }
 
@@ -91,7 +91,7 @@ bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns
 {
     pthread_mutex_lock(&client->mutex);
     while ((!call->done || work) && smb_now_ns() < until_ns) {
-        if (work && (client->driving || call->done)) {
+        if (work && (client->has_progress_thread || call->done)) {
             /* Another thread may have carried the call's frames to their end before this one came to its own part. */
             pthread_mutex_unlock(&client->mutex);
             bool more = true;
@@ -99,10 +99,10 @@ bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns
                 more = work(work_argument);
             work = more ? work : NULL;
             pthread_mutex_lock(&client->mutex);
-        } else if (!client->driving) {
-            client->driving = true;
+        } else if (!client->has_progress_thread) {
+            client->has_progress_thread = true;
             pthread_mutex_unlock(&client->mutex);
-            if (progress_drive(client, call, until_ns, work, work_argument))
+            if (progress_run(client, call, until_ns, work, work_argument))
                 work = NULL;
             pthread_mutex_lock(&client->mutex);
             hand_over(client);
@@ -111,7 +111,7 @@ bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns
         }
     }
     bool done = call->done && !work;
-    if (!call->done && !client->driving)
+    if (!call->done && !client->has_progress_thread)
         hand_over(client); /* the one that was to drive next may have been us */
     pthread_mutex_unlock(&client->mutex);
     if (done && call->has_wake) {
@@ -127,9 +127,9 @@ void client_run(struct smb_client *client, struct call *call, bool (*work)(void 
     while (!client_wait(client, call, client_has_look() ? smb_now_ns() + LOOK_MS * 1000000U : UINT64_MAX, work, work_argument)) {
         if (call->stopped || !client_look())
             continue;
-        /* As one that is late: what was sent is in doubt, what was not is not sent any more. */
+        /* As one that is late: what was sent is of unknown outcome, what was not is not sent any more. */
         call->stopped = true;
         atomic_store(&call->deadline_ns, 0);
-        client_wake_driver(client);
+        client_wake_progress(client);
     }
 }

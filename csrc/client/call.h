@@ -13,7 +13,7 @@
 #include "base/layout.h"
 #include "smb.h"
 
-struct smb_doubt;
+struct smb_unknown;
 struct smb_link;
 
 enum { LOOK_MS = 100 }; /* so often a blocking call sees whether it is wanted still: Ctrl-C */
@@ -26,10 +26,10 @@ struct call {
     bool waits;                    /* its thread sleeps on `wake` */
     bool stopped;                  /* its caller's: no more local pieces are begun */
     bool has_wake;
-    struct call *next;             /* of arrivals, then of the driver's list */
+    struct call *next;             /* of arrivals, then of the progress thread's list */
     struct stream *streams;        /* all of it, stream_count */
     uint32_t stream_count;
-    struct smb_doubt *settles;     /* done once this is settled */
+    struct smb_unknown *resolves;     /* done once this is resolved */
     pthread_cond_t wake;
 };
 
@@ -40,7 +40,7 @@ struct stream {
     struct stream *next;           /* of the link's queue */
     const struct smb_request *request;
     const struct smb_ask *ask;     /* instead of a request: one frame, no range */
-    struct smb_told *told;
+    struct smb_reply *reply;
     struct smb_cursor cursor;
     struct smb_piece piece;        /* the next to be sent, if have_piece */
     bool have_piece;

@@ -83,20 +83,20 @@ void smb_client_counters(struct smb_client *client, struct smb_client_counters *
     counters->spoilt_total = smb_client_spoilt(client);
 }
 
-void client_wake_driver(struct smb_client *client)
+void client_wake_progress(struct smb_client *client)
 {
     uint64_t one = 1;
     if (write(client->wake_fd, &one, sizeof one) < 0)
-        return; /* its counter is not 0: the driver wakes anyway */
+        return; /* its counter is not 0: the progress thread wakes anyway */
 }
 
 void smb_client_close(struct smb_client *client)
 {
-    atomic_store(&client->closing, true); /* read by the driver in every round */
+    atomic_store(&client->closing, true); /* read by the progress thread in every round */
     pthread_mutex_lock(&client->mutex);
     pthread_cond_broadcast(&client->link_wanted);
     pthread_mutex_unlock(&client->mutex);
-    client_wake_driver(client);
+    client_wake_progress(client);
 }
 
 void smb_client_destroy(struct smb_client *client)

@@ -1,11 +1,11 @@
 /* client.h: a session: its links to servers, and the calls that travel on them.
  *
- * Who does the I/O. No thread of ours: of the threads that wait for a call, one is the driver. It moves the bytes of all
+ * Who does the I/O. No thread of ours: of the threads that wait for a call, one is the progress thread. It moves the bytes of all
  * calls on all links of the client, and when its own call is done it hands the driving to another that waits. A lone caller
  * thus sends and receives by itself, without a wake-up in between; many callers share the links and fill them.
  *
  * Ownership. `mutex` guards: driving, arrivals, waiting, each call's `done`, and which links want a connection. Everything else
- * of links, streams, calls and doubts belongs to the driver. A call, its streams and the caller's memory live on the caller's
+ * of links, streams, calls and unknown outcomes belongs to the progress thread. A call, its streams and the caller's memory live on the caller's
  * stack until `done`.
  */
 #ifndef SMB_CLIENT_H
@@ -29,15 +29,15 @@ struct smb_client {
     _Atomic uint64_t spoilt;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;
-    bool driving;
-    bool sleeping;                 /* the driver is in poll: wake it */
+    bool has_progress_thread;
+    bool sleeping;                 /* the progress thread is in poll: wake it */
     _Atomic bool closing;
     _Atomic uint64_t links_made;
     _Atomic uint64_t sequences;    /* numbers used, by all links: one lane's later link goes on above what its earlier ones used */
     struct smb_link *links;        /* all that are not freed */
     struct call *arrivals;
     int wake_fd;
-    /* the driver's */
+    /* the progress thread's */
     struct call *calls;            /* in progress */
     struct smb_link *active;
 };
@@ -50,7 +50,7 @@ struct smb_client *client_retain(struct smb_client *client);
 void client_release(struct smb_client *client);
 /* Somebody should make a connection for the link (or no longer). */
 void client_want_link(struct smb_link *link, bool wanted);
-void client_wake_driver(struct smb_client *client);
+void client_wake_progress(struct smb_client *client);
 
 /* Of every frame that the client sends. */
 static inline uint16_t client_frame_flags(const struct smb_client *client)

@@ -1,23 +1,23 @@
-/* inflight.h: requests on their way: made from streams, kept in lists. The driver's. */
+/* inflight.h: requests on their way: made from streams, kept in lists. The progress thread's. */
 #ifndef SMB_INFLIGHT_H
 #define SMB_INFLIGHT_H
 
 #include "base/frame.h"
 #include "client/call.h"
-#include "client/doubt.h"
+#include "client/unknown.h"
 #include "client/link.h"
 #include "memory/records.h"
 
 /* Of fetch_add and compare_swap; a record keeps the results of the last RECORD_RESULTS. */
-enum { ATOMICS_FLYING_MAX = 4 };
-_Static_assert((int)ATOMICS_FLYING_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
+enum { ATOMICS_IN_FLIGHT_MAX = 4 };
+_Static_assert((int)ATOMICS_IN_FLIGHT_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
 
 /* A request on its way. */
-struct flight {
-    struct flight *next;           /* of the link's unsent or sent ones, or of its spare ones */
+struct inflight {
+    struct inflight *next;           /* of the link's unsent or sent ones, or of its spare ones */
     struct stream *stream;         /* NULL: its caller has left */
-    struct smb_doubt *doubt;       /* then: a reference, for a change */
-    uint32_t doubt_index;
+    struct smb_unknown *unknown;       /* then: a reference, for a change */
+    uint32_t unknown_index;
     uint64_t sequence;
     uint64_t segment_id;
     uint64_t buffer_offset;
@@ -31,7 +31,7 @@ struct flight {
     uint8_t wire;                  /* enum smb_wire */
     bool was_sent;                 /* some of it, over any connection */
     bool went_by_reference;        /* some time: a WRITE may have been made where no record of the server tells of it */
-    int fate;                      /* enum smb_doubt_state: what is known of a change by now */
+    int fate;                      /* enum smb_outcome_state: what is known of a change by now */
     const void *payload;           /* still to be sent after the header */
     uint32_t payload_bytes;
     uint8_t small[SMB_RECORD_SMALL_BYTES]; /* payload that is no caller's memory, or what comes before it */
@@ -47,40 +47,40 @@ static inline bool opcode_is_atomic(int opcode)
     return opcode == SMB_FETCH_ADD || opcode == SMB_COMPARE_SWAP;
 }
 
-static inline void flight_append(struct flight ***end, struct flight *flight)
+static inline void inflight_append(struct inflight ***end, struct inflight *inflight)
 {
-    flight->next = NULL;
-    **end = flight;
-    *end = &flight->next;
+    inflight->next = NULL;
+    **end = inflight;
+    *end = &inflight->next;
 }
 
 /* Where the answer's payload is received. */
-static inline uint8_t *flight_landing(const struct flight *flight)
+static inline uint8_t *inflight_landing(const struct inflight *inflight)
 {
-    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
+    return inflight->opcode == SMB_READ && inflight->encoded ? inflight->encoded : inflight->sink;
 }
 
-static inline void flight_settle(struct flight *flight, int state)
+static inline void inflight_resolve(struct inflight *inflight, int state)
 {
-    if (flight->doubt)
-        doubt_settled(flight->doubt, flight->doubt_index, state);
+    if (inflight->unknown)
+        unknown_resolved(inflight->unknown, inflight->unknown_index, state);
 }
 
 /* A spare one, or NULL. */
-struct flight *flight_take(struct smb_link *link);
+struct inflight *inflight_take(struct smb_link *link);
 /* Takes *at out of its list. */
-struct flight *flight_take_from(struct flight **at, struct flight ***end);
+struct inflight *inflight_take_from(struct inflight **at, struct inflight ***end);
 /* Out of its list, it is spare again. */
-void flight_put_back(struct smb_link *link, struct flight *flight);
+void inflight_put_back(struct smb_link *link, struct inflight *inflight);
 /* Out of its list, and over: its stream may be, too. */
-void flight_landed(struct smb_link *link, struct flight *flight);
-void flight_put_small(struct flight *flight, uint64_t word);
+void inflight_landed(struct smb_link *link, struct inflight *inflight);
+void inflight_put_small(struct inflight *inflight, uint64_t word);
 /* Completes the frame and writes the header; with checksums, seals it. */
-void flight_encode(struct smb_link *link, struct flight *flight, struct smb_frame *frame);
-void flight_seal(struct flight *flight);
+void inflight_encode(struct smb_link *link, struct inflight *inflight, struct smb_frame *frame);
+void inflight_seal(struct inflight *inflight);
 /* The stream's next frame, behind the unsent ones. false: no memory. */
-bool flight_make(struct smb_link *link, struct stream *stream);
-void flights_free(struct flight *flight);
+bool inflight_make(struct smb_link *link, struct stream *stream);
+void inflight_free_all(struct inflight *inflight);
 
 /* Goes on to the stream's next piece: have_piece, or not. */
 void stream_advance(struct stream *stream);

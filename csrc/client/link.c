@@ -38,9 +38,9 @@ void link_release(struct smb_link *link)
         channel_close(fresh);
     free(fresh);
     channel_close(&link->channel);
-    flights_free(link->unsent);
-    flights_free(link->sent);
-    flights_free(link->spare);
+    inflight_free_all(link->unsent);
+    inflight_free_all(link->sent);
+    inflight_free_all(link->spare);
     free(link->watermarks);
     free(link->tokens);
     free(link);
@@ -66,7 +66,7 @@ void smb_link_close(struct smb_link *link)
 {
     atomic_store(&link->closing, true);
     client_want_link(link, false);
-    client_wake_driver(link->client);
+    client_wake_progress(link->client);
     link_release(link);
 }
 
@@ -94,7 +94,7 @@ bool link_busy(const struct smb_link *link)
 
 bool link_sleeps_at_once(const struct smb_link *link)
 {
-    return link->flying_bytes >= SPIN_BYTES_MAX && !link->channel.tls; /* whose next record is never far */
+    return link->in_flight_bytes >= SPIN_BYTES_MAX && !link->channel.tls; /* whose next record is never far */
 }
 
 bool link_wants_output(const struct smb_link *link)
@@ -122,9 +122,9 @@ static void gather(struct smb_link *link)
         link->unsent_end = &link->unsent;
     link->sent = NULL;
     link->sent_end = &link->sent;
-    for (struct flight **at = &link->unsent; *at;) {
-        if (!(*at)->stream && !(*at)->doubt)
-            flight_put_back(link, flight_take_from(at, &link->unsent_end));
+    for (struct inflight **at = &link->unsent; *at;) {
+        if (!(*at)->stream && !(*at)->unknown)
+            inflight_put_back(link, inflight_take_from(at, &link->unsent_end));
         else
             at = &(*at)->next;
     }
@@ -193,7 +193,7 @@ static int move(struct smb_link *link, bool *moved)
     if (link_state_of(link) == LINK_RESUMING) {
         status = link_send_watermarks(link, moved);
     } else {
-        if (link->flying == 0 && smb_now_ns() - link->heard_ns > QUIET_NS && peer_is_gone(link))
+        if (link->in_flight == 0 && smb_now_ns() - link->heard_ns > QUIET_NS && peer_is_gone(link))
             return SMB_LINK_LOST;
         send_fill_window(link);
         awaits = link->sent; /* what is sent just now is not answered yet */
@@ -246,26 +246,26 @@ static void note_unmade(struct stream *stream)
 {
     while (stream->have_piece && !stream->ask) {
         if (smb_opcode_changes(stream->request->opcode))
-            call_doubt(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_DOUBT_NOT_APPLIED);
+            call_note_unknown(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_OUTCOME_NOT_APPLIED);
         stream_advance(stream);
     }
     stream->have_piece = false;
 }
 
-static void fail_flights(struct smb_link *link, int status)
+static void fail_inflight(struct smb_link *link, int status)
 {
     while (link->unsent) {
-        struct flight *flight = flight_take_from(&link->unsent, &link->unsent_end);
-        struct stream *stream = flight->stream;
-        int fate = flight->fate == SMB_DOUBT_PENDING ? SMB_DOUBT_UNKNOWN : flight->fate;
-        flight_settle(flight, fate);
+        struct inflight *inflight = inflight_take_from(&link->unsent, &link->unsent_end);
+        struct stream *stream = inflight->stream;
+        int fate = inflight->fate == SMB_OUTCOME_PENDING ? SMB_OUTCOME_UNKNOWN : inflight->fate;
+        inflight_resolve(inflight, fate);
         if (stream) {
-            if (smb_opcode_changes(flight->opcode))
-                call_doubt(stream->call, flight->buffer_offset, flight->length, fate);
+            if (smb_opcode_changes(inflight->opcode))
+                call_note_unknown(stream->call, inflight->buffer_offset, inflight->length, fate);
             call_failed(stream, status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED : status);
             note_unmade(stream);
         }
-        flight_landed(link, flight);
+        inflight_landed(link, inflight);
     }
 }
 
@@ -276,7 +276,7 @@ void link_shut(struct smb_link *link, int status)
     atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
     link_enter(link, LINK_CLOSED);
     client_want_link(link, false);
-    fail_flights(link, status);
+    fail_inflight(link, status);
     while (link->queue_head) {
         struct stream *stream = link->queue_head;
         link_dequeue(link);
@@ -287,50 +287,50 @@ void link_shut(struct smb_link *link, int status)
     }
 }
 
-static void leave(struct flight *flight)
+static void leave(struct inflight *inflight)
 {
-    struct stream *stream = flight->stream;
-    flight->stream = NULL;
-    flight->sink = NULL;
+    struct stream *stream = inflight->stream;
+    inflight->stream = NULL;
+    inflight->sink = NULL;
     stream->in_flight--;
-    if (!smb_opcode_changes(flight->opcode))
+    if (!smb_opcode_changes(inflight->opcode))
         return;
-    flight->doubt_index = call_doubt(stream->call, flight->buffer_offset, flight->length, flight->fate);
-    if (flight->fate != SMB_DOUBT_PENDING || flight->doubt_index == UINT32_MAX)
+    inflight->unknown_index = call_note_unknown(stream->call, inflight->buffer_offset, inflight->length, inflight->fate);
+    if (inflight->fate != SMB_OUTCOME_PENDING || inflight->unknown_index == UINT32_MAX)
         return;
-    flight->doubt = stream->call->outcome->doubt;
-    atomic_fetch_add_explicit(&flight->doubt->references, 1, memory_order_relaxed);
+    inflight->unknown = stream->call->outcome->unknown;
+    atomic_fetch_add_explicit(&inflight->unknown->references, 1, memory_order_relaxed);
 }
 
 /* One that is half sent takes its connection along: its caller's memory can't be used any more. So does one of a data lane that
- * was sent: it may be parked at the server, and all that comes after it with it; on the next connection it is not there. */
+ * was sent: it may be deferred at the server, and all that comes after it with it; on the next connection it is not there. */
 void link_abandon(struct smb_link *link, struct stream *stream)
 {
     if (stream->queued)
         link_take_out_of_queue(link, stream);
     note_unmade(stream);
     bool half_sent = link->unsent && link->unsent->stream == stream && link->sent_bytes > 0;
-    bool parked = false;
-    for (struct flight *flight = link->sent; flight; flight = flight->next) {
-        if (flight->stream == stream) {
-            leave(flight);
-            parked |= !stream->ask;
+    bool deferred = false;
+    for (struct inflight *inflight = link->sent; inflight; inflight = inflight->next) {
+        if (inflight->stream == stream) {
+            leave(inflight);
+            deferred |= !stream->ask;
         }
     }
-    for (struct flight **at = &link->unsent; *at;) {
-        struct flight *flight = *at;
-        if (flight->stream == stream) {
-            leave(flight);
-            if (!flight->doubt && !(half_sent && at == &link->unsent)) {
-                flight_put_back(link, flight_take_from(at, &link->unsent_end));
+    for (struct inflight **at = &link->unsent; *at;) {
+        struct inflight *inflight = *at;
+        if (inflight->stream == stream) {
+            leave(inflight);
+            if (!inflight->unknown && !(half_sent && at == &link->unsent)) {
+                inflight_put_back(link, inflight_take_from(at, &link->unsent_end));
                 continue;
             }
         }
-        at = &flight->next;
+        at = &inflight->next;
     }
-    if (half_sent || (parked && link_state_of(link) == LINK_UP)) {
+    if (half_sent || (deferred && link_state_of(link) == LINK_UP)) {
         break_connection(link);
-        client_want_link(link, link_busy(link)); /* now: the driver may be about to sleep, and others' calls wait here */
+        client_want_link(link, link_busy(link)); /* now: the progress thread may be about to sleep, and others' calls wait here */
     }
     call_stream_finished(stream);
 }

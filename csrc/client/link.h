@@ -1,9 +1,9 @@
-/* link.h: one lane to a server. The driver's, but for make, retain and release.
+/* link.h: one lane to a server. The progress thread's, but for make, retain and release.
  *
  * A link is a lane, not a connection. When its connection breaks, the frames that were not answered stay; somebody (a thread of
  * the library above) connects again and hands the connection over; the link asks how far each segment has come (WATERMARK),
  * takes what is at or below that as answered, and sends the rest again. A caller whose time is over leaves; the frames that
- * it had sent stay in doubt until they are answered, or until the next resumption tells what became of them. They are not sent again.
+ * it had sent stay of unknown outcome until they are answered, or until the next resumption tells what became of them. They are not sent again.
  */
 #ifndef SMB_LINK_H
 #define SMB_LINK_H
@@ -16,7 +16,7 @@
 #include "base/clock.h"
 #include "client/client.h"
 
-struct flight;
+struct inflight;
 struct stream;
 struct watermark;
 
@@ -33,11 +33,11 @@ struct smb_link {
     uint64_t id;
     uint64_t identity;             /* of the server's memory */
     _Atomic uint32_t references;
-    _Atomic bool closing;          /* asked for by its owner; the driver does it */
+    _Atomic bool closing;          /* asked for by its owner; the progress thread does it */
     struct channel *_Atomic fresh; /* a new connection, handed over; NULL: none */
     _Atomic bool fresh_by_reference; /* of what kind; stored before `fresh` */
-    _Atomic int state;             /* enum link_state; written by the driver, read by anyone */
-    _Atomic int closed_why;        /* status of calls on a closed link; before `closing`, by who connects it anew, or the driver's */
+    _Atomic int state;             /* enum link_state; written by the progress thread, read by anyone */
+    _Atomic int closed_why;        /* status of calls on a closed link; before `closing`, by who connects it anew, or the progress thread's */
     struct access_connection proof; /* mutex: of its newest connection */
     struct smb_token *tokens;      /* mutex: shown on each new connection */
     uint32_t token_count, token_room;
@@ -49,20 +49,20 @@ struct smb_link {
     uint16_t lane;
     bool local;                    /* to a server of this host, over its Unix socket */
     uint32_t window;
-    bool active;                   /* in the driver's list */
+    bool active;                   /* in the progress thread's list */
     struct smb_link *next;         /* of it */
     struct smb_link *next_of_all;  /* mutex */
     struct stream *queue_head, *queue_tail;
     uint64_t made;                 /* frames, ever */
-    uint32_t flying;               /* unsent and sent ones */
-    uint64_t flying_bytes;         /* of ranges, of them */
-    uint32_t atomics_flying;
-    struct flight *unsent, *sent, *spare;
-    struct flight **unsent_end, **sent_end;
+    uint32_t in_flight;               /* unsent and sent ones */
+    uint64_t in_flight_bytes;         /* of ranges, of them */
+    uint32_t atomics_in_flight;
+    struct inflight *unsent, *sent, *spare;
+    struct inflight **unsent_end, **sent_end;
     uint64_t sent_bytes;           /* of the first unsent one */
     uint64_t heard_ns;             /* when the peer was heard of last */
     /* the answer coming in */
-    struct flight *reading;        /* whose payload is expected, or NULL */
+    struct inflight *reading;        /* whose payload is expected, or NULL */
     uint32_t reading_have;
     uint32_t crc;                  /* of its header and what is here of its payload */
     uint32_t in_start, in_end;
@@ -87,7 +87,7 @@ bool link_wants_output(const struct smb_link *link);
 int link_fd(const struct smb_link *link);
 /* Fails everything on it, for good. */
 void link_shut(struct smb_link *link, int status);
-/* The stream's call is over: what was not sent is forgotten, what was is left in doubt. */
+/* The stream's call is over: what was not sent is forgotten, what was is left of unknown outcome. */
 void link_abandon(struct smb_link *link, struct stream *stream);
 
 static inline int link_state_of(const struct smb_link *link)

@@ -1,7 +1,7 @@
 #include "client/local.h"
 
 #include "base/clock.h"
-#include "client/doubt.h"
+#include "client/unknown.h"
 #include "client/sparse.h"
 #include "memory/change.h"
 
@@ -22,7 +22,7 @@ static void local_failed(struct local_work *work, struct smb_piece piece, int st
     }
     bool more = true;
     while (more && smb_opcode_changes(work->request->opcode)) {
-        call_doubt(&account, piece.buffer_offset, (uint32_t)piece.bytes, SMB_DOUBT_NOT_APPLIED);
+        call_note_unknown(&account, piece.buffer_offset, (uint32_t)piece.bytes, SMB_OUTCOME_NOT_APPLIED);
         more = smb_cursor_next(&work->cursor, &piece);
     }
     work->cursor.position = work->cursor.end;

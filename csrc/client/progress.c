@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "client/doubt.h"
+#include "client/unknown.h"
 #include "client/link.h"
 
 enum {
@@ -37,9 +37,9 @@ static void take_arrivals(struct smb_client *client)
         struct call *next = call->next;
         call->next = client->calls;
         client->calls = call;
-        if (call->settles) {
-            if (call->settles->pending > 0)
-                call->settles->settler = call;
+        if (call->resolves) {
+            if (call->resolves->pending > 0)
+                call->resolves->resolver = call;
             else
                 call->streams_left = 0;
         }
@@ -91,11 +91,11 @@ static void abandon(struct call *call)
             link_abandon(stream->link, stream);
         }
     }
-    if (call->settles) {
+    if (call->resolves) {
         call->outcome->status = SMB_TIMEOUT;
-        if (call->settles->settler == call)
-            call->settles->settler = NULL;
-        call->settles = NULL;
+        if (call->resolves->resolver == call)
+            call->resolves->resolver = NULL;
+        call->resolves = NULL;
         call->streams_left = 0;
     }
 }
@@ -106,8 +106,8 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
     uint64_t next = UINT64_MAX;
     for (struct call *call = client->calls; call; call = call->next) {
         uint64_t deadline_ns = atomic_load_explicit(&call->deadline_ns, memory_order_relaxed);
-        if (call->settles && call->settles->pending == 0) { /* another one was told */
-            call->settles = NULL;
+        if (call->resolves && call->resolves->pending == 0) { /* another one was told */
+            call->resolves = NULL;
             call->streams_left = 0;
         }
         if (now_ns >= deadline_ns)
@@ -141,7 +141,7 @@ static bool progress(struct smb_client *client)
 }
 
 /* Until a link can move, a call arrives, or the next deadline. */
-static void sleep_driver(struct smb_client *client, uint64_t now_ns, uint64_t deadline_ns)
+static void progress_sleep(struct smb_client *client, uint64_t now_ns, uint64_t deadline_ns)
 {
     struct pollfd pollers[POLLED_MAX];
     nfds_t count = 0;
@@ -175,7 +175,7 @@ static bool much_is_under_way(const struct smb_client *client)
     return false;
 }
 
-bool progress_drive(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
+bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
     uint64_t last_move_ns = smb_now_ns();
     while (!is_finished(own) || work) {
@@ -196,7 +196,7 @@ bool progress_drive(struct smb_client *client, struct call *own, uint64_t until_
         } else if (moved) {
             last_move_ns = now_ns;
         } else if (!own_done && (now_ns - last_move_ns > SPIN_NS || much_is_under_way(client))) {
-            sleep_driver(client, now_ns, deadline_ns);
+            progress_sleep(client, now_ns, deadline_ns);
             last_move_ns = smb_now_ns();
         } else {
             sched_yield(); /* the peer may have been put on this very core */

@@ -1,4 +1,4 @@
-/* resume.h: a lane goes on over a new connection: how far each segment has come, and what is to be sent again. The driver's. */
+/* resume.h: a lane goes on over a new connection: how far each segment has come, and what is to be sent again. The progress thread's. */
 #ifndef SMB_RESUME_H
 #define SMB_RESUME_H
 
@@ -20,7 +20,7 @@ static inline uint32_t watermark_frame_bytes(const struct smb_link *link)
     return link->by_reference ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
 }
 
-/* Begins to ask for the watermark of every segment that has changes in doubt. */
+/* Begins to ask for the watermark of every segment that has changes of unknown outcome. */
 int link_ask_watermarks(struct smb_link *link);
 int link_send_watermarks(struct smb_link *link, bool *moved);
 int link_take_watermark(struct smb_link *link, const struct smb_frame *reply);

@@ -47,8 +47,8 @@ void link_take_out_of_queue(struct smb_link *link, struct stream *stream)
 static bool may_make(const struct smb_link *link, const struct stream *stream)
 {
     /* Waits are answered when their time comes: they leave no room for each other to take. */
-    return stream->ask || (link->flying < link->window &&
-                           (!opcode_is_atomic(stream->request->opcode) || link->atomics_flying < ATOMICS_FLYING_MAX));
+    return stream->ask || (link->in_flight < link->window &&
+                           (!opcode_is_atomic(stream->request->opcode) || link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
 }
 
 void send_fill_window(struct smb_link *link)
@@ -56,7 +56,7 @@ void send_fill_window(struct smb_link *link)
     while (link->queue_head && may_make(link, link->queue_head)) {
         struct stream *stream = link->queue_head;
         for (int i = 0; i < STREAM_BURST && stream->have_piece && may_make(link, stream); i++)
-            if (!flight_make(link, stream))
+            if (!inflight_make(link, stream))
                 return;
         if (!stream->have_piece || stream->next) {
             link_dequeue(link);
@@ -67,27 +67,27 @@ void send_fill_window(struct smb_link *link)
 }
 
 /* Of a record: where the payload is, and where the answer's data goes. */
-static void write_ends(struct flight *flight)
+static void write_ends(struct inflight *inflight)
 {
-    uintptr_t sink = (uintptr_t)flight_landing(flight);
-    smb_store64(flight->ends, (uintptr_t)flight->payload);
-    smb_store64(flight->ends + 8, sink);
-    smb_store64(flight->ends + 16, flight->payload_bytes | (sink ? (uint64_t)flight->answer_bytes << 32 : 0));
+    uintptr_t sink = (uintptr_t)inflight_landing(inflight);
+    smb_store64(inflight->ends, (uintptr_t)inflight->payload);
+    smb_store64(inflight->ends + 8, sink);
+    smb_store64(inflight->ends + 16, inflight->payload_bytes | (sink ? (uint64_t)inflight->answer_bytes << 32 : 0));
 }
 
 /* What is left of the frame to be sent, `skip` bytes of it having gone; returns how many parts. */
-static int frame_parts(const struct smb_link *link, struct flight *flight, uint64_t skip, struct iovec *parts)
+static int frame_parts(const struct smb_link *link, struct inflight *inflight, uint64_t skip, struct iovec *parts)
 {
-    const struct iovec record[FRAME_PARTS] = {{flight->header, SMB_FRAME_BYTES},
-                                              {flight->small, SMB_RECORD_SMALL_BYTES},
-                                              {flight->ends, SMB_RECORD_ENDS_BYTES}};
-    const struct iovec bytes[FRAME_PARTS] = {{flight->header, SMB_FRAME_BYTES},
-                                             {flight->small, flight->small_bytes},
-                                             {(void *)(uintptr_t)flight->payload, flight->payload_bytes},
-                                             {flight->checksum, flight->checksum_bytes}};
+    const struct iovec record[FRAME_PARTS] = {{inflight->header, SMB_FRAME_BYTES},
+                                              {inflight->small, SMB_RECORD_SMALL_BYTES},
+                                              {inflight->ends, SMB_RECORD_ENDS_BYTES}};
+    const struct iovec bytes[FRAME_PARTS] = {{inflight->header, SMB_FRAME_BYTES},
+                                             {inflight->small, inflight->small_bytes},
+                                             {(void *)(uintptr_t)inflight->payload, inflight->payload_bytes},
+                                             {inflight->checksum, inflight->checksum_bytes}};
     const struct iovec *whole = link->by_reference ? record : bytes;
     if (link->by_reference && skip == 0)
-        write_ends(flight);
+        write_ends(inflight);
     int count = 0;
     for (int i = 0; i < FRAME_PARTS; i++) {
         if (whole[i].iov_len > skip)
@@ -97,25 +97,25 @@ static int frame_parts(const struct smb_link *link, struct flight *flight, uint6
     return count;
 }
 
-static uint64_t frame_bytes(const struct smb_link *link, const struct flight *flight)
+static uint64_t frame_bytes(const struct smb_link *link, const struct inflight *inflight)
 {
     if (link->by_reference)
         return SMB_RECORD_BYTES;
-    return SMB_FRAME_BYTES + (uint64_t)flight->small_bytes + flight->payload_bytes + flight->checksum_bytes;
+    return SMB_FRAME_BYTES + (uint64_t)inflight->small_bytes + inflight->payload_bytes + inflight->checksum_bytes;
 }
 
-static void note_sent(const struct smb_link *link, struct flight *flight)
+static void note_sent(const struct smb_link *link, struct inflight *inflight)
 {
-    flight->was_sent = true;
-    flight->went_by_reference |= link->by_reference;
-    if (flight->fate == SMB_DOUBT_NOT_APPLIED)
-        flight->fate = SMB_DOUBT_PENDING;
-    if (!flight->stream)
+    inflight->was_sent = true;
+    inflight->went_by_reference |= link->by_reference;
+    if (inflight->fate == SMB_OUTCOME_NOT_APPLIED)
+        inflight->fate = SMB_OUTCOME_PENDING;
+    if (!inflight->stream)
         return;
-    if (flight->stream->told)
-        flight->stream->told->sent = 1;
+    if (inflight->stream->reply)
+        inflight->stream->reply->sent = 1;
     else
-        call_note_sent(flight->stream->call);
+        call_note_sent(inflight->stream->call);
 }
 
 int send_some(struct smb_link *link, bool *moved)
@@ -123,8 +123,8 @@ int send_some(struct smb_link *link, bool *moved)
     struct iovec parts[SEND_PARTS];
     int count = 0;
     uint64_t skip = link->sent_bytes;
-    for (struct flight *flight = link->unsent; flight && count + FRAME_PARTS <= SEND_PARTS; flight = flight->next) {
-        count += frame_parts(link, flight, skip, parts + count);
+    for (struct inflight *inflight = link->unsent; inflight && count + FRAME_PARTS <= SEND_PARTS; inflight = inflight->next) {
+        count += frame_parts(link, inflight, skip, parts + count);
         skip = 0;
     }
     ssize_t done = channel_write(&link->channel, parts, count);
@@ -138,7 +138,7 @@ int send_some(struct smb_link *link, bool *moved)
         if (link->sent_bytes < whole)
             break;
         link->sent_bytes -= whole;
-        flight_append(&link->sent_end, flight_take_from(&link->unsent, &link->unsent_end));
+        inflight_append(&link->sent_end, inflight_take_from(&link->unsent, &link->unsent_end));
     }
     return SMB_OK;
 }

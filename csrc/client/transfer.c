@@ -5,7 +5,7 @@
 #include "base/clock.h"
 #include "client/buffer.h"
 #include "client/call.h"
-#include "client/doubt.h"
+#include "client/unknown.h"
 #include "client/inflight.h"
 #include "client/local.h"
 #include "client/sparse.h"
@@ -131,14 +131,14 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     return true;
 }
 
-/* The local part's account into the call's, when the driver is done with that. */
+/* The local part's account into the call's, when the progress thread is done with that. */
 static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 {
     struct call account = {.outcome = sum};
-    for (uint32_t i = 0; part->doubt && i < part->doubt->count; i++)
-        call_doubt(&account, part->doubt->pieces[i].buffer_offset, part->doubt->pieces[i].bytes, part->doubt->pieces[i].state);
-    if (part->doubt)
-        smb_doubt_release(part->doubt);
+    for (uint32_t i = 0; part->unknown && i < part->unknown->count; i++)
+        call_note_unknown(&account, part->unknown->pieces[i].buffer_offset, part->unknown->pieces[i].bytes, part->unknown->pieces[i].state);
+    if (part->unknown)
+        smb_unknown_release(part->unknown);
     if (sum->status == SMB_OK && part->status != SMB_OK) {
         sum->status = part->status;
         sum->segment = part->segment;

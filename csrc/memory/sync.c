@@ -133,19 +133,19 @@ int sync_raise_token(struct sync *sync, uint64_t token)
     return SMB_OK;
 }
 
-static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *told, struct news *news)
+static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply, struct news *news)
 {
     const struct sync_request *request = &waiter->request;
     switch (request->opcode) {
-    case SMB_LOCK: return lock_ask(sync, waiter, now_ns, told, news);
+    case SMB_LOCK: return lock_ask(sync, waiter, now_ns, reply, news);
     case SMB_UNLOCK: return lock_ask_unlock(sync, request, now_ns, news);
     case SMB_RENEW: return lock_ask_renew(sync, request, now_ns, news);
     case SMB_FENCE: return lock_ask_fence(sync, request);
-    case SMB_ARRIVE: return barrier_ask_arrive(sync, request, now_ns, told, news);
+    case SMB_ARRIVE: return barrier_ask_arrive(sync, request, now_ns, reply, news);
     case SMB_AWAIT_BARRIER: return barrier_ask_await(sync, waiter, now_ns, news);
-    case SMB_AWAIT_VERSION: return version_ask_await(sync, waiter, now_ns, told, news);
-    case SMB_PUBLISH: return version_ask_publish(sync, request, now_ns, told, news);
-    case SMB_PIN: return version_ask_pin(sync, request, now_ns, told, news);
+    case SMB_AWAIT_VERSION: return version_ask_await(sync, waiter, now_ns, reply, news);
+    case SMB_PUBLISH: return version_ask_publish(sync, request, now_ns, reply, news);
+    case SMB_PIN: return version_ask_pin(sync, request, now_ns, reply, news);
     case SMB_UNPIN:
         version_unpin(sync, request->session, request->words[0], now_ns);
         lock_grant_next(sync, SYNC_PUBLISHER, now_ns, news);

@@ -64,7 +64,7 @@ struct sync_answer {
     uint64_t a, b;
 };
 
-/* A parked request. The owner allocates it, hands it to sync_ask, and owns it again when `answer` is called or sync_forget
+/* A deferred request. The owner allocates it, hands it to sync_ask, and owns it again when `answer` is called or sync_forget
  * returned true. */
 struct waiter {
     struct tree_node by_turn, by_deadline, by_name; /* while it is kept */
@@ -101,7 +101,7 @@ int sync_retire(struct sync *sync, uint64_t idle_ns, uint64_t now_ns, uint64_t *
 /* The user's lock's next token will be higher than this one. SMB_INVALID for a token of another lock. */
 int sync_raise_token(struct sync *sync, uint64_t token);
 
-/* SMB_PARKED: `waiter` is kept and will be answered. Anything else: *answer is the answer, waiter is the caller's. May answer
+/* SMB_DEFERRED: `waiter` is kept and will be answered. Anything else: *answer is the answer, waiter is the caller's. May answer
  * other waiters before it returns. */
 int sync_ask(struct sync *sync, const struct sync_request *request, struct waiter *waiter, uint64_t now_ns,
              struct sync_answer *answer);

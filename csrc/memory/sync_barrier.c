@@ -95,26 +95,26 @@ void barrier_end_round(struct sync *sync, bool broken, struct news *news)
 }
 
 static bool find_seat(const struct sync *sync, const struct sync_request *request, uint64_t round, uint64_t seats,
-                      struct sync_answer *told)
+                      struct sync_answer *reply)
 {
     uint64_t(*row)[2] = seats_of(sync, round);
     for (uint64_t i = 0; i < seats; i++) {
         if (row[i][0] == request->session && row[i][1] == request->sequence) {
-            *told = (struct sync_answer){SMB_OK, round, i};
+            *reply = (struct sync_answer){SMB_OK, round, i};
             return true;
         }
     }
     return false;
 }
 
-int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
+int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *reply,
                       struct news *news)
 {
     uint64_t parties = request->words[0], round = round_of(sync), arrived = barrier_arrived(sync);
     if (parties == 0 || parties > sync->capacity)
         return SMB_INVALID;
-    if (find_seat(sync, request, round, arrived, told) ||
-        (round > 0 && find_seat(sync, request, round - 1, sync->capacity, told)))
+    if (find_seat(sync, request, round, arrived, reply) ||
+        (round > 0 && find_seat(sync, request, round - 1, sync->capacity, reply)))
         return SMB_OK;
     if (arrived > 0 && parties != word_get(&sync->words->parties))
         return SMB_INVALID;
@@ -128,7 +128,7 @@ int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, ui
     seat[0] = request->session;
     seat[1] = request->sequence;
     FAILPOINT("sync.seated");
-    *told = (struct sync_answer){SMB_OK, round, arrived};
+    *reply = (struct sync_answer){SMB_OK, round, arrived};
     if (arrived + 1 == parties)
         barrier_end_round(sync, false, news);
     else
@@ -154,7 +154,7 @@ int barrier_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
     party->waiting++;
     barrier_judge_presence(sync, party, now_ns, news);
     queue_keep(sync, waiter, 0, waiter->request.words[1], now_ns, news);
-    return SMB_PARKED;
+    return SMB_DEFERRED;
 }
 
 bool barrier_find_parties(struct sync *sync, uint64_t now_ns)

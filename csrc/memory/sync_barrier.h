@@ -27,7 +27,7 @@ bool barrier_find_parties(struct sync *sync, uint64_t now_ns);
 /* When its round is broken: a party has been away for too long, or one that waits gives up. */
 uint64_t barrier_end_ns(const struct sync *sync);
 /* Requests; see sync.h. */
-int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
+int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *reply,
                        struct news *news);
 int barrier_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct news *news);
 

@@ -125,7 +125,7 @@ static void drop_repeated(struct sync *sync, struct queue *queue, const struct s
         queue_answer(sync, TREE_OWNER(found, struct waiter, by_name), (struct sync_answer){.status = SMB_DISCONNECTED}, news);
 }
 
-int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *told, struct news *news)
+int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply, struct news *news)
 {
     const struct sync_request *request = &waiter->request;
     if (request->argument >= SYNC_LOCKS || request->words[0] < SYNC_TTL_MS_MIN || request->words[0] > SYNC_TTL_MS_MAX)
@@ -134,13 +134,13 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
     struct sync_lock_words *lock = &sync->words->locks[which];
     if (lock_is_held(lock, now_ns) && word_get(&lock->session) == request->session && word_get(&lock->request) == request->sequence) {
         lock_set_expiry(sync, lock, clock_later(now_ns, request->words[0]));
-        *told = granted(sync, which);
+        *reply = granted(sync, which);
         return SMB_OK;
     }
     drop_repeated(sync, &sync->locks[which], request, news);
     lock_grant_next(sync, which, now_ns, news); /* those before us, if it is free by now */
     if (!queue_first(&sync->locks[which]) && may_grant(sync, which, request, now_ns)) {
-        *told = grant(sync, which, request, now_ns, news);
+        *reply = grant(sync, which, request, now_ns, news);
         return SMB_OK;
     }
     if (request->words[1] == 0) {
@@ -150,7 +150,7 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
     counter_add(&sync->counters->waited);
     enqueue_for_lock(sync, waiter, now_ns, news);
     lock_grant_next(sync, which, now_ns, news);
-    return SMB_PARKED;
+    return SMB_DEFERRED;
 }
 
 void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *news)

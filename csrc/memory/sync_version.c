@@ -9,25 +9,25 @@ struct sync_answer version_answer(const struct sync *sync, int status)
     return (struct sync_answer){status, word_get(&sync->words->version), word_get(&sync->words->writing)};
 }
 
-int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *told,
+int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,
                              struct news *news)
 {
-    *told = version_answer(sync, SMB_OK);
-    if (told->a >= waiter->request.words[0])
+    *reply = version_answer(sync, SMB_OK);
+    if (reply->a >= waiter->request.words[0])
         return SMB_OK;
     if (waiter->request.words[1] == 0)
         return SMB_TIMEOUT;
     queue_keep(sync, waiter, waiter->request.words[0], waiter->request.words[1], now_ns, news);
-    return SMB_PARKED;
+    return SMB_DEFERRED;
 }
 
-int version_ask_publish(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
+int version_ask_publish(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *reply,
                        struct news *news)
 {
     struct sync_lock_words *lock = &sync->words->locks[SYNC_PUBLISHER];
     uint64_t token = request->words[0], version = request->words[1], published = word_get(&sync->words->version);
     bool holds = lock_is_holder(lock, token, now_ns);
-    told->a = version;
+    reply->a = version;
     if (!holds)
         return published >= version && version > 0 && lock_ask_unlock(sync, &(struct sync_request){.argument = SYNC_PUBLISHER,
                                                                                               .words = {token}},
@@ -45,7 +45,7 @@ int version_ask_publish(struct sync *sync, const struct sync_request *request, u
     return SMB_OK;
 }
 
-int version_ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *told,
+int version_ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *reply,
                    struct news *news)
 {
     uint64_t ttl_ms = request->words[0] ? request->words[0] : SYNC_PIN_MS, expires_ns = clock_later(now_ns, ttl_ms);
@@ -65,8 +65,8 @@ int version_ask_pin(struct sync *sync, const struct sync_request *request, uint6
             return SMB_OUT_OF_MEMORY;
         news_due(news, expires_ns);
     }
-    told->a = pin->version;
-    told->b = pin->name;
+    reply->a = pin->version;
+    reply->b = pin->name;
     return SMB_OK;
 }
 

@@ -37,11 +37,11 @@ uint8_t *answer_chunk_memory(uint8_t **memory)
     return *memory;
 }
 
-enum step answer_park(struct connection *connection)
+enum step answer_defer(struct connection *connection)
 {
     connection->retried = true;
     gate_done(&connection->request);
-    return output_wait_for(connection, WAIT_PARKED);
+    return output_wait_for(connection, WAIT_DEFERRED);
 }
 
 enum step answer_failure(struct connection *connection, int status)
@@ -94,7 +94,7 @@ static enum step answer_change(struct connection *connection)
     int status = gate_execute(connection->loop->server, request, staging_slot(connection), payload,
                               connection->staging, fetch ? connection->tail : NULL, &result);
     if (status == SMB_BUSY)
-        return answer_park(connection);
+        return answer_defer(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
     FAILPOINT("connection.changed");
@@ -146,7 +146,7 @@ static enum step answer_sync(struct connection *connection)
 {
     struct sync_answer answer = {0};
     int status = waits_ask(connection, &connection->request, connection->staging, &answer);
-    if (status != SMB_PARKED) {
+    if (status != SMB_DEFERRED) {
         answer.status = status;
         put_answer(connection, &connection->request.frame, connection->request.segment, connection->begun_ns, answer);
     }

@@ -34,14 +34,14 @@ enum {
     REPLIES_HELD_MAX = 4          /* at least every so many of them answers are sent */
 };
 
-enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_PARKED };
+enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_DEFERRED };
 
 /* What a part of a turn leads to: the next part, a wait for what `wait` says, or the end of the connection. */
 enum step { STEP_ON, STEP_WAIT, STEP_CLOSE };
 
 struct connection {
     struct connection *next, *previous; /* all of the loop */
-    struct connection *link;            /* inbox, again or parked list */
+    struct connection *link;            /* inbox, again or deferred list */
     struct loop *loop;                  /* changed, by it, with the lanes' lock held */
     struct loop *destination;           /* so too. Set by HELLO: it is to be served there, where its lane has fewer connections */
     struct channel channel;
@@ -51,9 +51,9 @@ struct connection {
     int transport;
     enum connection_wait wait;
     uint32_t armed;                     /* epoll events asked for now */
-    bool in_list;                       /* linked in `again` or `parked` */
-    bool counted_parked;                /* since the request in hand was parked for the first time */
-    bool retried;                       /* the request in hand was parked before */
+    bool in_list;                       /* linked in `again` or `deferred` */
+    bool counted_deferred;                /* since the request in hand was deferred for the first time */
+    bool retried;                       /* the request in hand was deferred before */
     bool from_kept;                     /* its payload, of ACCUMULATE_FROM or APPLY, is in `from` */
     bool greeted;
     bool proven;                        /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */
@@ -93,7 +93,7 @@ struct connection {
     uint8_t *tail;                      /* one chunk and a checksum: data on its way out */
     int pass_fd;                        /* goes with the one answer in `out`; -1: none */
     struct smb_segment *pass_segment;   /* keeps pass_fd open */
-    struct wait *waits;                 /* parked, of this connection */
+    struct wait *waits;                 /* deferred, of this connection */
     uint32_t waits_now;                 /* how many */
     struct wait *answered;              /* of which the answer is here, oldest first, and still to be sent */
     struct wait **answered_end;         /* where the next one goes, if there are any */

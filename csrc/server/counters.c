@@ -183,8 +183,8 @@ void smb_server_counters(struct smb_server *server, struct smb_server_counters *
     counters->turned_away_total = stats_read(&server->turned_away);
     counters->strangers_now = stats_read(&server->strangers.now);
     counters->strangers_evicted_total = stats_read(&server->strangers_evicted);
-    counters->parked_now = stats_read(&server->parked_now);
-    counters->parked_total = stats_read(&server->parked_total);
+    counters->deferred_now = stats_read(&server->deferred_now);
+    counters->deferred_total = stats_read(&server->deferred_total);
     counters->waits_now = stats_read(&server->waits_now);
     counters->replayed_total = stats_read(&server->replayed_total);
     counters->locks_granted = stats_read(&server->waited.granted);

@@ -25,17 +25,17 @@ static void list_remove(struct connection **list, struct connection *connection)
     connection->in_list = false;
 }
 
-/* A parked request is tried again and again, but counted once. */
-static void count_parked(struct connection *connection, bool parked)
+/* A deferred request is tried again and again, but counted once. */
+static void count_deferred(struct connection *connection, bool deferred)
 {
     struct smb_server *server = connection->loop->server;
-    if (parked && !connection->counted_parked) {
-        server_count(&server->parked_now, 1);
-        server_count(&server->parked_total, 1);
-    } else if (!parked && connection->counted_parked) {
-        atomic_fetch_sub_explicit(&server->parked_now, 1, memory_order_relaxed);
+    if (deferred && !connection->counted_deferred) {
+        server_count(&server->deferred_now, 1);
+        server_count(&server->deferred_total, 1);
+    } else if (!deferred && connection->counted_deferred) {
+        atomic_fetch_sub_explicit(&server->deferred_now, 1, memory_order_relaxed);
     }
-    connection->counted_parked = parked;
+    connection->counted_deferred = deferred;
 }
 
 /* What it can't send now, where it waits for room. */
@@ -67,9 +67,9 @@ static void unlink_connection(struct loop *loop, struct connection *connection)
 void loop_drop(struct loop *loop, struct connection *connection)
 {
     if (connection->in_list) {
-        list_remove(connection->wait == WAIT_PARKED ? &loop->parked : &loop->again, connection);
+        list_remove(connection->wait == WAIT_DEFERRED ? &loop->deferred : &loop->again, connection);
     }
-    count_parked(connection, false);
+    count_deferred(connection, false);
     if (!connection->proven)
         loop->not_greeted--;
     unlink_connection(loop, connection);
@@ -80,20 +80,20 @@ void loop_drop(struct loop *loop, struct connection *connection)
 static void arm(struct loop *loop, struct connection *connection)
 {
     static const uint32_t wanted[] = {
-        [WAIT_INPUT] = EPOLLIN, [WAIT_OUTPUT] = EPOLLOUT, [WAIT_TURN] = EPOLLRDHUP, [WAIT_PARKED] = EPOLLRDHUP};
+        [WAIT_INPUT] = EPOLLIN, [WAIT_OUTPUT] = EPOLLOUT, [WAIT_TURN] = EPOLLRDHUP, [WAIT_DEFERRED] = EPOLLRDHUP};
     uint32_t events = wanted[connection->wait];
     if (events != connection->armed) {
         struct epoll_event event = {.events = events, .data.ptr = connection};
         epoll_ctl(loop->epoll, EPOLL_CTL_MOD, connection->channel.fd, &event);
         connection->armed = events;
     }
-    if (connection->wait == WAIT_TURN || connection->wait == WAIT_PARKED) {
-        struct connection **list = connection->wait == WAIT_PARKED ? &loop->parked : &loop->again;
+    if (connection->wait == WAIT_TURN || connection->wait == WAIT_DEFERRED) {
+        struct connection **list = connection->wait == WAIT_DEFERRED ? &loop->deferred : &loop->again;
         connection->link = *list;
         *list = connection;
         connection->in_list = true;
     }
-    count_parked(connection, connection->wait == WAIT_PARKED);
+    count_deferred(connection, connection->wait == WAIT_DEFERRED);
     count_backlog(connection, connection->wait == WAIT_OUTPUT);
 }
 
@@ -253,8 +253,8 @@ static int wait_ms(const struct loop *loop)
 {
     if (loop->again)
         return 0;
-    if (loop->parked)
-        return PARKED_RETRY_MS;
+    if (loop->deferred)
+        return DEFERRED_RETRY_MS;
     return loop->not_greeted ? 1000 : -1;
 }
 
@@ -311,9 +311,9 @@ static void *run_loop(void *argument)
         }
         if (loop->again)
             serve_list(loop, &loop->again);
-        if (loop->parked && now_ns - last_retry_ns >= PARKED_RETRY_MS * 1000000U) {
+        if (loop->deferred && now_ns - last_retry_ns >= DEFERRED_RETRY_MS * 1000000U) {
             last_retry_ns = now_ns;
-            serve_list(loop, &loop->parked);
+            serve_list(loop, &loop->deferred);
         }
         if (loop->not_greeted && now_ns - last_check_ns >= 500000000U) {
             last_check_ns = now_ns;

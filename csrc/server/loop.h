@@ -13,7 +13,7 @@ struct connection;
 struct smb_server;
 struct wait;
 
-enum { LOOPS_MAX = 64, PARKED_RETRY_MS = 1 };
+enum { LOOPS_MAX = 64, DEFERRED_RETRY_MS = 1 };
 
 struct loop {
     _Alignas(64) struct loop_stats stats; /* on cache lines of its own */
@@ -29,7 +29,7 @@ struct loop {
     struct connection *inbox;     /* accepted by another loop, to be taken over by this one */
     struct connection *connections;
     struct connection *again;     /* had their turn but have more in hand */
-    struct connection *parked;
+    struct connection *deferred;
     _Atomic bool sweep;           /* some connection of the loop was fenced from outside: close it */
     pthread_mutex_t answers_lock;
     struct wait *answers;         /* whose answers came, newest first */

@@ -110,7 +110,7 @@ static enum step answer_read_by_copy(struct connection *connection)
     int wire = smb_frame_wire(&request->frame);
     int status = copy_range(connection, connection->named ? connection->named->payload : connection->tail);
     if (status == SMB_BUSY)
-        return answer_park(connection);
+        return answer_defer(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);

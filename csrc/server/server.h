@@ -70,8 +70,8 @@ struct smb_server {
     _Atomic uint64_t strangers_evicted;
     pthread_mutex_t tls_lock;
     struct smb_tls *tls;                /* tls_lock. What new connections over TCP speak; NULL: no TLS */
-    _Atomic uint64_t parked_now;
-    _Atomic uint64_t parked_total;
+    _Atomic uint64_t deferred_now;
+    _Atomic uint64_t deferred_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
     struct sync_counters waited;        /* of all segments */

@@ -202,7 +202,7 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
     connection->waits_now++;
     server_count(&wait->loop->server->waits_now, 1);
     int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(), answer);
-    if (status != SMB_PARKED) {
+    if (status != SMB_DEFERRED) {
         unlink_wait(wait);
         wait_free(wait);
     }

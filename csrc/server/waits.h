@@ -33,7 +33,7 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
 void waits_close(struct smb_segment *segment, int status);
 int waits_start(struct smb_server *server);
 void waits_stop(struct smb_server *server);
-/* SMB_PARKED: the connection has one wait more; anything else is the answer. */
+/* SMB_DEFERRED: the connection has one wait more; anything else is the answer. */
 int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload, struct sync_answer *answer);
 /* The connection's waits are taken back. */
 void waits_forget(struct connection *connection);
