@@ -1,6 +1,6 @@
 /* smb.h: the one public header of the engine, and all of it that Python sees.
  *
- * Folders, each including only those above it in this list, and never its neighbour (tests/unit/test_includes.py):
+ * Folders, each including only those above it in this list, and never its neighbour (tests/unit/engine/test_includes.py):
  *   base      frames, layout, tokens, TLS, clocks: no shared memory
  *   memory    segments: chunk locks, arithmetic, completion records, journal, what waits
  *   server, client   the daemon's loops, connections and its single door; a client's links and calls

@@ -23,7 +23,7 @@ import pytest
 import smb
 from smb.config.parse import parse_address
 from tests.support.daemons import cluster_metric, wait_for
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 
 SPAWN = multiprocessing.get_context("spawn")
 STRANGERS_MAX = 512  # csrc/server/strangers.h
