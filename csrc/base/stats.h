@@ -7,6 +7,7 @@
 
 #include <stdatomic.h>
 
+#include "base/assert.h"
 #include "smb.h"
 
 /* Side by side, so that what a request writes is one cache line. */
@@ -53,6 +54,7 @@ static inline uint64_t stats_read(const _Atomic uint64_t *word)
 
 static inline void tally_add(struct smb_tally *tally, int opcode, uint64_t bytes)
 {
+    SMB_ASSERT(opcode >= 0 && opcode < SMB_OPCODE_COUNT);
     stats_add(&tally->of[opcode].operations, 1);
     stats_add(&tally->of[opcode].bytes, bytes);
 }

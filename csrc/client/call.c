@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "client/client.h"
 #include "client/progress.h"
@@ -38,6 +39,7 @@ bool call_was_sent(const struct stream *stream)
 
 void call_stream_finished(struct stream *stream)
 {
+    SMB_ASSERT(stream->call->streams_left > 0);
     stream->call->streams_left--;
 }
 
@@ -65,6 +67,7 @@ static void make_wake(struct call *call)
 
 void client_submit(struct smb_client *client, struct call *call)
 {
+    SMB_ASSERT(!call->done && call->streams_left >= call->stream_count);
     pthread_mutex_lock(&client->mutex);
     call->next = client->arrivals;
     client->arrivals = call;

@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "client/link.h"
 
@@ -111,12 +112,14 @@ void smb_client_destroy(struct smb_client *client)
 
 struct smb_client *client_retain(struct smb_client *client)
 {
+    SMB_ASSERT(atomic_load_explicit(&client->references, memory_order_relaxed) > 0);
     atomic_fetch_add_explicit(&client->references, 1, memory_order_relaxed);
     return client;
 }
 
 void client_release(struct smb_client *client)
 {
+    SMB_ASSERT(atomic_load_explicit(&client->references, memory_order_relaxed) > 0);
     if (atomic_fetch_sub_explicit(&client->references, 1, memory_order_acq_rel) != 1)
         return;
     pthread_cond_destroy(&client->link_wanted);

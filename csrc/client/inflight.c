@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "client/sparse.h"
 
@@ -30,6 +31,7 @@ struct inflight *inflight_take(struct smb_link *link)
 
 struct inflight *inflight_take_from(struct inflight **at, struct inflight ***end)
 {
+    SMB_ASSERT(*at);
     struct inflight *inflight = *at;
     *at = inflight->next;
     if (*end == &inflight->next)
@@ -39,6 +41,7 @@ struct inflight *inflight_take_from(struct inflight **at, struct inflight ***end
 
 void inflight_put_back(struct smb_link *link, struct inflight *inflight)
 {
+    SMB_ASSERT(link->in_flight > 0 && link->in_flight_bytes >= inflight->length);
     link->in_flight--;
     link->in_flight_bytes -= inflight->length;
     link->atomics_in_flight -= opcode_is_atomic(inflight->opcode);
@@ -53,6 +56,7 @@ void inflight_put_back(struct smb_link *link, struct inflight *inflight)
 
 void inflight_landed(struct smb_link *link, struct inflight *inflight)
 {
+    SMB_ASSERT(!inflight->stream || inflight->stream->in_flight > 0);
     struct stream *stream = inflight->stream;
     inflight_put_back(link, inflight);
     if (stream && --stream->in_flight == 0 && !stream->have_piece && !stream->queued)
@@ -85,6 +89,7 @@ void inflight_encode(struct smb_link *link, struct inflight *inflight, struct sm
 
 void inflight_put_small(struct inflight *inflight, uint64_t word)
 {
+    SMB_ASSERT(inflight->small_bytes + 8 <= SMB_RECORD_SMALL_BYTES);
     smb_store64(inflight->small + inflight->small_bytes, word);
     inflight->small_bytes += 8;
 }
@@ -204,6 +209,7 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
 
 bool inflight_make(struct smb_link *link, struct stream *stream)
 {
+    SMB_ASSERT(stream->have_piece);
     struct inflight *inflight = inflight_take(link);
     if (!inflight)
         return false;

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "client/inflight.h"
 #include "client/receive.h"
 #include "client/resume.h"
@@ -18,12 +19,14 @@ enum {
 
 struct smb_link *link_retain(struct smb_link *link)
 {
+    SMB_ASSERT(atomic_load_explicit(&link->references, memory_order_relaxed) > 0);
     atomic_fetch_add_explicit(&link->references, 1, memory_order_relaxed);
     return link;
 }
 
 void link_release(struct smb_link *link)
 {
+    SMB_ASSERT(atomic_load_explicit(&link->references, memory_order_relaxed) > 0);
     if (atomic_fetch_sub_explicit(&link->references, 1, memory_order_acq_rel) != 1)
         return;
     struct smb_client *client = link->client;
@@ -289,6 +292,7 @@ void link_shut(struct smb_link *link, int status)
 
 static void leave(struct inflight *inflight)
 {
+    SMB_ASSERT(inflight->stream->in_flight > 0);
     struct stream *stream = inflight->stream;
     inflight->stream = NULL;
     inflight->sink = NULL;

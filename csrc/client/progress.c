@@ -4,9 +4,10 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
-#include "client/unknown.h"
 #include "client/link.h"
+#include "client/unknown.h"
 
 enum {
     POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX
@@ -177,6 +178,7 @@ static bool much_is_under_way(const struct smb_client *client)
 
 bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
+    SMB_ASSERT(client->has_progress_thread);
     uint64_t last_move_ns = smb_now_ns();
     while (!is_finished(own) || work) {
         take_arrivals(client);

@@ -6,6 +6,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/channel.h"
 #include "client/inflight.h"
 #include "client/resume.h"
@@ -134,6 +135,7 @@ static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t her
 
 static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t count)
 {
+    SMB_ASSERT(link->reading && link->reading_have <= link->reading->answer_bytes);
     struct inflight *inflight = link->reading;
     uint32_t missing = inflight->answer_bytes - link->reading_have;
     uint32_t take = count < missing ? count : missing;
@@ -147,6 +149,7 @@ static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t 
 
 static void finish_reading(struct smb_link *link)
 {
+    SMB_ASSERT(link->reading);
     struct inflight *inflight = link->reading;
     link->reading = NULL;
     inflight_take_from(find_sent(link, inflight->sequence), &link->sent_end);

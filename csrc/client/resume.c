@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/assert.h"
 #include "base/channel.h"
 #include "client/inflight.h"
 #include "client/receive.h"
@@ -41,6 +42,7 @@ int link_ask_watermarks(struct smb_link *link)
 
 int link_send_watermarks(struct smb_link *link, bool *moved)
 {
+    SMB_ASSERT(link->watermark_count > 0);
     uint8_t bytes[SMB_RECORD_BYTES] = {0};
     uint32_t each = watermark_frame_bytes(link);
     while (link->watermark_bytes_sent < link->watermark_count * (uint64_t)each) {

@@ -2,6 +2,7 @@
 
 #include <sys/uio.h>
 
+#include "base/assert.h"
 #include "base/channel.h"
 
 enum {
@@ -12,6 +13,7 @@ enum {
 
 void link_enqueue(struct smb_link *link, struct stream *stream)
 {
+    SMB_ASSERT(!stream->queued);
     stream->next = NULL;
     stream->queued = true;
     if (link->queue_tail)
@@ -23,6 +25,7 @@ void link_enqueue(struct smb_link *link, struct stream *stream)
 
 void link_dequeue(struct smb_link *link)
 {
+    SMB_ASSERT(link->queue_head && link->queue_head->queued);
     struct stream *stream = link->queue_head;
     link->queue_head = stream->next;
     if (!link->queue_head)
@@ -32,6 +35,7 @@ void link_dequeue(struct smb_link *link)
 
 void link_take_out_of_queue(struct smb_link *link, struct stream *stream)
 {
+    SMB_ASSERT(stream->queued);
     struct stream *before = NULL;
     for (struct stream *s = link->queue_head; s != stream; s = s->next)
         before = s;

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "client/call.h"
 
@@ -30,6 +31,7 @@ uint32_t call_note_unknown(struct call *call, uint64_t buffer_offset, uint32_t b
 
 void unknown_resolved(struct smb_unknown *unknown, uint32_t index, int state)
 {
+    SMB_ASSERT(index < unknown->count);
     if (unknown->pieces[index].state != SMB_OUTCOME_PENDING)
         return;
     unknown->pieces[index].state = state;
@@ -61,6 +63,7 @@ bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_
 
 void smb_unknown_release(struct smb_unknown *unknown)
 {
+    SMB_ASSERT(atomic_load_explicit(&unknown->references, memory_order_relaxed) > 0);
     if (atomic_fetch_sub_explicit(&unknown->references, 1, memory_order_acq_rel) != 1)
         return;
     free(unknown->pieces);

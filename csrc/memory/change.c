@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "base/assert.h"
 #include "memory/mapping.h"
 
 enum { READ_ATTEMPTS = 8 };
@@ -110,6 +111,8 @@ static void apply_entries(struct smb_segment *segment, const struct smb_change *
 
 void smb_segment_change_range(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes)
 {
+    SMB_ASSERT(bytes > 0 && from <= change->bytes && bytes <= change->bytes - from);
+    SMB_ASSERT(smb_segment_holds(segment, change->offset, change->bytes));
     uint8_t *target = segment->data + change->offset + from;
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     if (change->wire == SMB_WIRE_SPARSE) {

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 
+#include "base/assert.h"
 #include "memory/mapping.h"
 
 enum { LOCK_SPINS = 2000, MARKED_RETRY_NS = 1000000 };
@@ -66,6 +67,8 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
 
 int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset, uint64_t deadline_ns)
 {
+    SMB_ASSERT(count > 0);
+    SMB_ASSERT(deadline_ns <= SMB_TRY_ONCE);
     int first = 0; /* the one that is waited for, while none is held */
     for (int round = 0; round <= count; round++) {
         int held = 0, status = SMB_OK;

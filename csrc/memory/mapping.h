@@ -2,6 +2,7 @@
 #ifndef SMB_MAPPING_H
 #define SMB_MAPPING_H
 
+#include "base/assert.h"
 #include "memory/format.h"
 
 struct smb_segment {
@@ -26,6 +27,7 @@ struct smb_segment {
 
 static inline struct chunk_state *chunk_at(const struct smb_segment *segment, uint64_t offset)
 {
+    SMB_ASSERT(offset < segment->data_bytes);
     return &segment->chunks[offset / segment->chunk_bytes];
 }
 

@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "memory/mapping.h"
 #include "memory/pages.h"
 
@@ -171,12 +172,14 @@ int smb_segment_open_fd(int fd, struct smb_segment **segment)
 
 struct smb_segment *smb_segment_retain(struct smb_segment *segment)
 {
+    SMB_ASSERT(atomic_load_explicit(&segment->references, memory_order_relaxed) > 0);
     atomic_fetch_add_explicit(&segment->references, 1, memory_order_relaxed);
     return segment;
 }
 
 void smb_segment_release(struct smb_segment *segment)
 {
+    SMB_ASSERT(atomic_load_explicit(&segment->references, memory_order_relaxed) > 0);
     /* acq_rel: the last one sees everything the others did before it unmaps. */
     if (atomic_fetch_sub_explicit(&segment->references, 1, memory_order_acq_rel) != 1)
         return;
@@ -264,6 +267,7 @@ uint64_t smb_segment_data_offset(const struct smb_segment *segment)
 
 void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes)
 {
+    SMB_ASSERT(opcode >= 0 && opcode < SMB_OPCODE_COUNT);
     atomic_fetch_add_explicit(&segment->header->operations[opcode], 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&segment->header->bytes[opcode], bytes, memory_order_relaxed);
 }
@@ -312,6 +316,7 @@ uint64_t smb_segment_data_bytes(const struct smb_segment *segment)
 
 void smb_segment_keep(struct smb_segment *segment, void *companion, void (*free_companion)(void *))
 {
+    SMB_ASSERT(!segment->companion);
     segment->companion = companion;
     segment->free_companion = free_companion;
 }

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "base/assert.h"
 #include "base/failpoint.h"
 #include "memory/sync_barrier.h"
 #include "memory/sync_lock.h"
@@ -64,6 +65,8 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
 
 void sync_destroy(struct sync *sync)
 {
+    SMB_ASSERT(sync->locks[SYNC_USER].turns.count == 0 && sync->locks[SYNC_PUBLISHER].turns.count == 0);
+    SMB_ASSERT(sync->barrier.turns.count == 0 && sync->versions.turns.count == 0);
     barrier_clear(sync);
     pins_drop_expired(&sync->pins, UINT64_MAX);
     pthread_rwlock_destroy(&sync->fence);

@@ -1,5 +1,6 @@
 #include "memory/sync_queue.h"
 
+#include "base/assert.h"
 #include "memory/sync_version.h"
 
 struct waiter *queue_first(const struct queue *queue)
@@ -20,6 +21,7 @@ struct waiter *queue_first_deadline(const struct queue *queue)
 
 void queue_take_out(struct queue *queue, struct waiter *waiter)
 {
+    SMB_ASSERT(waiter->kept);
     tree_take(&queue->turns, &waiter->by_turn);
     tree_take(&queue->deadlines, &waiter->by_deadline);
     tree_take(&queue->names, &waiter->by_name);
@@ -38,6 +40,7 @@ struct queue *queue_of(struct sync *sync, const struct waiter *waiter)
 void queue_keep(struct sync *sync, struct waiter *waiter, uint64_t turn, uint64_t timeout_ms, uint64_t now_ns,
                  struct news *news)
 {
+    SMB_ASSERT(!waiter->kept);
     struct queue *queue = queue_of(sync, waiter);
     const struct sync_request *request = &waiter->request;
     waiter->deadline_ns = timeout_ms == UINT64_MAX ? UINT64_MAX : clock_later(now_ns, timeout_ms);

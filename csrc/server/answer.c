@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "server/counters.h"
@@ -21,6 +22,7 @@ void answer_count(struct connection *connection, const struct gate_request *requ
 
 void answer_finish(struct connection *connection, bool done)
 {
+    SMB_ASSERT(connection->have_request);
     const struct smb_frame *frame = &connection->request.frame;
     if (done)
         answer_count(connection, &connection->request);
@@ -170,6 +172,7 @@ void answer_put_late(struct connection *connection)
 
 enum step answer_request(struct connection *connection)
 {
+    SMB_ASSERT(connection->have_request && connection->payload_have == connection->request.frame.payload);
     if (connection->admitted == SMB_OK && !connection->request.segment)
         connection->admitted = gate_admit(connection->loop->server, &connection->request.frame, &connection->request);
     connection->request.retried = connection->retried;

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "server/connection.h"
 #include "server/loop.h"
@@ -26,6 +27,7 @@ static struct share *share_of(struct smb_segment *segment, const struct loop *lo
 
 void count_request(struct connection *connection, struct smb_segment *segment, int opcode, uint64_t bytes, uint64_t ns)
 {
+    SMB_ASSERT(opcode >= 0 && opcode < SMB_OPCODE_COUNT);
     struct loop *loop = connection->loop;
     struct share *share = segment ? share_of(segment, loop) : NULL;
     tally_add(&loop->stats.done[connection->transport], opcode, bytes);

@@ -2,6 +2,7 @@
 
 #include <sys/random.h>
 
+#include "base/assert.h"
 #include "base/channel.h"
 #include "base/clock.h"
 #include "server/counters.h"
@@ -29,6 +30,7 @@ enum step handshake_secure(struct connection *connection)
 
 static void speak_for_lane(struct connection *connection)
 {
+    SMB_ASSERT(!connection->proven && connection->loop->not_greeted > 0);
     connection->proven = true;
     strangers_leave(connection);
     connection->loop->not_greeted--;

@@ -4,6 +4,7 @@
 #include <sys/ioctl.h>
 #include <sys/uio.h>
 
+#include "base/assert.h"
 #include "base/channel.h"
 #include "base/clock.h"
 #include "server/answer.h"
@@ -50,6 +51,7 @@ static enum step receive_more(struct connection *connection)
 
 enum step input_next_request(struct connection *connection)
 {
+    SMB_ASSERT(!connection->have_request && connection->in_start <= connection->in_end && connection->in_end <= IN_BYTES);
     uint32_t here = connection->in_end - connection->in_start;
     bool is_record = connection->slots && connection->greeted;
     uint32_t header_bytes = is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES;
@@ -155,6 +157,7 @@ static enum step receive_in_place(struct connection *connection, bool *done)
 /* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or answered: the header may be, too. */
 static enum step take_payload(struct connection *connection, const uint8_t *bytes, uint32_t count)
 {
+    SMB_ASSERT(count <= connection->request.frame.payload - connection->payload_have);
     const struct smb_frame *frame = &connection->request.frame;
     uint32_t checksum = smb_frame_checksum_bytes(frame);
     if (checksum > 0 && connection->payload_have < frame->payload - checksum)
@@ -167,6 +170,7 @@ static enum step take_payload(struct connection *connection, const uint8_t *byte
 
 enum step input_receive_payload(struct connection *connection)
 {
+    SMB_ASSERT(connection->have_request && connection->payload_have < connection->request.frame.payload);
     const struct smb_frame *frame = &connection->request.frame;
     if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
         frame->length >= BULK_BYTES && frame->payload == frame->length) { /* as it is, and nothing beside it */

@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "server/connection.h"
 #include "server/counters.h"
@@ -19,6 +20,7 @@ enum {
 
 static void list_remove(struct connection **list, struct connection *connection)
 {
+    SMB_ASSERT(connection->in_list);
     while (*list != connection)
         list = &(*list)->link;
     *list = connection->link;
@@ -66,6 +68,7 @@ static void unlink_connection(struct loop *loop, struct connection *connection)
 
 void loop_drop(struct loop *loop, struct connection *connection)
 {
+    SMB_ASSERT(connection->loop == loop);
     if (connection->in_list) {
         list_remove(connection->wait == WAIT_DEFERRED ? &loop->deferred : &loop->again, connection);
     }
@@ -79,6 +82,7 @@ void loop_drop(struct loop *loop, struct connection *connection)
 /* Asks epoll for what the connection waits for, and lists it where the loop itself must come back to it. */
 static void arm(struct loop *loop, struct connection *connection)
 {
+    SMB_ASSERT(!connection->in_list);
     static const uint32_t wanted[] = {
         [WAIT_INPUT] = EPOLLIN, [WAIT_OUTPUT] = EPOLLOUT, [WAIT_TURN] = EPOLLRDHUP, [WAIT_DEFERRED] = EPOLLRDHUP};
     uint32_t events = wanted[connection->wait];
@@ -128,6 +132,7 @@ static bool move_connection(struct loop *loop, struct connection *connection)
 
 static void serve(struct loop *loop, struct connection *connection)
 {
+    SMB_ASSERT(connection->loop == loop && !connection->in_list);
     if (!connection_turn(connection)) {
         loop_drop(loop, connection);
         return;

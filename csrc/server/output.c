@@ -3,6 +3,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/assert.h"
 #include "base/channel.h"
 
 bool output_all_sent(const struct connection *connection)
@@ -76,6 +77,7 @@ enum step output_wait_for(struct connection *connection, enum connection_wait wa
 
 void output_put(struct connection *connection, struct smb_frame *reply)
 {
+    SMB_ASSERT(connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES);
     uint8_t *header = connection->out + connection->out_end;
     reply->payload = smb_frame_checksum_bytes(reply);
     smb_frame_encode(reply, header);
@@ -88,6 +90,8 @@ void output_put(struct connection *connection, struct smb_frame *reply)
 
 void output_put_with_tail(struct connection *connection, struct smb_frame *reply, uint32_t bytes)
 {
+    SMB_ASSERT(connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES && connection->tail_end == 0);
+    SMB_ASSERT(connection->tail && bytes <= SMB_CHUNK_BYTES_MAX);
     uint8_t *header = connection->out + connection->out_end;
     reply->payload = bytes + smb_frame_checksum_bytes(reply);
     smb_frame_encode(reply, header);
@@ -101,6 +105,8 @@ void output_put_with_tail(struct connection *connection, struct smb_frame *reply
 
 void output_put_by_reference(struct connection *connection, struct smb_frame *reply, uint32_t bytes)
 {
+    SMB_ASSERT(connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES);
+    SMB_ASSERT(connection->named);
     reply->payload = bytes;
     smb_frame_encode(reply, connection->out + connection->out_end);
     connection->out_end += SMB_FRAME_BYTES;

@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 
+#include "base/assert.h"
 #include "memory/journal.h"
 #include "server/server.h"
 
@@ -67,6 +68,7 @@ const struct slot *slots_at(const struct smb_slots *slots, uint64_t index)
 
 void slots_retain(struct smb_slots *slots)
 {
+    SMB_ASSERT(atomic_load_explicit(&slots->references, memory_order_relaxed) > 0);
     atomic_fetch_add_explicit(&slots->references, 1, memory_order_relaxed);
 }
 

@@ -3,11 +3,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
 #include "server/loop.h"
 #include "server/server.h"
 
 int staging_make(struct connection *connection, uint32_t bytes)
 {
+    SMB_ASSERT(bytes <= SMB_CHUNK_BYTES_MAX);
     struct journal *journal = connection->loop->server->journal;
     if (!journal) {
         if (!connection->own_staging)

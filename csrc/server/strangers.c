@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/address.h"
+#include "base/assert.h"
 #include "server/connection.h"
 #include "server/loop.h"
 #include "server/server.h"
@@ -36,6 +37,7 @@ static bool same_source(const struct stranger_source *one, const struct stranger
 
 void strangers_enter(struct connection *connection)
 {
+    SMB_ASSERT(!strangers_are_many(connection->loop->server) && !connection->counted_at);
     struct strangers *strangers = &connection->loop->server->strangers;
     struct stranger_source source = source_of(connection->channel.fd);
     struct stranger_count *free_place = NULL, *mine = NULL;

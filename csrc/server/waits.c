@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "server/connection.h"
 #include "server/counters.h"
@@ -133,6 +134,7 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
 
 void waits_close(struct smb_segment *segment, int status)
 {
+    SMB_ASSERT(served_of(segment));
     struct served *served = served_of(segment);
     sync_close(served->sync, status);
     pthread_mutex_lock(&served->server->due_lock);
