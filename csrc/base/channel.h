@@ -1,4 +1,4 @@
-/* channel.h: a connection's bytes, as they are or inside TLS: the one seam between frames and sockets. */
+/* channel.h: the bytes of a connection, plain or inside TLS: the one seam between frames and sockets. */
 #ifndef SMB_CHANNEL_H
 #define SMB_CHANNEL_H
 

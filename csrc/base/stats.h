@@ -1,6 +1,7 @@
-/* stats.h: what is counted where it happens. One thread writes a tally, anybody reads it: plain loads and stores of one word
- * (relaxed), so that no bus lock and no other core's cache line is on the way of a request. A reader sees each word as it was at
- * some instant, not all of them as they were at the same one.
+/* stats.h: counters, kept where things happen. One thread writes a tally, and any thread reads it.
+ *
+ * Words are loaded and stored relaxed. So a request needs no bus lock and no other core's cache line. A reader sees each word as it
+ * was at some instant, not all words at the same one.
  */
 #ifndef SMB_STATS_H
 #define SMB_STATS_H

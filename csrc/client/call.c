@@ -65,7 +65,7 @@ static void make_wake(struct call *call)
     call->has_wake = true;
 }
 
-void client_submit(struct smb_client *client, struct call *call)
+void call_submit(struct smb_client *client, struct call *call)
 {
     SMB_ASSERT(!call->done && call->streams_left >= call->stream_count);
     pthread_mutex_lock(&client->mutex);
@@ -90,7 +90,7 @@ static void sleep_caller(struct smb_client *client, struct call *call, uint64_t 
     call->waits = false;
 }
 
-bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument)
+bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument)
 {
     pthread_mutex_lock(&client->mutex);
     while ((!call->done || work) && smb_now_ns() < until_ns) {
@@ -124,10 +124,10 @@ bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns
     return done;
 }
 
-void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument)
+void call_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument)
 {
-    client_submit(client, call);
-    while (!client_wait(client, call, client_has_look() ? smb_now_ns() + LOOK_MS * 1000000U : UINT64_MAX, work, work_argument)) {
+    call_submit(client, call);
+    while (!call_wait(client, call, client_has_look() ? smb_now_ns() + LOOK_MS * 1000000U : UINT64_MAX, work, work_argument)) {
         if (call->stopped || !client_look())
             continue;
         /* As one that is late: what was sent is of unknown outcome, what was not is not sent any more. */

@@ -1,6 +1,7 @@
-/* call.h: a call of one thread, and its streams: the frames of it for one segment each.
+/* call.h: a call of one thread, and its streams: the frames of the call for one segment each.
  *
- * A call, its streams and the caller's memory live on the caller's stack until `done`.
+ * A call and its streams live on the caller's stack until `done`, and so does the caller's memory. Unless noted otherwise, functions
+ * are the progress thread's.
  */
 #ifndef SMB_CALL_H
 #define SMB_CALL_H
@@ -62,10 +63,11 @@ void call_applied(struct stream *stream, uint32_t bytes, uint64_t result);
 void call_note_sent(struct call *call);
 bool call_was_sent(const struct stream *stream);
 
-/* Runs the call's streams to their end. `work` is done in between, piece by piece, until it returns false; it may be called again then. */
-void client_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument);
-/* The same in parts: submit once, then wait, as often as one likes, until it returns true: done. */
-void client_submit(struct smb_client *client, struct call *call);
-bool client_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument);
+/* The caller's thread: runs the call's streams to their end. `work` runs in between, piece by piece, until it returns false. It may
+ * be called once more after that. */
+void call_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument);
+/* The same in parts: submit once, then wait until it returns true. */
+void call_submit(struct smb_client *client, struct call *call);
+bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument);
 
 #endif

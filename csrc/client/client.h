@@ -1,12 +1,11 @@
 /* client.h: a session: its links to servers, and the calls that travel on them.
  *
- * Who does the I/O. No thread of ours: of the threads that wait for a call, one is the progress thread. It moves the bytes of all
- * calls on all links of the client, and when its own call is done it hands the driving to another that waits. A lone caller
- * thus sends and receives by itself, without a wake-up in between; many callers share the links and fill them.
+ * I/O. The client has no thread of its own. Of the threads that wait for a call, one is the progress thread. It moves the bytes of
+ * all calls on all links of the client. When its own call is done, another waiting thread takes over. So a lone caller sends and
+ * receives by itself, without a wake-up in between. Many callers share the links and fill them.
  *
- * Ownership. `mutex` guards: driving, arrivals, waiting, each call's `done`, and which links want a connection. Everything else
- * of links, streams, calls and unknown outcomes belongs to the progress thread. A call, its streams and the caller's memory live on the caller's
- * stack until `done`.
+ * Ownership. `mutex` guards: has_progress_thread, arrivals, each call's `done` and `waits`, and which links want a connection. All
+ * else of links, streams, calls and unknown outcomes belongs to the progress thread.
  */
 #ifndef SMB_CLIENT_H
 #define SMB_CLIENT_H

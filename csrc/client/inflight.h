@@ -1,4 +1,4 @@
-/* inflight.h: requests on their way: made from streams, kept in lists. The progress thread's. */
+/* inflight.h: requests in flight: made from streams, kept in lists. The progress thread's. */
 #ifndef SMB_INFLIGHT_H
 #define SMB_INFLIGHT_H
 

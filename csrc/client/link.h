@@ -1,9 +1,11 @@
-/* link.h: one lane to a server. The progress thread's, but for make, retain and release.
+/* link.h: one lane to a server. The progress thread's, except make, retain and release.
  *
- * A link is a lane, not a connection. When its connection breaks, the frames that were not answered stay; somebody (a thread of
- * the library above) connects again and hands the connection over; the link asks how far each segment has come (WATERMARK),
- * takes what is at or below that as answered, and sends the rest again. A caller whose time is over leaves; the frames that
- * it had sent stay of unknown outcome until they are answered, or until the next resumption tells what became of them. They are not sent again.
+ * A link is a lane, not a connection. When its connection breaks, frames without an answer stay. A thread of the library above
+ * connects again and hands the connection over. The link then asks how far each segment has come (WATERMARK). Frames at or below the
+ * watermark count as answered; the rest is sent again.
+ *
+ * When a caller's time is over, it leaves. Its sent frames have an unknown outcome until they are answered, or until the next
+ * resumption resolves them. They are not sent again.
  */
 #ifndef SMB_LINK_H
 #define SMB_LINK_H

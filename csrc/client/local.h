@@ -1,4 +1,4 @@
-/* local.h: the part of a call on mapped segments, done by the calling thread. */
+/* local.h: the part of a call on mapped segments, carried out by the calling thread. */
 #ifndef SMB_LOCAL_H
 #define SMB_LOCAL_H
 

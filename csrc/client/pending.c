@@ -25,7 +25,7 @@ int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_p
     made->call.streams_left = 1;
     made->stream = (struct stream){.call = &made->call, .link = link_retain(link), .ask = &made->ask, .reply = &made->reply,
                                    .have_piece = true, .segment_id = ask->segment, .epoch = ask->epoch};
-    client_submit(link->client, &made->call);
+    call_submit(link->client, &made->call);
     *pending = made;
     return SMB_OK;
 }
@@ -34,7 +34,7 @@ int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_re
 {
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     struct smb_client *client = pending->stream.link->client;
-    if (!client_wait(client, &pending->call, until_ns, NULL, NULL))
+    if (!call_wait(client, &pending->call, until_ns, NULL, NULL))
         return SMB_BUSY;
     *reply = pending->reply;
     return reply->status;
@@ -46,7 +46,7 @@ void smb_ask_end(struct smb_pending *pending)
     /* If it is not done, the progress thread gives it up in its next round. */
     atomic_store(&pending->call.deadline_ns, 0);
     client_wake_progress(client);
-    client_wait(client, &pending->call, UINT64_MAX, NULL, NULL);
+    call_wait(client, &pending->call, UINT64_MAX, NULL, NULL);
     link_release(pending->stream.link);
     free(pending);
 }

@@ -1,4 +1,4 @@
-/* receive.h: what comes back over a link: headers, and data straight to the caller's memory. The progress thread's. */
+/* receive.h: answers: headers, and data straight to the caller's memory. The progress thread's. */
 #ifndef SMB_RECEIVE_H
 #define SMB_RECEIVE_H
 

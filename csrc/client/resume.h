@@ -1,4 +1,4 @@
-/* resume.h: a lane goes on over a new connection: how far each segment has come, and what is to be sent again. The progress thread's. */
+/* resume.h: a lane resumes over a new connection: watermarks, and what is sent again. The progress thread's. */
 #ifndef SMB_RESUME_H
 #define SMB_RESUME_H
 

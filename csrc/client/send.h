@@ -1,4 +1,4 @@
-/* send.h: streams into frames, and frames to the socket. The progress thread's. */
+/* send.h: streams become frames, and frames go to the socket. The progress thread's. */
 #ifndef SMB_SEND_H
 #define SMB_SEND_H
 

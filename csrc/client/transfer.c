@@ -326,7 +326,7 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
     call.streams_left = call.stream_count;
     if (call.stream_count > 0) {
         *link = streams[0].link;
-        client_run(buffer->client, &call, local ? local_step : NULL, &work);
+        call_run(buffer->client, &call, local ? local_step : NULL, &work);
     } else {
         uint64_t look_ns = smb_now_ns() + LOOK_MS * 1000000U;
         while (local_step(&work)) {

@@ -47,7 +47,7 @@ int smb_unknown_resolve(struct smb_client *client, struct smb_unknown *unknown, 
     struct smb_outcome outcome = {0};
     struct call call = {.outcome = &outcome, .deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U,
                         .streams_left = 1, .resolves = unknown};
-    client_run(client, &call, NULL, NULL);
+    call_run(client, &call, NULL, NULL);
     return outcome.status;
 }
 

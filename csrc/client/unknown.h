@@ -1,6 +1,6 @@
-/* unknown.h: pieces of a call of which it is not known whether they were applied, and what became of them. */
-#ifndef SMB_OUTCOME_H
-#define SMB_OUTCOME_H
+/* unknown.h: pieces of a call with an unknown outcome, and how each is resolved. The progress thread's. */
+#ifndef SMB_UNKNOWN_H
+#define SMB_UNKNOWN_H
 
 #include <stdatomic.h>
 
@@ -8,7 +8,6 @@
 
 struct call;
 
-/* Pieces of a call whose caller left, and what became of them. */
 struct unknown_piece {
     uint64_t buffer_offset;
     uint32_t bytes;
@@ -22,8 +21,9 @@ struct smb_unknown {
     struct call *resolver;
 };
 
-/* A piece of a change that is not confirmed; returns its index, or UINT32_MAX where there is no memory to note it. */
+/* Notes a piece of a change that is not confirmed. Returns its index, or UINT32_MAX without memory. */
 uint32_t call_note_unknown(struct call *call, uint64_t buffer_offset, uint32_t bytes, int state);
+/* The outcome of that piece is known now; the last one ends a call that waits for all. */
 void unknown_resolved(struct smb_unknown *unknown, uint32_t index, int state);
 
 #endif

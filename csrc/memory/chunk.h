@@ -1,15 +1,17 @@
 /* chunk.h: the locks, sequence counts and marks of a segment's chunks.
  *
- * Locking. Whoever changes bytes of a chunk holds its lock and makes the sequence count odd meanwhile. No thread waits
- * for a chunk lock while it holds another, so there is no order to keep: what changes a chunk of several segments (APPLY) waits
- * for one lock, takes the others where they are free, else lets go of all and waits for the one that was not. Readers take none: they copy, and copy again if the count was
- * odd or moved; a reader that keeps losing takes the lock. A lock whose holder died is found by the next one to lock
- * (EOWNERDEAD): the chunk then holds, element by element, the old or the new value of the change that was under way, and the
- * count is made even again.
+ * Locking. A writer holds the chunk's lock, and keeps the sequence count odd while it changes bytes. No thread waits for a chunk lock
+ * while it holds another, so there is no lock order. APPLY changes the chunk of several segments: it waits for one lock and takes the
+ * others if they are free. Otherwise it releases all and waits for the one that was taken.
  *
- * Marks. While the daemon makes a journalled change (journal.h) the chunk is marked with the slot it is made from. A marked chunk
- * whose lock is free was left by a daemon that was killed: nobody but the recovery of the next one touches it, and it is
- * not marked afterwards. Locking one waits for that. Recovery has no lock: that the mark is gone tells the next holder that all is done.
+ * Readers take no lock. They copy, and copy again if the count was odd or has moved. A reader that keeps losing takes the lock.
+ *
+ * The next process to lock finds a dead owner's lock (EOWNERDEAD). The chunk then holds, element by element, the old or the new value
+ * of the dead owner's change. The count is made even again.
+ *
+ * Marks. The daemon marks a chunk with the journal slot of the change that it makes (journal.h). A marked chunk with a free lock was
+ * left by a killed daemon. Only the recovery of the next daemon may touch it. Locking such a chunk waits until the mark is gone.
+ * Recovery takes no lock: a mark that is gone tells the next holder that all is done.
  */
 #ifndef SMB_CHUNK_H
 #define SMB_CHUNK_H

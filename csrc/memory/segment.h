@@ -1,13 +1,12 @@
-/* segment.h: a segment, mapped: its life, who it is, what is counted. In the daemon and in clients.
+/* segment.h: a mapped segment: its life, its identity, its counters. In the daemon and in clients.
  *
- * Namespaces. A robust lock holds the thread id that its owner has in its PID namespace, and the kernel tells a dead owner by that
- * alone. So the header says in which namespace the locks hold: no process of another one maps the segment. A daemon that is
- * started in another one than its earlier run takes its segments along; clients of the old one, mapped as they are, get
- * SMB_NAMESPACE from their next operation. docs/decisions/0019.
+ * Namespaces. A robust lock holds its owner's thread id as its PID namespace has it. The kernel tells a dead owner by that id alone. So
+ * the header names the namespace of the locks, and no process of another namespace maps the segment. A daemon that starts in a new
+ * namespace takes its segments along. Clients of the old one get SMB_NAMESPACE from their next operation. docs/decisions/0019.
  *
- * Trust. Bounds come from a private copy of the header, checked against the file's size when it is mapped; nothing that
- * another process writes later can make us leave the mapping. A process that may map a segment can write anything into it,
- * locks included: mapping is given to processes of the daemon's own user only.
+ * Trust. Bounds come from a private copy of the header, checked against the file's size at mapping. Nothing that another process
+ * writes later can make us leave the mapping. A process that may map a segment can write anything into it, locks included. So only
+ * processes of the daemon's own user may map.
  */
 #ifndef SMB_SEGMENT_H
 #define SMB_SEGMENT_H

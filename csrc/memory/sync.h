@@ -25,10 +25,10 @@
  *                  before. OUT_OF_MEMORY: the session has very many.
  *   UNPIN          w: the pin's name. OK, also where there is none.
  *
- * Threads. Every function may be called from any thread; one mutex per struct sync guards the queues and the words (which
- * nobody else writes). Whatever is looked for among those who wait is found in logarithmic time: as many may wait as clients like,
- * and the loop that asks serves others. `answer` is called without that mutex, possibly on another thread than the one that asked, exactly
- * once for each waiter that was kept, unless sync_forget took it back.
+ * Threads. Every function may be called from any thread. One mutex per struct sync guards the queues and the words, which nobody
+ * else writes. Every search among the waiters takes logarithmic time: clients decide how many wait, and the loop has others to
+ * serve. `answer` is called without that mutex, possibly on another thread than the one that asked. It is called exactly once for
+ * each waiter that was kept, unless sync_forget took the waiter back.
  */
 #ifndef SMB_SYNC_H
 #define SMB_SYNC_H

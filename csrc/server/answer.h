@@ -1,4 +1,4 @@
-/* answer.h: the request in hand is carried out and answered. Its loop only. */
+/* answer.h: the request in hand is carried out and answered. The connection's loop. */
 #ifndef SMB_ANSWER_H
 #define SMB_ANSWER_H
 

@@ -1,11 +1,12 @@
 /* connection.h: one peer of the daemon: a state machine that never blocks.
  *
- * Its loop calls connection_turn when the socket has something, has room again, or when a deferred request is to be tried once more. One
- * request is in hand at a time; the peer may send many more meanwhile: they wait in the socket. Answers leave in the order of the
- * requests. What a turn does is in handshake.c (who it is), input.c (requests and payloads), staging.c (where payloads go), answer.c and
- * read.c (requests carried out), output.c (bytes out).
+ * Its loop calls connection_turn when the socket has input or room, or to try a deferred request again. One request is in hand at a
+ * time. The peer may send many more meanwhile; they wait in the socket. Answers leave in the order of the requests.
  *
- * Threads. The loop owns it. Others touch `loop`, `destination`, `fenced` and `lane_next` with the lanes' lock, and `turn`.
+ * A turn consists of handshake.c (who it is), input.c (requests and payloads), staging.c (where payloads go), answer.c and read.c
+ * (requests carried out), output.c (bytes out).
+ *
+ * Threads. The loop owns it. Other threads use `loop`, `destination`, `fenced` and `lane_next` under the lanes' lock, and `turn`.
  */
 #ifndef SMB_CONNECTION_H
 #define SMB_CONNECTION_H

@@ -1,4 +1,7 @@
-/* gate.h: the single door. Every data request, read or write, over every transport, passes here. Called by a connection's loop. */
+/* gate.h: the single door. Every data request, read or write, over every transport, passes here.
+ *
+ * Threads. A connection's loop, with the connection's `turn` held.
+ */
 #ifndef SMB_GATE_H
 #define SMB_GATE_H
 

@@ -1,4 +1,4 @@
-/* handshake.h: who a peer is: TLS, its HELLO, its tokens. Its loop only. */
+/* handshake.h: who a peer is: TLS, its HELLO, its tokens. The connection's loop. */
 #ifndef SMB_HANDSHAKE_H
 #define SMB_HANDSHAKE_H
 

@@ -1,4 +1,4 @@
-/* input.h: requests and their payloads, from the socket to where they are carried out. Its loop only. */
+/* input.h: requests and their payloads, from the socket to where they are carried out. The connection's loop. */
 #ifndef SMB_INPUT_H
 #define SMB_INPUT_H
 

@@ -1,6 +1,7 @@
-/* loop.h: an event loop: one thread, epoll, and the connections that it owns from accept to close.
+/* loop.h: an event loop: one thread, one epoll, and the connections that it owns from accept to close.
  *
- * Other threads reach a loop by its inbox and its answers, each under a lock, and by loop_wake. */
+ * Other threads reach a loop by its inbox and its answers, each under its own lock, and by loop_wake.
+ */
 #ifndef SMB_LOOP_H
 #define SMB_LOOP_H
 

@@ -1,4 +1,4 @@
-/* output.h: replies of a connection and the data behind them, on their way to the socket. Its loop only. */
+/* output.h: replies of a connection and the data behind them, on their way to the socket. The connection's loop. */
 #ifndef SMB_OUTPUT_H
 #define SMB_OUTPUT_H
 

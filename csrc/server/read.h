@@ -1,4 +1,4 @@
-/* read.h: reads, answered from the segment or from a copy. Its loop only. */
+/* read.h: reads, answered from the segment or from a copy. The connection's loop. */
 #ifndef SMB_READ_H
 #define SMB_READ_H
 

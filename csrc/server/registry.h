@@ -1,4 +1,4 @@
-/* registry.h: the segments that a daemon serves, by id, and the books of its capacity. Control threads change it, loops look up in it. */
+/* registry.h: the segments that a daemon serves, by id, and its capacity. Control threads change it; loops look up in it. */
 #ifndef SMB_REGISTRY_H
 #define SMB_REGISTRY_H
 

@@ -1,14 +1,13 @@
-/* server.h: the daemon's inside: its life, and what its parts share.
+/* server.h: the daemon's life, and what its parts share.
  *
- * Threads. One loop thread owns each connection from accept to close; nothing else touches it. The control threads (Python)
- * change the registry, under its read-write lock. One thread does what time demands of locks and barriers (waits.c). Counters
- * are relaxed atomics.
- * Locks: the registry's and a chunk's are never held together.
+ * Threads. One loop thread owns each connection from accept to close. The control threads (Python) change the registry, under its
+ * read-write lock. One thread, of waits.c, acts when time ends a lock, a wait or a pin. Counters are relaxed atomics.
+ * Locks: the registry's lock and a chunk's lock are never held together.
  *
- * Two ways to wait. A change that finds its chunk's lock taken (by a stopped process) holds up its connection: the changes of a lane
- * are made in order (journal and watermark rely on it), so the connection keeps the request, stops reading, and is tried
- * again by its loop. What waits by nature (locks, barriers, versions) is taken off the connection as a struct wait,
- * and answered when its time has come; the connection goes on meanwhile.
+ * Two ways to wait. A change may find its chunk's lock taken, by a stopped process for example. It is deferred: its connection keeps
+ * the request, stops reading, and its loop tries again. Journal and watermark rely on the order of a lane's changes, so nothing of
+ * the lane overtakes it. A request for a lock, barrier or version leaves the connection as a struct wait. It is answered when its time
+ * has come, and the connection goes on meanwhile.
  */
 #ifndef SMB_SERVER_H
 #define SMB_SERVER_H

@@ -1,4 +1,4 @@
-/* staging.h: where the payload of a request goes, and what a change is made from. Its loop only. */
+/* staging.h: where the payload of a request goes, and what a change is made from. The connection's loop. */
 #ifndef SMB_STAGING_H
 #define SMB_STAGING_H
 

@@ -1,4 +1,4 @@
-/* waits.h: what waits by nature: locks, barriers, versions. Requests taken off their connections. */
+/* waits.h: requests that wait by nature: for locks, barriers, versions. They leave their connections until they are answered. */
 #ifndef SMB_WAITS_H
 #define SMB_WAITS_H
 
