@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from smb._direct import Place, Switch, take_interrupt
 from smb.engine.arithmetic import (
+    check_isa,
     crc32c,
     isa_names,
     layout_piece,
@@ -40,9 +41,9 @@ from smb.engine.links import EngineClient, Link, PendingRequest, Reply, Segment,
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES", "HELLO", "KINDS", "NOWHERE", "PAGE_BYTES", "RECORD_BYTES", "SEGMENTS_MAX", "TRANSPORTS",
-    "AskOpcode", "BufferHandle", "ClientCounters", "EngineClient", "EngineError", "Lane", "Latency", "Link",
-    "Opcode", "Outcome", "PartState", "PendingRequest", "Place", "Reply", "Request", "Segment", "Status", "Switch",
-    "Tls", "Token", "UnknownParts", "address_of", "crc32c", "direct", "direct_call", "isa_names", "latencies_of",
-    "layout_piece", "memory_at", "memory_of", "op_accepts", "round_as_sent", "segment_bytes", "segment_file_bytes",
-    "status_name", "take_interrupt", "unmap",
+    "AskOpcode", "BufferHandle", "ClientCounters", "EngineClient", "EngineError", "Lane", "Latency", "Link", "Opcode",
+    "Outcome", "PartState", "PendingRequest", "Place", "Reply", "Request", "Segment", "Status", "Switch", "Tls",
+    "Token", "UnknownParts", "address_of", "check_isa", "crc32c", "direct", "direct_call", "isa_names",
+    "latencies_of", "layout_piece", "memory_at", "memory_of", "op_accepts", "round_as_sent", "segment_bytes",
+    "segment_file_bytes", "status_name", "take_interrupt", "unmap",
 ]  # fmt: skip

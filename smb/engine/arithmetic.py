@@ -15,16 +15,16 @@ def isa_names() -> list[str]:
     return [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
 
 
-def _check_isa() -> None:
-    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not."""
+def check_isa() -> None:
+    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not.
+
+    Callers of the kernels call it first, and not the import: commands then report it in one line.
+    """
     wanted, names = os.environ.get("SMB_ISA"), isa_names()
     if wanted and wanted not in names:
         raise InvalidArgumentError(
             f"SMB_ISA={wanted}: on this processor it is one of {', '.join(names)}; without SMB_ISA the fastest is taken"
         )
-
-
-_check_isa()
 
 
 def op_accepts(dtype_number: int, op: int, scale: float) -> bool:

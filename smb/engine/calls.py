@@ -38,7 +38,7 @@ class UnknownParts:
     """Parts of a call that failed before all of it was confirmed: their outcome is unknown."""
 
     def __init__(self, pointer: Any) -> None:
-        self.pointer = ffi.gc(pointer, lib.smb_doubt_release)
+        self.pointer = ffi.gc(pointer, lib.smb_unknown_release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Outcome:
 
 def outcome_of(outcome: Any) -> Outcome:
     """Return a struct smb_outcome as an Outcome, which owns its unknown parts."""
-    unknown = UnknownParts(outcome.doubt) if outcome.doubt else None
+    unknown = UnknownParts(outcome.unknown) if outcome.unknown else None
     return Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent), unknown)
 
 

@@ -128,11 +128,11 @@ def status_name(status: int) -> str:
 
 
 class PartState(IntEnum):
-    """enum smb_doubt_state."""
+    """enum smb_outcome_state."""
 
-    APPLIED = lib.SMB_DOUBT_APPLIED
-    NOT_APPLIED = lib.SMB_DOUBT_NOT_APPLIED
-    UNKNOWN = lib.SMB_DOUBT_UNKNOWN
+    APPLIED = lib.SMB_OUTCOME_APPLIED
+    NOT_APPLIED = lib.SMB_OUTCOME_NOT_APPLIED
+    UNKNOWN = lib.SMB_OUTCOME_UNKNOWN
 
 
 class EngineError(Error):

@@ -10,6 +10,7 @@ from typing import Any
 
 from smb._direct import take_interrupt
 from smb._engine import ffi, lib
+from smb.engine.arithmetic import check_isa
 from smb.engine.calls import UnknownParts
 from smb.engine.counters import ClientCounters, counters_of
 from smb.engine.enums import DENIED, AskOpcode, EngineError, Lane, PartState, Status, check
@@ -64,6 +65,7 @@ class EngineClient:
     def __init__(self, session_id: int, *, checksums: bool = False, proofs: bool = False) -> None:
         """proofs: servers must prove that they know the key of a token before they get anything else."""
         made = ffi.new("struct smb_client **")
+        check_isa()
         check(lib.smb_client_create(session_id, made))
         self.pointer = ffi.gc(made[0], lib.smb_client_destroy)
         self.checksums = checksums
@@ -134,13 +136,13 @@ class EngineClient:
         """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
         TIMEOUT.
         """
-        status = lib.smb_doubt_settle(self.pointer, unknown.pointer, timeout_ms)
+        status = lib.smb_unknown_resolve(self.pointer, unknown.pointer, timeout_ms)
         if (interrupt := take_interrupt()) is not None:
             raise interrupt
         check(status)
         offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
         parts: list[tuple[int, int, PartState]] = []
-        while lib.smb_doubt_part(unknown.pointer, len(parts), offset, length, state):
+        while lib.smb_unknown_part(unknown.pointer, len(parts), offset, length, state):
             parts.append((int(offset[0]), int(length[0]), PartState(state[0])))
         return parts
 
@@ -234,13 +236,13 @@ class PendingRequest:
     def __init__(
         self, link: Link, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, words: tuple[int, ...]
     ) -> None:
-        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_asking **")
+        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_pending **")
         ask.opcode, ask.segment, ask.epoch, ask.argument = opcode, segment_id, epoch, argument
         for index, word in enumerate(words):
             ask.words[index] = word
         check(lib.smb_ask_start(link.pointer, ask, made))
         self.link = link
-        self._reply = ffi.new("struct smb_told *")
+        self._reply = ffi.new("struct smb_reply *")
         self._pointer: Any = made[0]
 
     def wait(self, timeout_ms: int) -> Reply | None:
