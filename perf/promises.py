@@ -113,7 +113,7 @@ def waking_the_waiters(cluster: smb.LocalCluster) -> dict[str, float]:
         for pending in asked[::100]:
             pending.wait(20)  # what is to be sent goes out when somebody waits
         for home in homes:
-            home.ask("there", AskOpcode.AWAIT_VERSION, 0, (0, 0))  # all are parked: requests of a lane keep their order
+            home.ask("there", AskOpcode.AWAIT_VERSION, 0, (0, 0))  # all wait there: requests of a lane keep their order
         start = time.perf_counter()
         buffer.publish(array)
         for pending in asked:

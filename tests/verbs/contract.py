@@ -100,7 +100,7 @@ LEFT_OUT = {
     "regressions/test_memory_limit.py": "is about the control plane",
     "regressions/test_outcomes.py": _ELSEWHERE,
     "regressions/test_overlapping_views.py": "is about shared memory",
-    "regressions/test_parked_once.py": "is about shared memory",
+    "regressions/test_deferred_once.py": "is about shared memory",
     "regressions/test_pid_namespaces.py": "is about shared memory",
     "regressions/test_progress_ends_while_it_is_closed.py": "is about the thread itself",
     "regressions/test_slow_connect.py": _ELSEWHERE,
