@@ -4,7 +4,7 @@
  *   base      frames, layout, tokens, TLS, clocks: no shared memory
  *   memory    segments: chunk locks, arithmetic, completion records, journal, what waits
  *   server, client   the daemon's loops, connections and its single door; a client's links and calls
- *   python    the short way from Python's methods
+ *   python    the direct calls from Python's methods
  *
  * Conventions. Functions return enum smb_status as int (0 is success) unless said otherwise; out-parameters come last and
  * are written only on success. Every function may be called without Python's lock. Sizes and offsets are bytes unless the
@@ -239,7 +239,7 @@ void *smb_segment_data(struct smb_segment *segment);
 /* The descriptor, owned by the segment; and where in the file the data starts (page aligned). */
 int smb_segment_fd(const struct smb_segment *segment);
 uint64_t smb_segment_data_offset(const struct smb_segment *segment);
-/* The chunks' states, 64 bytes each: who reads the data from outside (RDMA) looks at the chunk's sequence count before and after. It is
+/* The chunks' states, 64 bytes each: a reader from outside (RDMA) looks at the chunk's sequence count before and after. It is
  * a uint32_t at *sequence_at of each state, odd while the chunk changes. */
 const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes, uint32_t *sequence_at);
 /* What is published, and the publication that has begun (0: none ever), of the buffer whose first segment this is. */
@@ -294,13 +294,13 @@ struct smb_server_counters {
 int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, struct smb_server **server);
 /* Listens; port 0 picks a free one, written to *bound_port. Address is numeric IPv4 or IPv6. */
 int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port, uint16_t *bound_port);
-/* From here on who connects over TCP has to speak TLS, and to show a certificate of that authority and of a role that uses data (tls.h).
+/* From here on TCP connections must speak TLS. They show a certificate of that authority, of a role that uses data (tls.h).
  * Again: for those that come from now on. Takes a reference. */
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls);
 /* Only peers of the same uid, and root, are let in. The file is unlinked by smb_server_destroy. */
 int smb_server_listen_unix(struct smb_server *server, const char *path);
 /* Serves one more peer: fd is a connected stream socket, an end of a socketpair as well, and is closed with the connection, or
- * at once unless SMB_OK. Whoever has the other end carries its bytes to a client and has let in whom it may. `transport` is what
+ * at once unless SMB_OK. The holder of the other end carries its bytes to a client, and has checked that client. `transport` is what
  * it is counted as. SMB_OUT_OF_MEMORY: there are as many connections as may be. */
 int smb_server_adopt(struct smb_server *server, int fd, int transport);
 /* Memory that a peer's payloads are put into from outside, and answers' data fetched from: `count` places of SMB_CHUNK_BYTES_MAX, each
@@ -439,7 +439,7 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
                          uint64_t *instance);
 int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
                         uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance, char why[400]);
-/* As the _fd functions, but requests travel as records and whoever holds the other end moves payloads and answers' data by the
+/* As the _fd functions, but requests travel as records and the holder of the other end moves payloads and answers' data by the
  * addresses in them. The engine takes the connection back by shutting down its direction of the socket: the other end is closed only when
  * no memory named in any record is touched any more, and this is waited for. SMB_INVALID for a client with checksums. */
 int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
@@ -523,7 +523,7 @@ struct smb_outcome {
     struct smb_unknown *unknown;   /* the caller's to release, or NULL: parts of a change that are not confirmed */
 };
 
-/* Whether whoever calls wants a blocking call of this thread to end: asked every 100 ms or so by calls that move data, settle or
+/* Whether the caller wants a blocking call of this thread to end: asked every 100 ms or so by calls that move data, settle or
  * connect, while they hold nothing. Nonzero, from then on until the call has returned: it ends as if its time was over. Set once, before
  * the first call; may call the engine. */
 void smb_set_look(int (*look)(void));

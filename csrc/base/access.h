@@ -23,7 +23,7 @@ struct access_connection {
 /* The lane of proofs for the control plane, which TLS keeps from others; there is no such connection. Nonce and instance are 0. */
 enum { ACCESS_CONTROL_LANE = 0xFFFF };
 
-/* What the server answers to a token that is good: only who can make the token's secret can make it, and on this connection alone. In
+/* What the server answers to a good token. It takes the token's secret to make, and is good on this connection alone. In
  * argument and offset of the reply. */
 struct access_answer { uint64_t words[2]; };
 struct access_answer access_answer(const struct smb_token *token, const struct access_connection *connection);

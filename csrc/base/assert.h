@@ -1,7 +1,6 @@
 /* assert.h: what only a programmer's error can break, checked in every build.
  *
- * Never for what a peer, a file, a caller's argument or another process can do: that is a status. What lies in shared memory is
- * never asserted, since whoever maps a segment can write anything into it. NDEBUG, which Python's builds define, changes nothing.
+ * Never for what a peer, a file, a caller's argument or another process can do: that is a status. Nothing in shared memory is asserted: any process that maps a segment can write anything into it. NDEBUG, which Python's builds define, changes nothing.
  */
 #ifndef SMB_ASSERT_H
 #define SMB_ASSERT_H

@@ -4,8 +4,8 @@
  * memory server that it names, and no other (smb/security/credentials.py and smb/security/roles.py say what stands in them).
  *
  * Bytes go straight between OpenSSL and the caller's memory. Below OpenSSL are send and recv of our own: what OpenSSL has encrypted is
- * always taken, and what the socket does not take of it is kept and goes first. So bytes that tls_write says it took are on their
- * way, whatever becomes of the memory that they were in, and no record is ever offered to OpenSSL twice.
+ * always taken, and what the socket does not take of it is kept and goes first. So bytes that tls_write took are on their way, whatever happens to the
+ * caller's memory. No record is offered to OpenSSL twice.
  *
  * Threads. A struct smb_tls is never changed once it is made, and any thread may use it. A struct tls is one thread's at a time. */
 #ifndef SMB_TLS_H

@@ -1,8 +1,8 @@
 /* tree.h: an ordered set of things that their owner keeps, by a key of two words; adding, taking out, the first, the next and the
  * search take logarithmic time.
  *
- * A treap: in the order of its keys from left to right, of its weights from top to bottom. The depth is logarithmic for any keys
- * that whoever chooses them picks without knowing the weights, so `weights` starts at something that no client can know.
+ * A treap: in the order of its keys from left to right, of its weights from top to bottom. The depth is logarithmic unless the keys were chosen with knowledge of the weights. So `weights` starts at something that no client
+ * can know.
  * Nothing is allocated. Equal keys may be there several times. No locks: the owner's. */
 #ifndef SMB_TREE_H
 #define SMB_TREE_H

@@ -21,7 +21,7 @@ struct smb_link;
 
 struct smb_client {
     struct client_stats stats;
-    _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
+    _Atomic uint32_t references;   /* its owner's and one for each link: a garbage collector may free them in any order */
     uint64_t session;
     bool checksums;                /* from before its first link */
     bool wants_proof;              /* likewise */

@@ -216,7 +216,7 @@ static int show_token(struct smb_link *link, const struct channel *channel, bool
 }
 
 /* What the link was given so far, on a connection that is not the link's yet. One that the server does not take is no reason to
- * do without the others; but who is to prove who he is has taken at least one, and nobody's word before that counts. */
+ * do without the others; but a server that must prove its identity has taken at least one, and no refusal before that counts. */
 static int show_tokens(struct smb_link *link, const struct channel *channel, bool by_reference, const struct access_connection *proof,
                        uint64_t deadline_ns, bool *proven)
 {
@@ -414,7 +414,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
         status = SMB_NOT_FOUND;
     if (status != SMB_OK)
         return status;
-    /* From here on whoever shows a token shows it there: none is left out. */
+    /* From here on a token is shown there: none is left out. */
     pthread_mutex_lock(&link->client->mutex);
     link->proof = proof;
     link->proven = false;
@@ -559,7 +559,7 @@ static int show_now(struct smb_link *link, const struct smb_token *token, const 
     return status == SMB_BUSY ? SMB_TIMEOUT : reply->status;
 }
 
-/* Whoever answers has not proved who he is, and did not take a good token, or has proved it wrongly: he is left. */
+/* The server refused a good token without proof of its identity, or its proof is wrong: the connection is given up. */
 static int leave_unproven(struct smb_link *link, int status)
 {
     atomic_store_explicit(&link->closed_why, status == SMB_UNTRUSTED ? SMB_UNTRUSTED : SMB_LINK_LOST, memory_order_relaxed);

@@ -133,7 +133,7 @@ static void gather(struct smb_link *link)
     }
 }
 
-/* Memory named in records may be read and written by somebody else: not once this returns. Short, as whoever has the other end waits
+/* The other end may read and write memory named in records, but not once this returns. Short, as whoever has the other end waits
  * for nothing else; a process in which that thread is dead has lost its senses, and goes on. */
 static void take_memory_back(struct smb_link *link)
 {
@@ -180,8 +180,8 @@ static int adopt_connection(struct smb_link *link, struct channel *fresh)
     return status;
 }
 
-/* An idle link says nothing; if it can be read now, its server is gone, and to know that before the first byte is sent is
- * the difference between "not applied" and "unknown". */
+/* An idle link says nothing; if it can be read now, its server is gone. To know
+ * that before the first byte is sent makes the outcome "not applied" instead of "unknown". */
 static bool peer_is_gone(const struct smb_link *link)
 {
     uint8_t byte;

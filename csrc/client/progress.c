@@ -75,7 +75,7 @@ static void take_out_finished(struct smb_client *client)
     }
 }
 
-/* Whoever waits for a connection would have to be told something else than whoever waits for an answer. */
+/* A call without a connection fails with another status than a call without an answer. */
 static int why_late(const struct stream *stream)
 {
     int state = atomic_load_explicit(&stream->link->state, memory_order_relaxed);

@@ -7,7 +7,7 @@
 
 enum { LOCK_SPINS = 2000, MARKED_RETRY_NS = 1000000 };
 
-/* Whoever died in the lock has left the chunk, element by element, old or new. If it was the daemon in the middle of a
+/* The dead owner has left each element of the chunk old or new. If it was the daemon in the middle of a
  * journalled change, the chunk stays as it is for its recovery: marked, and with the count odd. */
 static int revive(struct smb_segment *segment, struct chunk_state *chunk)
 {
@@ -121,7 +121,7 @@ void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
 {
-    /* Release: pairs with the acquire in smb_segment_lock. Whoever finds the mark of a recovery gone finds its bytes and the even
+    /* Release: pairs with the acquire in smb_segment_lock. A thread that finds the mark of a recovery gone finds its bytes and the even
      * count. For the daemon's death it also keeps the compiler from moving an unmarking before the count and the record. */
     atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_release);
 }

@@ -24,7 +24,7 @@ enum { SMB_TRY = 0, SMB_TRY_ONCE = 1 }; /* as deadline_ns: do not wait; and do n
 /* The chunk's lock in each of them, or SMB_BUSY and none. `deadline_ns` is SMB_TRY or SMB_TRY_ONCE. */
 int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset, uint64_t deadline_ns);
 
-/* The lock by itself, for the daemon's way of sending straight from the segment. SMB_OK: held. */
+/* The lock by itself, for a daemon that sends straight from the segment. SMB_OK: held. */
 int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns);
 void smb_segment_unlock(struct smb_segment *segment, uint64_t offset);
 /* Around a change made under the lock by the caller itself (receiving straight into the segment): the sequence count is odd in

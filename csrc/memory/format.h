@@ -63,7 +63,7 @@ _Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opc
 struct chunk_state {
     pthread_mutex_t lock;
     _Atomic uint32_t sequence; /* odd while the chunk changes */
-    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by who has the lock */
+    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by the lock's holder */
     uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
 };
 _Static_assert(sizeof(struct chunk_state) == CHUNK_STATE_BYTES, "one cache line per chunk");

@@ -374,7 +374,7 @@ static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payl
         } else if (here && untouched) {
             let_go(&left); /* the others may be in use: it never began */
         } else {
-            restore(&left); /* it can't be finished; whoever clears the marks that are left counts them */
+            restore(&left); /* it can't be finished; smb_segment_clear_marks counts what is left */
         }
         /* Not marked by this slot at all: it never began, or it was over. */
         for (int i = 0; i < left.count; i++)

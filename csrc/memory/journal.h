@@ -15,7 +15,7 @@
  * block is begun and taken away after the last: where some are missing, nothing was changed yet, or everything was. Recovery does
  * from slot_run on what was left to do, under no lock: the mark keeps all others away.
  *
- * Only program order counts here, not the order in which other processors see the stores: who reads them comes after our death. A
+ * Only program order counts here, not the order in which other processors see the stores: they are read after our death. A
  * thread dies between two instructions: what it stored before has happened, what comes after has not, on ARM as on x86. Such stores
  * may still be on their way to other processors, in any order, but not any more when the next daemon looks: it has the lock on the
  * daemon's directory (flock, memserver/memory_dir.py), which the kernel lets go of when the last thread has left, and each thread

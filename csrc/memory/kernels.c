@@ -195,7 +195,7 @@ __attribute__((constructor)) static void choose_isa(void)
         isa_current += is_wide();
     }
 #endif
-    /* A name that is not here changes nothing: whoever loads the library compares smb_isa_name(smb_isa_current()). */
+    /* An unknown name changes nothing: the library's loader compares smb_isa_name(smb_isa_current()). */
     const char *wanted = getenv("SMB_ISA");
     for (int isa = 0; wanted && isa < isa_count; isa++) {
         if (strcmp(isas[isa].name, wanted) == 0)

@@ -192,7 +192,7 @@ void records_destroy(struct records *records)
 
 /* ---- taking one --------------------------------------------------------------------------------------------------- */
 
-/* Whether somebody who may still send had a record here that is gone. A session that has ended sends nothing more, once those that
+/* Whether a session that may still send had a record here that is gone. A session that has ended sends nothing more, once those that
  * have are known: not between the daemon's start and the coordinator's first answer. */
 static bool may_have_lost_one(const struct records *records)
 {

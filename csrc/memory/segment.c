@@ -159,7 +159,7 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment)
     /* Release: pairs with the acquire in smb_segment_is_shared. */
     atomic_store_explicit(&taken->header->pid_namespace, taken->pid_namespace, memory_order_release);
     atomic_thread_fence(memory_order_release);
-    taken->header->format_version = FORMAT_VERSION; /* last: whoever finds it finds the namespace */
+    taken->header->format_version = FORMAT_VERSION; /* last: a reader that finds it finds the namespace */
     *segment = taken;
     return SMB_OK;
 }
@@ -199,8 +199,8 @@ void smb_segment_release(struct smb_segment *segment)
 
 void smb_segment_mark_deleted(struct smb_segment *segment)
 {
-    /* Pairs with the acquire in smb_segment_deleted. That it is seen before the zeros of memory given back is the work of the system call
-     * that gives it back, on this side, and of the fence in smb_segment_still_there on the other. */
+    /* Pairs with the acquire in smb_segment_deleted. It must be seen before the zeros of memory
+     * given back. On this side the system call that gives it back sees to that, on the other the fence in smb_segment_still_there. */
     atomic_store_explicit(&segment->header->deleted, 1, memory_order_release);
 }
 

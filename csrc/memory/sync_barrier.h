@@ -22,7 +22,7 @@ void barrier_clear(struct sync *sync);
 /* The round under way is over. Its own bit is right before the word moves on: until then nobody looks at it, so what an older
  * round, or a judgement that a kill interrupted, left there does not matter. */
 void barrier_end_round(struct sync *sync, bool broken, struct news *news);
-/* After a restart: who had a seat is expected back. False: out of memory. */
+/* After a restart: sessions that had seats are expected back. False: out of memory. */
 bool barrier_find_parties(struct sync *sync, uint64_t now_ns);
 /* When its round is broken: a party has been away for too long, or one that waits gives up. */
 uint64_t barrier_end_ns(const struct sync *sync);

@@ -31,9 +31,9 @@ static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *
     return sync->pinned_ns == UINT64_MAX ? UINT64_MAX : clock_later(sync->pinned_ns, bound_ms);
 }
 
-/* Readers renew their pins; but publishers wait for them no longer than the first of those chooses, whoever asks in between.
- * pinned_ns never counts against a later pin: pins are made on the published version, so one that is new is in nobody's way until
- * the next version, and before that is a grant, which resets it. */
+/* Readers renew their pins; but publishers wait for them no longer than the first publisher chooses.
+ * pinned_ns never counts against a later pin: a new pin is on the published version. It holds
+ * nobody up until the next version, and the grant before that resets pinned_ns. */
 static bool publisher_may_begin(struct sync *sync, const struct sync_request *publisher, uint64_t now_ns)
 {
     uint64_t version = word_get(&sync->words->version);

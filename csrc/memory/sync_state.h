@@ -17,7 +17,7 @@ struct queue {
 
 struct sync {
     pthread_mutex_t mutex;
-    pthread_rwlock_t fence;        /* taken after the mutex; its write side by whoever changes who holds a lock */
+    pthread_rwlock_t fence;        /* taken after the mutex; its write side to change a lock's holder */
     struct sync_words *words;
     uint64_t (*seats)[2];          /* session, sequence */
     uint64_t capacity;             /* seats of one round */

@@ -3,7 +3,7 @@
  * A small call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to 2 us. `Method` stands in
  * front of a Python method of a class that derives from `Place`: what is usual (a numpy array of the buffer's dtype, contiguous,
  * on a buffer whose segments are known) is handed to the engine from here, everything else goes to the Python method, with
- * nothing done. So the Python method is the definition, and this the short way to the same end. Where the engine says no, the
+ * nothing done. So the Python method is the definition, and this a shortcut to the same end. Where the engine says no, the
  * outcome goes to the object's `_go_on`, which decides and raises as it does for Python's own calls.
  *
  * Threads. All fields are read and written with the GIL. A call that may wait or takes long releases it, with a reference
@@ -351,7 +351,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO:Method", names, &opcode, &function))
         return NULL;
     if (opcode != SMB_READ && opcode != SMB_WRITE && opcode != SMB_ACCUMULATE && !is_atomic(opcode))
-        return PyErr_Format(PyExc_ValueError, "Method: no short way for opcode %d", opcode);
+        return PyErr_Format(PyExc_ValueError, "Method: no direct call for opcode %d", opcode);
     Method *self = (Method *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -473,7 +473,7 @@ static PyMethodDef functions[] = {
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "smb._direct",
-    .m_doc = "The short way from Python to the engine; csrc/direct.c.",
+    .m_doc = "Direct calls from Python to the engine; csrc/python/direct.c.",
     .m_size = -1,
     .m_methods = functions,
 };

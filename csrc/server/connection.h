@@ -65,7 +65,7 @@ struct connection {
     uint64_t client_nonce;              /* what we are to prove with that we know their secret */
     struct grants grants;
     _Atomic bool fenced;                /* a newer connection speaks for this lane: nothing of this one may be done any more */
-    pthread_mutex_t turn;               /* held while a request is carried out; taken by whoever fences, to wait for its end */
+    pthread_mutex_t turn;               /* held while a request is carried out; a thread that fences takes it to wait for the end */
     struct connection *lane_next;       /* of the server's greeted connections */
     uint64_t opened_ns;
     struct smb_tally done;

@@ -1,4 +1,4 @@
-/* What the daemon counts, and how it is read. Loops count for themselves (stats.h); who asks adds up. A scrape takes the registry's
+/* What the daemon counts, and how it is read. Loops count for themselves (stats.h); a reader adds up. A scrape takes the registry's
  * lock for reading and the lanes' lock, each for as long as it takes to copy; no request waits for more than that. */
 #include "server/counters.h"
 

@@ -16,7 +16,7 @@ static bool has_range(int opcode)
     return opcode == SMB_READ || smb_opcode_changes(opcode);
 }
 
-/* What a reader may ask. Whatever else there is, or will be, is for those who may write. */
+/* What a reader may ask. All else needs the right to write. */
 static uint32_t right_for(int opcode)
 {
     switch (opcode) {
@@ -185,7 +185,7 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
     return smb_segment_still_there(segment);
 }
 
-/* ---- the ways through --------------------------------------------------------------------------------------------- */
+/* ---- the paths through --------------------------------------------------------------------------------------------- */
 
 /* Copies the source range into scratch: no chunk lock is waited for while another is held. */
 static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id, uint64_t offset, uint8_t *scratch)

@@ -33,15 +33,15 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
 /* The range as it was at one instant, copied without its chunk's lock unless changes follow each other without end. SMB_BUSY:
  * defer it. For what gate_open found locked. */
 int gate_copy(const struct gate_request *request, uint8_t *to);
-/* The other way to do it: the range itself, under its chunk's lock, for the socket to be sent from or received into. Not to
- * be held while anything is waited for. SMB_BUSY: defer it, or go another way (for a read, the lock is tried once); SMB_EXISTS: this
+/* The other path: the range itself, under its chunk's lock, for the socket to be sent from or received into. Not to
+ * be held while anything is waited for. SMB_BUSY: defer it, or take another path (for a read, the lock is tried once); SMB_EXISTS: this
  * change was made before. */
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 /* `done`: the change was made, whole. */
 void gate_close(struct gate_request *request, bool to_change, bool done);
 /* How far the frame's lane has come on its segment, and up to where some changes were refused. */
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
-/* A change is answered with a failure: a later one of the lane must not make it look applied. Who has no right to change
+/* A change is answered with a failure: a later one of the lane must not make it look applied. A client without the right to change
  * the segment leaves no trace there. */
 void gate_refused(struct smb_server *server, const struct gate_request *refused);
 void gate_done(struct gate_request *request);

@@ -124,7 +124,7 @@ static bool move_connection(struct loop *loop, struct connection *connection)
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->channel.fd, NULL);
         unlink_connection(loop, connection);
         connection->loop = destination;
-        loop_give(destination, connection); /* whoever fences it now finds it there */
+        loop_give(destination, connection); /* a thread that fences it now finds it there */
     }
     pthread_mutex_unlock(&loop->server->lanes_lock);
     return moves;

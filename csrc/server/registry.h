@@ -25,7 +25,7 @@ struct share {
 /* What the daemon keeps beside a segment that it serves. */
 struct served {
     struct smb_server *server;
-    struct share *_Atomic *shares; /* by loop; NULL until its first request. Release when made, acquire by who reads */
+    struct share *_Atomic *shares; /* by loop; NULL until its first request. Release when made, acquire by readers */
     struct smb_segment *segment;
     struct records *records;
     struct sync *sync;

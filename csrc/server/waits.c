@@ -138,7 +138,7 @@ void waits_close(struct smb_segment *segment, int status)
     struct served *served = served_of(segment);
     sync_close(served->sync, status);
     pthread_mutex_lock(&served->server->due_lock);
-    served->closed = true; /* whoever is about to say that it is due comes too late */
+    served->closed = true; /* a thread that is about to call due_sooner comes too late */
     take_out(served->server, served);
     pthread_mutex_unlock(&served->server->due_lock);
 }
@@ -257,7 +257,7 @@ static void end_on_segment(void *argument, struct smb_segment *segment)
 
 void smb_server_end_session(struct smb_server *server, uint64_t session)
 {
-    /* First nobody new is let in, then who is in is shut out, then what it held is given up. */
+    /* First refuse new connections, then close those there are, then release what the session held. */
     pthread_mutex_lock(&server->ended_lock);
     server->ended[server->ended_count++ % ENDED_MAX] = session;
     pthread_mutex_unlock(&server->ended_lock);

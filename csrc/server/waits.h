@@ -29,7 +29,7 @@ struct wait {
 
 /* Gives a segment what it needs to be served; before it can be found. `left`: of an earlier run. */
 int waits_serve(struct smb_server *server, struct smb_segment *segment, bool left);
-/* It is deleted, or the daemon stops: everyone who waits there is told. Before the registry's reference goes. */
+/* It is deleted, or the daemon stops: all its waiters are answered. Before the registry's reference goes. */
 void waits_close(struct smb_segment *segment, int status);
 int waits_start(struct smb_server *server);
 void waits_stop(struct smb_server *server);
