@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smb._engine import ffi, lib
-from smb.engine import KINDS, TRANSPORTS, Latency, Tls, Token, latencies_of, status_name
+from smb.engine import KINDS, TRANSPORTS, Latency, Tls, Token, check_isa, latencies_of, status_name
 from smb.errors import (
     AlreadyExistsError,
     Error,
@@ -159,6 +159,7 @@ class Engine:
     def __init__(self, instance_id: int, loops: int, capacity_bytes: int) -> None:
         """Start the loops; nothing listens yet. Raises UnavailableError where threads cannot be had."""
         made = ffi.new("struct smb_server **")
+        check_isa()
         _check(lib.smb_server_create(instance_id, loops, capacity_bytes, made), "start the engine")
         self._server = made[0]
 

@@ -35,16 +35,16 @@ def isa_names() -> list[str]:
     return [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
 
 
-def _check_isa() -> None:
-    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not."""
+def check_isa() -> None:
+    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not.
+
+    Whatever uses the kernels calls it first, and not the import: commands then tell of it in one line.
+    """
     wanted, names = os.environ.get("SMB_ISA"), isa_names()
     if wanted and wanted not in names:
         raise InvalidArgumentError(
             f"SMB_ISA={wanted}: on this processor it is one of {', '.join(names)}; without SMB_ISA the fastest is taken"
         )
-
-
-_check_isa()
 
 
 class Status(IntEnum):
@@ -332,6 +332,7 @@ class EngineClient:
     def __init__(self, session_id: int, *, checksums: bool = False, proofs: bool = False) -> None:
         """proofs: servers must prove that they know the key of a token before they get anything else."""
         made = ffi.new("struct smb_client **")
+        check_isa()
         _check(lib.smb_client_create(session_id, made))
         self.pointer = ffi.gc(made[0], lib.smb_client_destroy)
         self.checksums = checksums
