@@ -58,7 +58,8 @@ enum smb_dtype {
 };
 
 /* Element-wise operations of accumulate; b = buffer, a = array, s = scale, each step rounded to the dtype (as numpy does):
- *   sum b + s*a   min minimum(b, s*a)   max maximum(b, s*a)   prod b * (s*a)   replace s*a   elastic b + s*(a - b)
+ *   sum b + s*a         min minimum(b, s*a)   max maximum(b, s*a)
+ *   prod b * (s*a)      replace s*a           elastic b + s*(a - b)
  * Integers wrap modulo 2^bits; their scale is an integer. minimum and maximum propagate NaN. */
 enum smb_op { SMB_SUM = 1, SMB_MIN = 2, SMB_MAX = 3, SMB_PROD = 4, SMB_REPLACE = 5, SMB_ELASTIC = 6 };
 

@@ -333,8 +333,8 @@ static void read_plan(int count, char **words)
     if (plan.bytes == 0 || plan.bytes % sizeof(float) != 0 || plan.clients == 0 || plan.clients > CLIENTS_MAX ||
         plan.connections == 0 || plan.connections > CONNECTIONS_MAX || plan.seconds <= 0 || plan.seconds > 60 ||
         plan.piece_bytes == 0 || STRIPE_BYTES % plan.piece_bytes != 0 || plan.buffer_bytes > 1 << 30) {
-        fail("bytes (of float32), clients, connections, seconds (at most 60), buffer_bytes and piece_bytes (a part of "
-             "256 KiB) are needed");
+        fail("bytes (of float32), clients, connections, seconds (at most 60), buffer_bytes and "
+             "piece_bytes (a part of 256 KiB) are needed");
     }
     if (plan.operation == FETCH_ADD && plan.bytes != 8) {
         fail("fetch_add is of 8 bytes");

@@ -158,7 +158,7 @@ static void finish_reading(struct smb_link *link)
     link_take_success(link, inflight, 0, 0);
 }
 
-/* ---- several answers in one look: their data goes to its places before their headers are understood */
+/* ---- several answers in one look: data goes to its places before the headers are understood */
 
 /* Whether the answer has a place that no answer before it has, too: two threads may read to one place. */
 static bool lands_apart(const struct smb_link *link, const struct inflight *inflight)

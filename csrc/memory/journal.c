@@ -65,7 +65,7 @@ struct journal {
     uint32_t *ready_bytes; /* in the file */
 };
 
-/* ---- the progress word: nothing under way (0), or dirty (bit 0), active (1), block (2..17), sequence (18..63) ------- */
+/* ---- the progress word: 0, or dirty (bit 0), active (1), block (2..17), sequence (18..63) ---- */
 
 enum { DIRTY = 1, ACTIVE = 2, BLOCK_SHIFT = 2, SEQUENCE_SHIFT = 18 };
 static const uint64_t BLOCK_MASK = 0xFFFF;

@@ -143,8 +143,8 @@ static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
 
 static PyMethodDef place_methods[] = {
     {"_arm", (PyCFunction)place_arm, METH_VARARGS,
-     "_arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`,\n"
-     "which `handle` keeps alive, while both switches are on."},
+     "_arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go\n"
+     "straight to the engine's `buffer`, which `handle` keeps alive, while both switches are on."},
     {"_disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
     {NULL},
 };
@@ -462,10 +462,12 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 
 static PyMethodDef functions[] = {
     {"set_up", set_up, METH_VARARGS,
-     "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once, before any place is armed."},
+     "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once,\n"
+     "before any place is armed."},
     {"look_address", look_address, METH_NOARGS, "The address of what the engine is to ask while a call waits: smb_set_look."},
     {"take_interrupt", take_interrupt, METH_NOARGS,
-     "What a signal's handler raised during the engine's call that has just returned in this thread, or None. Once."},
+     "What a signal's handler raised during the engine's call that has just returned in this\n"
+     "thread, or None. Once."},
     {"forked", forked, METH_NOARGS, "This process is a child of fork: what was armed before is not any more."},
     {NULL},
 };

@@ -18,7 +18,7 @@ enum { TARGET = 1, SOURCE = 2, FLOATS = 3, GRADIENT = 4, STATES = 5 /* and 6 */,
 enum { VERSION_AT = 8, SLOT_WORDS_AT = 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 }; /* in the journal's file; of slot 0 */
 static const struct smb_layout LAYOUT = {BYTES, BYTES, CHUNK, 1};
 
-/* ---- the host: a process without threads that starts servers, one after the other, and tells how each ended */
+/* ---- the host: a process without threads that starts servers and tells how each ended ---- */
 
 struct command {
     char point[40];

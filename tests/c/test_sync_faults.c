@@ -139,7 +139,7 @@ static void broken_and_killed(void)
     place_end(&place);
 }
 
-/* ---- killed at random: each life repeats what the last one left unanswered, and must find all that was acknowledged */
+/* ---- killed at random: each life repeats what is unanswered, and finds what was acknowledged ---- */
 
 enum { PARTIES = 3, LIVES = 400, STEPS = 120 };
 static const uint64_t LEASE_MS = 100000;
