@@ -57,7 +57,8 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uin
 }
 
 /* SMB_OK: `done` bytes more have been moved, maybe none. SMB_LINK_LOST: the connection is over. */
-static int after_move(const struct channel *channel, ssize_t done, bool receiving, uint64_t deadline_ns)
+static int after_move(const struct channel *channel, ssize_t done, bool receiving,
+                      uint64_t deadline_ns)
 {
     if ((done == 0 && receiving) || channel_failed(done))
         return SMB_LINK_LOST;
@@ -66,12 +67,15 @@ static int after_move(const struct channel *channel, ssize_t done, bool receivin
     return wait_ready(channel->fd, receiving ? POLLIN : POLLOUT, deadline_ns);
 }
 
-static int send_all(const struct channel *channel, const uint8_t *bytes, size_t count, uint64_t deadline_ns)
+static int send_all(const struct channel *channel, const uint8_t *bytes, size_t count,
+                    uint64_t deadline_ns)
 {
     for (size_t done = 0; done < count || channel_has_unsent(channel);) {
         struct iovec part = {(uint8_t *)(uintptr_t)bytes + done, count - done};
         ssize_t n = channel_write(channel, &part, done < count ? 1 : 0);
-        int status = n == 0 && done == count && !channel_has_unsent(channel) ? SMB_OK : after_move(channel, n, false, deadline_ns);
+        int status = n == 0 && done == count && !channel_has_unsent(channel)
+                         ? SMB_OK
+                         : after_move(channel, n, false, deadline_ns);
         if (status != SMB_OK)
             return status;
         done += n > 0 ? (size_t)n : 0;
@@ -80,28 +84,33 @@ static int send_all(const struct channel *channel, const uint8_t *bytes, size_t 
 }
 
 /* As recv; a descriptor that comes along goes to *passed_fd. */
-static ssize_t receive_some(const struct channel *channel, uint8_t *bytes, size_t room, int *passed_fd)
+static ssize_t receive_some(const struct channel *channel, uint8_t *bytes, size_t room,
+                            int *passed_fd)
 {
     struct iovec part = {bytes, room};
     union {
         struct cmsghdr header;
         uint8_t bytes[CMSG_SPACE(sizeof(int))];
     } control;
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.bytes,
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control.bytes,
                              .msg_controllen = sizeof control.bytes};
     if (channel->tls)
         return channel_read(channel, &part, 1);
     ssize_t done = recvmsg(channel->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     struct cmsghdr *header = done > 0 ? CMSG_FIRSTHDR(&message) : NULL;
-    if (header && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)) && *passed_fd < 0)
+    if (header && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)) &&
+        *passed_fd < 0)
         memcpy(passed_fd, CMSG_DATA(header), sizeof(int));
     return done;
 }
 
-/* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. It travels by record where that is
- * said. *passed_fd gets a descriptor that came along, or -1. */
-static int exchange(const struct channel *channel, const struct smb_frame *request, const uint8_t *body, bool by_record,
-                    uint64_t deadline_ns, struct smb_frame *reply, int *passed_fd)
+/* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. It
+ * travels by record where that is said. *passed_fd gets a descriptor that came along, or -1. */
+static int exchange(const struct channel *channel, const struct smb_frame *request,
+                    const uint8_t *body, bool by_record, uint64_t deadline_ns,
+                    struct smb_frame *reply, int *passed_fd)
 {
     uint8_t bytes[SMB_RECORD_BYTES] = {0};
     struct smb_frame asked = *request;
@@ -131,11 +140,13 @@ static int exchange(const struct channel *channel, const struct smb_frame *reque
             return status != SMB_OK ? status : SMB_PROTOCOL;
         whole += reply->payload;
     }
-    if (reply->flags & SMB_FLAG_CHECKSUM && !smb_checksum_is(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES)))
+    if (reply->flags & SMB_FLAG_CHECKSUM &&
+        !smb_checksum_is(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES)))
         return SMB_LINK_LOST;
     if ((request->flags & SMB_FLAG_CHECKSUM) != (reply->flags & SMB_FLAG_CHECKSUM))
         return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
-    if (!(reply->flags & SMB_FLAG_REPLY) || reply->opcode != request->opcode || reply->session != request->session)
+    if (!(reply->flags & SMB_FLAG_REPLY) || reply->opcode != request->opcode ||
+        reply->session != request->session)
         return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
     return reply->status;
 }
@@ -161,24 +172,33 @@ static int open_unix(const char *path, uint64_t deadline_ns, int *fd)
         return SMB_INVALID;
     strcpy(name.sun_path, path);
     *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, deadline_ns);
+    return *fd < 0 ? SMB_SYSTEM
+                   : connect_to(*fd, (struct sockaddr *)&name, sizeof name, deadline_ns);
 }
 
-static int shake_hands(const struct channel *channel, const struct smb_client *client, uint16_t lane, uint64_t deadline_ns,
-                       struct access_connection *proof, uint64_t *identity)
+static int shake_hands(const struct channel *channel, const struct smb_client *client,
+                       uint16_t lane, uint64_t deadline_ns, struct access_connection *proof,
+                       uint64_t *identity)
 {
-    struct smb_frame hello = {.opcode = SMB_HELLO, .flags = client_frame_flags(client), .lane = lane, .session = client->session};
+    struct smb_frame hello = {.opcode = SMB_HELLO,
+                              .flags = client_frame_flags(client),
+                              .lane = lane,
+                              .session = client->session};
     struct smb_frame reply;
     int passed = -1;
-    if (client->wants_proof && getrandom(&hello.offset, sizeof hello.offset, 0) != sizeof hello.offset)
+    if (client->wants_proof &&
+        getrandom(&hello.offset, sizeof hello.offset, 0) != sizeof hello.offset)
         return SMB_SYSTEM;
     int status = exchange(channel, &hello, NULL, false, deadline_ns, &reply, &passed);
     if (passed >= 0)
         close(passed);
     if (status != SMB_OK)
         return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
-    *proof = (struct access_connection){.nonce = reply.offset, .client_nonce = hello.offset, .instance = reply.segment,
-                                        .session = client->session, .lane = lane};
+    *proof = (struct access_connection){.nonce = reply.offset,
+                                        .client_nonce = hello.offset,
+                                        .instance = reply.segment,
+                                        .session = client->session,
+                                        .lane = lane};
     *identity = reply.argument;
     return SMB_OK;
 }
@@ -188,7 +208,8 @@ static bool same_token(const struct smb_token *one, const struct smb_token *othe
     return one->segment == other->segment && memcmp(one->secret, other->secret, SMB_KEY_BYTES) == 0;
 }
 
-/* One that is not good any more, unless a newer one has taken its place: of buffers that are gone none stays for ever. */
+/* One that is not good any more, unless a newer one has taken its place: of buffers that are gone
+ * none stays for ever. */
 static void forget_token(struct smb_link *link, uint32_t at, const struct smb_token *token)
 {
     pthread_mutex_lock(&link->client->mutex);
@@ -197,12 +218,17 @@ static void forget_token(struct smb_link *link, uint32_t at, const struct smb_to
     pthread_mutex_unlock(&link->client->mutex);
 }
 
-static int show_token(struct smb_link *link, const struct channel *channel, bool by_reference, const struct smb_token *token,
-                      const struct access_connection *proof, uint64_t deadline_ns)
+static int show_token(struct smb_link *link, const struct channel *channel, bool by_reference,
+                      const struct smb_token *token, const struct access_connection *proof,
+                      uint64_t deadline_ns)
 {
     uint8_t body[SMB_AUTHORIZE_BYTES];
-    struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = client_frame_flags(link->client), .lane = link->lane,
-                              .session = link->client->session, .segment = token->segment, .epoch = token->epoch};
+    struct smb_frame frame = {.opcode = SMB_AUTHORIZE,
+                              .flags = client_frame_flags(link->client),
+                              .lane = link->lane,
+                              .session = link->client->session,
+                              .segment = token->segment,
+                              .epoch = token->epoch};
     struct smb_frame reply;
     int passed = -1;
     access_store(token, proof, body);
@@ -211,14 +237,16 @@ static int show_token(struct smb_link *link, const struct channel *channel, bool
         close(passed);
     if (status != SMB_OK || !link->client->wants_proof)
         return status;
-    struct access_answer right = access_answer(token, proof), answer = {{reply.argument, reply.offset}};
+    struct access_answer right = access_answer(token, proof),
+                         answer = {{reply.argument, reply.offset}};
     return access_same_answer(&right, &answer) ? SMB_OK : SMB_UNTRUSTED;
 }
 
-/* What the link was given so far, on a connection that is not the link's yet. One that the server does not take is no reason to
- * do without the others; but a server that must prove its identity has taken at least one, and no refusal before that counts. */
-static int show_tokens(struct smb_link *link, const struct channel *channel, bool by_reference, const struct access_connection *proof,
-                       uint64_t deadline_ns, bool *proven)
+/* What the link was given so far, on a connection that is not the link's yet. One that the server
+ * does not take is no reason to do without the others; but a server that must prove its identity
+ * has taken at least one, and no refusal before that counts. */
+static int show_tokens(struct smb_link *link, const struct channel *channel, bool by_reference,
+                       const struct access_connection *proof, uint64_t deadline_ns, bool *proven)
 {
     int status = SMB_OK;
     uint32_t doubtful = 0;
@@ -251,8 +279,8 @@ static int show_tokens(struct smb_link *link, const struct channel *channel, boo
 }
 
 /* Closes the channel unless SMB_OK. */
-static int greet(struct smb_client *client, struct channel *channel, int status, uint16_t lane, uint64_t deadline_ns,
-                 struct smb_link **link, uint64_t *instance)
+static int greet(struct smb_client *client, struct channel *channel, int status, uint16_t lane,
+                 uint64_t deadline_ns, struct smb_link **link, uint64_t *instance)
 {
     uint64_t identity = 0;
     struct access_connection proof = {0};
@@ -289,16 +317,18 @@ static uint64_t deadline_in(uint32_t timeout_ms)
 }
 
 /* A new link over a channel that was opened with that status. */
-static int connect_over(struct smb_client *client, struct channel channel, int status, uint16_t lane, uint64_t deadline_ns,
-                        struct smb_link **link, uint64_t *instance)
+static int connect_over(struct smb_client *client, struct channel channel, int status,
+                        uint16_t lane, uint64_t deadline_ns, struct smb_link **link,
+                        uint64_t *instance)
 {
     status = greet(client, &channel, status, lane, deadline_ns, link, instance);
     channel_close(&channel); /* none, if it is the link's */
     return status;
 }
 
-int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane, uint32_t timeout_ms,
-                           struct smb_link **link, uint64_t *instance)
+int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port,
+                           uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                           uint64_t *instance)
 {
     uint64_t deadline_ns = deadline_in(timeout_ms);
     struct channel channel = {.fd = -1};
@@ -306,8 +336,8 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
     return connect_over(client, channel, status, lane, deadline_ns, link, instance);
 }
 
-int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
-                            struct smb_link **link, uint64_t *instance)
+int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane,
+                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance)
 {
     uint64_t deadline_ns = deadline_in(timeout_ms);
     struct channel channel = {.fd = -1};
@@ -325,41 +355,46 @@ static int take_fd(int fd)
     return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 ? SMB_OK : SMB_SYSTEM;
 }
 
-int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
-                          uint64_t *instance)
+int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms,
+                          struct smb_link **link, uint64_t *instance)
 {
-    return connect_over(client, (struct channel){.fd = fd}, take_fd(fd), lane, deadline_in(timeout_ms), link, instance);
+    return connect_over(client, (struct channel){.fd = fd}, take_fd(fd), lane,
+                        deadline_in(timeout_ms), link, instance);
 }
 
-int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
-                                 uint64_t *instance)
+int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane,
+                                 uint32_t timeout_ms, struct smb_link **link, uint64_t *instance)
 {
     int status = client->checksums ? SMB_INVALID : take_fd(fd);
-    status = connect_over(client, (struct channel){.fd = fd}, status, lane, deadline_in(timeout_ms), link, instance);
+    status = connect_over(client, (struct channel){.fd = fd}, status, lane, deadline_in(timeout_ms),
+                          link, instance);
     if (status == SMB_OK)
         (*link)->by_reference = true; /* nothing is on its way yet */
     return status;
 }
 
-/* ---- inside TLS */
+/* ---- inside TLS ------------------------------------------------------------------------------ */
 
-static int secure_once(struct channel *channel, struct smb_tls *tls, const char *expected, uint64_t deadline_ns)
+static int secure_once(struct channel *channel, struct smb_tls *tls, const char *expected,
+                       uint64_t deadline_ns)
 {
     channel->tls = tls_begin(tls, channel->fd, expected);
     int status = channel->tls ? SMB_BUSY : SMB_OUT_OF_MEMORY;
     while (status == SMB_BUSY) {
         status = tls_handshake(channel->tls);
         if (status == SMB_BUSY) {
-            int ready = wait_ready(channel->fd, channel_has_unsent(channel) ? POLLOUT : POLLIN, deadline_ns);
+            int ready = wait_ready(channel->fd, channel_has_unsent(channel) ? POLLOUT : POLLIN,
+                                   deadline_ns);
             status = ready == SMB_OK ? SMB_BUSY : ready;
         }
     }
     return status;
 }
 
-/* A server that has more strangers than it bears closes some, and we may be one: it is tried again. */
-static int open_tls(const char *address, uint16_t port, struct smb_tls *tls, const char *expected, uint64_t deadline_ns,
-                    struct channel *channel, char *why)
+/* A server that has more strangers than it bears closes some, and we may be one: it is tried
+ * again. */
+static int open_tls(const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
+                    uint64_t deadline_ns, struct channel *channel, char *why)
 {
     int status = SMB_LINK_LOST;
     for (int i = 0; i < HANDSHAKES_TRIED && status == SMB_LINK_LOST; i++) {
@@ -387,23 +422,26 @@ static int refusal(const struct channel *channel, int status, char *why)
     return SMB_UNTRUSTED;
 }
 
-int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
-                           uint16_t lane, uint32_t timeout_ms, struct smb_link **link, uint64_t *instance, char why[SMB_WHY_BYTES])
+int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port,
+                           struct smb_tls *tls, const char *expected, uint16_t lane,
+                           uint32_t timeout_ms, struct smb_link **link, uint64_t *instance,
+                           char why[SMB_WHY_BYTES])
 {
     uint64_t deadline_ns = deadline_in(timeout_ms);
     struct channel channel = {.fd = -1};
     why[0] = 0;
     int status = open_tls(address, port, tls, expected, deadline_ns, &channel, why);
-    status = refusal(&channel, greet(client, &channel, status, lane, deadline_ns, link, instance), why);
+    status = refusal(&channel, greet(client, &channel, status, lane, deadline_ns, link, instance),
+                     why);
     channel_close(&channel);
     return status;
 }
 
-/* ---- connecting again */
+/* ---- connecting again ------------------------------------------------------------------------ */
 
 /* The channel is the link's from here on, if SMB_OK. */
-static int hand_over(struct smb_link *link, struct channel *channel, bool by_reference, uint64_t accept_instance, uint64_t deadline_ns,
-                     uint64_t *instance)
+static int hand_over(struct smb_link *link, struct channel *channel, bool by_reference,
+                     uint64_t accept_instance, uint64_t deadline_ns, uint64_t *instance)
 {
     uint64_t identity = 0;
     struct access_connection proof = {0};
@@ -441,27 +479,31 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     return SMB_OK;
 }
 
-static int resume_over(struct smb_link *link, struct channel channel, bool by_reference, int status, uint64_t accept_instance,
-                       uint64_t deadline_ns, uint64_t *instance, char *why)
+static int resume_over(struct smb_link *link, struct channel channel, bool by_reference, int status,
+                       uint64_t accept_instance, uint64_t deadline_ns, uint64_t *instance,
+                       char *why)
 {
     *instance = 0;
     if (status == SMB_OK)
         status = hand_over(link, &channel, by_reference, accept_instance, deadline_ns, instance);
     if (why)
         status = refusal(&channel, status, why);
-    if (status == SMB_SESSION_ENDED && link->client->wants_proof && !channel.tls && !link->local && !by_reference)
-        status = SMB_UNTRUSTED; /* said before any proof: the coordinator tells of a session's end */
+    if (status == SMB_SESSION_ENDED && link->client->wants_proof && !channel.tls && !link->local &&
+        !by_reference)
+        /* said before any proof: the coordinator tells of a session's end */
+        status = SMB_UNTRUSTED;
     channel_close(&channel); /* none, if it is the link's */
     if (status == SMB_SESSION_ENDED) {
         atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
-        atomic_store_explicit(&link->closing, true, memory_order_release); /* pairs with link_progress, which may be awake */
+        /* pairs with link_progress, which may be awake */
+        atomic_store_explicit(&link->closing, true, memory_order_release);
         client_wake_progress(link->client);
     }
     return status;
 }
 
-int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t port, uint64_t accept_instance,
-                        uint32_t timeout_ms, uint64_t *instance)
+int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t port,
+                        uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
 {
     uint64_t deadline_ns = deadline_in(timeout_ms);
     struct channel channel = {.fd = -1};
@@ -469,8 +511,9 @@ int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t por
     return resume_over(link, channel, false, status, accept_instance, deadline_ns, instance, NULL);
 }
 
-int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
-                        uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance, char why[SMB_WHY_BYTES])
+int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port,
+                        struct smb_tls *tls, const char *expected, uint64_t accept_instance,
+                        uint32_t timeout_ms, uint64_t *instance, char why[SMB_WHY_BYTES])
 {
     uint64_t deadline_ns = deadline_in(timeout_ms);
     struct channel channel = {.fd = -1};
@@ -479,8 +522,8 @@ int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t por
     return resume_over(link, channel, false, status, accept_instance, deadline_ns, instance, why);
 }
 
-int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
-                         uint64_t *instance)
+int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance,
+                         uint32_t timeout_ms, uint64_t *instance)
 {
     uint64_t deadline_ns = deadline_in(timeout_ms);
     struct channel channel = {.fd = -1};
@@ -488,25 +531,35 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
     return resume_over(link, channel, false, status, accept_instance, deadline_ns, instance, NULL);
 }
 
-int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
+int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms,
+                       uint64_t *instance)
 {
-    return resume_over(link, (struct channel){.fd = fd}, false, take_fd(fd), accept_instance, deadline_in(timeout_ms), instance, NULL);
+    return resume_over(link, (struct channel){.fd = fd}, false, take_fd(fd), accept_instance,
+                       deadline_in(timeout_ms), instance, NULL);
 }
 
-int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
+int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance,
+                              uint32_t timeout_ms, uint64_t *instance)
 {
     int status = link->client->checksums ? SMB_INVALID : take_fd(fd);
-    return resume_over(link, (struct channel){.fd = fd}, true, status, accept_instance, deadline_in(timeout_ms), instance, NULL);
+    return resume_over(link, (struct channel){.fd = fd}, true, status, accept_instance,
+                       deadline_in(timeout_ms), instance, NULL);
 }
 
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment)
 {
-    struct smb_frame request = {.opcode = SMB_ATTACH, .flags = client_frame_flags(link->client), .lane = link->lane, .session = link->client->session,
-                                .sequence = link_next_sequence(link), .segment = segment_id, .epoch = epoch};
+    struct smb_frame request = {.opcode = SMB_ATTACH,
+                                .flags = client_frame_flags(link->client),
+                                .lane = link->lane,
+                                .session = link->client->session,
+                                .sequence = link_next_sequence(link),
+                                .segment = segment_id,
+                                .epoch = epoch};
     struct smb_frame reply;
     int fd = -1;
-    int status = exchange(&link->channel, &request, NULL, false, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
+    int status = exchange(&link->channel, &request, NULL, false,
+                          smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
     if (status == SMB_OK && fd < 0)
         status = SMB_PROTOCOL;
     if (status == SMB_OK)
@@ -538,14 +591,16 @@ static int keep_token(struct smb_link *link, const struct smb_token *token)
     return SMB_OK;
 }
 
-/* As any other request, on the connection of now. If that is another one when it arrives, it was shown there already, or is
- * proved once more. */
-static int show_now(struct smb_link *link, const struct smb_token *token, const struct access_connection *proof,
-                    uint64_t deadline_ns, struct smb_reply *reply)
+/* As any other request, on the connection of now. If that is another one when it arrives, it was
+ * shown there already, or is proved once more. */
+static int show_now(struct smb_link *link, const struct smb_token *token,
+                    const struct access_connection *proof, uint64_t deadline_ns,
+                    struct smb_reply *reply)
 {
     uint8_t body[SMB_AUTHORIZE_BYTES];
     access_store(token, proof, body);
-    struct smb_ask ask = {.opcode = SMB_AUTHORIZE, .segment = token->segment, .epoch = token->epoch};
+    struct smb_ask ask = {
+        .opcode = SMB_AUTHORIZE, .segment = token->segment, .epoch = token->epoch};
     for (int i = 0; i < SMB_AUTHORIZE_WORDS; i++)
         ask.words[i] = smb_load64(body + 8 * i);
     struct smb_pending *pending;
@@ -554,21 +609,26 @@ static int show_now(struct smb_link *link, const struct smb_token *token, const 
     if (status != SMB_OK)
         return status;
     uint64_t now_ns = smb_now_ns();
-    status = smb_ask_wait(pending, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, reply);
+    status = smb_ask_wait(
+        pending, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, reply);
     smb_ask_end(pending);
     return status == SMB_BUSY ? SMB_TIMEOUT : reply->status;
 }
 
-/* The server refused a good token without proof of its identity, or its proof is wrong: the connection is given up. */
+/* The server refused a good token without proof of its identity, or its proof is wrong: the
+ * connection is given up. */
 static int leave_unproven(struct smb_link *link, int status)
 {
-    atomic_store_explicit(&link->closed_why, status == SMB_UNTRUSTED ? SMB_UNTRUSTED : SMB_LINK_LOST, memory_order_relaxed);
+    atomic_store_explicit(&link->closed_why,
+                          status == SMB_UNTRUSTED ? SMB_UNTRUSTED : SMB_LINK_LOST,
+                          memory_order_relaxed);
     atomic_store_explicit(&link->closing, true, memory_order_release);
     client_wake_progress(link->client);
     return status;
 }
 
-int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms, uint64_t *why)
+int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms,
+                       uint64_t *why)
 {
     uint64_t deadline_ns = deadline_in(timeout_ms);
     bool wants_proof = link->client->wants_proof;
@@ -588,7 +648,8 @@ int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uin
             return status;
         pthread_mutex_lock(&link->client->mutex);
         struct access_connection newest = link->proof;
-        bool same = newest.nonce == proof.nonce && newest.instance == proof.instance && newest.client_nonce == proof.client_nonce;
+        bool same = newest.nonce == proof.nonce && newest.instance == proof.instance &&
+                    newest.client_nonce == proof.client_nonce;
         link->proven |= good && same;
         bool proven = link->proven;
         pthread_mutex_unlock(&link->client->mutex);

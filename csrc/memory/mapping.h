@@ -1,4 +1,5 @@
-/* mapping.h: the struct of a mapped segment, for segment.c, chunk.c and change.c alone: no other code touches shared memory. */
+/* mapping.h: the struct of a mapped segment, for segment.c, chunk.c and change.c alone: no other
+ * code touches shared memory. */
 #ifndef SMB_MAPPING_H
 #define SMB_MAPPING_H
 

@@ -13,9 +13,12 @@ void lock_set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t e
 void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news);
 void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *news);
 /* Requests; see sync.h. */
-int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply, struct news *news);
-int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news);
-int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news);
+int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,
+             struct news *news);
+int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                    struct news *news);
+int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                   struct news *news);
 int lock_ask_fence(struct sync *sync, const struct sync_request *request);
 
 #endif

@@ -1,5 +1,6 @@
-/* Bytes inside TLS: one record or thousands, in pieces of any size, through sockets that are full, with keys that change on the way;
- * who may be at the other end; and calls of a client that go on over new connections. */
+/* Bytes inside TLS: one record or thousands, in pieces of any size, through sockets that are full,
+ * with keys that change on the way; who may be at the other end; and calls of a client that go on
+ * over new connections. */
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -19,7 +20,7 @@
 
 enum { BYTES = 3 << 20, PEM_BYTES = 4096 };
 
-/* ---- a laboratory's certificates */
+/* ---- a laboratory's certificates ------------------------------------------------------------- */
 
 struct holder {
     X509 *certificate;
@@ -45,7 +46,8 @@ static void to_text(BIO *pem, char *text)
 }
 
 /* `names`: NULL for an authority, which signs itself. */
-static void issue(struct holder *holder, const struct holder *authority, const char *names, const char *purposes)
+static void issue(struct holder *holder, const struct holder *authority, const char *names,
+                  const char *purposes)
 {
     static long serial = 1;
     holder->key = EVP_EC_gen("P-256");
@@ -56,11 +58,14 @@ static void issue(struct holder *holder, const struct holder *authority, const c
     X509_gmtime_adj(X509_getm_notAfter(made), 3600);
     X509_set_pubkey(made, holder->key);
     X509_NAME *name = X509_NAME_new();
-    X509_NAME_add_entry_by_txt(name, "CN", MBSTRING_ASC, (const unsigned char *)(names ? "somebody" : "authority"), -1, -1, 0);
+    X509_NAME_add_entry_by_txt(name, "CN", MBSTRING_ASC,
+                               (const unsigned char *)(names ? "somebody" : "authority"), -1, -1,
+                               0);
     X509_set_subject_name(made, name);
     X509_set_issuer_name(made, authority ? X509_get_subject_name(authority->certificate) : name);
     X509_NAME_free(name);
-    extend(made, authority ? authority->certificate : made, NID_basic_constraints, names ? "critical,CA:FALSE" : "critical,CA:TRUE");
+    extend(made, authority ? authority->certificate : made, NID_basic_constraints,
+           names ? "critical,CA:FALSE" : "critical,CA:TRUE");
     if (names) {
         extend(made, authority->certificate, NID_subject_alt_name, names);
         extend(made, authority->certificate, NID_ext_key_usage, purposes);
@@ -87,14 +92,17 @@ static struct smb_tls *context_of(const struct holder *trusted, const struct hol
 {
     struct smb_tls *tls;
     char why[SMB_WHY_BYTES];
-    CHECK_EQ(smb_tls_create(trusted->certificate_pem, own->certificate_pem, own->key_pem, &tls, why), SMB_OK);
+    CHECK_EQ(
+        smb_tls_create(trusted->certificate_pem, own->certificate_pem, own->key_pem, &tls, why),
+        SMB_OK);
     return tls;
 }
 
 static void open_lab(void)
 {
     issue(&authority, NULL, NULL, NULL);
-    issue(&server_0, &authority, "URI:smb:role/server,URI:smb:name/server-0,DNS:server-0.server.smb", BOTH);
+    issue(&server_0, &authority,
+          "URI:smb:role/server,URI:smb:name/server-0,DNS:server-0.server.smb", BOTH);
     issue(&client, &authority, "URI:smb:role/client,URI:smb:name/c", "clientAuth");
 }
 
@@ -105,18 +113,20 @@ static void close_lab(void)
     forget(&client);
 }
 
-/* ---- both ends of a connection, in one thread */
+/* ---- both ends of a connection, in one thread ------------------------------------------------ */
 
 struct ends {
     struct channel server, client;
 };
 
-static void open_ends(struct ends *ends, struct smb_tls *servers, struct smb_tls *clients, const char *expected)
+static void open_ends(struct ends *ends, struct smb_tls *servers, struct smb_tls *clients,
+                      const char *expected)
 {
     int fds[2], bytes = 8192;
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
     for (int i = 0; i < 2; i++)
-        CHECK_EQ(setsockopt(fds[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes), 0); /* soon full */
+        /* soon full */
+        CHECK_EQ(setsockopt(fds[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes), 0);
     ends->server = (struct channel){fds[0], tls_begin(servers, fds[0], NULL)};
     ends->client = (struct channel){fds[1], tls_begin(clients, fds[1], expected)};
     CHECK(ends->server.tls && ends->client.tls);
@@ -163,14 +173,16 @@ static int cut(uint8_t *memory, size_t at, size_t end, size_t most, struct iovec
     return count;
 }
 
-/* Both directions at once, through sockets that hold 8 KiB; every byte arrives once and in order. Keys change every 64 records. */
+/* Both directions at once, through sockets that hold 8 KiB; every byte arrives once and in order.
+ * Keys change every 64 records. */
 static void bytes_arrive(void)
 {
     struct ends ends;
     int server, client_end;
     static uint8_t sent[BYTES], got[2][BYTES];
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     open_ends(&ends, servers, clients, "server-0.server.smb");
     shake(&ends, &server, &client_end);
     CHECK_EQ(server, SMB_OK);
@@ -201,14 +213,16 @@ static void bytes_arrive(void)
     close_lab();
 }
 
-/* What is taken is on its way, though its memory changes before the socket has taken it: a reader never sees two states. */
+/* What is taken is on its way, though its memory changes before the socket has taken it: a reader
+ * never sees two states. */
 static void memory_may_change(void)
 {
     struct ends ends;
     int server, client_end;
     static uint8_t memory[1 << 20], got[1 << 20];
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     open_ends(&ends, servers, clients, "server-0.server.smb");
     shake(&ends, &server, &client_end);
     CHECK_EQ(server, SMB_OK);
@@ -233,12 +247,14 @@ static void memory_may_change(void)
     close_lab();
 }
 
-static void expect(const struct holder *trusted_by_server, const struct holder *server, const struct holder *trusted_by_client,
-                   const struct holder *user, const char *expected, const char *why_server, const char *why_client)
+static void expect(const struct holder *trusted_by_server, const struct holder *server,
+                   const struct holder *trusted_by_client, const struct holder *user,
+                   const char *expected, const char *why_server, const char *why_client)
 {
     struct ends ends;
     int of_server, of_client;
-    struct smb_tls *servers = context_of(trusted_by_server, server), *clients = context_of(trusted_by_client, user);
+    struct smb_tls *servers = context_of(trusted_by_server, server),
+                   *clients = context_of(trusted_by_client, user);
     open_ends(&ends, servers, clients, expected);
     smb_tls_release(servers);
     smb_tls_release(clients);
@@ -257,17 +273,20 @@ static void expect(const struct holder *trusted_by_server, const struct holder *
     close_ends(&ends);
 }
 
-/* Whose certificate is for another name or role, or of another authority, is refused by either side, which says why. */
+/* Whose certificate is for another name or role, or of another authority, is refused by either
+ * side, which says why. */
 static void who_may(void)
 {
-    struct holder other, reader, operator, server_1, stranger, coordinator, two, none, of_client_only, wild;
+    struct holder other, reader, operator, server_1, stranger, coordinator, two, none,
+        of_client_only, wild;
     open_lab();
     issue(&other, NULL, NULL, NULL);
     issue(&reader, &authority, "URI:smb:role/reader", "clientAuth");
     issue(&operator, &authority, "URI:smb:role/operator", "clientAuth");
     issue(&server_1, &authority, "URI:smb:role/server,DNS:server-1.server.smb", BOTH);
     issue(&stranger, &other, "URI:smb:role/client", "clientAuth");
-    issue(&coordinator, &authority, "URI:smb:role/coordinator,DNS:coordinator.smb,DNS:server-0.server.smb", BOTH);
+    issue(&coordinator, &authority,
+          "URI:smb:role/coordinator,DNS:coordinator.smb,DNS:server-0.server.smb", BOTH);
     issue(&two, &authority, "URI:smb:role/client,URI:smb:role/operator", "clientAuth");
     issue(&none, &authority, "DNS:server-0.server.smb", BOTH);
     issue(&of_client_only, &authority, "URI:smb:role/server,DNS:server-0.server.smb", "clientAuth");
@@ -282,22 +301,28 @@ static void who_may(void)
     expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", reply);
     expect(&authority, &server_0, &authority, &two, name, "it shows", reply);
     expect(&authority, &server_0, &authority, &none, name, "it shows", reply);
-    expect(&authority, &server_1, &authority, &client, name, NULL, "it shows the certificate of role \"server\"");
-    expect(&authority, &server_0, &authority, &client, "server-0.server.sm", NULL, "name \"server-0\"");
+    expect(&authority, &server_1, &authority, &client, name, NULL,
+           "it shows the certificate of role \"server\"");
+    expect(&authority, &server_0, &authority, &client, "server-0.server.sm", NULL,
+           "name \"server-0\"");
     expect(&authority, &server_0, &authority, &client, ".server.smb", NULL, "it shows");
     expect(&authority, &wild, &authority, &client, name, NULL, "it shows");
     expect(&authority, &coordinator, &authority, &client, name, NULL, "role \"coordinator\"");
     expect(&authority, &none, &authority, &client, name, NULL, "role \"\"");
     expect(&authority, &of_client_only, &authority, &client, name, NULL, "purpose");
     expect(&authority, &server_0, &other, &client, name, NULL, "is not good");
-    struct holder *all[] = {&other, &reader, &operator, &server_1, &stranger, &coordinator, &two, &none, &of_client_only, &wild};
+    struct holder *all[] = {&other,       &reader, &operator, &server_1,       &stranger,
+                            &coordinator, &two,    &none,     &of_client_only, &wild};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         forget(all[i]);
     struct smb_tls *tls;
     char why[SMB_WHY_BYTES];
-    CHECK_EQ(smb_tls_create(authority.certificate_pem, server_0.certificate_pem, client.key_pem, &tls, why), SMB_INVALID);
+    CHECK_EQ(smb_tls_create(authority.certificate_pem, server_0.certificate_pem, client.key_pem,
+                            &tls, why),
+             SMB_INVALID);
     CHECK(why[0]);
-    CHECK_EQ(smb_tls_create("nothing", server_0.certificate_pem, server_0.key_pem, &tls, why), SMB_INVALID);
+    CHECK_EQ(smb_tls_create("nothing", server_0.certificate_pem, server_0.key_pem, &tls, why),
+             SMB_INVALID);
     close_lab();
 }
 
@@ -305,7 +330,8 @@ static void who_may(void)
 static void no_tls(void)
 {
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     for (int kind = 0; kind < 4; kind++) {
         struct ends ends;
         open_ends(&ends, servers, clients, "server-0.server.smb");
@@ -401,7 +427,7 @@ static void key_updates_end_a_turn(void)
     close_lab();
 }
 
-/* ---- a client's calls */
+/* ---- a client's calls ------------------------------------------------------------------------ */
 
 enum { ELEMENTS = 200000, CALLERS = 3, CALLS = 12 };
 
@@ -418,8 +444,11 @@ static void *call(void *argument)
     for (int i = 0; i < ELEMENTS; i++)
         ones[i] = 1;
     for (int i = 0; i < CALLS; i++) {
-        must(caller->buffer,
-             (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = bytes, .source = ones});
+        must(caller->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                                  .op = SMB_SUM,
+                                                  .scale = 1,
+                                                  .bytes = bytes,
+                                                  .source = ones});
         must(caller->buffer, (struct smb_request){.opcode = SMB_READ, .bytes = bytes, .sink = got});
     }
     free(got);
@@ -427,7 +456,8 @@ static void *call(void *argument)
     return NULL;
 }
 
-/* Threads add and read inside TLS while their connections break and are made again: every addition counts once. */
+/* Threads add and read inside TLS while their connections break and are made again: every addition
+ * counts once. */
 static void calls_go_on(void)
 {
     struct rig rig;
@@ -438,29 +468,34 @@ static void calls_go_on(void)
     uint64_t instance;
     char why[SMB_WHY_BYTES];
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     rig_start(&rig, (struct smb_layout){ELEMENTS * 8, 262144, 262144, 2}, SMB_FLOAT64);
     CHECK_EQ(smb_client_create(77, &made), SMB_OK);
     smb_client_want_proof(made); /* no tokens: nothing is asked of the servers */
     CHECK_EQ(smb_buffer_create(made, &rig.layout, rig.dtype, &buffer), SMB_OK);
     for (int i = 0; i < RIG_SERVERS; i++) {
         smb_server_use_tls(rig.servers[i], servers);
-        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients, "server-1.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
+        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients,
+                                        "server-1.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
                                         &instance, why),
                  SMB_UNTRUSTED);
         CHECK(strstr(why, "server-0"));
-        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients, "server-0.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
+        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients,
+                                        "server-0.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
                                         &instance, why),
                  SMB_OK);
-        CHECK_EQ(smb_buffer_set_link(buffer, (uint32_t)i, rig_segment_id(0, (uint32_t)i), RIG_EPOCH, links[i]), SMB_OK);
+        CHECK_EQ(smb_buffer_set_link(buffer, (uint32_t)i, rig_segment_id(0, (uint32_t)i), RIG_EPOCH,
+                                     links[i]),
+                 SMB_OK);
     }
     for (int i = 0; i < CALLERS; i++) {
         callers[i] = (struct caller){.buffer = buffer};
         CHECK_EQ(pthread_create(&callers[i].thread, NULL, call, &callers[i]), 0);
     }
     for (int i = 0; i < 30; i++) { /* the newer connection of a lane ends the older one */
-        CHECK_EQ(smb_link_resume_tls(links[i % 2], "127.0.0.1", rig.ports[i % 2], clients, "server-0.server.smb", 0, RIG_TIMEOUT_MS,
-                                     &instance, why),
+        CHECK_EQ(smb_link_resume_tls(links[i % 2], "127.0.0.1", rig.ports[i % 2], clients,
+                                     "server-0.server.smb", 0, RIG_TIMEOUT_MS, &instance, why),
                  SMB_OK);
         usleep(3000);
     }
@@ -483,7 +518,8 @@ static void calls_go_on(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(bytes_arrive), TEST(memory_may_change), TEST(who_may), TEST(no_tls), TEST(key_updates_end_a_turn),
-                                        TEST(calls_go_on)};
+    static const struct test tests[] = {
+        TEST(bytes_arrive), TEST(memory_may_change),      TEST(who_may),
+        TEST(no_tls),       TEST(key_updates_end_a_turn), TEST(calls_go_on)};
     return RUN_TESTS(tests);
 }
