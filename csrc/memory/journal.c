@@ -558,7 +558,6 @@ uint64_t journal_identity(const struct journal *journal)
 
 int journal_take_slot(struct journal *journal, struct slot *slot)
 {
-    SMB_ASSERT(!slot->payload);
     pthread_mutex_lock(&journal->mutex);
     bool any = journal->free_count > 0;
     if (any) {
