@@ -24,10 +24,9 @@ static void racing_copy(const struct smb_change *change, const void *from)
 }
 #endif
 
-static bool read_unlocked(struct smb_segment *segment, const struct smb_change *change,
-                          int attempts)
+static bool read_unlocked(struct smb_segment *segment, struct chunk_state *chunk,
+                          const struct smb_change *change, int attempts)
 {
-    struct chunk_state *chunk = chunk_at(segment, change->offset);
     for (int attempt = 0; attempt < attempts; attempt++) {
         uint32_t before = atomic_load_explicit(&chunk->sequence, memory_order_acquire);
         if (before % 2 == 0) {
@@ -119,7 +118,6 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
                               uint64_t bytes)
 {
     SMB_ASSERT(bytes > 0 && from <= change->bytes && bytes <= change->bytes - from);
-    SMB_ASSERT(smb_segment_holds(segment, change->offset, change->bytes));
     uint8_t *target = segment->data + change->offset + from;
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     if (change->wire == SMB_WIRE_SPARSE) {
@@ -180,9 +178,9 @@ static bool step_fits(const struct smb_segment *segment, const struct smb_change
         const struct smb_segment *state = change->states[i];
         if ((state != NULL) != (i < count))
             return false;
-        if (state && (state == segment || (i > 0 && state == change->states[0]) ||
-                      state->dtype != SMB_FLOAT32 ||
-                      !smb_segment_holds(state, change->offset, change->bytes)))
+        if (state &&
+            (state == segment || (i > 0 && state == change->states[0]) ||
+             state->dtype != SMB_FLOAT32 || !mapping_holds(state, change->offset, change->bytes)))
             return false;
     }
     return true;
@@ -202,8 +200,8 @@ int smb_segment_targets(struct smb_segment *segment, const struct smb_change *ch
 bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change)
 {
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
-    if (!smb_segment_holds(segment, change->offset, change->bytes) ||
-        change->offset % element != 0 || change->bytes % element != 0)
+    if (!mapping_holds(segment, change->offset, change->bytes) || change->offset % element != 0 ||
+        change->bytes % element != 0)
         return false;
     bool encoded = smb_wire_is_dense(change->wire) && segment->dtype == SMB_FLOAT32 &&
                    (change->opcode == SMB_WRITE || change->opcode == SMB_ACCUMULATE);
@@ -228,7 +226,7 @@ bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb
 int smb_segment_still_there(const struct smb_segment *segment)
 {
     atomic_thread_fence(memory_order_acquire);
-    return smb_segment_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
+    return mapping_is_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
 }
 
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
@@ -236,25 +234,26 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
     /* APPLY passes the gate alone: it takes several locks. */
     if (change->opcode == SMB_APPLY || !smb_segment_change_fits(segment, change))
         return SMB_INVALID;
-    if (smb_segment_deleted(segment))
+    struct chunk_state *chunk = chunk_at(segment, change->offset);
+    if (mapping_is_deleted(segment))
         return SMB_NOT_FOUND;
-    if (!smb_segment_is_shared(segment))
+    if (!mapping_is_shared(segment))
         return SMB_NAMESPACE;
     if (change->opcode == SMB_READ &&
-        read_unlocked(segment, change, deadline_ns == SMB_TRY_ONCE ? 2 : READ_ATTEMPTS))
+        read_unlocked(segment, chunk, change, deadline_ns == SMB_TRY_ONCE ? 2 : READ_ATTEMPTS))
         return smb_segment_still_there(segment);
-    int status = smb_segment_lock(segment, change->offset, deadline_ns);
+    int status = chunk_lock(segment, chunk, deadline_ns);
     if (status != SMB_OK)
         return status;
     if (change->opcode == SMB_READ) {
         kernel_copy(change->sink, segment->data + change->offset, change->bytes, change->streaming);
     } else {
-        smb_segment_change_begin(segment, change->offset);
+        chunk_change_begin(chunk);
         smb_segment_change_range(segment, change, 0, change->bytes);
         if (change->sink)
             memcpy(change->sink, segment->data + change->offset, change->bytes);
-        smb_segment_change_end(segment, change->offset);
+        chunk_change_end(chunk);
     }
-    smb_segment_unlock(segment, change->offset);
+    pthread_mutex_unlock(&chunk->lock);
     return smb_segment_still_there(segment);
 }

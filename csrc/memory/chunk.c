@@ -48,9 +48,8 @@ static int lock_once(struct smb_segment *segment, struct chunk_state *chunk, uin
     return SMB_OK;
 }
 
-int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+int chunk_lock(struct smb_segment *segment, struct chunk_state *chunk, uint64_t deadline_ns)
 {
-    struct chunk_state *chunk = chunk_at(segment, offset);
     for (;;) {
         int status = lock_once(segment, chunk, deadline_ns);
         /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so the lock
@@ -66,6 +65,11 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
             return SMB_TIMEOUT;
         nanosleep(&(struct timespec){.tv_nsec = MARKED_RETRY_NS}, NULL);
     }
+}
+
+int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+{
+    return chunk_lock(segment, chunk_at(segment, offset), deadline_ns);
 }
 
 int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset,
@@ -95,36 +99,14 @@ void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
     pthread_mutex_unlock(&chunk_at(segment, offset)->lock);
 }
 
-/* A network card that reads counts and bytes (RDMA) is no processor: on ARM release orders stores
- * for the inner shareable domain, and devices may lie outside of it. As the kernel's dma_wmb. On
- * x86 devices see stores in order. */
-static inline void order_for_devices(void)
-{
-#if defined(__aarch64__)
-    __asm__ volatile("dmb oshst" ::: "memory");
-#endif
-}
-
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
 {
-    struct chunk_state *chunk = chunk_at(segment, offset);
-    /* Made odd and not one more, here, and even below: whatever it was found as, it is right from
-     * the next change on. */
-    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U;
-    atomic_store_explicit(&chunk->sequence, sequence, memory_order_relaxed);
-    /* The odd count is seen before any changed byte; pairs with the acquire fence in
-     * read_unlocked. */
-    atomic_thread_fence(memory_order_release);
-    order_for_devices();
+    chunk_change_begin(chunk_at(segment, offset));
 }
 
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 {
-    struct chunk_state *chunk = chunk_at(segment, offset);
-    uint32_t sequence = (atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U) + 1;
-    order_for_devices();
-    /* Pairs with the acquire load at the start of read_unlocked. */
-    atomic_store_explicit(&chunk->sequence, sequence, memory_order_release);
+    chunk_change_end(chunk_at(segment, offset));
 }
 
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)

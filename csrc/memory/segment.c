@@ -211,13 +211,12 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
 
 bool smb_segment_deleted(const struct smb_segment *segment)
 {
-    return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;
+    return mapping_is_deleted(segment);
 }
 
 int smb_segment_is_shared(const struct smb_segment *segment)
 {
-    return atomic_load_explicit(&segment->header->pid_namespace, memory_order_acquire) ==
-           segment->pid_namespace;
+    return mapping_is_shared(segment);
 }
 
 uint64_t smb_segment_id(const struct smb_segment *segment)
@@ -291,8 +290,7 @@ void smb_segment_counters(const struct smb_segment *segment, uint64_t *operation
 
 bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes)
 {
-    return bytes > 0 && bytes <= segment->data_bytes && offset <= segment->data_bytes - bytes &&
-           offset / segment->chunk_bytes == (offset + bytes - 1) / segment->chunk_bytes;
+    return mapping_holds(segment, offset, bytes);
 }
 
 struct record_table smb_segment_records(struct smb_segment *segment)
