@@ -558,6 +558,16 @@ void smb_doubt_release(struct smb_doubt *doubt)
     free(doubt);
 }
 
+/* ---- who is believed ---------------------------------------------------------------------------------------------- */
+
+int client_may_use(struct smb_link *link)
+{
+    pthread_mutex_lock(&link->client->mutex);
+    bool may = link->trusted || !link->client->wants_proof;
+    pthread_mutex_unlock(&link->client->mutex);
+    return may ? SMB_OK : SMB_UNTRUSTED;
+}
+
 /* ---- what waits --------------------------------------------------------------------------------------------------- */
 
 struct smb_asking {
@@ -569,6 +579,9 @@ struct smb_asking {
 
 int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_asking **asking)
 {
+    int may = ask->opcode == SMB_AUTHORIZE ? SMB_OK : client_may_use(link);
+    if (may != SMB_OK)
+        return may;
     struct smb_asking *made = calloc(1, sizeof *made);
     if (!made)
         return SMB_OUT_OF_MEMORY;

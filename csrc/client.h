@@ -131,7 +131,7 @@ struct smb_link {
     struct access_connection proof; /* mutex: of its newest connection */
     struct smb_token *tokens;      /* mutex: shown on each new connection */
     uint32_t token_count, token_room;
-    bool had_tokens;               /* mutex: ever */
+    bool trusted;                  /* mutex: a server has proved on it that it is the one; each connection after that proves it first */
     bool proven;                   /* mutex: its newest connection's server has proved that it is the one */
     bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
     struct channel channel;        /* its connection */
@@ -218,6 +218,8 @@ void link_shut(struct smb_link *link, int status);
 void link_abandon(struct smb_link *link, struct stream *stream);
 
 /* ---- client.c */
+/* Whether anything but tokens may be sent over the link: to whom has proved nothing it may not, where proof is wanted. */
+int client_may_use(struct smb_link *link);
 /* Goes on to the stream's next piece: have_piece, or not. */
 void stream_advance(struct stream *stream);
 /* Cuts off *rest the part from the first of its entries on, at most entries_max of them: false if there is none. */

@@ -224,12 +224,12 @@ static int show_tokens(struct smb_link *link, const struct channel *channel, boo
         pthread_mutex_lock(&link->client->mutex);
         if (i >= link->token_count && *proven && doubtful > 0)
             i = doubtful = 0; /* now they are shown to whom we believe */
-        bool more = i < link->token_count, had = link->had_tokens;
+        bool more = i < link->token_count, trusted = link->trusted;
         if (more)
             token = link->tokens[i];
         pthread_mutex_unlock(&link->client->mutex);
         if (!more)
-            return had && !*proven ? SMB_UNTRUSTED : SMB_OK;
+            return !*proven && (trusted || doubtful > 0) ? SMB_UNTRUSTED : SMB_OK;
         status = show_token(link, channel, by_reference, &token, proof, deadline_ns);
         if (status == SMB_DENIED && *proven) {
             forget_token(link, i, &token); /* the last one has its place now */
@@ -425,6 +425,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     *channel = (struct channel){.fd = -1};
     pthread_mutex_lock(&link->client->mutex);
     link->proven |= proven;
+    link->trusted |= proven;
     pthread_mutex_unlock(&link->client->mutex);
     link->identity = identity;
     atomic_store(&link->fresh_by_reference, by_reference);
@@ -502,7 +503,10 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
                                 .sequence = link_next_sequence(link), .segment = segment_id, .epoch = epoch};
     struct smb_frame reply;
     int fd = -1;
-    int status = exchange(&link->channel, &request, NULL, false, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
+    int status = client_may_use(link);
+    if (status != SMB_OK)
+        return status;
+    status = exchange(&link->channel, &request, NULL, false, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
     if (status == SMB_OK && fd < 0)
         status = SMB_PROTOCOL;
     if (status == SMB_OK)
@@ -530,7 +534,6 @@ static int keep_token(struct smb_link *link, const struct smb_token *token)
     }
     link->tokens[at] = *token;
     link->token_count += at == link->token_count;
-    link->had_tokens = true;
     return SMB_OK;
 }
 
@@ -586,6 +589,7 @@ int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uin
         struct access_connection newest = link->proof;
         bool same = newest.nonce == proof.nonce && newest.instance == proof.instance && newest.client_nonce == proof.client_nonce;
         link->proven |= good && same;
+        link->trusted |= good;
         bool proven = link->proven;
         pthread_mutex_unlock(&link->client->mutex);
         if (good)

@@ -441,7 +441,6 @@ static void calls_go_on(void)
     struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
     rig_start(&rig, (struct smb_layout){ELEMENTS * 8, 262144, 262144, 2}, SMB_FLOAT64);
     CHECK_EQ(smb_client_create(77, &made), SMB_OK);
-    smb_client_want_proof(made); /* no tokens: nothing is asked of the servers */
     CHECK_EQ(smb_buffer_create(made, &rig.layout, rig.dtype, &buffer), SMB_OK);
     for (int i = 0; i < RIG_SERVERS; i++) {
         smb_server_use_tls(rig.servers[i], servers);
