@@ -457,7 +457,7 @@ int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, 
 int smb_link_let_go(struct smb_link *link);
 int smb_link_wanted(struct smb_link *link);
 /* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every later one, with
- * SMB_DISCONNECTED; local segments go on working. */
+ * SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go on working. */
 void smb_client_close(struct smb_client *client);
 /* Frees it. No call is in progress, no buffer or link of it will be used again. */
 void smb_client_destroy(struct smb_client *client);

@@ -416,8 +416,7 @@ class Client:
         """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing.
 
         A memory server that is stopped is not waited for, a coordinator that is stopped 2 s at most, a thread that
-        looks up a name 10 s at most. A call in another thread that connects to a stopped server for the first time ends
-        with its own timeout.
+        looks up a name 10 s at most. Calls in other threads that are connecting to a server fail within 0.1 s.
         """
         if self._pid != _current_pid:
             return  # a child of fork has no part in its parent's session, and its locks may be held by nobody
