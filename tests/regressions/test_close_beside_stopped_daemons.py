@@ -68,8 +68,8 @@ def test_close_ends_beside_stopped_daemons(transport: str) -> None:
 def test_close_ends_calls_that_connect_for_the_first_time(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server is stopped before anybody has connected to it: the kernel accepts, nobody says HELLO. The call ends with
-    the client, not with its own timeout.
+    """The server is stopped before anybody has connected to it: the kernel accepts, nobody says HELLO. The calls end
+    with the client, not with their own timeout.
     """
     credentials = None
     if way == "connect_tls":
