@@ -17,8 +17,11 @@ from smb.errors import InvalidArgumentError
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
-TEXT_BYTES_MAX = 4 << 20  # of one buffer's: the coordinator parses it once, at 20 times that in the worst case
+TEXT_BYTES_MAX = 4 << 20  # of one buffer's: the coordinator parses it once
 PACKED_BYTES_MAX = 1 << 20  # of one buffer's: each open carries it
+BRACKETS_MAX = (
+    1 << 17
+)  # in its text: lists and objects take longest to parse, and the coordinator does nothing else then
 NESTING_MAX = 64  # whoever opens the buffer must be able to parse it, however deep its own stack is
 
 
@@ -38,6 +41,7 @@ def encode(asked: str, metadata: Mapping[str, JSON]) -> bytes:
     except ValueError as error:  # an integer too long to be written
         raise InvalidArgumentError(f"{asked}: metadata: {error}") from error
     _check_size(asked, len(text), "as JSON", TEXT_BYTES_MAX)
+    _check_brackets(asked, text)
     packed = pack(text)
     _check_size(asked, len(packed), "packed", PACKED_BYTES_MAX)
     return packed
@@ -73,6 +77,7 @@ def check(asked: str, packed: bytes) -> None:
         text = unpack(packed)
     except ValueError as error:
         raise InvalidArgumentError(f"{asked}: metadata can't be unpacked: {error}") from None
+    _check_brackets(asked, text)
     try:
         metadata = json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -81,7 +86,15 @@ def check(asked: str, packed: bytes) -> None:
         raise InvalidArgumentError(f"{asked}: metadata is no JSON: {error}") from None
     if not isinstance(metadata, dict):
         raise InvalidArgumentError(f"{asked}: metadata is no JSON object")
-    _plain(asked, "metadata", metadata, 0)
+    level: list[Any] = [metadata]  # all values so deep: one after the other would take the coordinator seconds
+    for _ in range(NESTING_MAX + 1):
+        if math.inf in level or -math.inf in level:  # as 1e999 is read
+            raise InvalidArgumentError(f"{asked}: metadata has a number that is infinite, for which JSON has none")
+        level = [each for each in level if isinstance(each, (dict, list))]
+        if not level:
+            return
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    raise _too_deep(asked, "metadata")
 
 
 def decode(text: str) -> dict[str, Any]:
@@ -118,6 +131,14 @@ def _no_number(constant: str) -> None:
 
 def _too_deep(asked: str, where: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{asked}: {where} nests deeper than {NESTING_MAX} levels")
+
+
+def _check_brackets(asked: str, text: str) -> None:
+    if (count := text.count("[") + text.count("{")) > BRACKETS_MAX:
+        raise InvalidArgumentError(
+            f"{asked}: metadata with {count} opening brackets as JSON; there is room for {BRACKETS_MAX}: lists and "
+            f"objects of fewer, larger parts, or a buffer of its own"
+        )
 
 
 def _check_size(asked: str, nbytes: int, form: str, most: int) -> None:

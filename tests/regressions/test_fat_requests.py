@@ -31,7 +31,7 @@ from smb.coordinator.state import State, load, step
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import check_bounds
 from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
-from smb.rpc.metadata import PACKED_BYTES_MAX, TEXT_BYTES_MAX, pack
+from smb.rpc.metadata import BRACKETS_MAX, PACKED_BYTES_MAX, TEXT_BYTES_MAX, pack
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory, server_name
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import RULES, Caller, Role
@@ -217,9 +217,10 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     secured = ("--credentials", str(certificates / "server-0"), "--capacity", "4GiB")
     assert daemons.memory_server(address, "server-0", *secured).address
     memory, state = resident_mib(coordinator), state_mib(daemons)
-    packed = pack(json.dumps({"a": base64.b64encode(random.Random(1).randbytes(1_040_000)).decode()}))
-    assert 1_040_000 < len(packed) <= PACKED_BYTES_MAX
-    dense = pack('{"a":[' + "[]," * (TEXT_BYTES_MAX // 3 - 4) + "[]]}")  # what takes most room when it is looked at
+    packed = pack(json.dumps({"a": base64.b64encode(random.Random(1).randbytes(1_036_000)).decode()}))
+    assert 1_036_000 < len(packed) <= PACKED_BYTES_MAX
+    # What takes most room, and time, when it is looked at.
+    dense = pack('{"a":[' + "[]," * (BRACKETS_MAX - 3) + "[]" + ",1" * (TEXT_BYTES_MAX // 2 - 3 * BRACKETS_MAX) + "]}")
 
     def session(_: int) -> Any:
         return pb.OpenSessionRequest(client_name="\N{GRINNING FACE}" * 255)
