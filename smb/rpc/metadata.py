@@ -19,9 +19,7 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 
 TEXT_BYTES_MAX = 4 << 20  # of one buffer's: the coordinator parses it once
 PACKED_BYTES_MAX = 1 << 20  # of one buffer's: each open carries it
-BRACKETS_MAX = (
-    1 << 17
-)  # in its text: lists and objects take longest to parse, and the coordinator does nothing else then
+PARTS_MAX = 1 << 18  # brackets and commas in its text: to parse more takes the coordinator long
 NESTING_MAX = 64  # whoever opens the buffer must be able to parse it, however deep its own stack is
 
 
@@ -41,7 +39,7 @@ def encode(asked: str, metadata: Mapping[str, JSON]) -> bytes:
     except ValueError as error:  # an integer too long to be written
         raise InvalidArgumentError(f"{asked}: metadata: {error}") from error
     _check_size(asked, len(text), "as JSON", TEXT_BYTES_MAX)
-    _check_brackets(asked, text)
+    _check_parts(asked, text)
     packed = pack(text)
     _check_size(asked, len(packed), "packed", PACKED_BYTES_MAX)
     return packed
@@ -77,7 +75,7 @@ def check(asked: str, packed: bytes) -> None:
         text = unpack(packed)
     except ValueError as error:
         raise InvalidArgumentError(f"{asked}: metadata can't be unpacked: {error}") from None
-    _check_brackets(asked, text)
+    _check_parts(asked, text)
     try:
         metadata = json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -133,11 +131,11 @@ def _too_deep(asked: str, where: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{asked}: {where} nests deeper than {NESTING_MAX} levels")
 
 
-def _check_brackets(asked: str, text: str) -> None:
-    if (count := text.count("[") + text.count("{")) > BRACKETS_MAX:
+def _check_parts(asked: str, text: str) -> None:
+    if (count := text.count("[") + text.count("{") + text.count(",")) > PARTS_MAX:
         raise InvalidArgumentError(
-            f"{asked}: metadata with {count} opening brackets as JSON; there is room for {BRACKETS_MAX}: lists and "
-            f"objects of fewer, larger parts, or a buffer of its own"
+            f"{asked}: metadata with {count} commas and opening brackets as JSON; there is room for {PARTS_MAX}: keep "
+            f"what has more parts in a buffer of its own"
         )
 
 

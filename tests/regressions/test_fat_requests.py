@@ -31,7 +31,7 @@ from smb.coordinator.state import State, load, step
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import check_bounds
 from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
-from smb.rpc.metadata import BRACKETS_MAX, PACKED_BYTES_MAX, TEXT_BYTES_MAX, pack
+from smb.rpc.metadata import PACKED_BYTES_MAX, PARTS_MAX, pack
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory, server_name
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import RULES, Caller, Role
@@ -220,7 +220,7 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     packed = pack(json.dumps({"a": base64.b64encode(random.Random(1).randbytes(1_036_000)).decode()}))
     assert 1_036_000 < len(packed) <= PACKED_BYTES_MAX
     # What takes most room, and time, when it is looked at.
-    dense = pack('{"a":[' + "[]," * (BRACKETS_MAX - 3) + "[]" + ",1" * (TEXT_BYTES_MAX // 2 - 3 * BRACKETS_MAX) + "]}")
+    dense = pack('{"a":[' + "[]," * (PARTS_MAX // 2 - 2) + "[]]}")
 
     def session(_: int) -> Any:
         return pb.OpenSessionRequest(client_name="\N{GRINNING FACE}" * 255)
