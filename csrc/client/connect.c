@@ -70,17 +70,17 @@ static int after_move(const struct channel *channel, ssize_t done, bool receivin
 {
     if ((done == 0 && receiving) || channel_failed(done))
         return SMB_LINK_LOST;
-    if (done > 0 && (receiving || !channel_has_unsent(channel)))
+    if (done > 0 && (receiving || !channel_unsent_bytes(channel)))
         return SMB_OK;
     return wait_ready(channel->fd, receiving ? POLLIN : POLLOUT, until);
 }
 
 static int send_all(const struct channel *channel, const uint8_t *bytes, size_t count, struct until until)
 {
-    for (size_t done = 0; done < count || channel_has_unsent(channel);) {
+    for (size_t done = 0; done < count || channel_unsent_bytes(channel);) {
         struct iovec part = {(uint8_t *)(uintptr_t)bytes + done, count - done};
         ssize_t n = channel_write(channel, &part, done < count ? 1 : 0);
-        int status = n == 0 && done == count && !channel_has_unsent(channel) ? SMB_OK : after_move(channel, n, false, until);
+        int status = n == 0 && done == count && !channel_unsent_bytes(channel) ? SMB_OK : after_move(channel, n, false, until);
         if (status != SMB_OK)
             return status;
         done += n > 0 ? (size_t)n : 0;
@@ -354,7 +354,7 @@ static int secure_once(struct channel *channel, struct smb_tls *tls, const char 
     while (status == SMB_BUSY) {
         status = tls_handshake(channel->tls);
         if (status == SMB_BUSY) {
-            int ready = wait_ready(channel->fd, channel_has_unsent(channel) ? POLLOUT : POLLIN, until);
+            int ready = wait_ready(channel->fd, channel_unsent_bytes(channel) ? POLLOUT : POLLIN, until);
             status = ready == SMB_OK ? SMB_BUSY : ready;
         }
     }

@@ -87,7 +87,7 @@ static enum step refuse(struct connection *connection, int why)
 static bool all_sent(const struct connection *connection)
 {
     return connection->out_start == connection->out_end && connection->tail_start == connection->tail_end &&
-           !channel_has_unsent(&connection->channel);
+           !channel_unsent_bytes(&connection->channel);
 }
 
 /* Sends the replies in `out`, then the parts, as far as the socket takes them; parts[0] is left free for the replies. *sent says
@@ -270,7 +270,7 @@ static enum step secure(struct connection *connection)
         return refuse(connection, SMB_OUT_OF_MEMORY);
     int status = tls_handshake(channel->tls);
     if (status == SMB_BUSY) {
-        connection->wait = channel_has_unsent(channel) ? WAIT_OUTPUT : WAIT_INPUT;
+        connection->wait = channel_unsent_bytes(channel) ? WAIT_OUTPUT : WAIT_INPUT;
         return STEP_WAIT;
     }
     if (status != SMB_OK)
@@ -907,7 +907,7 @@ bool connection_turn(struct connection *connection)
     for (int frames = 0; step == STEP_ON;) {
         /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
         put_late_answers(connection);
-        bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 || channel_has_unsent(&connection->channel) ||
+        bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 || channel_unsent_bytes(&connection->channel) ||
                           connection->replies_held >= REPLIES_HELD_MAX || connection->out_end > OUT_BYTES - SMALL_REPLY_BYTES;
         if (must_flush) {
             step = flush(connection);

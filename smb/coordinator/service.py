@@ -218,8 +218,8 @@ class CoordinatorService(CoordinatorServicer):
         return self._opened(request, record)
 
     async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
-        """Return the creation. Metadata is parsed aside: servers lose their leases while the loop does not go round. One
-        at a time, as each takes many times its size meanwhile.
+        """Return the creation. Metadata is parsed aside, as servers lose their leases while the loop does not go round, and
+        one at a time, as it takes many times its size.
         """
         asked = without_session(request)
         if not asked.packed_metadata:

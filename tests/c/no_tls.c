@@ -50,10 +50,10 @@ ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count)
     return tls_read(tls, parts, count);
 }
 
-bool tls_has_unsent(const struct tls *tls)
+size_t tls_unsent_bytes(const struct tls *tls)
 {
     (void)tls;
-    return false;
+    return 0;
 }
 
 const char *tls_why(const struct tls *tls)
