@@ -218,7 +218,7 @@ class CoordinatorService(CoordinatorServicer):
         return self._opened(request, record)
 
     async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
-        """Return the creation. Metadata is parsed aside, as servers lose their leases while the loop does not go round, and
+        """Return the creation. Metadata is parsed aside, as servers lose their leases while the loop stands still, and
         one at a time, as it takes many times its size.
         """
         asked = without_session(request)
