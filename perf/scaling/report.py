@@ -6,11 +6,12 @@ import functools
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from perf.results import commit
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -73,7 +74,7 @@ def save(answer: Answer, command: str, group: str = "scaling") -> None:
         "title": answer.title,
         "setup": answer.setup,
         "command": command,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": _machine(),
         "rows": list(answer.rows),
         "limit": answer.limit,
@@ -119,17 +120,9 @@ def _plot(answer: Answer, path: Path) -> None:
 def _origin(command: str) -> str:
     machine = _machine()
     return (
-        f"`{command}` at {_commit()}, on {machine['processor']}, {machine['cores']} cores, Linux {machine['kernel']}. "
+        f"`{command}` at {commit()}, on {machine['processor']}, {machine['cores']} cores, Linux {machine['kernel']}. "
         f"Only ratios within one run travel."
     )
-
-
-def _commit() -> str:
-    """The commit, marked where the tree differs from it by more than results."""
-    git = ["git", "-C", str(RESULTS.parents[1])]
-    named = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=False)
-    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!perf/results"], check=False)
-    return (named.stdout.strip() or "no commit") + ("-dirty" if differs.returncode else "")
 
 
 def _machine() -> dict[str, Any]:

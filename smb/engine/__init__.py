@@ -35,16 +35,16 @@ def isa_names() -> list[str]:
     return [ffi.string(lib.smb_isa_name(isa)).decode() for isa in range(lib.smb_isa_count())]
 
 
-def _check_isa() -> None:
-    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not."""
+def check_isa() -> None:
+    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not.
+
+    Whatever uses the kernels calls it first, and not the import: commands then tell of it in one line.
+    """
     wanted, names = os.environ.get("SMB_ISA"), isa_names()
     if wanted and wanted not in names:
         raise InvalidArgumentError(
             f"SMB_ISA={wanted}: on this processor it is one of {', '.join(names)}; without SMB_ISA the fastest is taken"
         )
-
-
-_check_isa()
 
 
 class Status(IntEnum):
@@ -189,11 +189,11 @@ def status_name(status: int) -> str:
 
 
 class DoubtState(IntEnum):
-    """enum smb_doubt_state."""
+    """enum smb_outcome_state."""
 
-    APPLIED = lib.SMB_DOUBT_APPLIED
-    NOT_APPLIED = lib.SMB_DOUBT_NOT_APPLIED
-    UNKNOWN = lib.SMB_DOUBT_UNKNOWN
+    APPLIED = lib.SMB_OUTCOME_APPLIED
+    NOT_APPLIED = lib.SMB_OUTCOME_NOT_APPLIED
+    UNKNOWN = lib.SMB_OUTCOME_UNKNOWN
 
 
 class EngineError(Error):
@@ -303,7 +303,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a session may do with a segment until when; see csrc/access.h."""
+    """What a session may do with a segment until when; see csrc/base/access.h."""
 
     segment_id: int
     epoch: int
@@ -332,6 +332,7 @@ class EngineClient:
     def __init__(self, session_id: int, *, checksums: bool = False, proofs: bool = False) -> None:
         """proofs: servers must prove that they know the key of a token before they get anything else."""
         made = ffi.new("struct smb_client **")
+        check_isa()
         _check(lib.smb_client_create(session_id, made))
         self.pointer = ffi.gc(made[0], lib.smb_client_destroy)
         self.checksums = checksums
@@ -416,13 +417,13 @@ class EngineClient:
         """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
         TIMEOUT.
         """
-        status = lib.smb_doubt_settle(self.pointer, doubt.pointer, timeout_ms)
+        status = lib.smb_unknown_resolve(self.pointer, doubt.pointer, timeout_ms)
         if (interrupt := take_interrupt()) is not None:
             raise interrupt
         _check(status)
         offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
         parts: list[tuple[int, int, DoubtState]] = []
-        while lib.smb_doubt_part(doubt.pointer, len(parts), offset, length, state):
+        while lib.smb_unknown_part(doubt.pointer, len(parts), offset, length, state):
             parts.append((int(offset[0]), int(length[0]), DoubtState(state[0])))
         return parts
 
@@ -431,7 +432,7 @@ class Doubt:
     """Parts of a call that failed before all of it was confirmed."""
 
     def __init__(self, pointer: Any) -> None:
-        self.pointer = ffi.gc(pointer, lib.smb_doubt_release)
+        self.pointer = ffi.gc(pointer, lib.smb_unknown_release)
 
 
 class Link:
@@ -535,13 +536,13 @@ class Asking:
     def __init__(
         self, link: Link, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, words: tuple[int, ...]
     ) -> None:
-        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_asking **")
+        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_pending **")
         ask.opcode, ask.segment, ask.epoch, ask.argument = opcode, segment_id, epoch, argument
         for index, word in enumerate(words):
             ask.words[index] = word
         _check(lib.smb_ask_start(link.pointer, ask, made))
         self.link = link
-        self._told = ffi.new("struct smb_told *")
+        self._told = ffi.new("struct smb_reply *")
         self._pointer: Any = made[0]
 
     def wait(self, timeout_ms: int) -> Told | None:
@@ -719,12 +720,12 @@ class BufferHandle:
 
 def outcome_of(status: int, segment: int, bytes_applied: int, sent: int, doubt: int) -> Outcome:
     """Return the outcome that a `direct` method hands over; `doubt` is its address, now the result's."""
-    pointer = Doubt(ffi.cast("struct smb_doubt *", doubt)) if doubt else None
+    pointer = Doubt(ffi.cast("struct smb_unknown *", doubt)) if doubt else None
     return Outcome(Status(status), segment, bytes_applied, bool(sent), pointer)
 
 
 def _outcome(outcome: Any) -> Outcome:
-    doubt = Doubt(outcome.doubt) if outcome.doubt else None
+    doubt = Doubt(outcome.unknown) if outcome.unknown else None
     return Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent), doubt)
 
 

@@ -7,8 +7,9 @@
 #include "base/frame.h"
 #include "base/sha256.h"
 #include "client/client.h"
-#include "server/grants.h"
+#include "client/link.h"
 #include "pump.h"
+#include "server/grants.h"
 
 enum { ELEMENTS = 3 * 1024, SESSION = 77, CALLS = 300 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};
@@ -130,13 +131,13 @@ static void nothing_goes_to(struct smb_link *link)
 {
     struct smb_buffer *buffer;
     struct smb_segment *segment;
-    struct smb_asking *asking;
+    struct smb_pending *pending;
     uint64_t id = rig_segment_id(0, 0);
     struct smb_ask ask = {.opcode = SMB_LOCK, .segment = id, .epoch = RIG_EPOCH};
     CHECK_EQ(smb_buffer_create(link->client, &LAYOUT, SMB_INT64, &buffer), SMB_OK);
     CHECK_EQ(smb_buffer_set_link(buffer, 0, id, RIG_EPOCH, link), SMB_UNTRUSTED);
     smb_buffer_destroy(buffer);
-    CHECK_EQ(smb_ask_start(link, &ask, &asking), SMB_UNTRUSTED);
+    CHECK_EQ(smb_ask_start(link, &ask, &pending), SMB_UNTRUSTED);
     CHECK_EQ(smb_link_attach(link, id, RIG_EPOCH, RIG_TIMEOUT_MS, &segment), SMB_UNTRUSTED);
 }
 
