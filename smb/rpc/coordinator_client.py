@@ -89,8 +89,8 @@ class Coordinator:
         self._stub = CoordinatorStub(self._channels[-1])  # type: ignore[no-untyped-call]
 
     def _take_new_certificate(self) -> None:
-        """Connect with what the files hold now. Calls under way end over the channel that they began with, but for those
-        from before the last but one.
+        """Connect with what the files hold now. Calls under way end over the channel that they began with, unless the
+        certificate is replaced twice meanwhile.
         """
         found = self._current.now() if self._current is not None else None
         with self._lock:

@@ -87,7 +87,7 @@ def test_tokens_give_keys(guarded: smb.LocalCluster, certificates: Path) -> None
 def test_calls_of_each_kind_beside_each_form_of_tcp(
     data_tls: str, certificates: Path, ports: tuple[Port, Port]
 ) -> None:
-    """One-sided calls and those that pass the gate go over RDMA; what waits goes over TCP, inside TLS or after proofs."""
+    """What is one-sided, or passes the gate, goes over RDMA; what waits over TCP, inside TLS or after proofs."""
     array = np.arange(COUNT)
     with (
         on(ports[0]),
