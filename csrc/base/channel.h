@@ -23,7 +23,7 @@ static inline ssize_t channel_read(const struct channel *channel, const struct i
     return count == 1 ? read(channel->fd, parts->iov_base, parts->iov_len) : readv(channel->fd, parts, count);
 }
 
-/* As writev, without the signal. Bytes that were taken may wait here for the socket: channel_has_unsent. */
+/* As writev, without the signal. Bytes that were taken may wait here for the socket: channel_unsent_bytes. */
 static inline ssize_t channel_write(const struct channel *channel, const struct iovec *parts, int count)
 {
     SMB_ASSERT(channel->fd >= 0);
@@ -34,9 +34,9 @@ static inline ssize_t channel_write(const struct channel *channel, const struct 
                       : sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-static inline bool channel_has_unsent(const struct channel *channel)
+static inline size_t channel_unsent_bytes(const struct channel *channel)
 {
-    return channel->tls && tls_has_unsent(channel->tls);
+    return channel->tls ? tls_unsent_bytes(channel->tls) : 0;
 }
 
 static inline bool channel_failed(ssize_t done)

@@ -43,7 +43,7 @@ struct smb_link {
     struct access_connection proof; /* mutex: of its newest connection */
     struct smb_token *tokens;      /* mutex: shown on each new connection */
     uint32_t token_count, token_room;
-    bool had_tokens;               /* mutex: ever */
+    bool trusted;                  /* mutex: a server has proved on it that it is the one; each connection after that proves it first */
     bool proven;                   /* mutex: its newest connection's server has proved that it is the one */
     bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
     struct channel channel;        /* its connection */
