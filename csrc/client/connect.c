@@ -12,7 +12,11 @@
 #include <unistd.h>
 
 #include "base/address.h"
-#include "client/inflight.h"
+#include "base/channel.h"
+#include "base/clock.h"
+#include "client/call.h"
+#include "client/client.h"
+#include "client/link.h"
 
 enum { HANDSHAKES_TRIED = 7 /* within a quarter of a second */ };
 
@@ -433,7 +437,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
         channel_close(older);
     free(older);
     client_want_link(link, false);
-    client_wake_driver(link->client);
+    client_wake_progress(link->client);
     return SMB_OK;
 }
 
@@ -451,7 +455,7 @@ static int resume_over(struct smb_link *link, struct channel channel, bool by_re
     if (status == SMB_SESSION_ENDED) {
         atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
         atomic_store_explicit(&link->closing, true, memory_order_release); /* pairs with link_progress, which may be awake */
-        client_wake_driver(link->client);
+        client_wake_progress(link->client);
     }
     return status;
 }
@@ -537,22 +541,22 @@ static int keep_token(struct smb_link *link, const struct smb_token *token)
 /* As any other request, on the connection of now. If that is another one when it arrives, it was shown there already, or is
  * proved once more. */
 static int show_now(struct smb_link *link, const struct smb_token *token, const struct access_connection *proof,
-                    uint64_t deadline_ns, struct smb_told *told)
+                    uint64_t deadline_ns, struct smb_reply *reply)
 {
     uint8_t body[SMB_AUTHORIZE_BYTES];
     access_store(token, proof, body);
     struct smb_ask ask = {.opcode = SMB_AUTHORIZE, .segment = token->segment, .epoch = token->epoch};
     for (int i = 0; i < SMB_AUTHORIZE_WORDS; i++)
         ask.words[i] = smb_load64(body + 8 * i);
-    struct smb_asking *asking;
-    *told = (struct smb_told){.status = SMB_TIMEOUT};
-    int status = smb_ask_start(link, &ask, &asking);
+    struct smb_pending *pending;
+    *reply = (struct smb_reply){.status = SMB_TIMEOUT};
+    int status = smb_ask_start(link, &ask, &pending);
     if (status != SMB_OK)
         return status;
     uint64_t now_ns = smb_now_ns();
-    status = smb_ask_wait(asking, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, told);
-    smb_ask_end(asking);
-    return status == SMB_BUSY ? SMB_TIMEOUT : told->status;
+    status = smb_ask_wait(pending, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, reply);
+    smb_ask_end(pending);
+    return status == SMB_BUSY ? SMB_TIMEOUT : reply->status;
 }
 
 /* Whoever answers has not proved who he is, and did not take a good token, or has proved it wrongly: he is left. */
@@ -560,7 +564,7 @@ static int leave_unproven(struct smb_link *link, int status)
 {
     atomic_store_explicit(&link->closed_why, status == SMB_UNTRUSTED ? SMB_UNTRUSTED : SMB_LINK_LOST, memory_order_relaxed);
     atomic_store_explicit(&link->closing, true, memory_order_release);
-    client_wake_driver(link->client);
+    client_wake_progress(link->client);
     return status;
 }
 
@@ -574,11 +578,11 @@ int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uin
     struct access_connection proof = link->proof;
     pthread_mutex_unlock(&link->client->mutex);
     while (status == SMB_OK) {
-        struct smb_told told;
+        struct smb_reply reply;
         struct access_answer right = access_answer(token, &proof);
-        status = show_now(link, token, &proof, deadline_ns, &told);
-        *why = status == SMB_DENIED ? told.a : 0;
-        struct access_answer answer = {{told.a, told.b}};
+        status = show_now(link, token, &proof, deadline_ns, &reply);
+        *why = status == SMB_DENIED ? reply.a : 0;
+        struct access_answer answer = {{reply.a, reply.b}};
         bool good = status == SMB_OK && (!wants_proof || access_same_answer(&right, &answer));
         if (status != SMB_OK && status != SMB_DENIED)
             return status;

@@ -264,7 +264,7 @@ static PyObject *go_on(PyObject *self, const struct smb_request *request, const 
         (unsigned long long)(request->offset / place->itemsize), (unsigned long long)(request->bytes / place->itemsize),
         (unsigned long long)(uintptr_t)request->source, (unsigned long long)(uintptr_t)request->sink, request->op,
         request->scale, (unsigned long long)request->argument, (unsigned long long)request->expected, outcome->status,
-        (unsigned int)outcome->segment, (unsigned long long)outcome->bytes_applied, outcome->sent, (unsigned long long)(uintptr_t)outcome->doubt);
+        (unsigned int)outcome->segment, (unsigned long long)outcome->bytes_applied, outcome->sent, (unsigned long long)(uintptr_t)outcome->unknown);
     Py_DECREF(method);
     return result;
 }

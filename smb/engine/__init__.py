@@ -189,11 +189,11 @@ def status_name(status: int) -> str:
 
 
 class DoubtState(IntEnum):
-    """enum smb_doubt_state."""
+    """enum smb_outcome_state."""
 
-    APPLIED = lib.SMB_DOUBT_APPLIED
-    NOT_APPLIED = lib.SMB_DOUBT_NOT_APPLIED
-    UNKNOWN = lib.SMB_DOUBT_UNKNOWN
+    APPLIED = lib.SMB_OUTCOME_APPLIED
+    NOT_APPLIED = lib.SMB_OUTCOME_NOT_APPLIED
+    UNKNOWN = lib.SMB_OUTCOME_UNKNOWN
 
 
 class EngineError(Error):
@@ -303,7 +303,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a session may do with a segment until when; see csrc/access.h."""
+    """What a session may do with a segment until when; see csrc/base/access.h."""
 
     segment_id: int
     epoch: int
@@ -417,13 +417,13 @@ class EngineClient:
         """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
         TIMEOUT.
         """
-        status = lib.smb_doubt_settle(self.pointer, doubt.pointer, timeout_ms)
+        status = lib.smb_unknown_resolve(self.pointer, doubt.pointer, timeout_ms)
         if (interrupt := take_interrupt()) is not None:
             raise interrupt
         _check(status)
         offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
         parts: list[tuple[int, int, DoubtState]] = []
-        while lib.smb_doubt_part(doubt.pointer, len(parts), offset, length, state):
+        while lib.smb_unknown_part(doubt.pointer, len(parts), offset, length, state):
             parts.append((int(offset[0]), int(length[0]), DoubtState(state[0])))
         return parts
 
@@ -432,7 +432,7 @@ class Doubt:
     """Parts of a call that failed before all of it was confirmed."""
 
     def __init__(self, pointer: Any) -> None:
-        self.pointer = ffi.gc(pointer, lib.smb_doubt_release)
+        self.pointer = ffi.gc(pointer, lib.smb_unknown_release)
 
 
 class Link:
@@ -536,13 +536,13 @@ class Asking:
     def __init__(
         self, link: Link, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, words: tuple[int, ...]
     ) -> None:
-        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_asking **")
+        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_pending **")
         ask.opcode, ask.segment, ask.epoch, ask.argument = opcode, segment_id, epoch, argument
         for index, word in enumerate(words):
             ask.words[index] = word
         _check(lib.smb_ask_start(link.pointer, ask, made))
         self.link = link
-        self._told = ffi.new("struct smb_told *")
+        self._told = ffi.new("struct smb_reply *")
         self._pointer: Any = made[0]
 
     def wait(self, timeout_ms: int) -> Told | None:
@@ -720,12 +720,12 @@ class BufferHandle:
 
 def outcome_of(status: int, segment: int, bytes_applied: int, sent: int, doubt: int) -> Outcome:
     """Return the outcome that a `direct` method hands over; `doubt` is its address, now the result's."""
-    pointer = Doubt(ffi.cast("struct smb_doubt *", doubt)) if doubt else None
+    pointer = Doubt(ffi.cast("struct smb_unknown *", doubt)) if doubt else None
     return Outcome(Status(status), segment, bytes_applied, bool(sent), pointer)
 
 
 def _outcome(outcome: Any) -> Outcome:
-    doubt = Doubt(outcome.doubt) if outcome.doubt else None
+    doubt = Doubt(outcome.unknown) if outcome.unknown else None
     return Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent), doubt)
 
 

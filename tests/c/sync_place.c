@@ -27,7 +27,7 @@ void place_end(struct place *place)
     munmap(place->words, 3 * PAGE);
 }
 
-static void told(struct waiter *waiter, struct sync_answer answer)
+static void reply(struct waiter *waiter, struct sync_answer answer)
 {
     struct asked *asked = waiter->owner;
     asked->answer = answer;
@@ -40,9 +40,9 @@ int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, 
     struct sync_request request = {.opcode = opcode, .session = session, .sequence = sequence, .argument = argument,
                                    .words = {a, b, c, 0}};
     struct sync_answer answer;
-    *asked = (struct asked){.waiter = {.answer = told, .owner = asked}};
+    *asked = (struct asked){.waiter = {.answer = reply, .owner = asked}};
     int status = sync_ask(place->sync, &request, &asked->waiter, place->now, &answer);
-    if (status != SMB_PARKED) /* else it may be answered by now, by another thread */
+    if (status != SMB_DEFERRED) /* else it may be answered by now, by another thread */
         asked->answer = answer;
     return status;
 }

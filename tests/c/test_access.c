@@ -7,8 +7,8 @@
 #include "base/frame.h"
 #include "base/sha256.h"
 #include "client/client.h"
-#include "server/grants.h"
 #include "pump.h"
+#include "server/grants.h"
 
 enum { ELEMENTS = 3 * 1024, SESSION = 77, CALLS = 300 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/wait.h>
 
+#include "memory/change.h"
 #include "memory/segment.h"
 #include "random.h"
 #include "rig.h"

@@ -8,7 +8,7 @@
 #include "fake_server.h"
 #include "memory/segment.h"
 #include "rig.h"
-#include "server/server.h"
+#include "server/connection.h"
 
 enum { BYTES = 512, SHORT_MS = 200 };
 
@@ -415,7 +415,7 @@ static void wait_for_stop(pid_t child)
     CHECK(WIFSTOPPED(status));
 }
 
-struct parked {
+struct deferred {
     pthread_t thread;
     struct rig *rig;
     enum way way;
@@ -440,16 +440,16 @@ static void *call_shared(void *argument)
 
 static void *call_parked(void *argument)
 {
-    struct parked *parked = argument;
+    struct deferred *deferred = argument;
     struct reach reach;
-    reach_make(&reach, parked->rig, parked->way, 30);
-    must(reach.buffer, parked->request);
-    parked->done = true;
+    reach_make(&reach, deferred->rig, deferred->way, 30);
+    must(reach.buffer, deferred->request);
+    deferred->done = true;
     reach_end(&reach);
     return NULL;
 }
 
-/* A stopped holder of a chunk's lock does not stop the server: requests for that chunk are parked, other chunks and other
+/* A stopped holder of a chunk's lock does not stop the server: requests for that chunk are deferred, other chunks and other
  * connections are served, and when it goes on they are answered, in every way of asking. */
 static void stopped_holder_parks_requests(void)
 {
@@ -466,30 +466,30 @@ static void stopped_holder_parks_requests(void)
     struct smb_request add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = ones};
     struct smb_request fetch = add, read = {.opcode = SMB_READ, .bytes = CHUNK, .sink = sink[1]};
     fetch.sink = sink[0];
-    struct parked parked[PARKED] = {{.way = BY_TCP, .request = add}, {.way = BY_UNIX, .request = add},
+    struct deferred deferred[PARKED] = {{.way = BY_TCP, .request = add}, {.way = BY_UNIX, .request = add},
                                     {.way = BY_TCP, .request = fetch}, {.way = BY_UNIX, .request = read},
                                     {.way = BY_MAPPING, .request = add}};
     for (int i = 0; i < PARKED; i++) {
-        parked[i].rig = &rig;
-        CHECK_EQ(pthread_create(&parked[i].thread, NULL, call_parked, &parked[i]), 0);
+        deferred[i].rig = &rig;
+        CHECK_EQ(pthread_create(&deferred[i].thread, NULL, call_parked, &deferred[i]), 0);
     }
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == PARKED - 1));
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1));
     for (int i = 0; i < 100; i++) {
         struct smb_request other = add;
         other.offset = CHUNK;
         must(reach.buffer, other);
     }
     for (int i = 0; i < PARKED; i++)
-        CHECK(!parked[i].done);
+        CHECK(!deferred[i].done);
     struct smb_request late = {.opcode = SMB_READ, .bytes = 1, .sink = &value, .timeout_ms = SHORT_MS};
     CHECK_EQ(reach_try(reach.buffer, late), SMB_TIMEOUT);
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == PARKED - 1)); /* it went with its connection */
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1)); /* it went with its connection */
     CHECK_EQ(kill(holder, SIGCONT), 0);
     for (int i = 0; i < PARKED; i++)
-        pthread_join(parked[i].thread, NULL);
+        pthread_join(deferred[i].thread, NULL);
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == 0));
-    CHECK(counters.parked_total >= PARKED);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 0));
+    CHECK(counters.deferred_total >= PARKED);
     reach_end(&reach);
     reach_make(&reach, &rig, BY_TCP, 32);
     must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 1, .sink = &value});
@@ -527,7 +527,7 @@ static void a_lock_without_a_change_holds_up_no_read(void)
             CHECK(memcmp(sink, source, sizeof sink) == 0);
         }
         smb_server_counters(rig.servers[0], &after);
-        CHECK_EQ(after.parked_total, before.parked_total);
+        CHECK_EQ(after.deferred_total, before.deferred_total);
         struct smb_request write = {.opcode = SMB_WRITE, .offset = CHUNK, .bytes = CHUNK, .source = source, .timeout_ms = SHORT_MS};
         CHECK_EQ(reach_try(reach.buffer, write), SMB_TIMEOUT);
         smb_segment_unlock(mapped, CHUNK);
@@ -588,17 +588,17 @@ static void account_of_a_local_call(void)
                               .timeout_ms = SHORT_MS};
     struct smb_outcome outcome;
     CHECK_EQ(smb_transfer(reach.buffer, &add, &outcome), SMB_TIMEOUT);
-    CHECK(outcome.sent && outcome.doubt);
-    CHECK_EQ(smb_doubt_settle(reach.client, outcome.doubt, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK(outcome.sent && outcome.unknown);
+    CHECK_EQ(smb_unknown_resolve(reach.client, outcome.unknown, RIG_TIMEOUT_MS), SMB_OK);
     uint64_t offset;
     uint32_t bytes;
     int state;
     for (uint32_t part = 0; part < 2; part++) { /* stripes 0 and 2 lie on the segment whose first chunk is held */
-        CHECK(smb_doubt_part(outcome.doubt, part, &offset, &bytes, &state));
-        CHECK(offset == 2 * part * CHUNK && bytes == CHUNK && state == SMB_DOUBT_NOT_APPLIED);
+        CHECK(smb_unknown_part(outcome.unknown, part, &offset, &bytes, &state));
+        CHECK(offset == 2 * part * CHUNK && bytes == CHUNK && state == SMB_OUTCOME_NOT_APPLIED);
     }
-    CHECK(!smb_doubt_part(outcome.doubt, 2, &offset, &bytes, &state));
-    smb_doubt_release(outcome.doubt);
+    CHECK(!smb_unknown_part(outcome.unknown, 2, &offset, &bytes, &state));
+    smb_unknown_release(outcome.unknown);
     CHECK_EQ(kill(holder, SIGCONT), 0);
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
     must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof ones, .sink = ones});
@@ -608,7 +608,7 @@ static void account_of_a_local_call(void)
     rig_stop(&rig);
 }
 
-/* Sums of two segments that are asked for in one go, the first of them parked behind a stopped process: each adds its own source. */
+/* Sums of two segments that are asked for in one go, the first of them deferred behind a stopped process: each adds its own source. */
 static void parked_sums_keep_their_sources(void)
 {
     enum { CHUNK = 4096, CHUNKS = 4 };
@@ -628,7 +628,7 @@ static void parked_sums_keep_their_sources(void)
     struct shared waiting = {.buffer = reach.buffer, .request = {.opcode = SMB_ACCUMULATE_FROM, .op = SMB_SUM, .scale = 1.0,
                                                                  .bytes = sizeof content, .other = source}};
     CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == 1));
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 1));
     CHECK_EQ(kill(holder, SIGCONT), 0);
     pthread_join(waiting.thread, NULL);
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
@@ -640,7 +640,7 @@ static void parked_sums_keep_their_sources(void)
     rig_stop(&rig);
 }
 
-/* Steps over several chunks, the first of them parked behind a process that was stopped in its state's chunk: the weights' chunk is
+/* Steps over several chunks, the first of them deferred behind a process that was stopped in its state's chunk: the weights' chunk is
  * free meanwhile, and each step has its own gradient when it is made. */
 static void parked_steps_hold_nothing(void)
 {
@@ -664,7 +664,7 @@ static void parked_steps_hold_nothing(void)
                              .request = {.opcode = SMB_APPLY, .op = SMB_RULE_MOMENTUM, .bytes = sizeof content, .other = gradient,
                                          .states = {state}, .hyper = {.lr = -1, .scale = 1, .mu = 1}}};
     CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == 1));
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 1));
     for (int i = 0; i < 100; i++)
         must(other.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = sizeof content,
                                                 .source = content});
@@ -684,7 +684,7 @@ static void parked_steps_hold_nothing(void)
     rig_stop(&rig);
 }
 
-/* The server stops while requests are parked and connections are open, and waits for none of them. */
+/* The server stops while requests are deferred and connections are open, and waits for none of them. */
 static void server_stops_with_requests_parked(void)
 {
     struct rig rig;
@@ -695,7 +695,7 @@ static void server_stops_with_requests_parked(void)
     int fd = greeted(&rig), silent = raw_connect(rig.ports[0]);
     send_frame(fd, (struct smb_frame){.opcode = SMB_FILL, .dtype = SMB_UINT8, .session = 1, .epoch = RIG_EPOCH,
                                       .segment = rig_segment_id(0, 0), .length = 16, .sequence = 1});
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.parked_now == 1));
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 1));
     rig_stop(&rig);
     uint8_t byte;
     CHECK_EQ(recv(fd, &byte, 1, 0), 0);

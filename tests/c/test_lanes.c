@@ -5,6 +5,8 @@
 
 #include "client/client.h"
 #include "rig.h"
+#include "server/connection.h"
+#include "server/loop.h"
 #include "server/server.h"
 
 enum { CHUNK = 262144, CHUNKS = 8, BYTES = CHUNKS * CHUNK };

@@ -147,7 +147,7 @@ static void *call_and_wait(void *argument)
     return NULL;
 }
 
-/* The driver, awake for others' calls, finds a link to be closed by the thread that connects it anew: and finds why. */
+/* The progress thread, awake for others' calls, finds a link to be closed by the thread that connects it anew: and finds why. */
 static void reason_comes_with_closing(void)
 {
     struct rig rig;

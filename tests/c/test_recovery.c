@@ -27,7 +27,7 @@ struct command {
     bool no_journal;
 };
 
-struct told {
+struct reply {
     pid_t pid;
     uint16_t port;
     uint64_t finished, torn;
@@ -51,7 +51,7 @@ static void serve(const struct command *command, uint16_t port, int ready)
 {
     struct smb_server *server;
     struct smb_recovery recovery = {0};
-    struct told told = {.pid = getpid()};
+    struct reply reply = {.pid = getpid()};
     if (command->before_recovery)
         failpoint_arm(command->point, command->count);
     CHECK_EQ(smb_server_create((uint64_t)getpid(), 2, 1 << 26, &server), SMB_OK);
@@ -63,12 +63,12 @@ static void serve(const struct command *command, uint16_t port, int ready)
     adopt_or_create(server, "state-1", STATES + 1, SMB_FLOAT32);
     if (!command->no_journal)
         CHECK_EQ(smb_server_open_journal(server, scratch_path("journal"), &recovery), SMB_OK);
-    told.finished = recovery.finished;
-    told.torn = recovery.torn_chunks;
+    reply.finished = recovery.finished;
+    reply.torn = recovery.torn_chunks;
     if (!command->before_recovery)
         failpoint_arm(command->point, command->count);
-    CHECK_EQ(smb_server_listen_tcp(server, "127.0.0.1", port, &told.port), SMB_OK);
-    CHECK_EQ(write(ready, &told, sizeof told), sizeof told);
+    CHECK_EQ(smb_server_listen_tcp(server, "127.0.0.1", port, &reply.port), SMB_OK);
+    CHECK_EQ(write(ready, &reply, sizeof reply), sizeof reply);
     for (;;)
         pause();
 }
@@ -86,11 +86,11 @@ static void run_host(int commands, int answers)
             serve(&command, port, ready[1]);
         }
         close(ready[1]);
-        struct told told = {0}; /* pid 0: it died before it served */
-        if (read(ready[0], &told, sizeof told) == (ssize_t)sizeof told)
-            port = told.port;
+        struct reply reply = {0}; /* pid 0: it died before it served */
+        if (read(ready[0], &reply, sizeof reply) == (ssize_t)sizeof reply)
+            port = reply.port;
         close(ready[0]);
-        CHECK_EQ(write(answers, &told, sizeof told), sizeof told);
+        CHECK_EQ(write(answers, &reply, sizeof reply), sizeof reply);
         CHECK_EQ(waitpid(child, &status, 0), child);
         CHECK_EQ(write(answers, &status, sizeof status), sizeof status);
     }
@@ -115,12 +115,12 @@ static void host_start(struct host *host)
 }
 
 /* Starts the next server; returns what it said when it served, pid 0 if it died before. */
-static struct told host_serve(struct host *host, struct command command)
+static struct reply host_serve(struct host *host, struct command command)
 {
-    struct told told;
+    struct reply reply;
     CHECK_EQ(write(host->commands, &command, sizeof command), sizeof command);
-    CHECK_EQ(read(host->answers, &told, sizeof told), sizeof told);
-    return told;
+    CHECK_EQ(read(host->answers, &reply, sizeof reply), sizeof reply);
+    return reply;
 }
 
 static void host_await_kill(struct host *host)
@@ -130,9 +130,9 @@ static void host_await_kill(struct host *host)
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-static void host_kill(struct host *host, struct told told)
+static void host_kill(struct host *host, struct reply reply)
 {
-    CHECK_EQ(kill(told.pid, SIGKILL), 0);
+    CHECK_EQ(kill(reply.pid, SIGKILL), 0);
     host_await_kill(host);
 }
 
@@ -344,11 +344,11 @@ static void check_content(struct reach *reach)
     }
 }
 
-static void begin(struct host *host, struct reach *reach, struct told *told)
+static void begin(struct host *host, struct reach *reach, struct reply *reply)
 {
     host_start(host);
-    *told = host_serve(host, (struct command){.count = 0});
-    reach_make(reach, told->port, 50);
+    *reply = host_serve(host, (struct command){.count = 0});
+    reach_make(reach, reply->port, 50);
     model_make();
     must(reach->target, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = content}, NULL);
     must(reach->source, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}, NULL);
@@ -358,9 +358,9 @@ static void begin(struct host *host, struct reach *reach, struct told *told)
         must(reach->states[i], (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = states[i]}, NULL);
 }
 
-static void end(struct host *host, struct reach *reach, struct told told)
+static void end(struct host *host, struct reach *reach, struct reply reply)
 {
-    host_kill(host, told);
+    host_kill(host, reply);
     host_end(host);
     reach_end(reach);
 }
@@ -382,25 +382,25 @@ static struct command at(const char *point, long count, bool before_recovery)
 
 /* The server that is to die serves; the operation begins; it dies. What was under way is not yet answered: had it been, nobody would
  * find the link broken, for which live_again waits. */
-static void die_in(struct host *host, struct reach *reach, struct told *told, const struct operation *operation,
+static void die_in(struct host *host, struct reach *reach, struct reply *reply, const struct operation *operation,
                    const char *point, long count, struct calling *calling)
 {
-    host_kill(host, *told);
-    *told = host_serve(host, at(point, count, false));
+    host_kill(host, *reply);
+    *reply = host_serve(host, at(point, count, false));
     bool of_floats = operation->wire != SMB_WIRE_EXACT || operation->opcode == SMB_APPLY;
     *calling = (struct calling){.buffer = of_floats ? reach->floats : reach->target,
                                 .request = request_of(operation, reach)};
     CHECK_EQ(pthread_create(&calling->thread, NULL, call, calling), 0);
-    reach_resume(reach, told->port);
+    reach_resume(reach, reply->port);
     host_await_kill(host);
 }
 
-static void live_again(struct host *host, struct reach *reach, struct told *told, const struct operation *operation,
+static void live_again(struct host *host, struct reach *reach, struct reply *reply, const struct operation *operation,
                        struct calling *calling)
 {
-    *told = host_serve(host, (struct command){.count = 0});
-    CHECK_EQ(told->torn, 0);
-    reach_resume(reach, told->port);
+    *reply = host_serve(host, (struct command){.count = 0});
+    CHECK_EQ(reply->torn, 0);
+    reach_resume(reach, reply->port);
     pthread_join(calling->thread, NULL);
     CHECK_EQ(calling->outcome.status, SMB_OK);
     model_apply(operation, calling->outcome.result);
@@ -466,10 +466,10 @@ static void killed_at_every_point(void)
 {
     struct host host;
     struct reach reach;
-    struct told told;
+    struct reply reply;
     struct calling calling;
     int deaths = 0;
-    begin(&host, &reach, &told);
+    begin(&host, &reach, &reply);
     for (int o = 0; o < OPERATION_COUNT; o++) {
         const struct operation *operation = &OPERATIONS[o];
         for (size_t p = 0; p < sizeof POINTS / sizeof *POINTS; p++) {
@@ -477,15 +477,15 @@ static void killed_at_every_point(void)
             if ((!operation->journalled && !point->any_change) || (!operation->additive && point->additive_only))
                 continue;
             for (long count = 1; count > 0; count = next_count(operation, point, count)) {
-                die_in(&host, &reach, &told, operation, point->name, count, &calling);
-                live_again(&host, &reach, &told, operation, &calling);
+                die_in(&host, &reach, &reply, operation, point->name, count, &calling);
+                live_again(&host, &reach, &reply, operation, &calling);
                 deaths++;
             }
         }
     }
     printf("  %d kills\n", deaths);
     CHECK(deaths > 400);
-    end(&host, &reach, told);
+    end(&host, &reach, reply);
 }
 
 /* The recovery itself is killed, at every point of its own and of the blocks that it finishes. */
@@ -497,10 +497,10 @@ static void killed_in_recovery(void)
         "recovery.slots_done"};
     struct host host;
     struct reach reach;
-    struct told told;
+    struct reply reply;
     struct calling calling;
     int deaths = 0;
-    begin(&host, &reach, &told);
+    begin(&host, &reach, &reply);
     for (int o = 0; o < OPERATION_COUNT; o++) {
         const struct operation *operation = &OPERATIONS[o];
         for (size_t p = 0; p < sizeof points / sizeof *points && operation->journalled; p++) {
@@ -509,16 +509,16 @@ static void killed_in_recovery(void)
             bool once = strcmp(points[p], "recovery.finished") == 0 || strcmp(points[p], "recovery.noted") == 0 ||
                         strcmp(points[p], "recovery.slots_done") == 0;
             for (long count = 1; count <= (once ? 1 : targets_of(operation)); count++, deaths++) {
-                die_in(&host, &reach, &told, operation, "journal.block_changed", operation->additive ? 6 : 1, &calling);
+                die_in(&host, &reach, &reply, operation, "journal.block_changed", operation->additive ? 6 : 1, &calling);
                 CHECK_EQ(host_serve(&host, at(points[p], count, true)).pid, 0);
                 host_await_kill(&host);
-                live_again(&host, &reach, &told, operation, &calling);
+                live_again(&host, &reach, &reply, operation, &calling);
             }
         }
     }
     printf("  %d double kills\n", deaths);
     CHECK(deaths > 100);
-    end(&host, &reach, told);
+    end(&host, &reach, reply);
 }
 
 static int local_add(const char *name, uint64_t chunk, float *model)
@@ -543,32 +543,32 @@ static void local_client_between_marks(void)
 {
     struct host host;
     struct reach reach;
-    struct told told;
+    struct reply reply;
     struct calling calling;
-    begin(&host, &reach, &told);
+    begin(&host, &reach, &reply);
     for (long marked = 1; marked <= 2; marked++) {
-        die_in(&host, &reach, &told, &ADAM, "journal.marked", marked, &calling);
+        die_in(&host, &reach, &reply, &ADAM, "journal.marked", marked, &calling);
         CHECK_EQ(local_add("floats", 0, float_content), SMB_TIMEOUT);
         CHECK_EQ(local_add("state-0", 0, states[0]), marked == 1 ? SMB_OK : SMB_TIMEOUT);
         CHECK_EQ(local_add("state-1", 0, states[1]), SMB_OK);
-        live_again(&host, &reach, &told, &ADAM, &calling);
-        CHECK_EQ(told.finished, 0);
+        live_again(&host, &reach, &reply, &ADAM, &calling);
+        CHECK_EQ(reply.finished, 0);
 
-        die_in(&host, &reach, &told, &ADAM, "journal.unmarked", marked, &calling);
+        die_in(&host, &reach, &reply, &ADAM, "journal.unmarked", marked, &calling);
         CHECK_EQ(local_add("state-1", 0, states[1]), SMB_TIMEOUT);
         smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], CHUNK / 4, &HYPER); /* chunk 0 is done */
         CHECK_EQ(local_add("floats", 0, float_content), SMB_OK);
         CHECK_EQ(local_add("state-0", 0, states[0]), marked == 2 ? SMB_OK : SMB_TIMEOUT);
-        told = host_serve(&host, (struct command){.count = 0});
-        CHECK(told.torn == 0 && told.finished == 1);
-        reach_resume(&reach, told.port);
+        reply = host_serve(&host, (struct command){.count = 0});
+        CHECK(reply.torn == 0 && reply.finished == 1);
+        reach_resume(&reach, reply.port);
         pthread_join(calling.thread, NULL);
         CHECK_EQ(calling.outcome.status, SMB_OK);
         smb_kernel_step(ADAM.rule, float_content + CHUNK / 4, gradient + CHUNK / 4, states[0] + CHUNK / 4, states[1] + CHUNK / 4,
                         (OP_BYTES - CHUNK) / 4, &HYPER);
         check_content(&reach);
     }
-    end(&host, &reach, told);
+    end(&host, &reach, reply);
 }
 
 /* A state that is gone when the daemon starts again: the rest is set free and counted, up to the last block that was whole. */
@@ -577,14 +577,14 @@ static void state_is_gone(void)
     enum { BLOCK = JOURNAL_BLOCK_BYTES / 4 / 4 };
     struct host host;
     struct reach reach;
-    struct told told;
+    struct reply reply;
     struct calling calling;
     struct smb_segment *segment;
-    begin(&host, &reach, &told);
-    die_in(&host, &reach, &told, &ADAM, "journal.block_half", 3, &calling);
+    begin(&host, &reach, &reply);
+    die_in(&host, &reach, &reply, &ADAM, "journal.block_half", 3, &calling);
     CHECK_EQ(unlink(scratch_path("state-0")), 0);
-    told = host_serve(&host, (struct command){.count = 0}); /* with an empty one in its place */
-    CHECK(told.torn == 2 && told.finished == 0);
+    reply = host_serve(&host, (struct command){.count = 0}); /* with an empty one in its place */
+    CHECK(reply.torn == 2 && reply.finished == 0);
     smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], 2 * BLOCK, &HYPER);
     CHECK_EQ(smb_segment_open(scratch_path("floats"), &segment), SMB_OK);
     CHECK(memcmp(smb_segment_data(segment), float_content, BYTES) == 0);
@@ -592,10 +592,10 @@ static void state_is_gone(void)
     CHECK_EQ(smb_segment_open(scratch_path("state-1"), &segment), SMB_OK);
     CHECK(memcmp(smb_segment_data(segment), states[1], BYTES) == 0);
     smb_segment_release(segment);
-    reach_resume(&reach, told.port);
+    reach_resume(&reach, reply.port);
     pthread_join(calling.thread, NULL);
     CHECK_EQ(calling.outcome.status, SMB_OK);
-    end(&host, &reach, told);
+    end(&host, &reach, reply);
 }
 
 /* A local client that comes upon the chunk of a killed daemon waits for the next one, and adds to what that has finished. */
@@ -603,12 +603,12 @@ static void local_client_waits_for_recovery(void)
 {
     struct host host;
     struct reach reach;
-    struct told told;
+    struct reply reply;
     struct calling calling;
     struct smb_segment *segment;
-    begin(&host, &reach, &told);
+    begin(&host, &reach, &reply);
     CHECK_EQ(smb_segment_open(scratch_path("target"), &segment), SMB_OK);
-    die_in(&host, &reach, &told, &OPERATIONS[0], "journal.block_half", 2, &calling);
+    die_in(&host, &reach, &reply, &OPERATIONS[0], "journal.block_half", 2, &calling);
     struct smb_change add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = delta};
     struct smb_change read = {.opcode = SMB_READ, .bytes = CHUNK, .sink = sink};
     CHECK_EQ(smb_segment_apply(segment, &add, smb_now_ns() + 20000000U), SMB_TIMEOUT);
@@ -617,14 +617,14 @@ static void local_client_waits_for_recovery(void)
     CHECK_EQ(smb_segment_apply(segment, &add, smb_now_ns() + 20000000U), SMB_OK);
     for (int64_t i = 0; i < CHUNK / 8; i++)
         content[4 * CHUNK / 8 + i] += delta[i];
-    live_again(&host, &reach, &told, &OPERATIONS[0], &calling);
+    live_again(&host, &reach, &reply, &OPERATIONS[0], &calling);
     add.offset = 0;
     CHECK_EQ(smb_segment_apply(segment, &add, smb_now_ns() + 1000000000U), SMB_OK);
     for (int64_t i = 0; i < CHUNK / 8; i++)
         content[i] += delta[i];
     check_content(&reach);
     smb_segment_release(segment);
-    end(&host, &reach, told);
+    end(&host, &reach, reply);
 }
 
 /* A journal that is lost, or was replaced by garbage: the chunk is set free, counted, and holds old or new values only. */
@@ -633,10 +633,10 @@ static void lost_journal(void)
     for (int garbage = 0; garbage < 2; garbage++) {
         struct host host;
         struct reach reach;
-        struct told told;
+        struct reply reply;
         struct calling calling;
-        begin(&host, &reach, &told);
-        die_in(&host, &reach, &told, &OPERATIONS[0], "journal.block_changed", 2, &calling);
+        begin(&host, &reach, &reply);
+        die_in(&host, &reach, &reply, &OPERATIONS[0], "journal.block_changed", 2, &calling);
         CHECK_EQ(unlink(scratch_path("journal")), 0);
         if (garbage) {
             FILE *file = fopen(scratch_path("journal"), "w");
@@ -644,20 +644,20 @@ static void lost_journal(void)
             fputs("no journal", file);
             fclose(file);
         }
-        told = host_serve(&host, (struct command){.count = 0});
-        CHECK_EQ(told.torn, 1);
+        reply = host_serve(&host, (struct command){.count = 0});
+        CHECK_EQ(reply.torn, 1);
         uint64_t id, instance;
         CHECK_EQ(smb_client_wait_down(reach.client, TIMEOUT_MS, &id), SMB_OK);
         /* Another identity: taken only because the caller says that it is to be. */
-        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", told.port, 0, TIMEOUT_MS, &instance), SMB_NOT_FOUND);
-        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", told.port, instance, TIMEOUT_MS, &instance), SMB_OK);
+        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, 0, TIMEOUT_MS, &instance), SMB_NOT_FOUND);
+        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, instance, TIMEOUT_MS, &instance), SMB_OK);
         pthread_join(calling.thread, NULL);
         CHECK_EQ(calling.outcome.status, SMB_OK);
         must(reach.target, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = sink}, NULL);
         for (int64_t i = 0; i < ELEMENTS; i++)
             CHECK(sink[i] == content[i] + (i < OP_BYTES / 8 ? 3 * delta[i] : 0) ||
                   (i < CHUNK / 8 && sink[i] == content[i] + 6 * delta[i]));
-        end(&host, &reach, told);
+        end(&host, &reach, reply);
         remove_files();
     }
 }
@@ -676,19 +676,19 @@ static void journals_of_versions_before(void)
     for (uint32_t before = 1; before <= 4; before++) {
         struct host host;
         struct reach reach;
-        struct told told;
+        struct reply reply;
         struct calling calling;
         uint32_t version;
-        begin(&host, &reach, &told);
-        die_in(&host, &reach, &told, &OPERATIONS[0], "journal.block_half", 2, &calling);
+        begin(&host, &reach, &reply);
+        die_in(&host, &reach, &reply, &OPERATIONS[0], "journal.block_half", 2, &calling);
         patch_journal(VERSION_AT, before);
-        live_again(&host, &reach, &told, &OPERATIONS[0], &calling);
-        CHECK_EQ(told.finished, 1);
+        live_again(&host, &reach, &reply, &OPERATIONS[0], &calling);
+        CHECK_EQ(reply.finished, 1);
         FILE *file = fopen(scratch_path("journal"), "r");
         CHECK(file != NULL && fseek(file, VERSION_AT, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
         fclose(file);
         CHECK_EQ(version, 5);
-        end(&host, &reach, told);
+        end(&host, &reach, reply);
         remove_files();
     }
 }
@@ -698,20 +698,20 @@ static void write_of_version_4(void)
 {
     struct host host;
     struct reach reach;
-    struct told told;
+    struct reply reply;
     struct calling calling;
-    begin(&host, &reach, &told);
-    die_in(&host, &reach, &told, &OPERATIONS[0], "journal.odd", 1, &calling);
+    begin(&host, &reach, &reply);
+    die_in(&host, &reach, &reply, &OPERATIONS[0], "journal.odd", 1, &calling);
     patch_journal(VERSION_AT, 4);
     patch_journal(SLOT_WORDS_AT + 80, SMB_WRITE); /* the opcode */
-    told = host_serve(&host, (struct command){.count = 0});
-    CHECK(told.torn == 1 && told.finished == 0);
-    reach_resume(&reach, told.port);
+    reply = host_serve(&host, (struct command){.count = 0});
+    CHECK(reply.torn == 1 && reply.finished == 0);
+    reach_resume(&reach, reply.port);
     pthread_join(calling.thread, NULL);
     CHECK_EQ(calling.outcome.status, SMB_OK);
     model_apply(&OPERATIONS[0], 0);
     check_content(&reach);
-    end(&host, &reach, told);
+    end(&host, &reach, reply);
     remove_files();
 }
 
@@ -721,12 +721,12 @@ static void garbage_in_slots(void)
     struct random random = random_make(20261121);
     struct host host;
     struct reach reach;
-    struct told told;
-    begin(&host, &reach, &told);
+    struct reply reply;
+    begin(&host, &reach, &reply);
     for (int round = 0; round < 40; round++) {
         struct calling calling;
         const struct operation *operation = round % 2 ? &ADAM : &OPERATIONS[0];
-        die_in(&host, &reach, &told, operation, "journal.described", 1, &calling);
+        die_in(&host, &reach, &reply, operation, "journal.described", 1, &calling);
         FILE *file = fopen(scratch_path("journal"), "r+");
         CHECK(file != NULL);
         for (int i = 0; i < 1 + round / 4; i++) { /* the words of slot 0, past its undo block; never its mark on the chunk */
@@ -734,9 +734,9 @@ static void garbage_in_slots(void)
             fputc((int)(random_next(&random) & 255), file);
         }
         fclose(file);
-        live_again(&host, &reach, &told, operation, &calling);
+        live_again(&host, &reach, &reply, operation, &calling);
     }
-    end(&host, &reach, told);
+    end(&host, &reach, reply);
 }
 
 int main(void)

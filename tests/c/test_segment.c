@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 
 #include "check.h"
+#include "memory/change.h"
 #include "memory/kernels.h"
 #include "memory/segment.h"
 #include "random.h"

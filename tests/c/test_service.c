@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "client/client.h"
+#include "memory/change.h"
 #include "memory/segment.h"
 #include "random.h"
 #include "rig.h"

@@ -16,10 +16,10 @@ static void locks(void)
     CHECK_EQ(lock(&place, &d, 1, 1, 0, 0), SMB_OK); /* repeated */
     CHECK_EQ(d.answer.a, first);
     CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
-    CHECK_EQ(lock(&place, &b, 2, 2, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(lock(&place, &b, 2, 2, FOREVER, 0), SMB_DEFERRED);
     place.now += 1000000;
-    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 500), SMB_PARKED); /* asked before b, says its age */
-    CHECK_EQ(lock(&place, &d, 4, 1, 300, 0), SMB_PARKED);
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 500), SMB_DEFERRED); /* asked before b, says its age */
+    CHECK_EQ(lock(&place, &d, 4, 1, 300, 0), SMB_DEFERRED);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, first, 0), SMB_OK);
     CHECK(c.answers == 1 && c.answer.status == SMB_OK && c.answer.a > first && b.answers == 0);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, first, 0), SMB_OK); /* repeated */
@@ -49,8 +49,8 @@ static void locks_over_a_restart(void)
     place_restart(&place);
     CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, a.answer.a, 1000), SMB_OK);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, a.answer.a, 0), SMB_OK);
-    CHECK_EQ(lock(&place, &b, 2, 1, FOREVER, 10), SMB_PARKED);
-    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 2000), SMB_PARKED);
+    CHECK_EQ(lock(&place, &b, 2, 1, FOREVER, 10), SMB_DEFERRED);
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 2000), SMB_DEFERRED);
     CHECK(b.answers + c.answers == 0);
     pass(&place, SYNC_GRACE_MS * 1000000U);
     CHECK(c.answers == 1 && b.answers == 0 && c.answer.a > a.answer.a);
@@ -78,7 +78,7 @@ static void grace(void)
     CHECK_EQ(b.answer.a, a.answer.a);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, a.answer.a, 0), SMB_OK);
     CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
-    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 0), SMB_DEFERRED);
     CHECK_EQ(at_ns, place.now + SYNC_GRACE_MS * MS);
     pass(&place, SYNC_GRACE_MS * MS - 1);
     CHECK_EQ(c.answers, 0);
@@ -118,7 +118,7 @@ static void long_queue(void)
     place.now += 1000 * SECOND;
     CHECK_EQ(lock(&place, &holder, MANY + 1, 1, 0, 0), SMB_OK);
     for (uint64_t i = 0; i < MANY; i++)
-        CHECK_EQ(lock(&place, &many[i], i + 1, 1, FOREVER, random_below(&random, 50)), SMB_PARKED);
+        CHECK_EQ(lock(&place, &many[i], i + 1, 1, FOREVER, random_below(&random, 50)), SMB_DEFERRED);
     uint64_t token = holder.answer.a, since = 0;
     for (int granted = 0; granted < MANY; granted++) {
         CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_OK);
@@ -178,11 +178,11 @@ static void fenced_change_under_way(void)
     place_make(&place);
     CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
     CHECK_EQ(sync_fence_enter(place.sync, a.answer.a, place.now), SMB_OK);
-    struct next_holder next = {.place = place, .status = SMB_PARKED};
+    struct next_holder next = {.place = place, .status = SMB_DEFERRED};
     next.place.now += 2 * SECOND;
     CHECK_EQ(pthread_create(&thread, NULL, take_next, &next), 0);
     for (uint64_t end_ns = check_now_ns() + 50 * MS; check_now_ns() < end_ns;)
-        CHECK(next.status == SMB_PARKED && place.words->locks[SYNC_USER].token == a.answer.a);
+        CHECK(next.status == SMB_DEFERRED && place.words->locks[SYNC_USER].token == a.answer.a);
     sync_fence_leave(place.sync);
     pthread_join(thread, NULL);
     CHECK_EQ(next.status, SMB_OK);
@@ -203,7 +203,7 @@ static void barriers(void)
     CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 3, 1, 0, 0, 0, 0), SMB_INVALID);
     CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 3, 1, 0, CAPACITY + 1, 0, 0), SMB_INVALID);
     CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 1, 2, 0, 5, FOREVER, 0), SMB_INVALID);
-    CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_BARRIER, 1, 2, 0, 0, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_BARRIER, 1, 2, 0, 0, FOREVER, 0), SMB_DEFERRED);
     CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 2, 1, 0, 2, 0, 0), SMB_OK);
     CHECK(b.answer.a == 0 && b.answer.b == 1);
     CHECK(waiting.answers == 1 && waiting.answer.status == SMB_OK);
@@ -219,7 +219,7 @@ static void seat_and_wait(struct place *place, uint64_t session, uint64_t timeou
 {
     struct asked seat;
     CHECK_EQ(ask(place, &seat, SMB_ARRIVE, session, place->now, 0, 3, 0, 0), SMB_OK);
-    CHECK_EQ(ask(place, waiting, SMB_AWAIT_BARRIER, session, place->now + 1, 0, seat.answer.a, timeout, 0), SMB_PARKED);
+    CHECK_EQ(ask(place, waiting, SMB_AWAIT_BARRIER, session, place->now + 1, 0, seat.answer.a, timeout, 0), SMB_DEFERRED);
 }
 
 /* A timeout, an absence, a session's end and a restart that a party does not survive break the round for all in it. */
@@ -237,7 +237,7 @@ static void broken_barriers(void)
             sync_end_session(place.sync, 2, place.now);
         if (how == 3) {
             place_restart(&place);
-            CHECK_EQ(ask(&place, &one, SMB_AWAIT_BARRIER, 1, 7, 0, 0, FOREVER, 0), SMB_PARKED);
+            CHECK_EQ(ask(&place, &one, SMB_AWAIT_BARRIER, 1, 7, 0, 0, FOREVER, 0), SMB_DEFERRED);
         }
         pass(&place, SECOND);
         if (how == 1 || how == 3) {
@@ -262,12 +262,12 @@ static void presence(void)
     CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 1, 77, 0, 3, 0, 0), SMB_OK); /* a second thread of it */
     CHECK_EQ(seat.answer.b, 1);
     pass(&place, (SYNC_ABSENCE_MS - 1) * MS);
-    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_DEFERRED);
     pass(&place, 100 * SECOND);
     CHECK(one.answers + two.answers == 0);
     CHECK(sync_forget(&two.waiter, place.now));
     pass(&place, (SYNC_ABSENCE_MS - 1) * MS);
-    CHECK_EQ(ask(&place, &again, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &again, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_DEFERRED);
     pass(&place, 100 * SECOND);
     CHECK(one.answers + again.answers == 0);
     CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 1, 0, 0, FOREVER, 0), SMB_INVALID); /* it has no seat */
@@ -312,8 +312,8 @@ static void versions(void)
     struct place place;
     struct asked turn, waiting, pin, later;
     place_make(&place);
-    CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_VERSION, 5, 1, 0, 1, FOREVER, 0), SMB_PARKED);
-    CHECK_EQ(ask(&place, &later, SMB_AWAIT_VERSION, 5, 2, 0, 2, 100, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_VERSION, 5, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &later, SMB_AWAIT_VERSION, 5, 2, 0, 2, 100, 0), SMB_DEFERRED);
     for (uint64_t version = 1; version <= 3; version++) {
         CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, version, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
         CHECK(turn.answer.b == version && turn.answer.a % 2 == SYNC_PUBLISHER);
@@ -334,7 +334,7 @@ static void versions(void)
     CHECK_EQ(pin.answer.a, 3);
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK); /* 4 overwrites the copy of 2 */
     CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 4), SMB_OK);
-    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED); /* 5 that of 3: pinned */
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED); /* 5 that of 3: pinned */
     sync_end_session(place.sync, 6, place.now);
     CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 5);
     place_end(&place);
@@ -352,7 +352,7 @@ static void pins_run_out(void)
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 3, 0, 2000, 0, 0), SMB_OK);
     CHECK_EQ(pin.answer.a, 1);
     publish(&place, 2);
-    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
     pass(&place, SECOND);
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 3, 0, 2000, 0, 0), SMB_OK); /* repeated */
     CHECK(pin.answer.a == 1 && turn.answers == 0);
@@ -376,7 +376,7 @@ static void pins(void)
     CHECK(turn.answer.a == 1 && turn.answer.b == one.answer.b && one.answer.b != two.answer.b);
     publish(&place, 2);
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 9, SYNC_PUBLISHER, 1000, 0, 0), SMB_TIMEOUT);
-    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
     for (int twice = 0; twice < 2; twice++)
         CHECK_EQ(ask(&place, &one, SMB_UNPIN, 6, 3, 0, one.answer.b ? one.answer.b : 1, 0, 0), SMB_OK);
     CHECK_EQ(ask(&place, &one, SMB_UNPIN, 7, 3, 0, two.answer.b, 0, 0), SMB_OK); /* another's */
@@ -429,7 +429,7 @@ static void pins_overtaken(void)
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
     uint64_t name = pin.answer.b;
     publish(&place, 2);
-    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
     for (uint64_t i = 0; i < SYNC_PIN_MS / 1000 - 1; i++) {
         pass(&place, SECOND);
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2 + i, 0, 0, name, 0), SMB_OK);
@@ -462,7 +462,7 @@ static void pins_let_go(void)
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, 0, 0), SMB_OK);
         CHECK_EQ(pin.answer.a, 2);
         publish(&place, 3);
-        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_PARKED);
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
         pass(&place, SYNC_PIN_MS * MS / 2);
         CHECK_EQ(turn.answers, 0);
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 2, 0, 0, pin.answer.b, 0), SMB_OK);
@@ -480,8 +480,8 @@ static void ends(void)
     for (int whole = 0; whole < 2; whole++) {
         place_make(&place);
         CHECK_EQ(lock(&place, &held, 1, 1, 0, 0), SMB_OK);
-        CHECK_EQ(lock(&place, &waits[0], 2, 1, FOREVER, 0), SMB_PARKED);
-        CHECK_EQ(ask(&place, &waits[1], SMB_AWAIT_VERSION, 2, 2, 0, 5, FOREVER, 0), SMB_PARKED);
+        CHECK_EQ(lock(&place, &waits[0], 2, 1, FOREVER, 0), SMB_DEFERRED);
+        CHECK_EQ(ask(&place, &waits[1], SMB_AWAIT_VERSION, 2, 2, 0, 5, FOREVER, 0), SMB_DEFERRED);
         seat_and_wait(&place, 2, FOREVER, &waits[2]);
         seat_and_wait(&place, 3, FOREVER, &waits[3]);
         if (whole)
@@ -507,7 +507,7 @@ static void thousand_waiters(void)
     struct asked turn, *many = calloc(MANY, sizeof *many);
     place_make(&place);
     for (uint64_t i = 0; i < MANY; i++)
-        CHECK_EQ(ask(&place, &many[i], SMB_AWAIT_VERSION, i + 1, 1, 0, 1, FOREVER, 0), SMB_PARKED);
+        CHECK_EQ(ask(&place, &many[i], SMB_AWAIT_VERSION, i + 1, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 2, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
     CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 1), SMB_OK);
     for (int i = 0; i < MANY; i++)
@@ -534,15 +534,15 @@ static uint64_t time_among(uint64_t many, bool pinned)
     place.now += 1000000 * SECOND;
     CHECK_EQ(ask(&place, &holder, SMB_LOCK, 1, 1, SYNC_USER, SYNC_TTL_MS_MAX, 0, 0), SMB_OK);
     for (uint64_t i = 0; i < many; i++) {
-        CHECK_EQ(lock(&place, &locks[i], 2 + i % 7, i, 1000000 + i, i), SMB_PARKED);
-        CHECK_EQ(ask(&place, &versions[i], SMB_AWAIT_VERSION, 2, i, 0, UINT64_MAX - i, 1000000 + i, 0), SMB_PARKED);
+        CHECK_EQ(lock(&place, &locks[i], 2 + i % 7, i, 1000000 + i, i), SMB_DEFERRED);
+        CHECK_EQ(ask(&place, &versions[i], SMB_AWAIT_VERSION, 2, i, 0, UINT64_MAX - i, 1000000 + i, 0), SMB_DEFERRED);
         if (pinned)
             CHECK_EQ(ask(&place, &pin, SMB_PIN, 20 + i / 1000, i + 1, 0, 0, 0, 0), SMB_OK);
     }
     uint64_t begun_ns = cpu_ns();
     for (uint64_t i = 1; i <= TURNS; i++) {
-        CHECK_EQ(lock(&place, &again, 2, many + i, 2, many + i), SMB_PARKED);
-        CHECK_EQ(lock(&place, &late, 2, many + i, 3, many + i), SMB_PARKED); /* in its place */
+        CHECK_EQ(lock(&place, &again, 2, many + i, 2, many + i), SMB_DEFERRED);
+        CHECK_EQ(lock(&place, &late, 2, many + i, 3, many + i), SMB_DEFERRED); /* in its place */
         CHECK_EQ(again.answer.status, SMB_DISCONNECTED);
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 9, i, 0, 0, 0, 0), SMB_OK);
         CHECK_EQ(ask(&place, &turn, SMB_UNPIN, 9, 0, 0, i, 0, 0), SMB_OK);
@@ -587,10 +587,10 @@ static void seen_by_people(void)
     sync_status(place.sync, place.now, &now);
     CHECK(now.locks[SYNC_USER].session == 0 && now.locks[SYNC_USER].waiting == 0 && now.parties == 0);
     CHECK_EQ(lock(&place, &a, 7, 1, 0, 0), SMB_OK);
-    CHECK_EQ(lock(&place, &b, 8, 1, FOREVER, 0), SMB_PARKED);
-    CHECK_EQ(ask(&place, &c, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(lock(&place, &b, 8, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
     CHECK_EQ(ask(&place, &d, SMB_ARRIVE, 9, 2, 0, 3, 0, 0), SMB_OK);
-    CHECK_EQ(ask(&place, &d, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &d, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_DEFERRED);
     place.now += SECOND / 4;
     sync_status(place.sync, place.now, &now);
     CHECK(now.locks[SYNC_USER].session == 7 && now.locks[SYNC_USER].token == a.answer.a);
@@ -621,7 +621,7 @@ static void retired(void)
     CHECK_EQ(a.answer.a, 42);
     pass(&place, 2 * IDLE);
     CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY); /* held */
-    CHECK_EQ(lock(&place, &b, 2, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(lock(&place, &b, 2, 1, FOREVER, 0), SMB_DEFERRED);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 40, 0), SMB_LOCK_LOST);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 42, 0), SMB_OK);
     CHECK_EQ(b.answer.a, 44);
@@ -633,9 +633,9 @@ static void retired(void)
     place_end(&place);
 
     place_make(&place);
-    CHECK_EQ(ask(&place, &a, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &a, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
     CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 9, 2, 0, 2, 0, 0), SMB_OK);
-    CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_PARKED);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_DEFERRED);
     pass(&place, 2 * IDLE);
     CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
     CHECK(sync_forget(&a.waiter, place.now));
@@ -654,7 +654,7 @@ static void retired(void)
     }
     place.words->retired = 1; /* garbage */
     place_restart(&place);
-    CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_PARKED); /* the grace */
+    CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_DEFERRED); /* the grace */
     CHECK(sync_forget(&b.waiter, place.now));
     pass(&place, IDLE);
     sync_close(place.sync, SMB_NOT_FOUND); /* deleted, not retired */

@@ -421,7 +421,7 @@ static void *use(void *argument)
     for (uint64_t turn = 1; turn < 400; turn++) {
         struct asked asked;
         int status = lock(&place, &asked, many->session, turn, FOREVER, 0);
-        WAIT_UNTIL(status != SMB_PARKED || asked.answers == 1);
+        WAIT_UNTIL(status != SMB_DEFERRED || asked.answers == 1);
         uint64_t token = asked.answer.a;
         CHECK_EQ(asked.answer.status, SMB_OK);
         CHECK_EQ(holders++, 0);
@@ -433,7 +433,7 @@ static void *use(void *argument)
         CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_OK);
         if (random_below(&random, 4) == 0) {
             status = ask(&place, &asked, SMB_AWAIT_VERSION, many->session, turn, 0, UINT64_MAX, FOREVER, 0);
-            CHECK_EQ(status, SMB_PARKED);
+            CHECK_EQ(status, SMB_DEFERRED);
             CHECK(sync_forget(&asked.waiter, place.now));
         }
     }
@@ -470,16 +470,16 @@ static void *use_all(void *argument)
         struct asked asked;
         uint64_t session = many->session, which = random_below(&random, SYNC_LOCKS), timeout = random_below(&random, 30);
         place.now = clock_ns;
-        if (ask(&place, &asked, SMB_LOCK, session, 4 * turn, which, SYNC_TTL_MS_MIN, timeout, 0) == SMB_PARKED)
+        if (ask(&place, &asked, SMB_LOCK, session, 4 * turn, which, SYNC_TTL_MS_MIN, timeout, 0) == SMB_DEFERRED)
             settle(&place, &asked, &random);
         if (which == SYNC_USER)
             change_under_fence(&place, asked.answer.a);
         else if (asked.answer.a)
             ask(&place, &asked, SMB_PUBLISH, session, 4 * turn + 1, 0, asked.answer.a, asked.answer.b, 0);
-        if (ask(&place, &asked, SMB_AWAIT_VERSION, session, 4 * turn + 2, 0, UINT64_MAX, timeout, 0) == SMB_PARKED)
+        if (ask(&place, &asked, SMB_AWAIT_VERSION, session, 4 * turn + 2, 0, UINT64_MAX, timeout, 0) == SMB_DEFERRED)
             settle(&place, &asked, &random);
         if (ask(&place, &asked, SMB_ARRIVE, session, 4 * turn + 3, 0, 4, 0, 0) == SMB_OK &&
-            ask(&place, &asked, SMB_AWAIT_BARRIER, session, 4 * turn + 3, 0, asked.answer.a, 30, 0) == SMB_PARKED)
+            ask(&place, &asked, SMB_AWAIT_BARRIER, session, 4 * turn + 3, 0, asked.answer.a, 30, 0) == SMB_DEFERRED)
             settle(&place, &asked, &random);
         ask(&place, &asked, SMB_PIN, session, 4 * turn, 0, 0, 0, 0);
         if (random_below(&random, 8) == 0)

@@ -272,16 +272,16 @@ static void who_may(void)
     issue(&none, &authority, "DNS:server-0.server.smb", BOTH);
     issue(&of_client_only, &authority, "URI:smb:role/server,DNS:server-0.server.smb", "clientAuth");
     issue(&wild, &authority, "URI:smb:role/server,DNS:*.server.smb", BOTH);
-    const char *name = "server-0.server.smb", *told = "it does not take us";
+    const char *name = "server-0.server.smb", *reply = "it does not take us";
     const struct holder *users[] = {&client, &reader, &operator};
     for (int i = 0; i < 3; i++)
         expect(&authority, &server_0, &authority, users[i], name, NULL, NULL);
     expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL, NULL);
-    expect(&authority, &server_0, &authority, &stranger, name, "is not good", told);
-    expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", told);
-    expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", told);
-    expect(&authority, &server_0, &authority, &two, name, "it shows", told);
-    expect(&authority, &server_0, &authority, &none, name, "it shows", told);
+    expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply);
+    expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply);
+    expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", reply);
+    expect(&authority, &server_0, &authority, &two, name, "it shows", reply);
+    expect(&authority, &server_0, &authority, &none, name, "it shows", reply);
     expect(&authority, &server_1, &authority, &client, name, NULL, "it shows the certificate of role \"server\"");
     expect(&authority, &server_0, &authority, &client, "server-0.server.sm", NULL, "name \"server-0\"");
     expect(&authority, &server_0, &authority, &client, ".server.smb", NULL, "it shows");

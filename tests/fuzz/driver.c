@@ -1,4 +1,4 @@
-/* Runs a target without libFuzzer: random inputs, and mutations of those before. driver [RUNS [SEED]] */
+/* Runs a target without libFuzzer: random inputs, and mutations of those before. progress thread [RUNS [SEED]] */
 #include <string.h>
 #include <time.h>
 

@@ -1,4 +1,4 @@
-/* fuzz.h: what each target gives, and what they share. Built with clang's libFuzzer, or with driver.c and any compiler. */
+/* fuzz.h: what each target gives, and what they share. Built with clang's libFuzzer, or with progress thread.c and any compiler. */
 #ifndef FUZZ_H
 #define FUZZ_H
 

@@ -186,11 +186,11 @@ static void use(struct smb_server *server)
     for (size_t i = 0; i < sizeof opcodes / sizeof *opcodes; i++) {
         struct smb_ask ask = {.opcode = opcodes[i], .segment = ID, .epoch = EPOCH,
                               .words = {opcodes[i] == SMB_LOCK ? 1000 : 1, 0, 0, 0}};
-        struct smb_asking *asking;
-        struct smb_told told;
-        MUST(smb_ask_start(link, &ask, &asking) == SMB_OK);
-        MUST(smb_ask_wait(asking, 5000, &told) != SMB_BUSY);
-        smb_ask_end(asking);
+        struct smb_pending *pending;
+        struct smb_reply reply;
+        MUST(smb_ask_start(link, &ask, &pending) == SMB_OK);
+        MUST(smb_ask_wait(pending, 5000, &reply) != SMB_BUSY);
+        smb_ask_end(pending);
     }
     smb_link_close(link);
     smb_client_destroy(client);

@@ -30,7 +30,7 @@ static struct smb_slots *bystander; /* slots as a client's are, between theirs *
 static char socket_path[128];
 static uint64_t sessions;
 static uint64_t good_answers[2][SMB_OPCODE_COUNT]; /* the second: by reference */
-static uint64_t told[SMB_OPCODE_COUNT]; /* what it last answered: tokens, rounds, versions, to be said back to it */
+static uint64_t reply[SMB_OPCODE_COUNT]; /* what it last answered: tokens, rounds, versions, to be said back to it */
 
 /* Input that reaches nothing proves nothing. */
 static void tell_reached(void)
@@ -94,7 +94,7 @@ static void count_answer(const struct peer *peer, const uint8_t *bytes)
     if (smb_frame_parse(bytes, &frame) != SMB_OK || !(frame.flags & SMB_FLAG_REPLY) || frame.status != SMB_OK)
         return;
     good_answers[peer->slots != NULL][frame.opcode]++;
-    told[frame.opcode] = frame.argument;
+    reply[frame.opcode] = frame.argument;
 }
 
 static bool by_reference(const struct peer *peer)
@@ -305,22 +305,22 @@ static void fit_words(const struct smb_frame *frame, uint8_t *payload)
         break;
     case SMB_RENEW: smb_store64(payload + 8, 1000); /* fallthrough */
     case SMB_UNLOCK:
-    case SMB_FENCE: smb_store64(payload, told[SMB_LOCK]); break;
-    case SMB_ARRIVE: smb_store64(payload, 1 + told[SMB_PIN] % PEERS); break;
+    case SMB_FENCE: smb_store64(payload, reply[SMB_LOCK]); break;
+    case SMB_ARRIVE: smb_store64(payload, 1 + reply[SMB_PIN] % PEERS); break;
     case SMB_AWAIT_BARRIER:
-        smb_store64(payload, told[SMB_ARRIVE]);
+        smb_store64(payload, reply[SMB_ARRIVE]);
         smb_store64(payload + 8, smb_load64(payload + 8) % 3);
         break;
-    case SMB_AWAIT_VERSION: smb_store64(payload, told[SMB_AWAIT_VERSION] + smb_load64(payload) % 2); break;
+    case SMB_AWAIT_VERSION: smb_store64(payload, reply[SMB_AWAIT_VERSION] + smb_load64(payload) % 2); break;
     case SMB_PUBLISH:
-        smb_store64(payload, told[SMB_LOCK]);
-        smb_store64(payload + 8, told[SMB_AWAIT_VERSION] + 1);
+        smb_store64(payload, reply[SMB_LOCK]);
+        smb_store64(payload + 8, reply[SMB_AWAIT_VERSION] + 1);
         break;
     case SMB_ACCUMULATE_FROM: smb_store64(payload, smb_load64(payload) % 2 ? WITNESS : SCRATCH); break;
-    case SMB_UNPIN: smb_store64(payload, told[SMB_PIN]); break;
+    case SMB_UNPIN: smb_store64(payload, reply[SMB_PIN]); break;
     default:
         if (frame->flags & SMB_FLAG_FENCED)
-            smb_store64(payload, told[SMB_LOCK]);
+            smb_store64(payload, reply[SMB_LOCK]);
     }
 }
 
