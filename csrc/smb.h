@@ -563,7 +563,7 @@ int smb_client_connect_tls(struct smb_client *client, const char *address, uint1
 int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms,
                           struct smb_link **link, uint64_t *instance);
 /* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses
- * the link for calls. */
+ * the link for calls. SMB_UNTRUSTED as smb_buffer_set_link. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
 /* Shows a token on the link's connection, blocking up to timeout_ms, and on every later one; in the
@@ -608,7 +608,8 @@ int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, 
 int smb_link_let_go(struct smb_link *link);
 int smb_link_wanted(struct smb_link *link);
 /* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every
- * later one, with SMB_DISCONNECTED; local segments go on working. */
+ * later one, with SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go on
+ * working. */
 void smb_client_close(struct smb_client *client);
 /* Frees it. No call is in progress, no buffer or link of it will be used again. */
 void smb_client_destroy(struct smb_client *client);
@@ -629,7 +630,7 @@ struct smb_reply {
 };
 struct smb_pending;
 /* Sends it; wait as often as you like: SMB_BUSY means not yet. The link's lane is one that is used
- * for nothing else. */
+ * for nothing else. SMB_UNTRUSTED as smb_buffer_set_link, but for AUTHORIZE. */
 int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_pending **pending);
 int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_reply *reply);
 /* Frees it; one that is not answered yet is given up. */
@@ -660,7 +661,8 @@ int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout
                       struct smb_buffer **buffer);
 /* Where segment `index` is reached: over a link, or through a local mapping (a reference is taken).
  * Set before the first call; after a reconnect make another smb_buffer, and destroy this one when
- * no call uses it any more. */
+ * no call uses it any more. SMB_UNTRUSTED: the client wants proof and the link's server has given
+ * none (smb_link_authorize), so nothing may be sent there. */
 int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id,
                         uint32_t epoch, struct smb_link *link);
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);

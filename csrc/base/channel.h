@@ -27,7 +27,7 @@ static inline ssize_t channel_read(const struct channel *channel, const struct i
 }
 
 /* As writev, without the signal. Bytes that were taken may wait here for the socket:
- * channel_has_unsent. */
+ * channel_unsent_bytes. */
 static inline ssize_t channel_write(const struct channel *channel, const struct iovec *parts,
                                     int count)
 {
@@ -41,9 +41,9 @@ static inline ssize_t channel_write(const struct channel *channel, const struct 
                : sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-static inline bool channel_has_unsent(const struct channel *channel)
+static inline size_t channel_unsent_bytes(const struct channel *channel)
 {
-    return channel->tls && tls_has_unsent(channel->tls);
+    return channel->tls ? tls_unsent_bytes(channel->tls) : 0;
 }
 
 static inline bool channel_failed(ssize_t done)

@@ -28,6 +28,9 @@ int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segm
     if (index >= buffer->layout.segment_count || link->client != buffer->client ||
         place_is_set(&buffer->places[index]))
         return SMB_INVALID;
+    int may = client_may_use(link);
+    if (may != SMB_OK)
+        return may;
     link_retain(link);
     buffer->places[index] = (struct place){.segment_id = segment_id, .epoch = epoch, .link = link};
     return SMB_OK;

@@ -129,6 +129,14 @@ void client_release(struct smb_client *client)
     free(client);
 }
 
+int client_may_use(struct smb_link *link)
+{
+    pthread_mutex_lock(&link->client->mutex);
+    bool may = link->trusted || !link->client->wants_proof;
+    pthread_mutex_unlock(&link->client->mutex);
+    return may ? SMB_OK : SMB_UNTRUSTED;
+}
+
 void client_want_link(struct smb_link *link, bool wanted)
 {
     struct smb_client *client = link->client;

@@ -51,6 +51,9 @@ bool client_look(void);
 bool client_has_look(void);
 struct smb_client *client_retain(struct smb_client *client);
 void client_release(struct smb_client *client);
+/* SMB_UNTRUSTED: nothing but tokens may be sent over the link, as proof is wanted and its server
+ * has given none. */
+int client_may_use(struct smb_link *link);
 /* Somebody should make a connection for the link (or no longer). */
 void client_want_link(struct smb_link *link, bool wanted);
 void client_wake_progress(struct smb_client *client);

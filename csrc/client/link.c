@@ -105,7 +105,7 @@ bool link_sleeps_at_once(const struct smb_link *link)
 
 bool link_wants_output(const struct smb_link *link)
 {
-    if (channel_has_unsent(&link->channel))
+    if (channel_unsent_bytes(&link->channel))
         return true;
     return link->watermark_count > 0
                ? link->watermark_bytes_sent <
@@ -208,7 +208,7 @@ static int move(struct smb_link *link, bool *moved)
             return SMB_LINK_LOST;
         send_fill_window(link);
         awaits = link->sent; /* what is sent just now is not answered yet */
-        if (link->unsent || channel_has_unsent(&link->channel))
+        if (link->unsent || channel_unsent_bytes(&link->channel))
             status = send_some(link, moved);
     }
     if (status == SMB_OK && (awaits || link->watermark_count > 0))

@@ -47,8 +47,10 @@ struct smb_link {
     struct access_connection proof; /* mutex: of its newest connection */
     struct smb_token *tokens;       /* mutex: shown on each new connection */
     uint32_t token_count, token_room;
-    bool had_tokens; /* mutex: ever */
-    bool proven;     /* mutex: its newest connection's server has proved that it is the one */
+    /* mutex: a server has proved on it that it is the one; each connection after that proves it
+     * first */
+    bool trusted;
+    bool proven; /* mutex: its newest connection's server has proved that it is the one */
     /* mutex: it has something to send but no connection; somebody is making one */
     bool wanted, in_hands;
     struct channel channel; /* its connection */

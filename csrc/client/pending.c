@@ -15,6 +15,9 @@ struct smb_pending {
 
 int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_pending **pending)
 {
+    int may = ask->opcode == SMB_AUTHORIZE ? SMB_OK : client_may_use(link);
+    if (may != SMB_OK)
+        return may;
     struct smb_pending *made = calloc(1, sizeof *made);
     if (!made)
         return SMB_OUT_OF_MEMORY;

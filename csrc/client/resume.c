@@ -70,7 +70,7 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
         link->watermark_bytes_sent += (uint64_t)done;
     }
     /* All are encrypted; the socket may not have taken all of that. */
-    if (channel_has_unsent(&link->channel) &&
+    if (channel_unsent_bytes(&link->channel) &&
         channel_failed(channel_write(&link->channel, NULL, 0)))
         return SMB_LINK_LOST;
     return SMB_OK;

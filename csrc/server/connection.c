@@ -92,7 +92,7 @@ bool connection_turn(struct connection *connection)
          * request is touched. */
         answer_put_late(connection);
         bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 ||
-                          connection->out_start > 0 || channel_has_unsent(&connection->channel) ||
+                          connection->out_start > 0 || channel_unsent_bytes(&connection->channel) ||
                           connection->replies_held >= REPLIES_HELD_MAX ||
                           connection->out_end > OUT_BYTES - SMALL_REPLY_BYTES;
         if (must_flush) {

@@ -18,7 +18,7 @@ enum step handshake_secure(struct connection *connection)
         return connection_refuse(connection, SMB_OUT_OF_MEMORY);
     int status = tls_handshake(channel->tls);
     if (status == SMB_BUSY) {
-        connection->wait = channel_has_unsent(channel) ? WAIT_OUTPUT : WAIT_INPUT;
+        connection->wait = channel_unsent_bytes(channel) ? WAIT_OUTPUT : WAIT_INPUT;
         return STEP_WAIT;
     }
     if (status != SMB_OK)

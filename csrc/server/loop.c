@@ -43,7 +43,8 @@ static void count_backlog(struct connection *connection, bool waits)
 {
     struct loop_stats *stats = &connection->loop->stats;
     uint64_t bytes = (connection->out_end - connection->out_start) +
-                     (uint64_t)(connection->tail_end - connection->tail_start);
+                     (uint64_t)(connection->tail_end - connection->tail_start) +
+                     channel_unsent_bytes(&connection->channel);
     if (!waits)
         bytes = 0;
     else if (connection->backlog_bytes == 0)

@@ -10,7 +10,7 @@ bool output_all_sent(const struct connection *connection)
 {
     return connection->out_start == connection->out_end &&
            connection->tail_start == connection->tail_end &&
-           !channel_has_unsent(&connection->channel);
+           !channel_unsent_bytes(&connection->channel);
 }
 
 enum step output_send(struct connection *connection, struct iovec *parts, size_t count,

@@ -8,6 +8,7 @@
 #include "base/frame.h"
 #include "base/sha256.h"
 #include "client/client.h"
+#include "client/link.h"
 #include "pump.h"
 #include "server/grants.h"
 
@@ -139,6 +140,21 @@ static void rights_on_a_link(void)
     take_down(&rigged);
 }
 
+/* By none of the three ways that lead to a link. */
+static void nothing_goes_to(struct smb_link *link)
+{
+    struct smb_buffer *buffer;
+    struct smb_segment *segment;
+    struct smb_pending *pending;
+    uint64_t id = rig_segment_id(0, 0);
+    struct smb_ask ask = {.opcode = SMB_LOCK, .segment = id, .epoch = RIG_EPOCH};
+    CHECK_EQ(smb_buffer_create(link->client, &LAYOUT, SMB_INT64, &buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(buffer, 0, id, RIG_EPOCH, link), SMB_UNTRUSTED);
+    smb_buffer_destroy(buffer);
+    CHECK_EQ(smb_ask_start(link, &ask, &pending), SMB_UNTRUSTED);
+    CHECK_EQ(smb_link_attach(link, id, RIG_EPOCH, RIG_TIMEOUT_MS, &segment), SMB_UNTRUSTED);
+}
+
 /* A client that wants proof takes a connection from a server that knows the token's key, and from
  * no other, at first and again. One that refuses all tokens, and has proved none, is left; and its
  * word is not enough to forget them. */
@@ -169,6 +185,7 @@ static void servers_prove_tokens(void)
 
     meet(other, &end);
     CHECK_EQ(smb_client_connect_fd(client, end, 2, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
+    nothing_goes_to(stray);
     CHECK_EQ(show(stray, &token), SMB_UNTRUSTED);
     CHECK_EQ(smb_link_alive(stray), 0);
     smb_link_close(stray);
@@ -180,6 +197,7 @@ static void servers_prove_tokens(void)
     meet(right, &end);
     CHECK_EQ(smb_client_connect_fd(client, end, 3, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
     CHECK_EQ(why_not(stray, &token), SMB_DENIED_GENERATION);
+    nothing_goes_to(stray);
     CHECK_EQ(smb_link_alive(stray), 0);
     smb_link_close(stray);
     meet(right, &end);

@@ -15,10 +15,12 @@
 #include <openssl/x509v3.h>
 
 #include "base/channel.h"
+#include "base/frame.h"
 #include "random.h"
 #include "rig.h"
 
 enum { BYTES = 3 << 20, PEM_BYTES = 4096 };
+#define LONG_TEXT "a-text-that-is-longer-than-the-name-of-any-role"
 
 /* ---- a laboratory's certificates ------------------------------------------------------------- */
 
@@ -198,7 +200,7 @@ static void bytes_arrive(void)
         ssize_t done = channel_write(sides[side], parts, cut(sent, out[side], BYTES, BYTES, parts));
         CHECK(!channel_failed(done));
         out[side] += done > 0 ? (size_t)done : 0;
-        was_full |= channel_has_unsent(sides[side]);
+        was_full |= channel_unsent_bytes(sides[side]);
         side = (int)(random_below(&seeded, 2));
         int count = cut(got[side], in[side], BYTES, BYTES, parts);
         done = count > 0 ? channel_read(sides[side], parts, count) : 0;
@@ -229,7 +231,7 @@ static void memory_may_change(void)
     memset(memory, 1, sizeof memory);
     struct iovec part = {memory, sizeof memory}, sink = {got, sizeof got};
     ssize_t taken = channel_write(&ends.server, &part, 1);
-    CHECK(taken > 0 && taken < (ssize_t)sizeof memory && channel_has_unsent(&ends.server));
+    CHECK(taken > 0 && taken < (ssize_t)sizeof memory && channel_unsent_bytes(&ends.server));
     memset(memory, 2, sizeof memory);
     ssize_t have = 0;
     while (have < taken) {
@@ -277,8 +279,8 @@ static void expect(const struct holder *trusted_by_server, const struct holder *
  * side, which says why. */
 static void who_may(void)
 {
-    struct holder other, reader, operator, server_1, stranger, coordinator, two, none,
-        of_client_only, wild;
+    struct holder other, reader, operator, server_1, stranger, coordinator, two, odd, long_one,
+        none, of_client_only, wild;
     open_lab();
     issue(&other, NULL, NULL, NULL);
     issue(&reader, &authority, "URI:smb:role/reader", "clientAuth");
@@ -288,6 +290,8 @@ static void who_may(void)
     issue(&coordinator, &authority,
           "URI:smb:role/coordinator,DNS:coordinator.smb,DNS:server-0.server.smb", BOTH);
     issue(&two, &authority, "URI:smb:role/client,URI:smb:role/operator", "clientAuth");
+    issue(&odd, &authority, "URI:smb:role/client,URI:smb:role/" LONG_TEXT, "clientAuth");
+    issue(&long_one, &authority, "URI:smb:role/client" LONG_TEXT, "clientAuth");
     issue(&none, &authority, "DNS:server-0.server.smb", BOTH);
     issue(&of_client_only, &authority, "URI:smb:role/server,DNS:server-0.server.smb", "clientAuth");
     issue(&wild, &authority, "URI:smb:role/server,DNS:*.server.smb", BOTH);
@@ -299,7 +303,9 @@ static void who_may(void)
     expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply);
     expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply);
     expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", reply);
-    expect(&authority, &server_0, &authority, &two, name, "it shows", reply);
+    expect(&authority, &server_0, &authority, &two, name, "role \"operator\" and others", reply);
+    expect(&authority, &server_0, &authority, &odd, name, "role \"?\" and others", reply);
+    expect(&authority, &server_0, &authority, &long_one, name, "role \"?\", name", reply);
     expect(&authority, &server_0, &authority, &none, name, "it shows", reply);
     expect(&authority, &server_1, &authority, &client, name, NULL,
            "it shows the certificate of role \"server\"");
@@ -311,8 +317,8 @@ static void who_may(void)
     expect(&authority, &none, &authority, &client, name, NULL, "role \"\"");
     expect(&authority, &of_client_only, &authority, &client, name, NULL, "purpose");
     expect(&authority, &server_0, &other, &client, name, NULL, "is not good");
-    struct holder *all[] = {&other,       &reader, &operator, &server_1,       &stranger,
-                            &coordinator, &two,    &none,     &of_client_only, &wild};
+    struct holder *all[] = {&other, &reader, &operator, &server_1, &stranger,       &coordinator,
+                            &two,   &odd,    &long_one, &none,     &of_client_only, &wild};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         forget(all[i]);
     struct smb_tls *tls;
@@ -323,6 +329,41 @@ static void who_may(void)
     CHECK(why[0]);
     CHECK_EQ(smb_tls_create("nothing", server_0.certificate_pem, server_0.key_pem, &tls, why),
              SMB_INVALID);
+    close_lab();
+}
+
+/* Of several certificates in one file each counts: one that is damaged spoils the file, which was
+ * once passed over in silence. */
+static void files_of_several(void)
+{
+    struct holder other;
+    struct smb_tls *tls;
+    char why[SMB_WHY_BYTES], two[2 * PEM_BYTES];
+    open_lab();
+    issue(&other, NULL, NULL, NULL);
+    for (int spoilt = 0; spoilt < 4; spoilt++) {
+        int expected = spoilt ? SMB_INVALID : SMB_OK;
+        for (int of_chain = 0; of_chain < 2; of_chain++) {
+            int first = snprintf(two, sizeof two, "%s",
+                                 of_chain ? server_0.certificate_pem : other.certificate_pem);
+            char *second = two + first;
+            snprintf(second, sizeof two - (size_t)first, "%s\n", authority.certificate_pem);
+            if (spoilt == 1)
+                second[80] = second[80] == 'A' ? 'B' : 'A';
+            if (spoilt == 2)
+                second[80] = '*';
+            if (spoilt == 3)
+                second[strlen(second) / 2] = 0;
+            int status = smb_tls_create(of_chain ? authority.certificate_pem : two,
+                                        of_chain ? two : server_0.certificate_pem, server_0.key_pem,
+                                        &tls, why);
+            CHECK_EQ(status, expected);
+            CHECK((status == SMB_OK) == !why[0]);
+            if (status == SMB_OK)
+                smb_tls_release(tls);
+        }
+    }
+    forget(&other);
     close_lab();
 }
 
@@ -472,7 +513,6 @@ static void calls_go_on(void)
                    *clients = context_of(&authority, &client);
     rig_start(&rig, (struct smb_layout){ELEMENTS * 8, 262144, 262144, 2}, SMB_FLOAT64);
     CHECK_EQ(smb_client_create(77, &made), SMB_OK);
-    smb_client_want_proof(made); /* no tokens: nothing is asked of the servers */
     CHECK_EQ(smb_buffer_create(made, &rig.layout, rig.dtype, &buffer), SMB_OK);
     for (int i = 0; i < RIG_SERVERS; i++) {
         smb_server_use_tls(rig.servers[i], servers);
@@ -516,10 +556,55 @@ static void calls_go_on(void)
     close_lab();
 }
 
+/* Small answers that a peer does not read wait encrypted, in no buffer of the connection's own:
+ * they are a backlog like others, which is counted once. */
+static void answers_wait_inside(void)
+{
+    enum { AT_ONCE = 100 };
+    struct rig rig;
+    struct smb_server_counters counters;
+    int status;
+    uint8_t bytes[(1 + AT_ONCE) * SMB_FRAME_BYTES];
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
+    rig_start(&rig, (struct smb_layout){65536, 65536, 65536, 1}, SMB_UINT8);
+    smb_server_use_tls(rig.servers[0], servers);
+    int fd = raw_connect(rig.ports[0]);
+    struct channel channel = {fd, tls_begin(clients, fd, "server-0.server.smb")};
+    while ((status = tls_handshake(channel.tls)) == SMB_BUSY)
+        CHECK(poll(&(struct pollfd){.fd = fd, .events = POLLIN}, 1, 10000) == 1);
+    CHECK_EQ(status, SMB_OK);
+    struct smb_frame hello = {.opcode = SMB_HELLO, .session = 73};
+    struct smb_frame read = {.opcode = SMB_READ,
+                             .dtype = SMB_UINT8,
+                             .session = 73,
+                             .epoch = RIG_EPOCH,
+                             .segment = rig_segment_id(0, 0),
+                             .length = 8};
+    smb_frame_encode(&hello, bytes);
+    for (int i = 1; i <= AT_ONCE; i++)
+        smb_frame_encode(&read, bytes + i * SMB_FRAME_BYTES);
+    struct iovec all = {bytes, sizeof bytes},
+                 more = {bytes + SMB_FRAME_BYTES, AT_ONCE * SMB_FRAME_BYTES};
+    CHECK_EQ(channel_write(&channel, &all, 1), (ssize_t)sizeof bytes);
+    WAIT_UNTIL((CHECK(!channel_failed(
+                    channel_write(&channel, &more, channel_unsent_bytes(&channel) ? 0 : 1))),
+                smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes > 0));
+    CHECK_EQ(counters.backlog_total, 1);
+    channel_close(&channel);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes == 0));
+    rig_stop(&rig);
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    close_lab();
+}
+
 int main(void)
 {
-    static const struct test tests[] = {
-        TEST(bytes_arrive), TEST(memory_may_change),      TEST(who_may),
-        TEST(no_tls),       TEST(key_updates_end_a_turn), TEST(calls_go_on)};
+    static const struct test tests[] = {TEST(bytes_arrive), TEST(memory_may_change),
+                                        TEST(who_may),      TEST(files_of_several),
+                                        TEST(no_tls),       TEST(key_updates_end_a_turn),
+                                        TEST(calls_go_on),  TEST(answers_wait_inside)};
     return RUN_TESTS(tests);
 }
