@@ -170,8 +170,9 @@ static PyMethodDef place_methods[] = {
 static PyTypeObject place_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Place",
     .tp_doc =
-        "Place(go_on): where the direct calls of one object go. go_on(started, request, outcome) finishes a call that failed:\n"
-        "seconds of the monotonic clock, and the addresses of the engine's structs.",
+        "Place(go_on): where the direct calls of one object go.\n"
+        "go_on(started, request, outcome) finishes a call that failed: seconds of the monotonic\n"
+        "clock, and the addresses of the engine's structs.",
     .tp_basicsize = sizeof(Place),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = place_new,
