@@ -432,10 +432,9 @@ int smb_server_hold_segment(struct smb_server *server, uint64_t id, struct smb_s
 /* Before it listens: from here on a connection may use no segment that it has shown no token
  * for. */
 void smb_server_guard(struct smb_server *server);
-/* The keys of so many generations of tokens, 1 to SMB_KEYS_MAX, shared with the coordinator, in the
- * place of all that were known; and what the coordinator's clock says now, in milliseconds since
- * 1970. That clock may have been put back: no generation is older by its number. SMB_INVALID for
- * another count. */
+/* The keys of so many generations of tokens, 1 to SMB_KEYS_MAX, in the place of all known before.
+ * The coordinator has the same. now_ms: what its clock says, in milliseconds since 1970. That clock
+ * may have been put back: no generation is older by its number. SMB_INVALID for another count. */
 struct smb_key {
     uint32_t generation;
     uint8_t bytes[32];
@@ -593,11 +592,10 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
 int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port,
                         struct smb_tls *tls, const char *expected, uint64_t accept_instance,
                         uint32_t timeout_ms, uint64_t *instance, char why[400]);
-/* As the _fd functions, but requests travel as records and the holder of the other end moves
- * payloads and answers' data by the addresses in them. The engine takes the connection back by
- * shutting down its direction of the socket: the other end is closed only when no memory named
- * in any record is touched any more, and this is waited for. SMB_INVALID for a client with
- * checksums. */
+/* As the _fd functions, but requests travel as records. The holder of the other end moves payloads
+ * and answers' data by the addresses in them. The engine takes the connection back by shutting down
+ * its direction of the socket. It then waits until the other end is closed, which must not be
+ * before all memory named in records is left alone. SMB_INVALID for a client with checksums. */
 int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane,
                                  uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
 int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance,

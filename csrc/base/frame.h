@@ -50,11 +50,11 @@ enum smb_frame_flag {
         SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
-/* Payloads: of ACCUMULATE_FROM, where to read; of APPLY, the segments of the gradient and of the
- * state (0: none), then the words of struct smb_hyper, as float64; of what waits, four words
- * (sync.h); of AUTHORIZE, rights and generation (32 bits each), expiry, proof (access.h); before
- * the payload of a fenced change, the token. The token's lowest bit says which of the segment's
- * locks it is of (enum sync_lock). */
+/* Payloads. ACCUMULATE_FROM: where to read. APPLY: the segments of the gradient and of the state
+ * (0: none), then the words of struct smb_hyper, as float64. Requests that wait: four words
+ * (sync.h). AUTHORIZE: rights and generation (32 bits each), expiry, proof (access.h). The payload
+ * of a fenced change follows its token. The token's lowest bit says which of the segment's locks it
+ * is of (enum sync_lock). */
 enum {
     SMB_FROM_BYTES = 16,
     SMB_SYNC_WORDS = 4,

@@ -1,9 +1,9 @@
 /* tls.h: TLS 1.3 over a socket that does not block, by OpenSSL's libssl. tls.c is the one file that
  * knows OpenSSL.
  *
- * Both ends show a certificate of one authority. A server takes those of the roles that may use
- * data; a client takes that of the memory server that it names, and no other
- * (smb/security/credentials.py and smb/security/roles.py say what stands in them).
+ * Both ends show a certificate of one authority. A server takes certificates of roles that may use
+ * data. A client takes the certificate of the memory server that it names, and no other.
+ * smb/security/credentials.py and smb/security/roles.py say what stands in them.
  *
  * Bytes go straight between OpenSSL and the caller's memory. Below OpenSSL are send and recv of our
  * own: what OpenSSL has encrypted is always taken, and what the socket does not take of it is kept

@@ -321,8 +321,8 @@ static void leave(struct inflight *inflight)
 }
 
 /* One that is half sent takes its connection along: its caller's memory can't be used any more. So
- * does one of a data lane that was sent: it may be deferred at the server, and all that comes after
- * it with it; on the next connection it is not there. */
+ * does one of a data lane that was sent: the server may have deferred it, and all that follows it.
+ * The next connection is free of it. */
 void link_abandon(struct smb_link *link, struct stream *stream)
 {
     if (stream->queued)

@@ -111,9 +111,9 @@ static inline void link_enter(struct smb_link *link, enum link_state state)
     atomic_store_explicit(&link->state, state, memory_order_release);
 }
 
-/* Of the next frame on any of the client's links. A server takes a lane's change for one that it
- * has made unless its number is above those of all that were: so numbers go up for as long as the
- * client lives, whatever links it makes meanwhile. */
+/* Of the next frame on any of the client's links. A server takes a lane's change for a repeated one
+ * unless its number is above all earlier ones. So numbers go up for as long as the client lives,
+ * over all of its links. */
 static inline uint64_t link_next_sequence(struct smb_link *link)
 {
     link->made++;

@@ -188,10 +188,10 @@ static bool lands_apart(const struct smb_link *link, const struct inflight *infl
 }
 
 /* A place for each of the reads that are answered next, if they are answered in order and with
- * data, behind what is being received. To take them in one call, and with none of them through
- * `in`, is up to a quarter faster within a host: each call that ends tells the peer that there is
- * room again, and lets it run before the rest has been taken. Until all of them have come their
- * callers' memory may hold bytes of other answers. Returns how many parts. */
+ * data, behind what is being received. One call for all, and none of them through `in`, is up to a
+ * quarter faster within a host. Each call that ends tells the peer of new room, and lets it run
+ * before the rest is taken. Until all of them have come their callers' memory may hold bytes of
+ * other answers. Returns how many parts. */
 static int await_answers(struct smb_link *link, struct iovec *parts)
 {
     int count = 0;

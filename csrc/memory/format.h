@@ -81,8 +81,8 @@ static inline uint64_t format_round_up_to_page(uint64_t bytes)
 }
 
 /* The kernel's number of this process's PID namespace, 0 where /proc does not tell. A robust lock
- * holds its owner's thread id as that is inside the namespace: of two that share a segment, each
- * with a thread 1, the kernel would take one's death for the other's. */
+ * holds its owner's thread id inside the namespace. If two namespaces shared a segment, each with a
+ * thread 1, the kernel would take one's death for the other's. */
 uint32_t format_own_pid_namespace(void);
 uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes);
 /* Of a file with so many records. */

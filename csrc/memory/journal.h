@@ -1,16 +1,16 @@
 /* journal.h: additions that a kill in the middle does not tear. docs/decisions/0008.
  *
  * One file of tmpfs beside the daemon's segments: a header page, then slots, each
- *   [0, 4096)      undo: the old bytes of the block that is being changed; of a change of several
- *                  segments each one's, side by side, of a block that is as much smaller
+ *   [0, 4096)      undo: the old bytes of the block that is being changed; for several segments, a
+ *                  smaller block of each, side by side
  *   [4096, 8192)   which change this is, and how far it has come (struct slot_words); its last 8
  *                  bytes may hold a token
  *   [8192, ..)     the payload, received there straight from the socket
  * The file is sparse: a slot takes memory from its first use on, all of it allocated before it is
  * touched.
  *
- * Invariant: at every instruction, either no block of the change is half made, or the progress word
- * says which one is and the undo block holds what it was. One 64-bit word: block, dirty and
+ * Invariant: either no block of the change is half made, or the progress word names it and the undo
+ * block has its old bytes. This holds at every instruction. One 64-bit word: block, dirty and
  * sequence in separate words were seen to fail.
  *
  * A change from a slot: slot_describe; lock the chunk; slot_begin (marks it); slot_run;
@@ -23,8 +23,8 @@
  * Only program order counts here, not the order in which other processors see the stores: they are
  * read after our death. A thread dies between two instructions: what it stored before has happened,
  * what comes after has not, on ARM as on x86. Such stores may still be on their way to other
- * processors, in any order, but not any more when the next daemon looks: it has the lock on the
- * daemon's directory (flock, memserver/memory_dir.py), which the kernel lets go of when the last
+ * processors, in any order. They have arrived when the next daemon looks. It has the lock on the
+ * daemon's directory (flock, memserver/memory_dir.py). The kernel frees that lock when the last
  * thread has left, and each thread passes full barriers on its way out. So the progress word is
  * relaxed, with compiler fences around it: the compiler's order must hold.
  *

@@ -134,8 +134,8 @@ TARGET_BEGIN("avx2,f16c")
 #undef ISA
 TARGET_END
 
-/* 256-bit vectors here too: with 512 bits every load from an array that is not aligned to 64 bytes
- * touches two cache lines, measured 4 to 20 % slower from memory on an older EPYC. */
+/* 256-bit vectors here too: with 512 bits, a load that is not aligned to 64 bytes touches two cache
+ * lines. An older EPYC was 4 to 20 % slower from memory. */
 TARGET_BEGIN(AVX512(256))
 #define ISA(name) name##_avx512
 #include "memory/kernels_body.inc"
@@ -180,8 +180,8 @@ static bool has_avx512(void)
 }
 
 /* AMD's Zen 5 and later, by measurement of one: additions of 512 bits are 1.2 to 1.4 times as fast
- * within the cache, `rep movsb` copies 1.03 to 1.6 times as fast from 32 KiB up, slower up to 16.
- * Others may be so, too; they were not measured. */
+ * within the cache. `rep movsb` copies 1.03 to 1.6 times as fast from 32 KiB up, and slower up to
+ * 16. Others may be so, too; they were not measured. */
 static bool is_wide(void)
 {
     unsigned a, b, c, d;
@@ -517,7 +517,7 @@ enum {
 #if defined(__x86_64__)
 TARGET_BEGIN("avx")
 /* glibc copies what is larger than some KiB with `rep movsb`: on an older EPYC 7 % slower at 256
- * KiB, 10 % where the source is not aligned; on Zen 5 up to 1.3 times as fast. */
+ * KiB, and 10 % with an unaligned source. On Zen 5 it is up to 1.3 times as fast. */
 static void copy_avx(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
     uint64_t head = (64 - (uintptr_t)to % 64) % 64;

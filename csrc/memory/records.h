@@ -63,9 +63,9 @@ int records_create(struct record_table table, const _Atomic bool *ended_are_know
                    struct records **records);
 void records_destroy(struct records *records);
 
-/* The record of a lane, kept from eviction until released. A new one is made, where `retry` says
- * that the frame was sent before only if none of a session that may come back was ever evicted
- * here: SMB_EVICTED otherwise. *hint: where it was the last time. */
+/* The record of a lane, kept from eviction until released. A new one is made if there is none. With
+ * `retry` (the frame was sent before) that is SMB_EVICTED if the table ever evicted a record of a
+ * session that may come back. *hint: where it was the last time. */
 int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence,
                  bool retry, uint32_t *hint, struct record **record);
 void records_release(struct records *records, struct record *record);

@@ -126,8 +126,8 @@ int sync_ask(struct sync *sync, const struct sync_request *request, struct waite
  * the waiter must live until it has. A barrier seat is kept for SYNC_ABSENCE_MS; a place in a
  * lock's queue is lost (its request, repeated, says its age). */
 bool sync_forget(struct waiter *waiter, uint64_t now_ns);
-/* Its locks are free, its pins are gone, the round of the barrier in which it has a seat is broken,
- * its waiters are answered SESSION_ENDED. */
+/* Its locks are free and its pins are gone. The barrier's round in which it has a seat is broken.
+ * Its waiters are answered SESSION_ENDED. */
 void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns);
 /* Does what time demands (expired locks, timeouts, absences, end of grace). Returns when it must be
  * called again, UINT64_MAX if nothing is pending. */

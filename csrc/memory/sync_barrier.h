@@ -21,9 +21,9 @@ struct party *barrier_party(const struct sync *sync, uint64_t session);
 void barrier_judge_presence(struct sync *sync, struct party *party, uint64_t now_ns,
                             struct news *news);
 void barrier_clear(struct sync *sync);
-/* The round under way is over. Its own bit is right before the word moves on: until then nobody
- * looks at it, so what an older round, or a judgement that a kill interrupted, left there does not
- * matter. */
+/* The round under way is over. Its own bit is right before the word moves on, and nobody looks at
+ * it until then. So it may hold the bit of an older round, or of a judgement that a kill
+ * interrupted. */
 void barrier_end_round(struct sync *sync, bool broken, struct news *news);
 /* After a restart: sessions that had seats are expected back. False: out of memory. */
 bool barrier_find_parties(struct sync *sync, uint64_t now_ns);

@@ -29,8 +29,8 @@ struct gate_request {
 int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                struct gate_request *request);
 /* With the payload in hand: do the change, unless it was done before. `payload` is the frame's,
- * without the token, which lies before it; `slot` the journal's, whose payload it is, or NULL;
- * `scratch` and `sink` a chunk's worth of memory for the source's bytes and the new values, or
+ * without the token, which lies before it. `slot` is the journal's slot that holds it, or NULL.
+ * `scratch` and `sink` are a chunk's worth of memory for the source's bytes and the new values, or
  * NULL. SMB_BUSY: defer it. The old value of the 64-bit operations goes to *result. */
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
                  const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result);

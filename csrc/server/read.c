@@ -10,8 +10,8 @@
 
 enum { READS_PER_SEND = 4 }; /* chunks whose locks one answer holds */
 
-/* The read that is in hand, and those right behind it that have arrived and whose chunks' locks are
- * free: one large call into the kernel is up to 1.5 times as fast as several of a chunk each.
+/* The read in hand, and the reads right behind it that have arrived and whose chunks' locks are
+ * free. One large call into the kernel is up to 1.5 times as fast as several of a chunk each.
  * Several locks are held then, but none was waited for, so there is no order among them to keep.
  * Segments are found before the first lock is taken and given back after the last: what else that
  * may do is done outside of them. */
