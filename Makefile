@@ -56,11 +56,14 @@ pytest: $(VENV)/test-installed
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
+# What people read, and Python. Decisions keep the words of their day (pyproject.toml).
+PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
 	@$(call step,$(BIN)/ruff format --check ., the format. Mend it: $(BIN)/ruff format)
 	@$(call step,$(BIN)/mypy, types. Again: $(BIN)/mypy)
 	@$(call step,$(BIN)/lint-imports --no-cache --no-logo, which way modules import (pyproject.toml). Again: $(BIN)/lint-imports)
+	@$(call step,$(BIN)/codespell -D - -D docs/words.txt $(PROSE), words: misspelt ones and those of docs/words.txt; docs/glossary.md has the field's)
 
 # Every Python of this machine in an environment of its own: unit tests, frames, public API, one training; a table at the end.
 # MATRIX=--help: which, and with what.
@@ -80,18 +83,18 @@ lock: $(VENV)/test-installed
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
 # built for that and run under qemu, about 5 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test: libssl
-	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm)))
-	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
+	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/engine/c/aarch64.py setup $(if $(VM),--vm)))
+	@$(call step,$(MAKE) --no-print-directory -C tests/engine/c check $(if $(SUITES),SUITES="$(SUITES)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
 RUNS ?= 1000000
 fuzz-short: libssl
-	@$(call step,$(MAKE) --no-print-directory -C tests/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
+	@$(call step,$(MAKE) --no-print-directory -C tests/engine/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
 
 fuzz: libssl
 	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
-	@$(MAKE) --no-print-directory -C tests/fuzz long RUNS=$(RUNS)
+	@$(MAKE) --no-print-directory -C tests/engine/fuzz long RUNS=$(RUNS)
 
 # The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
 # soft ones; it installs what it needs (Debian packages, root or sudo). LONG=1: all of the latter, not just what covers each
@@ -175,7 +178,7 @@ nightly:
 promises: $(VENV)/installed
 	$(BIN)/python perf/promises.py
 
-# Us beside the physical limits and the peers, into perf/results, in about half an hour; make perf PERF="--quick" for a look, LARGE=1
+# Us beside the physical limits and the peers, in about half an hour: the table and charts into perf/results, samples into build/perf; make perf PERF="--quick" for a look, LARGE=1
 # to install the peers too that bring hundreds of megabytes (perf/README.md). As root also between two hosts.
 perf: $(VENV)/perf-installed $(if $(LARGE),$(VENV)/perf-large-installed)
 	$(BIN)/python -m perf.run $(PERF)

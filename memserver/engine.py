@@ -68,8 +68,8 @@ class Counters:
     turned_away_total: int
     strangers: int
     strangers_evicted_total: int
-    parked: int
-    parked_total: int
+    deferred: int
+    deferred_total: int
     waits: int
     repeated_total: int
     replayed_total: int
@@ -311,8 +311,8 @@ class Engine:
             turned_away_total=int(raw.turned_away_total),
             strangers=int(raw.strangers_now),
             strangers_evicted_total=int(raw.strangers_evicted_total),
-            parked=int(raw.deferred_now),
-            parked_total=int(raw.deferred_total),
+            deferred=int(raw.deferred_now),
+            deferred_total=int(raw.deferred_total),
             waits=int(raw.waits_now),
             repeated_total=int(raw.repeated_total),
             replayed_total=int(raw.replayed_total),

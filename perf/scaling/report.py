@@ -14,6 +14,7 @@ from typing import Any
 from perf.results import commit
 
 RESULTS = Path(__file__).parents[1] / "results"
+RAW = Path(__file__).parents[2] / "build" / "perf" / "results"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Answer:
 
 
 def save(answer: Answer, command: str, group: str = "scaling") -> None:
-    """Write GROUP-NAME.json, .md and, where matplotlib is there, .png into perf/results."""
+    """Write GROUP-NAME.md, .png where matplotlib is there, and every row as .json: of trainings into build/perf."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{group}-{answer.name}"
     whole = {
@@ -80,7 +81,9 @@ def save(answer: Answer, command: str, group: str = "scaling") -> None:
         "limit": answer.limit,
         **answer.also,
     }
-    path.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
+    raw = (RESULTS if group == "scaling" else RAW) / f"{path.name}.json"  # perf/model.py reads those of scaling
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    raw.write_text(json.dumps(whole, indent=1) + "\n")
     path.with_suffix(".md").write_text(answer.markdown(command))
     draw = answer.draw or (functools.partial(_plot, answer) if answer.lines else None)
     if draw:

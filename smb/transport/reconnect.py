@@ -53,7 +53,7 @@ class Dialer(Protocol):
     """Makes connections of a lane that are neither TCP nor Unix."""
 
     def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
-        """Return a link and the server's instance. Raises EngineError, NoWayError."""
+        """Return a link and the server's instance. Raises EngineError, NoPathError."""
 
     def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
         """Give the link a new connection and return the server's instance; None: it should have one over TCP.

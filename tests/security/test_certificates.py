@@ -154,15 +154,19 @@ def test_tokens_are_renewed_and_daemons_restarted(short: smb.LocalCluster, certi
             wait_for(lambda: failures or done[0] >= goal, "more calls")
             assert not failures
 
-        first = client.coordinator.tokens._opened[pb.BUFFER, counter.info.id]
-        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, counter.info.id] is not first, "renewed token")
+        opened, key = client._session.coordinator.tokens._opened, (pb.BUFFER, counter.info.id)
+        first = opened[key]
+        wait_for(lambda: opened[key] is not first, "renewed token")
         cluster.servers[0].kill()
         cluster.servers[0].start()
         goes_on(100)
         cluster.coordinator.kill()
         cluster.coordinator.start()
-        second = client.coordinator.tokens._opened[pb.BUFFER, counter.info.id]
-        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, counter.info.id] is not second, "renewed token")
+        second = opened[key]
+        wait_for(
+            lambda: opened[key] is not second,
+            "renewed token",
+        )
         goes_on(100)
         stop.set()
         thread.join()
@@ -172,8 +176,8 @@ def test_tokens_are_renewed_and_daemons_restarted(short: smb.LocalCluster, certi
 
 def stopped_renewing(client: smb.Client) -> smb.Client:
     """Its thread is dead, as of a process that was stopped: from here on its tokens run out."""
-    client._stop.set()
-    client._renewal.join()
+    client._session._stop.set()
+    client._session._renewal.join()
     return client
 
 
@@ -190,11 +194,11 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
         for use in (values.read, lambda: counter.fetch_add(0, 1), published.read, lock.acquire, lock.release):
             use()
         stopped_renewing(client)
-        secrets = dict(client.coordinator.tokens._tokens)
+        secrets = dict(client._session.coordinator.tokens._tokens)
 
         def expired() -> bool:
             place = values.layout.segments[0]
-            link = client._links._entries[place.server, Lane.TCP_DATA].link
+            link = client._session._links._entries[place.server, Lane.TCP_DATA].link
             try:
                 link.authorize(secrets[place.id], 1000)
             except EngineError as error:
@@ -203,7 +207,7 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
 
         for _ in range(2):
             wait_for(expired, "end of the tokens")
-            secrets = dict(client.coordinator.tokens._tokens)
+            secrets = dict(client._session.coordinator.tokens._tokens)
             values.fill(1)
             values.accumulate(np.ones(40_000, np.float32))
             assert values.read().sum() == 80_000
@@ -213,7 +217,7 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
             assert published.read().sum() == 4
             with lock:
                 pass
-            secrets = dict(client.coordinator.tokens._tokens)
+            secrets = dict(client._session.coordinator.tokens._tokens)
         cluster.coordinator.kill()
         wait_for(expired, "end of the tokens")
         for refused in (
@@ -237,7 +241,7 @@ def test_renamed_buffers_keep_their_tokens(short: smb.LocalCluster, certificates
         lock = one.lock(ttl=60)
         with lock:
             pass
-        tokens = client.coordinator.tokens
+        tokens = client._session.coordinator.tokens
         seen: dict[int, set[float]] = {one.info.id: set(), other.info.id: set()}
         client.rename("team/one", "team/aside")
         client.rename("team/other", "team/one")
@@ -249,7 +253,7 @@ def test_renamed_buffers_keep_their_tokens(short: smb.LocalCluster, certificates
                 generations.add(tokens._opened[pb.BUFFER, number].renew_at)
             return all(len(generations) >= 4 for generations in seen.values())
 
-        client.coordinator.open_buffer = refused_to_data(client.coordinator.open_buffer)  # type: ignore[method-assign]
+        client._session.coordinator.open_buffer = refused_to_data(client._session.coordinator.open_buffer)  # type: ignore[method-assign]
         wait_for(renewed, "renewed tokens of both")
         assert (one.read().tolist(), other.read().tolist()) == ([1] * 4, [2] * 4)
         with lock:
@@ -287,9 +291,9 @@ def test_no_secret_is_told(certificates: Path, tmp_path: Path) -> None:
         seen = ""
         with smb.connect(cluster.address, transport="tcp", credentials=certificates / "client") as client:
             client.create("b", (4,)).fill(1)
-            tokens = client.coordinator.tokens
+            tokens = client._session.coordinator.tokens
             told = [token.secret for token in tokens._tokens.values()]
-            told.append(client.coordinator._session_secret)
+            told.append(client._session.coordinator._session_secret)
             assert len(told) == 2
             assert all(len(secret) == 32 for secret in told)
             seen += repr(tokens._tokens) + repr(load_directory(certificates / "client"))

@@ -52,12 +52,12 @@ def test_tokens_give_keys(guarded: smb.LocalCluster, certificates: Path) -> None
         buffer = one.create("w", COUNT, "int64")
         buffer.write(array)
         buffer.accumulate(array)
-        (carrier,) = one.verbs.carriers()
+        (carrier,) = one._session.verbs.carriers()
         assert carrier.one_sided_bytes == array.nbytes
 
         np.testing.assert_array_equal(two.open("w").read(), 2 * array)
-        assert two.verbs.carriers()[0].one_sided_bytes == array.nbytes
-        assert [right.writable for right in two.verbs._servers["server-0"].rights.values()] == [False]
+        assert two._session.verbs.carriers()[0].one_sided_bytes == array.nbytes
+        assert [right.writable for right in two._session.verbs._servers["server-0"].rights.values()] == [False]
         for change in (two.open("w").write, two.open("w").accumulate):
             with pytest.raises(smb.PermissionDeniedError, match=r"'w'.*may only read it; nothing was applied"):
                 change(array)
@@ -69,14 +69,16 @@ def test_tokens_give_keys(guarded: smb.LocalCluster, certificates: Path) -> None
         buffer.write(array)
         assert carrier.one_sided_bytes == 2 * array.nbytes
 
-        one.verbs._parts.progress._call(carrier.close)  # type: ignore[union-attr]
+        one._session.verbs._parts.progress._call(carrier.close)  # type: ignore[union-attr]
         np.testing.assert_array_equal(buffer.read(), array)
         buffer.accumulate(array)
         np.testing.assert_array_equal(buffer.read(), 2 * array)
         assert buffer.transports == ("verbs",)
         place = buffer.layout.segments[0]
-        server = one.verbs._servers["server-0"]
-        assert one.verbs._ask_right(server, place.control_address, place.id, buffer.layout.epoch, Deadline(30)).writable
+        server = one._session.verbs._servers["server-0"]
+        assert one._session.verbs._ask_right(
+            server, place.control_address, place.id, buffer.layout.epoch, Deadline(30)
+        ).writable
         tokens._forget(next(iter(tokens._opened)))
         assert not server.rights
         one.delete("w")

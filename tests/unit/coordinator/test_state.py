@@ -35,10 +35,10 @@ from smb.coordinator.events import (
     SaveSession,
     SaveTokenFloor,
     ServerCounted,
-    ServerDoubted,
     ServerLeft,
     ServerRegistered,
     ServerRenewed,
+    ServerSuspected,
     SessionClosed,
     SessionRenewed,
     TellEnded,
@@ -303,10 +303,10 @@ def test_a_server_that_lost_its_memory_is_reported(cluster: Cluster) -> None:
 
 
 def test_a_server_that_could_not_be_told_must_register_again(cluster: Cluster) -> None:
-    """A doubted server's renewal is refused until it registered: then it hears of the segments to drop."""
+    """A suspected server's renewal is refused until it registered: then it hears of the segments to drop."""
     orphan = cluster.create("w").segments[0]
     cluster.do(BufferDeleted("w", missing_ok=False))
-    cluster.do(ServerDoubted("a"))
+    cluster.do(ServerSuspected("a"))
     assert cluster.state.alive("a", cluster.now)
     with pytest.raises(errors.NotFoundError, match="must register again"):
         cluster.renew("a")

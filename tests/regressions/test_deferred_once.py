@@ -1,4 +1,4 @@
-"""A parked request once counted at every retry, a thousand times a second, and the gauge fell to 0 in between."""
+"""A deferred request once counted at every retry, a thousand times a second, and the gauge fell to 0 in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with smb.connect(sys.argv[1], transport="shm") as client:
 """
 
 
-def test_a_request_behind_a_stopped_process_is_parked_once() -> None:
+def test_a_request_behind_a_stopped_process_is_deferred_once() -> None:
     """It counts as one while it waits, others of the same server are served, and it is answered after all."""
     with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, transport="tcp") as client:
         weights, other = client.create("weights", (65536,)), client.create("other", (4,))

@@ -1,4 +1,4 @@
-"""smb.client: the session's renewal, without a cluster."""
+"""smb.call.cluster_session: the session's renewal, without a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import cast
 
-from smb.client import Client, _renew
+from smb.call.cluster_session import ClusterSession, _renew
 from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
@@ -44,7 +44,7 @@ class FakeCoordinator:
 
 
 def renew(member: weakref.ref[Member], stop: threading.Event, coordinator: FakeCoordinator) -> None:
-    _renew(cast("weakref.ref[Client]", member), stop, cast(Coordinator, coordinator), 7, "me", LEASE_S)
+    _renew(cast("weakref.ref[ClusterSession]", member), stop, cast(Coordinator, coordinator), 7, "me", LEASE_S)
 
 
 def test_renewal_goes_on_while_the_coordinator_is_away() -> None:
