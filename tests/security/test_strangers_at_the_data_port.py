@@ -150,8 +150,8 @@ def test_strangers_keep_nobody_out(besieged: smb.LocalCluster, certificates: Pat
 
 
 def test_a_burst_of_clients_gets_in(besieged: smb.LocalCluster, certificates: Path) -> None:
-    """More clients at once, from one address, than there may be strangers, as when a large job starts: each is in within
-    its timeout, though many are cut on the way."""
+    """More clients at once from one address than there may be strangers, as when a large job starts: each is in within
+    its timeout, though some are cut on the way."""
     host, port = parse_address(besieged.servers[0].address)
     found = load_directory(certificates / "client")
     tls = Tls(found.ca, found.certificate, found.key)
@@ -167,8 +167,8 @@ def test_a_burst_of_clients_gets_in(besieged: smb.LocalCluster, certificates: Pa
                 link, _ = client.connect_tls(host, port, tls, server_name("server-0"), Lane.TCP_DATA, 20_000)
                 break
             except EngineError as error:
-                assert error.status is Status.DISCONNECTED
-                assert time.monotonic() - begun < 20 * SLOWNESS
+                if error.status is not Status.DISCONNECTED or time.monotonic() - begun > 20 * SLOWNESS:
+                    raise
                 again.append(number)
         took = time.monotonic() - begun
         assert link.connected()
@@ -178,5 +178,5 @@ def test_a_burst_of_clients_gets_in(besieged: smb.LocalCluster, certificates: Pa
     with ThreadPoolExecutor(BURST) as threads:
         took = sorted(threads.map(come_in, range(BURST)))
     print(
-        f"{BURST} clients at once: half of them in {took[BURST // 2]:.2f} s, all in {took[-1]:.2f} s, {len(again)} tried again"
+        f"{BURST} at once: half of them in {took[BURST // 2]:.2f} s, all in {took[-1]:.2f} s, {len(again)} tried again"
     )
