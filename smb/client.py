@@ -176,9 +176,9 @@ class Client:
         two copies, so that a read never mixes what publish() replaces; such a buffer changes by publish alone, and
         takes twice the memory. `wire` is how its elements travel where a call does not say: "exact" (default), or for
         float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along. `metadata` is a JSON object, at most
-        1 MiB as text, that the coordinator keeps with the buffer: whoever opens it finds it in Buffer.metadata. It
-        never changes; like= does not take it along, and a buffer opened by exist_ok=True has the metadata that it was
-        created with.
+        4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever opens the buffer finds it in
+        Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by exist_ok=True has the
+        metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
@@ -218,7 +218,7 @@ class Client:
             like=model.name if model is not None else "",
             exist_ok=exist_ok,
             wire=wire or "",
-            metadata=encode(f"create {name!r}", metadata) if metadata is not None else "",
+            packed_metadata=encode(f"create {name!r}", metadata) if metadata is not None else b"",
         )
         if stripe is not None and request.stripe_bytes == 0:
             raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")
@@ -386,8 +386,7 @@ class Client:
         """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing.
 
         A memory server that is stopped is not waited for, a coordinator that is stopped 2 s at most, a thread that
-        looks up a name 10 s at most. A call in another thread that connects to a stopped server for the first time ends
-        with its own timeout.
+        looks up a name 10 s at most. Calls in other threads that are connecting to a server fail within 0.1 s.
         """
         if self._session.close() and self.pages is not None:
             self.pages.close()

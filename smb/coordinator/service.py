@@ -109,6 +109,7 @@ class CoordinatorService(CoordinatorServicer):
         self._session_lease_ms = int(commit_log.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
+        self._parsing = asyncio.Lock()
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -213,8 +214,18 @@ class CoordinatorService(CoordinatorServicer):
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
-        record = await asyncio.shield(self._begun(creation_of(without_session(request))))
+        record = await asyncio.shield(self._begun(await self._checked(request)))
         return self._opened(request, record)
+
+    async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
+        """Return the creation. Metadata is parsed aside, as servers lose their leases while the loop stands still, and
+        one at a time, as it takes many times its size.
+        """
+        asked = without_session(request)
+        if not asked.packed_metadata:
+            return creation_of(asked)
+        async with self._parsing:
+            return await asyncio.to_thread(creation_of, asked)
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""

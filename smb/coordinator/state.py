@@ -64,7 +64,7 @@ BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536
 SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that the holder of one leaves places for others
-METADATA_BYTES_MAX = 16 << 20  # of all buffers: it is held in memory, and read whole at every start
+METADATA_BYTES_MAX = 16 << 20  # of all buffers, packed: it is held in memory, and read whole at every start
 FIRST_EPOCH = 1
 
 Key = TypeVar("Key")
@@ -549,18 +549,13 @@ def _check_quota(state: State, there: Iterable[BufferRecord], wanted: BufferReco
 
 
 def _check_room_for_metadata(state: State, creation: Creation) -> None:
-    there = sum(_metadata_bytes(record.metadata) for record in state.buffers.values())
-    wanted = _metadata_bytes(creation.metadata)
+    there = sum(len(record.metadata) for record in state.buffers.values())
+    wanted = len(creation.metadata)
     if there + wanted > METADATA_BYTES_MAX:
         raise OutOfMemoryError(
-            f"{creation.asked}: no room for {wanted} bytes of metadata: the buffers that are there "
+            f"{creation.asked}: no room for {wanted} bytes of metadata, packed: the buffers that are there "
             f"have {there} of {METADATA_BYTES_MAX} bytes; delete some, or keep it in a buffer"
         )
-
-
-def _metadata_bytes(text: str) -> int:
-    """What it takes of memory: four bytes for each character where one of them is no ASCII."""
-    return len(text) if text.isascii() else 4 * len(text)
 
 
 def _check_room_of_certificate(state: State, event: SessionRenewed) -> None:

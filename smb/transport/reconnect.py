@@ -139,9 +139,8 @@ class Links:
             self._dialers.clear()  # they have these links themselves, and who is in a circle goes late
 
     def join(self) -> None:
-        """Wait until no thread here is at work any more, after `close`, and after all that they wait for was closed,
-        but for one attempt to connect, of 1 s at most. One that still looks a name up after 10 s is left to itself:
-        what it finds is closed.
+        """Wait until no thread here is at work any more, after `close`, and after all that they wait for was closed.
+        One that still looks a name up after 10 s is left to itself: what it finds is closed.
         """
         deadline = Deadline(_JOIN_S)
         with self._lock:

@@ -6,6 +6,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from smb.engine import EngineError, Lane, Status
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import is_loopback, load_directory
+from smb.security.lab_ca import Authority, Holder, make_set
+from smb.security.roles import Role
 from tests.support.daemons import wait_for
 
 ConnectAs = Callable[..., smb.Client]
@@ -374,3 +377,35 @@ def test_the_directory_of_all_credentials_is_no_credential(certificates: Path) -
         smb.InvalidArgumentError, match=r"cannot read .*; name one of its directories: .*client, .*reader"
     ):
         load_directory(certificates)
+
+
+def test_a_client_takes_its_new_certificate_without_a_restart(tmp_path: Path) -> None:
+    """The files are replaced under a client that is connected, here by a reader's: it is one from then on. A call that
+    was under way ends over the connection that it began on."""
+    roles = (Role.COORDINATOR, Role.CLIENT, Role.OPERATOR)
+    make_set(tmp_path, [*(Holder(role, "") for role in roles), Holder(Role.SERVER, "server-0")])
+    ours = tmp_path / "client"
+    with (
+        smb.LocalCluster(servers=1, capacity="32MiB", credentials=tmp_path, session_lease=3.0) as cluster,
+        smb.connect(cluster.address, credentials=ours) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        waiting = thread.submit(client.open, "late", timeout=60.0)
+        client.create("w", 10).write(np.ones(10, np.float32))
+        Authority.load(tmp_path / "ca").issue(Holder(Role.READER, ""), tmp_path / "new")
+        for name in ("key.pem", "cert.pem"):
+            (tmp_path / "new" / name).rename(ours / name)
+
+        def is_reader() -> bool:
+            try:
+                client.delete("nothing", missing_ok=True)
+            except smb.PermissionDeniedError:
+                return True
+            return False
+
+        wait_for(is_reader, "its new certificate")
+        assert client.open("w").read().sum() == 10
+        assert not waiting.done()
+        with smb.connect(cluster.address, credentials=tmp_path / "operator") as operator:
+            operator.create("late", 10)
+        assert waiting.result(30).name == "late"

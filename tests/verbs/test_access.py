@@ -82,3 +82,45 @@ def test_tokens_give_keys(guarded: smb.LocalCluster, certificates: Path) -> None
         tokens._forget(next(iter(tokens._opened)))
         assert not server.rights
         one.delete("w")
+
+
+@pytest.mark.verbs("with TLS for data over TCP, and with proofs alone: one-sided, gated and waiting calls")
+@pytest.mark.parametrize("data_tls", ["auto", "off"])
+def test_calls_of_each_kind_beside_each_form_of_tcp(
+    data_tls: str, certificates: Path, ports: tuple[Port, Port]
+) -> None:
+    """What is one-sided, or passes the gate, goes over RDMA; what waits over TCP, inside TLS or after proofs."""
+    array = np.arange(COUNT)
+    with (
+        on(ports[0]),
+        smb.LocalCluster(servers=1, capacity="32MiB", credentials=certificates, data_tls=data_tls) as cluster,
+        on(ports[1]),
+        smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S, credentials=certificates / "client") as one,
+    ):
+        buffer = one.create("w", COUNT, "int64")
+        buffer.write(array)
+        with buffer.lock() as lock:
+            buffer.write(array, fence=lock)
+            buffer.accumulate(array, fence=lock)
+        assert buffer.fetch_add(0, 5) == 0
+        np.testing.assert_array_equal(buffer.read()[1:], 2 * array[1:])
+        assert buffer.transports == ("verbs",)
+        (carrier,) = one.verbs.carriers()
+        assert carrier.one_sided_bytes == 2 * array.nbytes
+        assert buffer.layout.segments[0].tls is (data_tls == "auto")
+
+
+@pytest.mark.verbs("no RDMA where data goes over TLS alone")
+def test_none_where_data_is_to_be_encrypted(certificates: Path, ports: tuple[Port, Port]) -> None:
+    """With --data-tls on a server offers no queue pair, and says why; over TCP it serves."""
+    with (
+        on(ports[0]),
+        smb.LocalCluster(servers=1, capacity="32MiB", credentials=certificates, data_tls="on") as cluster,
+        on(ports[1]),
+        smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S, credentials=certificates / "client") as one,
+        smb.connect(cluster.address, transport="tcp", timeout=TIMEOUT_S, credentials=certificates / "client") as two,
+    ):
+        buffer = one.create("w", COUNT, "int64")
+        with pytest.raises(smb.TransportError, match="RDMA encrypts nothing"):
+            buffer.read()
+        assert two.open("w").read().sum() == 0

@@ -24,7 +24,7 @@ from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, NotFoundError, TransportError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
-from smb.security.credentials import Credentials, channel, server_name
+from smb.security.credentials import Credentials, Current, channel, server_name
 from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
 from smb.transport.reconnect import Links, Whereabouts, refused
 from smb.transport.verbs.progress_thread import Progress
@@ -49,6 +49,7 @@ class _Server:
 
     name: str
     channel_address: str = ""
+    credentials: Credentials | None = None  # those of the channel
     channel: Any = None
     stub: Any = None
     carrier: Carrier | None = None
@@ -103,7 +104,7 @@ class Verbs:
         self._links = links
         self._session_id = session_id
         self._settings = settings
-        self._credentials = credentials
+        self._current = Current(credentials) if credentials is not None else None
         self._servers: dict[str, _Server] = {}
         self._device: Device | None = None
         self._why_not = ""
@@ -365,11 +366,13 @@ class Verbs:
         with self._lock:
             if self._parts.closed:
                 raise NoPathError("the client is closed")
-            if server.channel_address != address:
+            credentials = self._current.now() if self._current is not None else None
+            if server.channel_address != address or server.credentials is not credentials:
                 if server.channel is not None:
                     server.channel.close()
                     self._parts.channels.remove(server.channel)
-                server.channel = channel(address, server_name(server.name), self._credentials)
+                server.channel = channel(address, server_name(server.name), credentials)
+                server.credentials = credentials
                 self._parts.channels.append(server.channel)
                 server.stub = MemoryServerStub(server.channel)  # type: ignore[no-untyped-call]
                 server.channel_address = address
