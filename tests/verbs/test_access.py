@@ -62,7 +62,7 @@ def test_tokens_give_keys(guarded: smb.LocalCluster, certificates: Path) -> None
             with pytest.raises(smb.PermissionDeniedError, match=r"'w'.*may only read it; nothing was applied"):
                 change(array)
 
-        tokens = one.coordinator.tokens
+        tokens = one._session.coordinator.tokens
         for opened in tokens._opened.values():
             opened.renew_at = 0.0
         tokens.renew()
