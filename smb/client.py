@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import functools
 import logging
@@ -28,8 +29,9 @@ from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import SESSION_ENDED, Home, wait_ms
+from smb.config import log
 from smb.config.parse import parse_address, parse_bytes
-from smb.config.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
+from smb.config.settings import DEFAULT_COORDINATOR, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
 from smb.engine import AskOpcode, EngineClient, Link, Switch
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError, UnavailableError
@@ -53,8 +55,11 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _RENEWALS_PER_LEASE = 3
+_REPORT_S = 2.0  # as often as memory servers tell theirs
+_REPORTS_MAX = 16  # in one renewal
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
+_NAME_MAX = 64
 _TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
 
 _log = logging.getLogger("smb")
@@ -87,6 +92,7 @@ class ServerInfo:
 def connect(
     address: str | None = None,
     *,
+    name: str | None = None,
     transport: str = "auto",
     timeout: float = 10.0,
     checksum: bool | None = None,
@@ -94,7 +100,9 @@ def connect(
 ) -> Client:
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
-    `address` is the coordinator's "host:port"; default $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
+    One that is still open when the interpreter exits is closed then; only a killed one is lost. `address` is the
+    coordinator's "host:port"; default $SMB_COORDINATOR, else 127.0.0.1:7070, where `smb up` listens. `name` is how the
+    page, `smb top` and messages call this client, before its host and process id. `transport` is "auto" (shared memory where the
     segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs" (RDMA) or
     "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
     bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for
@@ -105,20 +113,19 @@ def connect(
     Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError where no
     coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's role may not join.
     """
-    address = address or text_of("cluster.coordinator")
-    if not address:
-        raise InvalidArgumentError(
-            "connect: which cluster? pass the coordinator's address, or set SMB_COORDINATOR=HOST:PORT, or "
-            f"{CONFIG_VARIABLE} to a file that names it"
-        )
+    log.start()
+    address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
     parse_address(address)
+    if name is not None and not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= _NAME_MAX):
+        raise InvalidArgumentError(f"connect: name={name!r} is no name; give 1 to {_NAME_MAX} printable characters")
     if not isinstance(timeout, numbers.Real) or not 0 < timeout <= _TIMEOUT_MAX_S:
         raise InvalidArgumentError(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
     checksum = switch_of("client.checksum") if checksum is None else bool(checksum)
     choice = check_choice(text_of("client.transport") or transport)
-    client = Client(address, choice, timeout, checksum, find(credentials), Settings.of(variables_of("verbs")))
+    verbs = Settings.of(variables_of("verbs"))
+    client = Client(address, choice, timeout, checksum, find(credentials), verbs, name=name)
     metrics = text_of("client.client_metrics")
     if metrics:
         client.serve_metrics(metrics)
@@ -136,10 +143,12 @@ class Client:
         checksum: bool | None = None,
         credentials: Credentials | None = None,
         verbs: Settings | None = None,
+        name: str | None = None,
     ) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
-        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        process = f"{socket.gethostname()}:{os.getpid()}"
+        self.name = f"{name} ({process})" if name else process
         self._pid = os.getpid()
         self._choice = transport
         self._closed = False
@@ -166,6 +175,8 @@ class Client:
         self.renewals = Renewals()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
         self.session_ended = False
+        # What this process tells the coordinator of its trainings, for people; by whoever asks to be told of.
+        self.reports: dict[int, Callable[[], pb.TrainingReport]] = {}
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
@@ -174,6 +185,7 @@ class Client:
             daemon=True,
         )
         self._renewal.start()
+        _open.add(self)
 
     # ---- buffers
 
@@ -426,6 +438,7 @@ class Client:
                 return
             self._closed = True
             self.switch.open = False
+        _open.discard(self)
         self._stop.set()
         if self.pages is not None:
             self.pages.close()
@@ -443,6 +456,11 @@ class Client:
         self.coordinator.close()
         self._links.join()  # what they asked for was closed: connections, queue pairs, the coordinator's channel
 
+    def hurry(self, seconds: float) -> None:
+        """Bound each later call by so much, where it was more."""
+        self.timeout = min(self.timeout, seconds)
+        self.timeout_ms = max(1, round(self.timeout * 1000))
+
     def __enter__(self) -> Client:
         return self
 
@@ -452,7 +470,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<smb.Client of {self.coordinator.address}{', closed' if self._closed else ''}>"
+        return f"<smb.Client {self.name!r} of {self.coordinator.address}{', closed' if self._closed else ''}>"
 
     # ---- for Buffer
 
@@ -541,6 +559,15 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
+# Those whose programs forget them. What atexit was told last runs first: gRPC, imported above, is there still.
+_open: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_open):
+        client.close()
+
 
 def _check_tensors(name: str, wanted: TensorTable, existing: Buffer) -> None:
     if differ := wanted.differences(existing.table):
@@ -601,21 +628,28 @@ def _renew(
     client_name: str,
     lease: float,
 ) -> None:
-    """Renew the session until the client is closed or forgotten. A coordinator that is away disturbs nothing else."""
+    """Renew the session until the client is closed or forgotten. A coordinator that is away disturbs nothing else.
+
+    Whoever trains renews it more often: with each renewal the coordinator hears how far it is.
+    """
     renewed_at = time.monotonic()
     while True:
-        due_s = max(0.0, renewed_at + lease / _RENEWALS_PER_LEASE - time.monotonic())
+        due_s = max(0.0, renewed_at + min(_REPORT_S, lease / _RENEWALS_PER_LEASE) - time.monotonic())
         if stop.wait(min(due_s, coordinator.tokens.next_s())):
             return
-        if client() is None:
+        ours = client()
+        if ours is None:
             coordinator.close()
             return
         coordinator.tokens.renew()
-        if time.monotonic() < renewed_at + lease / _RENEWALS_PER_LEASE:
+        reports = [report() for report in list(ours.reports.values())[:_REPORTS_MAX]]
+        del ours
+        every_s = lease / _RENEWALS_PER_LEASE
+        if time.monotonic() < renewed_at + (min(_REPORT_S, every_s) if reports else every_s):
             continue
         renewed_at = time.monotonic()
         try:
-            lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
+            lease = coordinator.renew_session(session_id, client_name, every_s, reports)
         except SessionEndedError as error:
             _log.error("%s", error)
             ours = client()

@@ -25,6 +25,7 @@ from smb.config.transports import check_choice
 from smb.errors import InvalidArgumentError
 
 CONFIG_VARIABLE = "SMB_CONFIG"
+DEFAULT_COORDINATOR = "127.0.0.1:7070"  # of clients and commands, and where `smb up` and `smb coordinator` listen
 # Variables that are no settings: the file's own name, the owner of a daemon of LocalCluster, what the engine reads when
 # the library loads, and what tests set.
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "SMB_OWNER_PID", "SMB_ISA", "SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED"})
@@ -168,9 +169,14 @@ _TABLE = (
         "client", "client_metrics", str, None, "Where a program serves its metrics. Default: nowhere.", parse_address,
         "HOST:PORT",
     ),
+    Setting(
+        "client", "log", str, None,
+        "debug, info, warning or error: what the library logs. Default: warning, and info of joins to trainings.",
+        _one_of(LOG_LEVELS),
+    ),
     Setting("client", "train_host", str, None, "The host a worker of HSGD belongs to. Default: the machine's name."),
     Setting(
-        "coordinator", "listen", str, "127.0.0.1:7070",
+        "coordinator", "listen", str, DEFAULT_COORDINATOR,
         "Where clients and memory servers connect; port 0: a free one.", parse_address,
     ),
     Setting("coordinator", "state", str, "./smb-state", "Directory for what must survive a restart; made if need be."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -86,10 +86,12 @@ class Coordinator:
             self.tokens.look_every_s = reply.token_lifetime_ms / 1000 / _LOOKS_PER_LIFE
         return reply.session_id, reply.lease_ms / 1000, reply.shared
 
-    def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
+    def renew_session(
+        self, session_id: int, client_name: str, timeout: float, reports: Sequence[pb.TrainingReport] = ()
+    ) -> float:
         """Return the lease in seconds. Raises SessionEndedError where there is nothing left to renew."""
         request = pb.RenewSessionRequest(
-            session_id=session_id, client_name=client_name, session_secret=self._session_secret
+            session_id=session_id, client_name=client_name, session_secret=self._session_secret, trainings=reports
         )
         reply: pb.RenewSessionReply = self._call(self._stub.RenewSession, request, timeout)
         return reply.lease_ms / 1000
@@ -177,7 +179,8 @@ class Coordinator:
 
     def _nobody(self, why: str) -> errors.UnavailableError:
         return errors.UnavailableError(
-            f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up)"
+            f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up), or "
+            f"name another: --coordinator HOST:PORT or SMB_COORDINATOR"
         )
 
     def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:

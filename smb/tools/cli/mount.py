@@ -45,8 +45,6 @@ def mount(
 
     Returns once they are there; `smb umount DIR` ends it. What a mount that was killed has left in DIR is taken away.
     """
-    if coordinator is None:
-        raise Error("which cluster? pass --coordinator HOST:PORT or set SMB_COORDINATOR; `smb up` starts a local one")
     try:
         rights = int(umask, 8)
     except ValueError:
