@@ -102,16 +102,16 @@ def connect(
 
     One that is still open when the interpreter exits is closed then; only a killed one is lost. `address` is the
     coordinator's "host:port"; default $SMB_COORDINATOR, else 127.0.0.1:7070, where `smb up` listens. `name` is how the
-    page, `smb top` and messages call this client, before its host and process id. `transport` is "auto" (shared memory where the
-    segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs" (RDMA) or
-    "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
-    bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for
-    all clients) sends a CRC-32C along with every frame, in both directions: what is spoilt on the way breaks its
-    connection and is sent again, and counts once; data in shared memory does not travel and has none. `credentials` is
-    a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS, or the three
-    files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none lets us in.
-    Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError where no
-    coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's role may not join.
+    page, `smb top` and messages call this client, before its host and process id. `transport` is "auto" (shared memory
+    where the segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs"
+    (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds, bounds each later call and this one.
+    checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for all clients) sends a CRC-32C along
+    with every frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts
+    once; data in shared memory does not travel and has none. `credentials` is a directory with ca.pem, cert.pem and
+    key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and
+    $SMB_TLS_KEY; without them only a cluster that asks for none lets us in. Where a variable is not set, the file that
+    $SMB_CONFIG names may say it. Raises UnavailableError where no coordinator answers, InvalidArgumentError,
+    PermissionDeniedError where the certificate's role may not join.
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR

@@ -76,15 +76,16 @@ def join(
     `samples` is how many samples a step trains (None: nobody says, and none are counted). What is counted and shown is
     made of them, and with token_weights=True the weight of a contribution. Shared.batches() keeps it right; set
     `samples` of the result where you make batches yourself. fresh=True begins anew: it deletes a training of this name
-    in which nobody is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass the one that steps last, with all
-    parameters requiring gradients.
+    in which nobody is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass
+    the one that steps last, with all parameters requiring gradients.
 
     The model must be in host memory, its trained parameters float32 or bfloat16: one on a GPU is refused. Raises
     InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
     tensors than its model's; NotFoundError where there is no group and no scheme is given; AlreadyExistsError with
-    fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then. optimizer.step() raises smb.train.RefusedContributionError
-    where a guard refuses (NaN, for one): the model is the shared one again, the optimizer's state as it was; and
-    NotFoundError where the training was deleted, after which close() succeeds.
+    fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then.
+    optimizer.step() raises smb.train.RefusedContributionError where a guard refuses (NaN, for one): the model is the
+    shared one again, the optimizer's state as it was; and NotFoundError where the training was deleted, after which
+    close() succeeds.
     """
     if client is not None and coordinator is not None:
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")

@@ -52,9 +52,10 @@ def join(
     deleted first, with its model. What was done is logged (smb.train, INFO), and stands on standard error unless the
     program has set up logging.
 
-    Raises AlreadyExistsError with fresh=True where others are alive in it, InvalidArgumentError where the settings differ from the group's (it says which), NotFoundError where there is
-    no group and no scheme was given, OutOfMemoryError where 48 members are there already, or the servers have no room
-    for the scheme's copies of the model (docs/training.md): then nothing of this join stays.
+    Raises AlreadyExistsError with fresh=True where others are alive in it, InvalidArgumentError where the settings
+    differ from the group's (it says which), NotFoundError where there is no group and no scheme was given,
+    OutOfMemoryError where 48 members are there already, or the servers have no room for the scheme's copies of the
+    model (docs/training.md): then nothing of this join stays.
     """
     if fresh:
         clear(client, name)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def connect(coordinator: str | None) -> Iterator[Client]:
     """Connect to the coordinator for the length of one command.
 
-    Without an address it is $SMB_COORDINATOR's, else 127.0.0.1:7070. Raises UnavailableError where nobody answers there.
+    Without an address it is $SMB_COORDINATOR's, else 127.0.0.1:7070. Raises UnavailableError where nobody answers
+    there.
     """
     import smb
 
