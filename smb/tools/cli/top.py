@@ -33,10 +33,14 @@ def top(
     ] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Watch the cluster: trainings, servers and their load, buffers, clients, locks, and what is wrong.
+    """Watch the cluster: trainings, servers, buffers, clients, locks.
+
+    With their load, and what is wrong.
 
     Until q or Ctrl-C. The coordinator's page shows the same at / of its --metrics address. Servers tell their load
     every 2 s.
+
+    Example: smb top --interval 5
     """
     from smb.tools.cli.top_view import render
 
