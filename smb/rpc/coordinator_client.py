@@ -133,9 +133,10 @@ class Coordinator:
         reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
-    def overview(self, timeout: float) -> str:
-        """Return what the page at / shows, as JSON."""
-        reply: pb.OverviewReply = self._call(self._stub.Overview, pb.OverviewRequest(), timeout)
+    def overview(self, timeout: float, *, buffer: str = "", training: str = "") -> str:
+        """Return what the page at / shows, as JSON: in brief, or all of one buffer or training."""
+        request = pb.OverviewRequest(buffer=buffer, training=training)
+        reply: pb.OverviewReply = self._call(self._stub.Overview, request, timeout)
         return reply.json
 
     def clock(self, timeout: float) -> float:

@@ -309,9 +309,10 @@ class Worker:
 def _leave_all() -> None:
     """Leave trainings before the clients are closed (smb.client), so that the others wait for nobody.
 
-    What was not sent stays so: sending may wait for others.
+    Waits for no other worker: what was not sent stays so.
     """
     for worker in list(_open):
         with contextlib.suppress(Error):  # a child of fork, too
+            worker._group.client.check_open()
             worker._group.client.hurry(_EXIT_S)
-            worker._group.leave()
+            worker.close()

@@ -17,6 +17,7 @@ from smb.tools.cli.output import format_duration, table
 Json = dict[str, Any]
 
 _PROBLEMS_MAX = 3  # on a screen; each takes a line
+_WORD = 16  # characters
 _SPARKS = 40  # steps of 2 s
 _RAMP, _PLAIN_RAMP = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _STYLES = {"critical": "red", "warning": "yellow", "note": "dim"}
@@ -46,7 +47,7 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         "waits": shown["waits"],
     }
     lists = [by_activity[name] for name, _ in sections]
-    lines = sum(part.cell_len // width + 1 if width and isinstance(part, Text) else 1 for part in parts)
+    lines = sum(_lines(part, width) for part in parts)
     room = height - lines - 2 * len(sections) - 2 if height else sum(map(len, lists))
     for (name, draw), rows, some in zip(sections, lists, share([len(rows) for rows in lists], room), strict=True):
         parts.append(Text(""))
@@ -59,8 +60,14 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
     return parts
 
 
+def _lines(part: RenderableType, width: int) -> int:
+    """Return at most how many lines a text takes: where it is folded, no word of ours is longer than 16."""
+    folded = width > 2 * _WORD and isinstance(part, Text) and not part.no_wrap
+    return part.cell_len // (width - _WORD) + 1 if folded and isinstance(part, Text) else 1
+
+
 _EMPTY = {
-    "trainings": 'No training: smb.torch.join(model, optimizer, "my-model", scheme="diloco", coordinator="{address}")',
+    "trainings": 'No training: smb.torch.join(model, optimizer, "my-model", scheme="diloco")',
     "servers": "No memory server: smb-memserver --coordinator {address} --capacity 1GiB",
     "buffers": "No buffer: smb create weights --shape 1000,1000 -c {address}",
     "clients": 'No client: smb.connect("{address}")',
