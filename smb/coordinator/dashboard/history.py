@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from smb.coordinator.commit_log import Committed
 from smb.coordinator.dashboard.trainings import Trainings, WorkerSeen
 from smb.coordinator.events import (
+    BufferDeleted,
     Event,
     Instant,
     Report,
@@ -255,6 +256,8 @@ class Watch:
                     for session_id in over:
                         self._sessions.pop(session_id, None)
                         self._lost_clients.append((now.wall, before.client_names[session_id]))
+                case BufferDeleted(name):
+                    self.trainings.deleted(name)
                 case ServerRegistered(server, segment_ids):
                     self._left.pop(server.name, None)
                     self._lost[server.name] = _ready_segments(before, server.name) - segment_ids

@@ -75,6 +75,11 @@ class Trainings:
             for session_id in session_ids:
                 self._workers.pop(session_id, None)
 
+    def deleted(self, name: str) -> None:
+        """Forget the past of a training: the next of its name is another one."""
+        with self._lock:
+            self._past.pop(name, None)
+
     def workers(self) -> Mapping[str, list[WorkerSeen]]:
         """Return who told anything, by training, each training's by slot."""
         found: dict[str, list[WorkerSeen]] = {}

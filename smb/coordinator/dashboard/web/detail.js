@@ -200,5 +200,5 @@ function table(title, heads, rows, leftOut = 0) {
   const body = el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)))));
   const made = el("table", { class: "plain", "aria-label": title || heads[0] }, head, body);
   const more = leftOut ? el("p", { class: "quiet" }, `${leftOut} more are not shown`) : null;
-  return [title ? el("h3", {}, title) : "", made, more].filter(Boolean);
+  return [title ? el("h3", {}, title) : "", el("div", { class: "sideways" }, made), more].filter(Boolean);
 }
