@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from smb.tools.demo import DemoConfig, DemoResult
 
+_INTERRUPTED = 130  # the exit code, as of a shell's command that SIGINT ended
+
 
 def demo(
     scheme: Annotated[
@@ -40,14 +42,14 @@ def demo(
     servers: Annotated[int, typer.Option("--servers", metavar="N", help="Memory servers.")] = 2,
     epochs: Annotated[
         float, typer.Option("--epochs", metavar="NUMBER", help="Passes over the digits, all workers together.")
-    ] = 200.0,
+    ] = 20.0,
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", help="Of the initial network and of the order of the digits.")
     ] = 0,
     target: Annotated[
         float,
         typer.Option("--target", metavar="SHARE", help="Test accuracy to reach, 0 to 1; below it the exit code is 1."),
-    ] = 0.97,
+    ] = 0.95,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Picture to write. [default: demo-SCHEME.png]")
     ] = None,
@@ -76,11 +78,18 @@ def demo(
             options=dict(map(_setting, settings or ())),
         )
     with interrupted_once():
-        result = _run(config, quiet=as_json)
+        try:
+            result = _run(config, quiet=as_json)
+        except KeyboardInterrupt:  # before there was anything to show
+            console(stderr=as_json).print("stopped")
+            raise typer.Exit(_INTERRUPTED) from None
     if as_json:
         print_json(result.to_json())
     else:
         _show(result)
+    if result.stopped:
+        console(stderr=as_json).print("stopped")
+        raise typer.Exit(_INTERRUPTED)
     if not result.passed:
         print_error(f"the shared model reached {result.accuracy:.2%}, below the target of {config.target:.2%}")
         raise typer.Exit(1)

@@ -2,8 +2,8 @@
 
     python -m tests.ops.deploy.wheel [--chroot] [FOLDER]
 
-FOLDER has the wheel, `dist` by default. With --chroot it is installed in a bare Debian, too, that has nothing but Python
-(as root, with mmdebstrap, about 2 minutes).
+FOLDER has the wheel, `dist` by default. With --chroot it is installed in a bare Debian, too, that has nothing but
+Python (as root, with mmdebstrap, about 2 minutes).
 """
 
 from __future__ import annotations
