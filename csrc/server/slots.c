@@ -1,7 +1,12 @@
-/* Slots that somebody outside fills: by an RDMA network card, which may reach them for as long as they are registered, whatever has
- * become of the connection. So they have references of their own, and go back to the journal with the last. */
+/* Slots that somebody outside fills: by an RDMA network card, which may reach them for as long as
+ * they are registered, whatever has become of the connection. So they have references of their own,
+ * and go back to the journal with the last. */
+#include "server/slots.h"
+
 #include <stdlib.h>
 
+#include "base/assert.h"
+#include "memory/journal.h"
 #include "server/server.h"
 
 enum { SLOTS_MAX = 64 };
@@ -18,9 +23,13 @@ static int fill(struct smb_slots *slots, uint32_t wanted)
 {
     int status = SMB_OK;
     if (!slots->journal) {
-        slots->own = aligned_alloc(4096, (size_t)wanted * (SMB_CHUNK_BYTES_MAX + 4096)); /* a page before each: for a token */
+        /* a page before each: for a token */
+        slots->own = aligned_alloc(4096, (size_t)wanted * (SMB_CHUNK_BYTES_MAX + 4096));
         for (; slots->own && slots->count < wanted; slots->count++)
-            slots->slots[slots->count].payload = slots->own + (size_t)slots->count * (SMB_CHUNK_BYTES_MAX + 4096) + 4096;
+            slots->slots[slots->count].payload = slots->own +
+                                                 (size_t)slots->count *
+                                                     (SMB_CHUNK_BYTES_MAX + 4096) +
+                                                 4096;
         return slots->own ? SMB_OK : SMB_OUT_OF_MEMORY;
     }
     while (status == SMB_OK && slots->count < wanted) {
@@ -64,6 +73,7 @@ const struct slot *slots_at(const struct smb_slots *slots, uint64_t index)
 
 void slots_retain(struct smb_slots *slots)
 {
+    SMB_ASSERT(atomic_load_explicit(&slots->references, memory_order_relaxed) > 0);
     atomic_fetch_add_explicit(&slots->references, 1, memory_order_relaxed);
 }
 

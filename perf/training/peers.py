@@ -171,7 +171,7 @@ def bytes_to_a_loss(quick: bool) -> Answer:
         ],
         rows=rows,
         limit=(
-            "Steps compare the rules: they do not depend on the machine. Seconds do: two workers have a core each here, "
+            "Steps compare the rules: they do not depend on the machine. Seconds do: two workers have a core each, "
             "and the seconds are of no use where other work runs beside them. Between two workers nothing moves less "
             "than a ring: one model each way for each exchange. A server takes one from each worker, and gives one to "
             "each: twice the bytes for two workers, as many for each worker whatever their number."

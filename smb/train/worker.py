@@ -313,6 +313,5 @@ def _leave_all() -> None:
     """
     for worker in list(_open):
         with contextlib.suppress(Error):  # a child of fork, too
-            worker._group.client.check_open()
             worker._group.client.hurry(_EXIT_S)
             worker.close()

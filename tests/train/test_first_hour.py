@@ -18,7 +18,7 @@ import smb.train
 from smb.tools.cli import main as cli
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
-from tests.support.ways import FAR
+from tests.support.transports import FAR
 
 SCRIPT = """
 import os, sys
@@ -37,12 +37,12 @@ def values(size: int = 100) -> np.ndarray[Any, Any]:
 
 
 def overview(client: smb.Client) -> dict[str, Any]:
-    shown: dict[str, Any] = json.loads(client.coordinator.overview(10.0))
+    shown: dict[str, Any] = json.loads(client._coordinator.overview(10.0))
     return shown
 
 
 def detail(client: smb.Client, name: str) -> dict[str, Any]:
-    shown: dict[str, Any] = json.loads(client.coordinator.overview(10.0, training=name))
+    shown: dict[str, Any] = json.loads(client._coordinator.overview(10.0, training=name))
     return shown
 
 
@@ -186,7 +186,7 @@ def test_the_coordinator_hears_of_trainings(connect: Connect) -> None:
     folded = {buffer["name"]: buffer["training"] for buffer in overview(client)["buffers"]}
     assert folded["team/run/tick"] == "team/run"
     assert folded["table"] is None
-    table = json.loads(client.coordinator.overview(10.0, buffer="table"))
+    table = json.loads(client._coordinator.overview(10.0, buffer="table"))
     assert [tensor["name"] for tensor in table["tensors"]] == ["layer.weight", "layer.bias"]
     own[:] = np.nan
     with pytest.raises(smb.train.RefusedContributionError):

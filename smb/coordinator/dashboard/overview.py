@@ -62,7 +62,8 @@ class View:
     @cached_property
     def trainings(self) -> dict[str, BufferRecord]:
         """The weights of each training, by its name."""
-        return {record.name: record for record in self.state.listed() if _settings(record.id, record.metadata)}
+        listed = (record for record in self.state.listed() if record.metadata)
+        return {record.name: record for record in listed if _settings(record.id, record.metadata)}
 
     @cached_property
     def busy(self) -> dict[int, Busy]:
@@ -275,7 +276,7 @@ def _totals(view: View, servers: list[Json], buffers: tuple[BufferRecord, ...]) 
         "clients": len(view.state.client_names),
         "rates": {key: sum(rate[key] for rate in rates) for key in ("operations", "in", "out", "within")},
         "connections": sum(server["connections"] for server in alive),
-        "parked": sum(server["parked"] for server in alive),
+        "parked": sum(server["parked"] for server in alive),  # codespell:ignore parked - a public name
         "waiting": sum(server["waiting"] for server in alive),
     }
 
@@ -296,7 +297,7 @@ def _server(view: View, server: ServerRecord) -> Json:
         "last_seen": view.seen.left.get(server.name, server.last_seen_at),
         "rates": _rates(current.rates) if current and current.rates else None,
         "connections": sum(load.connections.values()),
-        "parked": load.parked_requests,
+        "parked": load.parked_requests,  # codespell:ignore parked
         "waiting": load.waiting_requests,
         "errors_recently": sum(current.errors_recently.values()) if current else 0,
     }
@@ -350,11 +351,10 @@ def _busy(busy: Busy) -> Json:
 
 
 @lru_cache(maxsize=4096)
-def _settings(_id: int, text: str) -> Json:
+def _settings(_id: int, packed: bytes) -> Json:
     """Return a training's settings as its first worker stored them, empty where the buffer is no training's."""
-    if f'"{TRAINING}"' not in text:
-        return {}
-    found = metadata.decode(text).get(TRAINING)
+    text = metadata.unpack(packed)
+    found = json.loads(text).get(TRAINING) if f'"{TRAINING}"' in text else None
     return found if isinstance(found, dict) and isinstance(found.get("scheme"), str) else {}
 
 
@@ -405,7 +405,8 @@ def _worker(view: View, seen: WorkerSeen) -> Json:
 
 def _tensors(record: BufferRecord) -> Json:
     """Return the named tensors in a buffer, the first of them."""
-    found = metadata.decode(record.metadata).get(TENSORS) if f'"{TENSORS}"' in record.metadata else None
+    text = metadata.unpack(record.metadata)
+    found = json.loads(text).get(TENSORS) if f'"{TENSORS}"' in text else None
     table = found.items() if isinstance(found, dict) else ()
     tensors = [
         {"name": name, "dtype": str(entry.get("dtype", "")), "shape": _extents(entry.get("shape"))}

@@ -1,0 +1,12 @@
+/* read.h: reads, answered from the segment or from a copy. The connection's loop. */
+#ifndef SMB_READ_H
+#define SMB_READ_H
+
+#include "server/connection.h"
+
+/* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once,
+ * at one instant. What it does not take of a chunk is copied aside before the lock is released. So
+ * a slow peer never holds a lock. */
+enum step answer_read(struct connection *connection);
+
+#endif
