@@ -155,11 +155,6 @@ class Client:
         """Seconds, of each call."""
         return self._session.timeout
 
-    @property
-    def reports(self) -> dict[int, Callable[[], pb.TrainingReport]]:
-        """What this process tells the coordinator of its trainings, for people; by whoever asks to be told of."""
-        return self._session.reports
-
     # ---- buffers
 
     def create(
@@ -403,11 +398,6 @@ class Client:
         """
         if self._session.close() and self.pages is not None:
             self.pages.close()
-
-    def hurry(self, seconds: float) -> None:
-        """Bound each later call by so much, where it was more. Raises where the client is of no use any more."""
-        self._session.check_open()
-        self._session.hurry(seconds)
 
     def __enter__(self) -> Client:
         return self
