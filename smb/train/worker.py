@@ -16,7 +16,8 @@ from smb.train import member_table as t
 from smb.train.group import Group, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.parameters import ArrayParameters, Parameters, Values
+from smb.train.scheme import Exchange, Scheme
 from smb.train.status import WorkerStatus, worker_status
 
 _log = logging.getLogger("smb")
@@ -44,23 +45,36 @@ def join(
     no group and no scheme was given, OutOfMemoryError where 48 members are there already, or the servers have no room
     for the scheme's copies of the model (docs/training.md): then nothing of this join stays.
     """
-    return Worker(enter(client, name, values, scheme, guards, lease, **placement), values)
+    parameters = ArrayParameters(values, f"join of group {name!r}")
+    worker = Worker(enter(client, name, parameters, scheme, guards, lease, **placement), parameters)
+    try:
+        worker.begin()
+    except BaseException:
+        worker.withdraw()
+        raise
+    return worker
 
 
 class Worker:
     """This process's membership in a training. Calls come from one thread."""
 
-    def __init__(self, group: Group, values: Values) -> None:
+    def __init__(self, group: Group, parameters: Parameters) -> None:
         self._group = group
-        self._values = values
+        self._parameters = parameters
         self._closed = False
         self._away = False  # joining again was begun, and is not done
         try:
-            with room(group.name, group.scheme, values.nbytes):
-                self._exchange = group.scheme.run(group, values)
+            with room(group.name, group.scheme, 4 * parameters.size):
+                self._exchange = group.scheme.run(group, parameters)
         except BaseException:
             group.withdraw()
             raise
+
+    def begin(self) -> None:
+        """Make the parameters the shared model: the last part of joining. Where it fails they are as they were; then
+        withdraw().
+        """
+        self._exchange.restart()
 
     @property
     def name(self) -> str:
@@ -123,7 +137,6 @@ class Worker:
             _log.warning("group %r: %s", self.name, error)
             self._rejoin()
         except RefusedContributionError:
-            self._group.read(self._values)
             self._exchange.restart()
             raise
 
@@ -159,15 +172,24 @@ class Worker:
         finally:
             self._back(self._group.return_)
 
-    def close(self) -> None:
-        """Leave: what was sent counts, the others go on without this worker. Twice does nothing."""
+    def close(self, *, load: bool = False) -> None:
+        """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
+
+        With `load` the values become the shared model, as it is then; where that fails they stay as they are.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            self._exchange.close()
-        except MembershipLostError as error:
-            _log.warning("group %r: %s", self.name, error)
+            try:
+                self._exchange.close()
+            except MembershipLostError as error:
+                _log.warning("group %r: %s", self.name, error)
+            if load:
+                del self._exchange  # its memory has the model's size
+                shared: Values = np.empty(self._group.weights.size, np.float32)
+                self._group.read(shared)
+                self._parameters.fill(shared)
         finally:
             self._group.leave()
 
@@ -202,8 +224,8 @@ class Worker:
     def _back(self, join: Callable[[], None]) -> None:
         self._away = True
         join()
-        self._group.read(self._values)
-        self._exchange = self._group.scheme.run(self._group, self._values)
+        self._exchange = self._group.scheme.run(self._group, self._parameters)
+        self._exchange.restart()
         self._away = False
 
     def _check_open(self) -> None:
