@@ -1,8 +1,8 @@
-"""What must hold of models on a device. tests/integration/test_torch_devices.py runs them in a process of their own."""
+"""What must hold of models on a device. tests/train/test_torch_devices.py runs them in a process of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of a small model: tensors end and begin in the middle of them."""
     for module in (parameters, model_parameters, staging):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 48)
     fake_device.copies.clear()
-    yield
 
 
 def network(dtype: torch.dtype, device: str) -> nn.Sequential:

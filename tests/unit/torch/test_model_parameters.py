@@ -104,8 +104,8 @@ def test_frozen_parameters_and_statistics_are_apart() -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     parts = parts_of(model, sgd(model))
-    assert [names for names in parts.frozen] == [("0.weight",)]
-    assert [names for names in parts.statistics] == [("1.running_mean",), ("1.running_var",)]
+    assert list(parts.frozen) == [("0.weight",)]
+    assert list(parts.statistics) == [("1.running_mean",), ("1.running_var",)]
     assert ("0.weight",) not in parts.trained
     statistics = Statistics(parts.statistics)
     statistics.collect()
