@@ -21,6 +21,7 @@ from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.metrics import Collector
 from smb.train.r2sp import R2SP
+from smb.train.saved import load, save
 from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
 from smb.train.seasgd import SEASGD
 from smb.train.ssp import SSP
@@ -55,6 +56,8 @@ __all__ = [
     "delete",
     "delete_units",
     "join",
+    "load",
+    "save",
     "scheme_of",
     "shared",
     "status",

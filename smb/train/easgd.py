@@ -88,6 +88,11 @@ class DelayedExchange(Exchange):
         self._elastic.finish()
         self._pay()
 
+    def close(self) -> None:
+        """Flush, and let go of the memory of the model's size."""
+        self.flush()
+        self._elastic.release()
+
     def abandon(self) -> None:
         """Leave the values alone from now on."""
         self._owed = False

@@ -86,6 +86,11 @@ class HiddenExchange(Exchange):
         """Wait for what is under way."""
         self._elastic.finish()
 
+    def close(self) -> None:
+        """Flush, and let go of the memory of the model's size."""
+        self.flush()
+        self._elastic.release()
+
     def abandon(self) -> None:
         """Wait until nothing is under way."""
         self._elastic.abandon()

@@ -29,6 +29,7 @@ from smb.tools.cli.stat import stat
 from smb.tools.cli.status import status
 from smb.tools.cli.targets import targets
 from smb.tools.cli.top import top
+from smb.tools.cli.train_files import train
 from smb.tools.cli.up import up
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ for _command in (
     *(bench, demo, certs, config, doctor, targets),
 ):
     app.command(cls=InOrder if _command is certs else None)(configured(_command))
+app.add_typer(train, name="train")
 
 
 def _print_version(wanted: bool) -> None:

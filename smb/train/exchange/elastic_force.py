@@ -136,6 +136,10 @@ class Elastic:
         """Wait until nothing is under way, and forget what could not be sent."""
         self._contribution.abandon()
 
+    def release(self) -> None:
+        """Let go of the difference; nothing is taken any more. With nothing under way."""
+        self.difference = np.empty(0, np.float32)
+
     def _arrive(self) -> None:
         """In the background, when all of a difference was acknowledged."""
         self._staleness = self._group.table.add(0, _ARRIVED, 1) - self._seen
