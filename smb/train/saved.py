@@ -165,7 +165,7 @@ def _read(buffer: Buffer, place: TensorPlace) -> Iterator[memoryview]:
     offset = place.offset // 4
     for begin in range(0, place.size, PIECE_ELEMENTS):
         count = min(PIECE_ELEMENTS, place.size - begin)
-        yield memoryview(np.ascontiguousarray(buffer.read(offset + begin, count, wire="exact")).view(np.uint8))
+        yield buffer.read(offset + begin, count, wire="exact").view(np.uint8).data
 
 
 @contextlib.contextmanager
