@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -193,6 +194,25 @@ class Shared:
     def scheme(self) -> smb.train.Scheme:
         """The group's scheme, with its settings."""
         return self.worker.scheme
+
+    @property
+    def progress(self) -> smb.train.Progress:
+        """How far the group is: steps and samples. One small read."""
+        self._check_open()
+        return self.worker.progress
+
+    def on_exchange(self, told: Callable[[smb.train.ExchangeEvent], object]) -> None:
+        """Call `told` after each exchange of this process, inside of optimizer.step()."""
+        self._check_open()
+        self.worker.on_exchange(told)
+
+    def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        """Step a learning-rate schedule that counts optimizer steps until it is where the group is: after joining."""
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's has it inside
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)", category=UserWarning)
+            for _ in range(self.progress.steps - scheduler.last_epoch):
+                scheduler.step()
 
     def batches(self, rows: int, size: int, *, epochs: int | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
         """Divide a data set over all who take part: iterate over this process's batches, as row numbers, int64 (n,).

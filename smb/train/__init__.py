@@ -20,6 +20,7 @@ from smb.train.hsgd import HSGD
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.metrics import Collector
+from smb.train.progress import ExchangeEvent, Progress
 from smb.train.r2sp import R2SP
 from smb.train.saved import load, save
 from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
@@ -43,10 +44,12 @@ __all__ = [
     "Collector",
     "DiLoCo",
     "Exchange",
+    "ExchangeEvent",
     "GroupStatus",
     "Guards",
     "LocalSGD",
     "MembershipLostError",
+    "Progress",
     "RefusedContributionError",
     "Scheme",
     "Unit",

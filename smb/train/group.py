@@ -106,6 +106,8 @@ class Group:
         self.admit()
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, old.get(column))
+        self.member.set(t.STEPS, max(old.get(t.STEPS), self.member.get(t.STEPS)))
+        self.member.add(t.SAMPLES_BEFORE, -old.get(t.SAMPLES))  # they are in the former row, or ours, already
         self.member.report()
 
     def leave(self) -> None:

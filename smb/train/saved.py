@@ -29,6 +29,7 @@ from smb.train import member_table as t
 from smb.train.exchange.rounds import RoundScheme
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS
+from smb.train.progress import progress_of
 from smb.train.scheme import scheme_of
 
 STATISTICS = "state"  # of smb.torch.join: NAME/state
@@ -123,6 +124,8 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         "guards": group.guards.settings(),
         "lease": group.lease,
         "round": number,
+        "steps": progress_of(group.table.read()).steps,
+        "samples": progress_of(group.table.read()).samples,
         "size": weights.size,
         "metadata": metadata,
     }
@@ -258,6 +261,9 @@ def _make(
     new(f"{name}/tick", 1, "int64", servers=1)
     members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
     members.swap(0, t.ROUND, 0, told["round"] << t.ROUND_SHIFT)
+    # As if a former member of the first slot had done all of it.
+    members.add(1, t.STEPS, told["steps"])
+    members.add(1, t.SAMPLES_BEFORE, told["samples"])
     members.add(0, t.READY, 1)
 
 

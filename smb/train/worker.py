@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import struct
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -17,6 +20,7 @@ from smb.train.group import Group, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
 from smb.train.parameters import ArrayParameters, Parameters, Values
+from smb.train.progress import ExchangeEvent, Progress, progress_of
 from smb.train.scheme import Exchange, Scheme
 from smb.train.status import WorkerStatus, worker_status
 
@@ -62,6 +66,7 @@ class Worker:
         self._group = group
         self._parameters = parameters
         self._closed = False
+        self._listeners: list[Callable[[ExchangeEvent], object]] = []
         self._away = False  # joining again was begun, and is not done
         try:
             with room(group.name, group.scheme, 4 * parameters.size):
@@ -112,6 +117,16 @@ class Worker:
         return self._group.member.get(t.CONTRIBUTIONS)
 
     @property
+    def progress(self) -> Progress:
+        """How far the group is. One small read."""
+        found = progress_of(self._group.table.read())
+        return dataclasses.replace(found, steps=max(found.steps, self._group.member.get(t.STEPS)))
+
+    def on_exchange(self, told: Callable[[ExchangeEvent], object]) -> None:
+        """Call `told` after each exchange of this worker, in the thread that steps. It costs one small read each."""
+        self._listeners.append(told)
+
+    @property
     def members(self) -> int:
         """How many take part now, this worker among them, those whose death nobody noticed yet too. One small read."""
         return max(1, len(self._group.live(self._group.table.read())))
@@ -131,6 +146,8 @@ class Worker:
         if self._away:
             self._rejoin()
             return
+        started, moved = time.perf_counter(), self._moved()
+        self._group.member.add(t.STEPS, 1)
         try:
             self._exchange.step(samples)
         except MembershipLostError as error:
@@ -139,6 +156,21 @@ class Worker:
         except RefusedContributionError:
             self._exchange.restart()
             raise
+        except Error:
+            self._group.member.add(t.STEPS, -1)  # it is called again
+            raise
+        if self._listeners and self._moved() > moved:
+            self._tell(self._moved() - moved, time.perf_counter() - started)
+
+    def _moved(self) -> int:
+        return self._group.member.get(t.BYTES)
+
+    def _tell(self, moved: int, seconds: float) -> None:
+        member, progress = self._group.member, self.progress
+        norm = struct.unpack("<d", struct.pack("<q", member.get(t.NORM)))[0]
+        event = ExchangeEvent(member.get(t.STEPS), progress.round, norm, member.get(t.STALENESS), moved, seconds)
+        for told in self._listeners:
+            told(event)
 
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""
