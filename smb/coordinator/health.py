@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smb.coordinator.commit_log import Ledger
+from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.store import Store
 
 # Since its last tick, of two a second: the loop hangs.
@@ -20,9 +20,11 @@ TICK_LATE_S = 10.0
 class Health:
     """What /healthz, /livez and /readyz tell; no name of a buffer, client or file is in it."""
 
-    def __init__(self, ledger: Ledger, store: Store, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, commit_log: CommitLog, store: Store, address: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`clock` returns seconds, of any beginning."""
-        self._ledger = ledger
+        self._commit_log = commit_log
         self._store = store
         self._address = address
         self._clock = clock
@@ -45,7 +47,7 @@ class Health:
     @property
     def store_error(self) -> str:
         """Why the store cannot be written; empty where it can."""
-        return self._ledger.store_error
+        return self._commit_log.store_error
 
     def state_free_bytes(self) -> int | None:
         """Return how much room the store's disk has; None where nobody knows."""
@@ -53,7 +55,7 @@ class Health:
 
     def show(self) -> Mapping[str, Any]:
         """Return the object: `alive` is for /livez, `ok` for the others."""
-        state, now = self._ledger.state, self._ledger.now()
+        state, now = self._commit_log.state, self._commit_log.now()
         alive = self.alive
         return {
             "ok": alive and not self.store_error,

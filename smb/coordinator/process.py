@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from smb.cluster import reachable
 from smb.config.parse import format_address, parse_address
 from smb.config.quotas import Quota
-from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.dashboard.server import Dashboard
@@ -29,7 +29,7 @@ from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics, StateMetrics, targets
 from smb.coordinator.rpc_interceptor import Answers
 from smb.coordinator.service import CoordinatorService, new_id
-from smb.coordinator.session_end_notifier import Endings
+from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SESSION_LEASE_S, State
 from smb.coordinator.store import StoreError, open_store
 from smb.coordinator.token_issuer import LIFETIME_S, Tokens
@@ -117,29 +117,29 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     leaving.push_async_callback(store.close)
     tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
     begun = time.monotonic()
-    ledger = await Ledger.open(
+    commit_log = await CommitLog.open(
         store, new_id(), session_lease_s=lease_s, stripe_bytes=options.stripe_bytes, quotas=options.quotas
     )
     recovery_s = time.monotonic() - begun
     servers = MemoryServers(options.credentials)
     leaving.push_async_callback(servers.close)
-    endings = Endings(ledger, servers)
+    endings = SessionEndNotifier(commit_log, servers)
     leaving.push_async_callback(endings.close)
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
-    registry.register(StateMetrics(lambda: (ledger.state, ledger.now()), recovery_s))
+    registry.register(StateMetrics(lambda: (commit_log.state, commit_log.now()), recovery_s))
     leases = LeaseMetrics(registry)
     guards = [] if options.credentials is None else [AioGuard()]
-    watch = Watch(ledger.now())
+    watch = Watch(commit_log.now())
 
     def answered(method: str, code: grpc.StatusCode, seconds: float) -> None:
         call_metrics.count(method, code, seconds)
         if code is grpc.StatusCode.INTERNAL:
-            watch.failed(method, ledger.now())
+            watch.failed(method, commit_log.now())
 
     server = grpc.aio.server(interceptors=[Answers(answered), *guards], options=GRPC_SERVER_OPTIONS)
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
-    health = Health(ledger, store, address)
+    health = Health(commit_log, store, address)
     watch.look_at_store = lambda: (health.store_error, health.state_free_bytes())
     registry.register(HealthMetrics(health))
     if options.credentials is not None:
@@ -149,17 +149,19 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leases.saw(event, before, committed, now)
         watch.saw(event, before, committed, now)
 
-    ledger.on_commit = saw
-    overview = Overview(lambda: (ledger.state, ledger.now()), watch, _shown_to_others(address, host))
+    commit_log.on_commit = saw
+    overview = Overview(lambda: (commit_log.state, commit_log.now()), watch, _shown_to_others(address, host))
     shared = pb.SharedSettings(checksum=options.checksum)
-    service = CoordinatorService(ledger, servers, endings, watch, overview, shared, tokens)
+    service = CoordinatorService(commit_log, servers, endings, watch, overview, shared, tokens)
     leaving.push_async_callback(service.finish)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     dashboard = Dashboard(overview)
 
     def route(path: str, query: str) -> Answer | None:
         if path == "/targets":
-            return Answer("200 OK", "application/json", targets(ledger.state, _shown_to_others(pages.address, host)))
+            return Answer(
+                "200 OK", "application/json", targets(commit_log.state, _shown_to_others(pages.address, host))
+            )
         return dashboard(path, query) or Answer("404 Not Found", "text/plain", _PATHS)
 
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
@@ -167,9 +169,9 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     leaving.callback(pages.close)
     await server.start()
     leaving.push_async_callback(server.stop, STOP_GRACE_S)
-    leaving.callback(ledger.stop_waiting)
-    idle_names = IdleNames(ledger, servers, service.drop, idle_s)
-    for beginning in (_tick(ledger, endings, health), _trim(), idle_names.run()):
+    leaving.callback(commit_log.stop_waiting)
+    idle_names = IdleNames(commit_log, servers, service.drop, idle_s)
+    for beginning in (_tick(commit_log, endings, health), _trim(), idle_names.run()):
         leaving.push_async_callback(_cancel, asyncio.create_task(beginning))
 
     _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)
@@ -197,11 +199,11 @@ def _bind(server: grpc.aio.Server, asked: str, address: str, credentials: Creden
     return port
 
 
-async def _tick(ledger: Ledger, endings: Endings, health: Health) -> None:
+async def _tick(commit_log: CommitLog, endings: SessionEndNotifier, health: Health) -> None:
     while True:
         await asyncio.sleep(TICK_S)
-        with suppress(StoreError):  # the ledger has said it, once; the next tick tries again
-            endings.tell(await ledger.commit(Ticked()))
+        with suppress(StoreError):  # the commit log has said it, once; the next tick tries again
+            endings.tell(await commit_log.commit(Ticked()))
         health.ticked()
 
 

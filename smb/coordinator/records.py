@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
+
+from smb.rpc.metadata import pack
 
 
 class Kind(str, Enum):
@@ -59,7 +62,7 @@ class BufferRecord:
     kind: Kind = Kind.BUFFER  # from here on the defaults are those of records that were stored without it
     versions: int = 1
     wire: str = "exact"
-    metadata: str = ""  # a JSON object, checked; empty: {}
+    metadata: bytes = b""  # a JSON object, checked, and packed; empty: {}
 
     @property
     def key(self) -> str:
@@ -78,7 +81,9 @@ class BufferRecord:
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        fields = asdict(self)
+        fields["metadata"] = b64encode(self.metadata).decode()
+        return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str) -> BufferRecord:
@@ -87,6 +92,8 @@ class BufferRecord:
         fields["shape"] = tuple(fields["shape"])
         fields["segments"] = tuple(SegmentRecord(**segment) for segment in fields["segments"])
         fields["kind"] = Kind(fields.get("kind", Kind.BUFFER))
+        stored = fields.get("metadata", "")  # a text as it stands, from a coordinator that did not pack them
+        fields["metadata"] = pack(stored) if stored.startswith("{") else b64decode(stored)
         return BufferRecord(**fields)
 
 

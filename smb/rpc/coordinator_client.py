@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from smb.config.parse import parse_address
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
 from smb.rpc.control_pb2_grpc import CoordinatorStub
-from smb.security.credentials import COORDINATOR_NAME, Credentials, channel
+from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
 
 class SessionEndedError(errors.UnavailableError):
@@ -67,14 +68,38 @@ class Coordinator:
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
         self._secured = credentials is not None
-        self._channel = channel(address, COORDINATOR_NAME, credentials)
-        self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._current = Current(credentials) if credentials is not None else None
+        self._used = credentials
+        self._lock = threading.Lock()  # of the channels
+        self._closed = False
+        self._channels: list[grpc.Channel] = []  # that of now is the last one
+        self._connect()
         self._session_id, self._session_secret = 0, b""
         self.tokens = Tokens(self._open_again)
 
     def close(self) -> None:
         """Close the channel; calls in progress fail."""
-        self._channel.close()
+        with self._lock:
+            self._closed = True
+            for each in self._channels:
+                each.close()
+
+    def _connect(self) -> None:
+        self._channels.append(channel(self.address, COORDINATOR_NAME, self._used))
+        self._stub = CoordinatorStub(self._channels[-1])  # type: ignore[no-untyped-call]
+
+    def _take_new_certificate(self) -> None:
+        """Connect with what the files hold now. Calls under way end over the channel that they began with, unless the
+        certificate is replaced twice meanwhile.
+        """
+        found = self._current.now() if self._current is not None else None
+        with self._lock:
+            if found is self._used or self._closed:
+                return
+            self._used = found
+            self._connect()
+            if len(self._channels) > 2:
+                self._channels.pop(0).close()
 
     def open_session(self, client_name: str, timeout: float) -> tuple[int, float, pb.SharedSettings]:
         """Return (session id, lease in seconds, what holds for all clients that say nothing themselves)."""
@@ -87,7 +112,10 @@ class Coordinator:
         return reply.session_id, reply.lease_ms / 1000, reply.shared
 
     def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
-        """Return the lease in seconds. Raises SessionEndedError where there is nothing left to renew."""
+        """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
+        where there is nothing left to renew.
+        """
+        self._take_new_certificate()
         request = pb.RenewSessionRequest(
             session_id=session_id, client_name=client_name, session_secret=self._session_secret
         )
