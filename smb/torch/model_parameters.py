@@ -88,9 +88,13 @@ class ModelParameters(Parameters):
         """Raises InvalidArgumentError for what can't be shared."""
         for names, tensor in tensors.items():
             check(names[0], tensor)
+        self.verify = verify
+        self.place(tensors)
+
+    def place(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        """Lay the tensors out."""
         self.table, self.entries = lay_out(tensors)
         self.size = self.table.size
-        self.verify = verify
         self._plan = tuple(_pieces(self.entries, self.size))
         self._staging = Staging(self.size)
         self._scratch: list[torch.Tensor] = []

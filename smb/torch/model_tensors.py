@@ -53,8 +53,10 @@ def plain_state(model: torch.nn.Module, **options: Any) -> dict[str, Any]:
     return {plain_name(model, name): value for name, value in model.state_dict(**options).items()}
 
 
-def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
-    """Divide what model.state_dict() holds. Raises InvalidArgumentError where the model can't be shared."""
+def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> Parts:
+    """Divide what model.state_dict() holds. Raises InvalidArgumentError where the model can't be shared; with `sharded`
+    what is trained may be, and is not looked at.
+    """
     named: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in plain_state(model, keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):  # get_extra_state() may be anything
@@ -82,9 +84,10 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
             )
     if not parts.trained:
         raise InvalidArgumentError("the model has no parameter that requires gradients: there is nothing to share")
-    for every, tensor in parts.trained.items():
-        check(every[0], tensor)
-    check_apart(parts.trained)
+    if not sharded:
+        for every, tensor in parts.trained.items():
+            check(every[0], tensor)
+        check_apart(parts.trained)
     return parts
 
 

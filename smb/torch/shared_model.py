@@ -67,6 +67,7 @@ def join(
     servers: Any = None,
     stripe: Any = None,
     wire: str | None = None,
+    mesh: Any = None,
     **settings: Any,
 ) -> Shared:
     """Train the model together with all who join the same name. Returns when it has the shared model's values.
@@ -80,6 +81,10 @@ def join(
     contribution. Shared.batches() keeps it right; set `samples` of the result where you make batches yourself. guards,
     lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass the one that steps last, with all
     parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is found by its `.optimizer`.
+
+    With mesh=, a torch.distributed DeviceMesh, its ranks are one member: each calls this, with a client of its own, and
+    each moves its own shards (DTensors of fully_shard or parallelize_module); rank 0 of it speaks for all. Schemes of
+    rounds only. All ranks step and close() together. Where one of them dies the member does.
 
     The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
     DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
@@ -107,7 +112,12 @@ def join(
         if client is None:
             client = on_failure.enter_context(smb.connect(coordinator))
         options |= {"guards": guards, "lease": lease}
-        shared = Shared(model, inner, name, scheme, settings, client, samples, options)
+        if mesh is None:
+            shared = Shared(model, inner, name, scheme, settings, client, samples, options)
+        else:
+            from smb.torch.mesh import MeshShared  # with torch.distributed.tensor, which takes a second
+
+            shared = MeshShared(model, inner, name, scheme, settings, client, samples, options, mesh)
         shared._owned = on_failure.pop_all()
     return shared
 
@@ -135,9 +145,10 @@ class Shared:
         _check_free(model)
         self.samples = samples
         self._model = model
-        parts = parts_of(model, optimizer)
-        self._trained = ModelParameters(parts.trained)
-        self._trained.verify = self._check = Check(model, optimizer, self._trained.entries, parts.frozen)
+        parts = self._parts(model, optimizer)
+        self._trained = self._parameters(parts)
+        self._check = Check(model, optimizer, self._trained.entries, parts.frozen)
+        self._trained.verify = self._check
         self._statistics = Statistics(parts.statistics)
         self._mixing: Future[Any] | None = None
         self._open = False
@@ -147,13 +158,16 @@ class Shared:
         with contextlib.ExitStack() as on_failure:
             self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
             on_failure.callback(self._hook.remove)
-            # Kept from before joining until the state is there, so that both buffers are of one maker.
-            with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
-                self._join(name, scheme, settings, parts, options)
+            self._join(name, scheme, settings, parts, options)
             on_failure.pop_all()
-        self._contributions = self.worker.contributions
         self._open = True
         _joined.add(self)
+
+    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
+        return parts_of(model, optimizer)
+
+    def _parameters(self, parts: Parts) -> Any:
+        return ModelParameters(parts.trained)
 
     def _join(
         self,
@@ -163,7 +177,20 @@ class Shared:
         parts: Parts,
         options: dict[str, Any],
     ) -> None:
-        """Become a member. Under the lock. Nothing of the model is changed before all that can fail is done."""
+        """Become a member. Nothing of the model is changed before all that can fail is done."""
+        # Kept from before joining until the state is there, so that both buffers are of one maker.
+        with self._client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+            self._join_locked(name, scheme, settings, parts, options)
+        self._contributions = self.worker.contributions
+
+    def _join_locked(
+        self,
+        name: str,
+        scheme: str | smb.train.Scheme | None,
+        settings: dict[str, Any],
+        parts: Parts,
+        options: dict[str, Any],
+    ) -> None:
         client, mark = self._client, mark_of(parts.frozen) if parts.frozen else None
         group = None
         try:

@@ -366,10 +366,7 @@ def _made(
         weights = client.create(name, parameters.size, "float32", metadata=metadata, **placement)
         client.create(f"{name}/tick", 1, "int64", servers=1)
         table = t.Table(client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
-        for begin, piece in parameters.pieces():
-            if not np.isfinite(piece).all():
-                raise InvalidArgumentError(f"join of group {name!r}: the first values are not finite")
-            weights.write(piece, begin, wire="exact")
+        parameters.store(weights)
         table.add(0, t.READY, 1)
         group = Group(client, name, weights, settings)
         on_failure.pop_all()

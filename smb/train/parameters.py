@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import Future
 from itertools import cycle
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smb.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.train.group import Group
 
 Values: TypeAlias = NDArray[np.float32]
 
@@ -51,6 +56,27 @@ class Parameters(ABC):
     @abstractmethod
     def keep_exact(self) -> None:
         """Keep beside values of fewer bits what rounding leaves out of fill and subtract, from now on."""
+
+    # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
+
+    def store(self, weights: Buffer) -> None:
+        """Write the present values, exact. Raises InvalidArgumentError where they are not finite."""
+        for begin, piece in self.pieces():
+            if not np.isfinite(piece).all():
+                raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
+            weights.write(piece, begin, wire="exact")
+
+    def read(self, buffer: Buffer, out: Values) -> None:
+        """Read what is theirs of a buffer, exact, into `out`, (n,)."""
+        buffer.read(out=out, wire="exact")
+
+    def write(self, buffer: Buffer, piece: Values, begin: int) -> list[Future[Any]]:
+        """Begin to write a piece, by the buffer's wire."""
+        return [buffer.write_async(piece, begin)]
+
+    def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use
+        """Take note that the worker has taken a slot."""
+        return
 
 
 class ArrayParameters(Parameters):

@@ -16,6 +16,7 @@ import numpy as np
 from smb.client import Client
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.train import member_table as t
+from smb.train.exchange.snapshot import Together
 from smb.train.group import Group, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
@@ -69,6 +70,7 @@ class Worker:
         self._listeners: list[Callable[[ExchangeEvent], object]] = []
         self._away = False  # joining again was begun, and is not done
         try:
+            parameters.seated(group)
             with room(group.name, group.scheme, 4 * parameters.size):
                 self._exchange = group.scheme.run(group, parameters)
         except BaseException:
@@ -214,10 +216,12 @@ class Worker:
         self._closed = True
         try:
             try:
+                if load and isinstance(self._parameters, Together):
+                    self._exchange.restart()
                 self._exchange.close()
             except MembershipLostError as error:
                 _log.warning("group %r: %s", self.name, error)
-            if load:
+            if load and not isinstance(self._parameters, Together):
                 del self._exchange  # its memory has the model's size
                 shared: Values = np.empty(self._group.weights.size, np.float32)
                 self._group.read(shared)
@@ -256,6 +260,7 @@ class Worker:
     def _back(self, join: Callable[[], None]) -> None:
         self._away = True
         join()
+        self._parameters.seated(self._group)
         self._exchange = self._group.scheme.run(self._group, self._parameters)
         self._exchange.restart()
         self._away = False

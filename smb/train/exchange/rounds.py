@@ -42,7 +42,7 @@ from smb.errors import (
 )
 from smb.lock import Lock
 from smb.train import member_table as t
-from smb.train.exchange.snapshot import Snapshot
+from smb.train.exchange.snapshot import snapshot_of
 from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
@@ -113,7 +113,7 @@ class RoundExchange(Exchange):
     its inbox until it is known what became of it."""
 
     def __init__(self, group: Group, parameters: Parameters, scheme: RoundScheme) -> None:
-        self.snapshot = Snapshot(parameters, group.weights.wire)
+        self.snapshot = snapshot_of(parameters, group.weights.wire)
         self._group = group
         self._scheme = scheme
         self._interval = scheme.interval()

@@ -7,6 +7,7 @@ leaves out of one contribution goes along with the next (error feedback: Seide e
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections import deque
 from concurrent.futures import Future
 from typing import Any
@@ -31,7 +32,7 @@ class Snapshot:
 
     def fetch(self, weights: Buffer) -> None:
         """Read the group's values as the next base, exact. The parameters stay as they are."""
-        weights.read(out=self.base, wire="exact")
+        self._parameters.read(weights, self.base)
 
     def adopt(self) -> None:
         """Make the parameters what was fetched."""
@@ -47,19 +48,19 @@ class Snapshot:
         made. Blocks until all is there. Where it raises, call it again: nothing is lost.
         """
         found = Norm()
-        under_way: deque[Future[None]] = deque()
+        under_way: deque[list[Future[Any]]] = deque()
         try:
             for begin, delta in self._parameters.deltas(self.base):
                 piece = delta if self._unsent is None else self._gather(begin, delta, self._unsent)
                 found.add(piece)
-                if piece.size == self.base.size:
+                if piece.size == inbox.size:
                     inbox.write(piece)
                     break
-                under_way.append(inbox.write_async(piece, begin))
+                under_way.append(self._parameters.write(inbox, piece, begin))
                 if len(under_way) > 1:
-                    under_way.popleft().result()
+                    _end(under_way)
             while under_way:
-                under_way.popleft().result()
+                _end(under_way)
         finally:
             _wait(under_way)  # the memory is in use until then
         if self._unsent is not None and not found.bad:
@@ -76,7 +77,27 @@ class Snapshot:
         return piece
 
 
-def _wait(calls: deque[Future[Any]]) -> None:
-    for call in calls:
-        with contextlib.suppress(Error):
-            call.result()
+def _end(under_way: deque[list[Future[Any]]]) -> None:
+    for call in under_way[0]:
+        call.result()
+    under_way.popleft()
+
+
+def _wait(under_way: deque[list[Future[Any]]]) -> None:
+    for calls in under_way:
+        for call in calls:
+            with contextlib.suppress(Error):
+                call.result()
+
+
+def snapshot_of(parameters: Parameters, wire: str) -> Snapshot:
+    """Return a worker's snapshot, where its processes have their parts together."""
+    return parameters.snapshot(wire) if isinstance(parameters, Together) else Snapshot(parameters, wire)
+
+
+class Together(Parameters):
+    """Parameters in several processes, which are one worker: this one speaks for all."""
+
+    @abstractmethod
+    def snapshot(self, wire: str) -> Snapshot:
+        """Return what moves the parts of all."""
