@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 from torch import nn
 from typer.testing import CliRunner
@@ -140,6 +141,22 @@ def test_a_joined_model_goes_through_a_file(connect: Connect, tmp_path: Path) ->
     with smb.torch.join(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), "run", client=client):
         assert torch.equal(fresh[2].weight, models[0][2].weight)
         assert torch.equal(fresh[1].running_var, models[0][1].running_var)
+
+
+def test_a_joined_model_goes_through_distributed_checkpoint(connect: Connect, tmp_path: Path) -> None:
+    """PyTorch's checkpoints of a joined model, and of what is shared, are what a plain one's are."""
+    model = nn.Linear(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", scheme="localsgd", every=2, client=connect()) as shared:
+        model(torch.randn(8, 5)).square().sum().backward()
+        optimizer.step()  # this process's own is not the shared one now
+        saved = {"own": model.state_dict(), "shared": shared.state_dict()}
+        dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+        read = {key: {name: torch.zeros_like(each) for name, each in state.items()} for key, state in saved.items()}
+        dcp.load(read, checkpoint_id=tmp_path / "checkpoint")
+        assert torch.equal(read["own"]["weight"], model.weight)
+        assert torch.equal(read["shared"]["weight"], shared.state_dict()["weight"])
+        assert not torch.equal(read["shared"]["weight"], model.weight)
 
 
 @pytest.mark.parametrize("scheme", ["bsp", "asp", "easgd", "diloco"])
