@@ -149,6 +149,8 @@ class ModelParameters(Parameters):
         """Yield each piece, what is in it, in host memory, and room for the float32 values that it becomes. The piece
         after it is on its way meanwhile.
         """
+        if not self._plan:
+            return  # a rank that has no part of anything
         if not self._scratch:
             self._scratch = [torch.from_numpy(memory) for memory in scratch(self.size)]
         flat = _Flat(self.entries)
