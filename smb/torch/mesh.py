@@ -353,7 +353,7 @@ class MeshShared(Shared):
         scheme: str | smb.train.Scheme | None,
         settings: dict[str, Any],
         client: Client,
-        samples: int,
+        samples: int | None,
         options: dict[str, Any],
         mesh: DeviceMesh,
     ) -> None:
@@ -419,6 +419,9 @@ class MeshShared(Shared):
             if self._ranks.speaks:
                 for _ in range(self._interval):  # all but the last one are only counted
                     self.worker.step(self.samples)
+
+    def __repr__(self) -> str:
+        return f"<smb.torch.MeshShared of training {self._name!r}, rank {self._ranks.rank} of {self._ranks.count}>"
 
     @property
     def scheme(self) -> smb.train.Scheme:

@@ -38,11 +38,11 @@ import torch
 
 import smb
 import smb.train
-from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.tensors import TensorTable
 from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
-from smb.train.group import enter, view
+from smb.train.group import clear, enter, view
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
@@ -61,9 +61,10 @@ def join(
     scheme: str | smb.train.Scheme | None = None,
     coordinator: str | None = None,
     client: smb.Client | None = None,
-    samples: int = 1,
+    samples: int | None = None,
     guards: smb.train.Guards | None = None,
     lease: float | None = None,
+    fresh: bool = False,
     servers: Any = None,
     stripe: Any = None,
     wire: str | None = None,
@@ -76,11 +77,13 @@ def join(
     of smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); settings that
     are left out are the group's, or their defaults where there is none, and None adopts all of the group's. After each
     optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the parameters in place.
-    `coordinator` is an address, default $SMB_COORDINATOR; or pass a `client`, which stays open. `samples` is how many
-    samples a step trains. What is counted and shown is made of them, and with token_weights=True the weight of a
-    contribution. Shared.batches() keeps it right; set `samples` of the result where you make batches yourself. guards,
-    lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass the one that steps last, with all
-    parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is found by its `.optimizer`.
+    `coordinator` is an address, default $SMB_COORDINATOR, else 127.0.0.1:7070; or pass a `client`, which stays open.
+    `samples` is how many samples a step trains (None: nobody says, and none are counted). What is counted and shown is
+    made of them, and with token_weights=True the weight of a contribution. Shared.batches() keeps it right; set
+    `samples` of the result where you make batches yourself. fresh=True begins anew: it deletes a training of this name
+    in which nobody is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass
+    the one that steps last, with all parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is
+    found by its `.optimizer`.
 
     With mesh=, a torch.distributed DeviceMesh, its ranks are one member: each calls this, with a client of its own, and
     each moves its own shards (DTensors of fully_shard or parallelize_module); rank 0 of it speaks for all. Schemes of
@@ -89,10 +92,11 @@ def join(
     The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
     DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
     InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
-    tensors than its model's; NotFoundError where there is no group and no scheme is given; smb's errors where the
-    cluster fails. The model's values are as they were then, and nothing of this join stays. optimizer.step() raises
-    smb.train.RefusedContributionError where a guard refuses (NaN, for one): the model is the shared one again, the
-    optimizer's state as it was.
+    tensors than its model's; NotFoundError where there is no group and no scheme is given; AlreadyExistsError with
+    fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then,
+    and nothing of this join stays. optimizer.step() raises smb.train.RefusedContributionError where a guard refuses
+    (NaN, for one): the model is the shared one again, the optimizer's state as it was; and NotFoundError where the
+    training was deleted, after which close() succeeds.
     """
     if client is not None and coordinator is not None:
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
@@ -111,7 +115,7 @@ def join(
     with contextlib.ExitStack() as on_failure:
         if client is None:
             client = on_failure.enter_context(smb.connect(coordinator))
-        options |= {"guards": guards, "lease": lease}
+        options |= {"guards": guards, "lease": lease, "fresh": fresh}
         if mesh is None:
             shared = Shared(model, inner, name, scheme, settings, client, samples, options)
         else:
@@ -128,8 +132,8 @@ class Shared:
     Leaving the `with` by an exception leaves the group without waiting for anything. Not for several threads at once.
     """
 
-    samples: int
-    """Samples that one optimizer.step() trains."""
+    samples: int | None
+    """Samples that one optimizer.step() trains; None: not said."""
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class Shared:
         scheme: str | smb.train.Scheme | None,
         settings: dict[str, Any],
         client: smb.Client,
-        samples: int,
+        samples: int | None,
         options: dict[str, Any],
     ) -> None:
         _check_free(model)
@@ -192,7 +196,9 @@ class Shared:
         options: dict[str, Any],
     ) -> None:
         client, mark = self._client, mark_of(parts.frozen) if parts.frozen else None
-        group = None
+        group, fresh = None, options.pop("fresh")
+        if fresh:
+            clear(client, name)
         try:
             group = view(client, name)
         except NotFoundError:
@@ -208,6 +214,8 @@ class Shared:
         try:
             _compare(joined.weights, self._trained.table)  # another may have made it meanwhile
             _compare_frozen(joined.weights, mark)
+            if fresh and not self.worker.made:
+                raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
             self._state = self._join_state(client, name)
             self.worker.begin()
         except BaseException:
@@ -216,6 +224,7 @@ class Shared:
             raise
         if self._state is not None:
             self._statistics.spread()
+        self.worker.announce()
 
     @property
     def scheme(self) -> smb.train.Scheme:
@@ -265,7 +274,7 @@ class Shared:
 
     def _batches(self, units: smb.train.WorkUnits, rows: int, seed: int) -> Iterator[torch.Tensor]:
         order, shuffled, taken = torch.empty(0, dtype=torch.int64), -1, 0
-        for unit in units:
+        while (unit := self._taken(units)) is not None:
             if unit.epoch != shuffled:
                 shuffled = unit.epoch
                 order = torch.from_numpy(np.random.default_rng([seed, shuffled]).permutation(rows))
@@ -274,6 +283,10 @@ class Shared:
             yield order[unit.start : unit.start + unit.count]
         if not taken:
             _log.warning("training %r: all batches of all epochs are done; ask for more epochs", self.worker.name)
+
+    def _taken(self, units: smb.train.WorkUnits) -> smb.train.Unit | None:
+        with self.worker.there():
+            return units.take()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared model of now, in memory of its own: the model's own state_dict() with the group's values in
@@ -299,7 +312,8 @@ class Shared:
         """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
 
         What was trained since this worker's last exchange has then no part in the model, here as in the others.
-        The optimizer is free of the hook. Twice does nothing.
+        The optimizer is free of the hook. Twice does nothing. Of a training that was deleted there is nothing to load:
+        the model stays as it is. A coordinator that is away is only warned of.
         """
         if not self._open:
             return
@@ -312,8 +326,19 @@ class Shared:
                 if self._state is not None:
                     self._state.read(out=self._statistics.values, wire="exact")
                     self._statistics.spread()
+        except NotFoundError as error:
+            if not self.worker.deleted:
+                raise
+            _log.warning("%s; the model is this process's own", error)
         finally:
             self._leave()
+
+    def __repr__(self) -> str:
+        return (
+            f"<smb.torch.Shared {self._trained.size:,} parameters in training {self.worker.name!r}: "
+            f"{self.scheme}, {self.worker.contributions} contributions"
+            f"{'' if self._open else ', closed'}>"
+        )
 
     def __enter__(self) -> Shared:
         return self
@@ -356,7 +381,8 @@ class Shared:
     def _settle_mixing(self) -> None:
         if self._mixing is not None:
             mixing, self._mixing = self._mixing, None
-            mixing.result()
+            with self.worker.there():
+                mixing.result()
 
     # ---- coming and going
 
@@ -382,7 +408,15 @@ class Shared:
             last.push(self._owned)
             last.callback(self.worker.close)
             if self._units is not None:
-                last.callback(self._units.close)
+                last.callback(self._leave_units, self._units)
+
+    def _leave_units(self, units: smb.train.WorkUnits) -> None:
+        try:
+            units.close()
+        except NotFoundError as error:
+            _log.debug("%s", error)
+        except Error as error:
+            _log.warning("training %r: could not hand back what was in hand: %s", self.worker.name, error)
 
     def _check_open(self) -> None:
         if not self._open:

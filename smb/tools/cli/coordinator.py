@@ -41,6 +41,8 @@ def coordinator(
 
     Data never passes through it: clients and memory servers go on while it is down, and a restart on the same --state
     and --listen brings everything back.
+
+    Example: smb coordinator --listen 0.0.0.0:7070 --state /var/lib/smb --credentials lab/coordinator
     """
     try:
         start_log(log_level)
