@@ -89,16 +89,21 @@ class ErrorFeedback:
         before = part.copy()
         with np.errstate(over="ignore", invalid="ignore"):
             total = array + part if scale == 1.0 else np.float32(scale) * array + part
-            arrives = total if wire == WIRES["exact"] else self._rounded(total, offset, wire)
+            arrives = total if wire == WIRES["exact"] else _rounded(self.buffer, total, offset, wire)
             np.subtract(total, arrives, out=part)
         return Sending(self, offset, total, arrives, before)
 
-    def _rounded(self, total: Array, offset: int, wire: int) -> Array:
-        arrives = np.empty_like(total)
-        chunk_bytes = self.buffer.layout.chunk_bytes
-        source, sink = engine.memory_of(total), engine.memory_of(arrives)
-        engine.round_as_sent(wire, source, total.size, 4 * offset, chunk_bytes, sink)
-        return arrives
+
+def as_sent(buffer: Buffer, values: Array, offset: int) -> Array:
+    """Return what these float32 values are when they arrive at `offset` of a float32 buffer, by its own wire."""
+    return values if buffer.wire == "exact" else _rounded(buffer, values, offset, WIRES[buffer.wire])
+
+
+def _rounded(buffer: Buffer, values: Array, offset: int, wire: int) -> Array:
+    arrives = np.empty_like(values)
+    source, sink = engine.memory_of(values), engine.memory_of(arrives)
+    engine.round_as_sent(wire, source, values.size, 4 * offset, buffer.layout.chunk_bytes, sink)
+    return arrives
 
 
 class Sending:

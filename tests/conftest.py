@@ -32,6 +32,7 @@ LONG_FILES = (
     "api/test_examples.py",
     "ops/test_memserver.py",
     "train/test_publish.py",
+    "train/test_frameworks.py",
     "ops/test_cli.py",
     "unit/support/test_builds.py",
     "train/test_asp_and_ssp.py",

@@ -20,6 +20,7 @@ import torch
 from smb.errors import InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX, Pin
 from smb.tensors import TensorTable
+from smb.torch.model_tensors import plain_name, plain_state
 from smb.train.group import METADATA
 
 if TYPE_CHECKING:
@@ -116,15 +117,17 @@ class Follower:
     def load(self, model: torch.nn.Module) -> int:
         """Read the latest generation into a model, on any device, and return its number.
 
-        The model's names and shapes are those of the published state, else InvalidArgumentError and it is as it was;
+        The model's names, without what torch.compile and DistributedDataParallel put into them, and its shapes are
+        those of the published state, else InvalidArgumentError and it is as it was;
         where a dtype is another one values are converted, as load_state_dict does. Raises NotFoundError before the
         first generation: wait() for it.
         """
         asked = f"load {self.buffer.name!r}"
-        wanted = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+        wanted = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
         _check_same(asked, {name: tensor.shape for name, tensor in wanted.items()}, self._memory.shapes())
         self._read(asked)
-        model.load_state_dict(self._memory.tensors)
+        names = ((name, plain_name(model, name)) for name in model.state_dict())
+        model.load_state_dict({name: self._memory.tensors[plain] for name, plain in names if plain in wanted})
         return self.generation
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -226,7 +229,7 @@ class _Memory:
 def _tensors(asked: str, state: State) -> dict[str, torch.Tensor]:
     """Return the state as names and tensors that can be copied byte by byte."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in (state.state_dict() if isinstance(state, torch.nn.Module) else state).items():
+    for name, tensor in (plain_state(state) if isinstance(state, torch.nn.Module) else state).items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(
                 f"{asked}: {name!r} is a {type(tensor).__name__}, no tensor; leave it out, or put it into metadata="

@@ -8,10 +8,11 @@
 
 What is shared, and how:
 
-- Parameters that the optimizer has or that require gradients: by the scheme, as one float32 vector of which they become
-  views (smb/torch/flat_parameters.py; bfloat16 ones have a float32 master there). The Parameter objects stay, so the
-  optimizer and its state are untouched: momenta are never sent.
-- Frozen parameters: the first to join stores its own in the buffer NAME/state, later ones take them from there.
+- Parameters that the optimizer has or that require gradients: by the scheme, as one float32 vector. They stay where
+  they are, on any device, float32, bfloat16 or float16; what is exchanged is copied, by pieces, when the scheme
+  exchanges (smb/torch/model_parameters.py). Momenta are never sent.
+- Frozen parameters: each process brings its own. A joiner whose frozen values are not those of who made the group is
+  refused, by a mark of a few of them.
 - Floating-point buffers, batch normalisation's running statistics above all: each process keeps and uses its own while
   it trains, as they describe the batches that it sees. After each exchange it mixes them into NAME/state, with weight
   1/members: `state += (own - state) / members`, at the servers, in the background. state_dict() and close() give that
@@ -25,8 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -36,13 +38,15 @@ import torch
 
 import smb
 import smb.train
-from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.tensors import TensorTable
-from smb.torch.flat_parameters import Entry, Trained, Untrained, split
-from smb.train.group import clear, view
+from smb.torch.model_parameters import Entry, ModelParameters
+from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
+from smb.train.group import clear, enter, view
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
+FROZEN = "smb.torch.frozen"  # in a buffer's metadata: the mark of the maker's frozen parameters
 _JOIN_TTL_S = 30.0
 
 _log = logging.getLogger("smb")
@@ -64,6 +68,7 @@ def join(
     servers: Any = None,
     stripe: Any = None,
     wire: str | None = None,
+    mesh: Any = None,
     **settings: Any,
 ) -> Shared:
     """Train the model together with all who join the same name. Returns when it has the shared model's values.
@@ -77,15 +82,21 @@ def join(
     made of them, and with token_weights=True the weight of a contribution. Shared.batches() keeps it right; set
     `samples` of the result where you make batches yourself. fresh=True begins anew: it deletes a training of this name
     in which nobody is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass
-    the one that steps last, with all parameters requiring gradients.
+    the one that steps last, with all parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is
+    found by its `.optimizer`.
 
-    The model must be in host memory, its trained parameters float32 or bfloat16: one on a GPU is refused. Raises
+    With mesh=, a torch.distributed DeviceMesh, its ranks are one member: each calls this, with a client of its own, and
+    each moves its own shards (DTensors of fully_shard or parallelize_module); rank 0 of it speaks for all. Schemes of
+    rounds only. All ranks step and close() together. Where one of them dies the member does.
+
+    The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
+    DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
     InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
     tensors than its model's; NotFoundError where there is no group and no scheme is given; AlreadyExistsError with
-    fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then.
-    optimizer.step() raises smb.train.RefusedContributionError where a guard refuses (NaN, for one): the model is the
-    shared one again, the optimizer's state as it was; and NotFoundError where the training was deleted, after which
-    close() succeeds.
+    fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then,
+    and nothing of this join stays. optimizer.step() raises smb.train.RefusedContributionError where a guard refuses
+    (NaN, for one): the model is the shared one again, the optimizer's state as it was; and NotFoundError where the
+    training was deleted, after which close() succeeds.
     """
     if client is not None and coordinator is not None:
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
@@ -93,7 +104,8 @@ def join(
         raise InvalidArgumentError(
             f"smb.torch.join: {', '.join(settings)}: settings belong to a scheme that is given by its name"
         )
-    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+    inner = _unwrapped(optimizer)
+    if not isinstance(model, torch.nn.Module) or inner is None:
         raise InvalidArgumentError(
             f"smb.torch.join: first the model, then the optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}"
@@ -104,7 +116,12 @@ def join(
         if client is None:
             client = on_failure.enter_context(smb.connect(coordinator))
         options |= {"guards": guards, "lease": lease, "fresh": fresh}
-        shared = Shared(model, optimizer, name, scheme, settings, client, samples, options)
+        if mesh is None:
+            shared = Shared(model, inner, name, scheme, settings, client, samples, options)
+        else:
+            from smb.torch.mesh import MeshShared  # with torch.distributed.tensor, which takes a second
+
+            shared = MeshShared(model, inner, name, scheme, settings, client, samples, options, mesh)
         shared._owned = on_failure.pop_all()
     return shared
 
@@ -132,48 +149,106 @@ class Shared:
         _check_free(model)
         self.samples = samples
         self._model = model
-        self._trained, self._untrained = split(model, optimizer)
+        parts = self._parts(model, optimizer)
+        self._trained = self._parameters(parts)
+        self._check = Check(model, optimizer, self._trained.entries, parts.frozen)
+        self._trained.verify = self._check
+        self._statistics = Statistics(parts.statistics)
         self._mixing: Future[Any] | None = None
-        self._open = True
+        self._open = False
         self._client = client
         self._units: smb.train.WorkUnits | None = None  # of batches()
         self._owned = contextlib.ExitStack()  # the client, where it is ours
         with contextlib.ExitStack() as on_failure:
-            # Joining overwrites the parameters: a join that fails gives them back.
-            on_failure.callback(np.copyto, self._trained.values, self._trained.values.copy())
-            # Kept from before joining until the state is there, so that both buffers are of one maker.
-            with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
-                group = None
-                if options["fresh"]:
-                    clear(client, name)
-                try:
-                    group = view(client, name)
-                except NotFoundError:
-                    client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
-                else:
-                    _compare(group.weights, self._trained.table)
-                chosen = _scheme(scheme, settings, group.scheme if group else None)
-                self.worker = smb.train.join(
-                    client, name, self._trained.values, chosen, metadata=_metadata(self._trained), **options
-                )
-                try:
-                    _compare(client.open(name), self._trained.table)  # another may have made it meanwhile
-                    self._state = self._join_state(client, name)
-                except BaseException:
-                    if self.worker.withdraw():
-                        client.delete(f"{name}/{STATE}", missing_ok=True)
-                    raise
+            self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
+            on_failure.callback(self._hook.remove)
+            self._join(name, scheme, settings, parts, options)
             on_failure.pop_all()
-        self._trained.spread()
-        self._contributions = self.worker.contributions
-        self._optimized = _count(optimizer)
-        self._hook = optimizer.register_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
+        self._open = True
         _joined.add(self)
+
+    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
+        return parts_of(model, optimizer)
+
+    def _parameters(self, parts: Parts) -> Any:
+        return ModelParameters(parts.trained)
+
+    def _join(
+        self,
+        name: str,
+        scheme: str | smb.train.Scheme | None,
+        settings: dict[str, Any],
+        parts: Parts,
+        options: dict[str, Any],
+    ) -> None:
+        """Become a member. Nothing of the model is changed before all that can fail is done."""
+        # Kept from before joining until the state is there, so that both buffers are of one maker.
+        with self._client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+            self._join_locked(name, scheme, settings, parts, options)
+        self._contributions = self.worker.contributions
+
+    def _join_locked(
+        self,
+        name: str,
+        scheme: str | smb.train.Scheme | None,
+        settings: dict[str, Any],
+        parts: Parts,
+        options: dict[str, Any],
+    ) -> None:
+        client, mark = self._client, mark_of(parts.frozen) if parts.frozen else None
+        group, fresh = None, options.pop("fresh")
+        if fresh:
+            clear(client, name)
+        try:
+            group = view(client, name)
+        except NotFoundError:
+            client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
+        else:
+            _compare(group.weights, self._trained.table)
+            _compare_frozen(group.weights, mark)
+        chosen = _scheme(scheme, settings, group.scheme if group else None)
+        metadata = _metadata(self._trained) | ({FROZEN: mark} if mark else {})
+        guards, lease = options.pop("guards"), options.pop("lease")
+        joined = enter(client, name, self._trained, chosen, guards, lease, metadata=metadata, **options)
+        self.worker = smb.train.Worker(joined, self._trained)
+        try:
+            _compare(joined.weights, self._trained.table)  # another may have made it meanwhile
+            _compare_frozen(joined.weights, mark)
+            if fresh and not self.worker.made:
+                raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
+            self._state = self._join_state(client, name)
+            self.worker.begin()
+        except BaseException:
+            if self.worker.withdraw():
+                client.delete(f"{name}/{STATE}", missing_ok=True)
+            raise
+        if self._state is not None:
+            self._statistics.spread()
+        self.worker.announce()
 
     @property
     def scheme(self) -> smb.train.Scheme:
         """The group's scheme, with its settings."""
         return self.worker.scheme
+
+    @property
+    def progress(self) -> smb.train.Progress:
+        """How far the group is: steps and samples. One small read."""
+        self._check_open()
+        return self.worker.progress
+
+    def on_exchange(self, told: Callable[[smb.train.ExchangeEvent], object]) -> None:
+        """Call `told` after each exchange of this process, inside of optimizer.step()."""
+        self._check_open()
+        self.worker.on_exchange(told)
+
+    def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        """Step a learning-rate schedule that counts optimizer steps until it is where the group is: after joining."""
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's has it inside
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)", category=UserWarning)
+            for _ in range(self.progress.steps - scheduler.last_epoch):
+                scheduler.step()
 
     def batches(self, rows: int, size: int, *, epochs: int | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
         """Divide a data set over all who take part: iterate over this process's batches, as row numbers, int64 (n,).
@@ -206,7 +281,6 @@ class Shared:
             self.samples = unit.count
             taken += 1
             yield order[unit.start : unit.start + unit.count]
-        self._trained.spread()  # whoever waited for the others' last batches has the shared model of then
         if not taken:
             _log.warning("training %r: all batches of all epochs are done; ask for more epochs", self.worker.name)
 
@@ -221,25 +295,25 @@ class Shared:
         For a checkpoint, or for load_state_dict() of any model of this kind.
         """
         self._check_open()
-        self._check_model()
+        self._check.model()
         own: dict[str, Any] = self._model.state_dict()
-        vector = torch.from_numpy(self.worker.shared())
-        values = _values(self._trained.entries, vector)
+        values = _values(self._trained.entries, torch.from_numpy(self.worker.shared()))
         if self._state is not None:
             self._settle_mixing()
-            values |= _values(self._untrained.entries, torch.from_numpy(self._state.read()))
+            values |= _values(self._statistics.entries, torch.from_numpy(self._state.read(wire="exact")))
         for key, value in own.items():
             if isinstance(value, torch.Tensor):
                 # What the group has no part in (integers) is copied too: nothing returned is the model's memory.
-                own[key] = values[key] if key in values else value.detach().clone()
+                shared = values.get(plain_name(self._model, key))
+                own[key] = value.detach().clone() if shared is None else shared.to(value.device)
         return own
 
     def close(self, *, load: bool = True) -> None:
         """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
 
         What was trained since this worker's last exchange has then no part in the model, here as in the others.
-        Parameters stay where they are; the optimizer is free of the hook. Twice does nothing. Of a training that was
-        deleted there is nothing to load: the model stays as it is. A coordinator that is away is only warned of.
+        The optimizer is free of the hook. Twice does nothing. Of a training that was deleted there is nothing to load:
+        the model stays as it is. A coordinator that is away is only warned of.
         """
         if not self._open:
             return
@@ -247,8 +321,11 @@ class Shared:
             self.worker.flush()
             self._settle_mixing()
             if load:
-                self._check_model()
-                self._load()
+                self._check.model()
+                self.worker.close(load=True)
+                if self._state is not None:
+                    self._state.read(out=self._statistics.values, wire="exact")
+                    self._statistics.spread()
         except NotFoundError as error:
             if not self.worker.deleted:
                 raise
@@ -256,16 +333,9 @@ class Shared:
         finally:
             self._leave()
 
-    def _load(self) -> None:
-        self.worker.shared(out=self._trained.values)
-        self._trained.spread()
-        if self._state is not None:
-            self._state.read(out=self._untrained.values)
-            self._untrained.spread()
-
     def __repr__(self) -> str:
         return (
-            f"<smb.torch.Shared {self._trained.values.size:,} parameters in training {self.worker.name!r}: "
+            f"<smb.torch.Shared {self._trained.size:,} parameters in training {self.worker.name!r}: "
             f"{self.scheme}, {self.worker.contributions} contributions"
             f"{'' if self._open else ', closed'}>"
         )
@@ -286,29 +356,21 @@ class Shared:
 
     # ---- after each step of the optimizer
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if _count(optimizer) != self._optimized:
-            self._trained.check_holds(optimizer)
-            self._optimized = _count(optimizer)
-        self._trained.check()
-        self._untrained.check()
-        self._trained.absorb()
-        try:
-            self.worker.step(self.samples)
-        finally:
-            self._trained.spread()  # after a refusal too: the values are the shared model's again
-        if self._state is not None and self._untrained.averaged:
+    def _stepped(self) -> None:
+        if not self._open:  # a join that is not done, or was not to be
+            return
+        self.worker.step(self.samples)
+        if self._state is not None and self.worker.contributions != self._contributions:
             self._mix(self._state)
 
     def _mix(self, state: smb.Buffer) -> None:
         """After an exchange, begin to add our running statistics to the average; the last time may be under way yet."""
-        contributions = self.worker.contributions
-        if contributions == self._contributions or (self._mixing is not None and not self._mixing.done()):
+        if self._mixing is not None and not self._mixing.done():
             return
         self._settle_mixing()
-        self._contributions = contributions
-        self._untrained.collect(self._untrained.averaged)
-        own = self._untrained.values[: self._untrained.averaged]
+        self._contributions = self.worker.contributions
+        self._statistics.collect()
+        own = self._statistics.values
         if not np.isfinite(own).all():
             raise Error(
                 "a floating-point buffer of the model (running statistics?) is not finite: it is not shared, and the "
@@ -325,18 +387,18 @@ class Shared:
     # ---- coming and going
 
     def _join_state(self, client: smb.Client, name: str) -> smb.Buffer | None:
-        """Take frozen parameters and buffers from the group, or be the first to store them. Under the lock."""
-        untrained = self._untrained
-        if not untrained.entries:
+        """Take running statistics from the group, or be the first to store them. Under the lock."""
+        statistics = self._statistics
+        if not statistics.entries:
             return None
-        untrained.collect()
-        state = client.create(f"{name}/{STATE}", untrained.values.size, metadata=_metadata(untrained), exist_ok=True)
-        _compare(state, untrained.table)
+        statistics.collect()
+        metadata = _metadata(statistics)
+        state = client.create(f"{name}/{STATE}", statistics.values.size, metadata=metadata, exist_ok=True)
+        _compare(state, statistics.table)
         if state.version:
-            state.read(out=untrained.values)
-            untrained.spread()
+            state.read(out=statistics.values)
         else:  # who made it may have died before it was written
-            state.publish(untrained.values)
+            state.publish(statistics.values)
         return state
 
     def _leave(self) -> None:
@@ -360,25 +422,19 @@ class Shared:
         if not self._open:
             raise InvalidArgumentError(f"the model has left group {self.worker.name!r}; smb.torch.join it again")
 
-    def _check_model(self) -> None:
-        """The optimizer's step would not notice a module that was replaced."""
-        self._trained.check()
-        now = {id(tensor) for tensor in self._model.parameters()}
-        if gone := [entry.names[0] for entry in self._trained.entries if id(entry.tensor) not in now]:
-            raise Error(f"{', '.join(gone[:3])} of the model were replaced after smb.torch.join: join afterwards")
-
 
 def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
-    """Return what a group shares, by name, without taking part: for evaluation, or to start from. float32, on the CPU.
+    """Return what a group shares, by name, without taking part: for evaluation, or to start from. float32, on the CPU,
+    exact.
 
-    Integer and float64 buffers are each process's own and are not in it: load_state_dict(strict=False) where the model
-    has some (PyTorch does without batch normalisation's num_batches_tracked). Blocks for two reads. Raises
-    NotFoundError, InvalidArgumentError (a group that was not made by smb.torch.join).
+    Frozen parameters, integer and float64 buffers are each process's own and are not in it: load_state_dict(
+    strict=False) where the model has some (PyTorch does without batch normalisation's num_batches_tracked). Blocks for
+    two reads. Raises NotFoundError, InvalidArgumentError (a group that was not made by smb.torch.join).
     """
     pairs = [(client.open(name), smb.train.shared(client, name))]
     with contextlib.suppress(NotFoundError):
         state = client.open(f"{name}/{STATE}")
-        pairs.append((state, state.read()))
+        pairs.append((state, state.read(wire="exact")))
     found: dict[str, torch.Tensor] = {}
     for buffer, values in pairs:
         metadata = buffer.metadata
@@ -388,11 +444,17 @@ def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer whose step() is called in the end: wrappers have it as `.optimizer`."""
+    seen: list[Any] = []
+    while not any(optimizer is each for each in seen) and hasattr(optimizer, "optimizer"):
+        seen.append(optimizer)
+        optimizer = optimizer.optimizer
+    hooked = isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
+    return optimizer if hooked else None
 
 
-def _metadata(vector: Trained | Untrained) -> dict[str, Any]:
+def _metadata(vector: ModelParameters | Statistics) -> dict[str, Any]:
     tied = {other: entry.names[0] for entry in vector.entries for other in entry.names[1:]}
     return vector.table.to_metadata() | ({TIED: tied} if tied else {})
 
@@ -438,6 +500,16 @@ def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
         raise InvalidArgumentError(
             f"join of group of buffer {buffer.name!r}: another model's: {'; '.join(differences[:3])}"
             + (f", and {len(differences) - 3} more" if len(differences) > 3 else "")
+        )
+
+
+def _compare_frozen(buffer: smb.Buffer, mark: dict[str, str] | None) -> None:
+    """Raise where the frozen values are others than those of who made the group; of other types they may be."""
+    theirs = buffer.metadata.get(FROZEN)
+    if mark and theirs and mark["types"] == theirs["types"] and mark["values"] != theirs["values"]:
+        raise InvalidArgumentError(
+            f"join of group of buffer {buffer.name!r}: the model's frozen parameters have other values than those of "
+            f"who made the group: what is trained fits only one of the two. Load the same ones before joining"
         )
 
 

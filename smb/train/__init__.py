@@ -20,7 +20,9 @@ from smb.train.hsgd import HSGD
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.metrics import Collector
+from smb.train.progress import ExchangeEvent, Progress
 from smb.train.r2sp import R2SP
+from smb.train.saved import load, save
 from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
 from smb.train.seasgd import SEASGD
 from smb.train.ssp import SSP
@@ -42,10 +44,12 @@ __all__ = [
     "Collector",
     "DiLoCo",
     "Exchange",
+    "ExchangeEvent",
     "GroupStatus",
     "Guards",
     "LocalSGD",
     "MembershipLostError",
+    "Progress",
     "RefusedContributionError",
     "Scheme",
     "Unit",
@@ -55,6 +59,8 @@ __all__ = [
     "delete",
     "delete_units",
     "join",
+    "load",
+    "save",
     "scheme_of",
     "shared",
     "status",

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from smb.train import member_table as t
 from smb.train.exchange.background_send import Deltas
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.parameters import Parameters
+from smb.train.scheme import Exchange, Scheme
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -35,34 +36,33 @@ class ASP(Scheme):
 
     NAME: ClassVar[str] = "asp"
 
-    def run(self, group: Group, values: Values) -> Exchange:
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange."""
-        return Asynchronous(group, values)
+        return Asynchronous(group, parameters)
 
 
 class Asynchronous(Exchange):
     """One worker's side. A step blocks for one accumulate, and two small calls."""
 
-    def __init__(self, group: Group, values: Values) -> None:
+    def __init__(self, group: Group, parameters: Parameters) -> None:
         self._group = group
-        self._deltas = Deltas(group.weights, values, group.transfer_bytes)
-        self._sent = group.table.get(0, _SENT)  # as of the read that the next contribution builds on
+        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
+        self._sent = 0  # contributions, as of the read that the next contribution builds on
         self._unsent_samples = 0
 
     def step(self, samples: int) -> None:
         """Add the delta and take over the sum."""
         group, deltas = self._group, self._deltas
         self.flush()
-        delta = deltas.take()
-        group.check(delta, max(0, group.table.get(0, _SENT) - self._sent))
+        group.check(deltas.take(), max(0, group.table.get(0, _SENT) - self._sent))
         self._unsent_samples = samples
         deltas.send(fetch=True)
         self._count()
 
     def restart(self) -> None:
-        """Go on from the values as they are."""
+        """Take over the shared model."""
+        self._deltas.restart()
         self._sent = self._group.table.get(0, _SENT)
-        self._deltas.adopt()
 
     def flush(self) -> None:
         """Send what a failed call left unsent."""

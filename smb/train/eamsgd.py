@@ -11,7 +11,8 @@ import numpy as np
 from smb.errors import InvalidArgumentError
 from smb.train.easgd import DelayedExchange
 from smb.train.exchange.elastic_force import check_settings
-from smb.train.scheme import Exchange, Scheme, Values, is_number
+from smb.train.parameters import Parameters, Values
+from smb.train.scheme import Exchange, Scheme, is_number
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -52,9 +53,9 @@ class EAMSGD(Scheme):
                 f"scheme {self.NAME!r}: momentum={self.momentum!r} is no momentum; it is at least 0 and less than 1"
             )
 
-    def run(self, group: Group, values: Values) -> Exchange:
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange."""
-        return DelayedExchange(group, values, self.alpha, self.every)
+        return DelayedExchange(group, parameters, self.alpha, self.every)
 
 
 def nesterov_step(

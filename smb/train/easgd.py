@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from smb.train.exchange.elastic_force import Elastic, check_settings
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.parameters import Parameters
+from smb.train.scheme import Exchange, Scheme
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -43,17 +44,18 @@ class EASGD(Scheme):
     def __post_init__(self) -> None:
         check_settings(self.NAME, self.alpha, self.every)
 
-    def run(self, group: Group, values: Values) -> Exchange:
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange."""
-        return DelayedExchange(group, values, self.alpha, self.every)
+        return DelayedExchange(group, parameters, self.alpha, self.every)
 
 
 class DelayedExchange(Exchange):
     """One worker's side of EASGD and EAMSGD. Blocks for a read and an accumulate every so many steps."""
 
-    def __init__(self, group: Group, values: Values, alpha: float | None, every: int) -> None:
+    def __init__(self, group: Group, parameters: Parameters, alpha: float | None, every: int) -> None:
+        parameters.keep_exact()  # what a worker gives is less than fewer bits can show
         self._elastic = Elastic(group, alpha)
-        self._values = values
+        self._parameters = parameters
         self._every = every
         self._steps = 0
         self._samples = 0
@@ -69,13 +71,15 @@ class DelayedExchange(Exchange):
             self._steps += 1
             self._samples += samples
             return
-        self._elastic.take(self._values)
+        self._elastic.take(self._parameters)
         self._elastic.send(self._samples + samples)
         self._owed = True
         self._finish()
 
     def restart(self) -> None:
-        """The values are the shared model: nothing is owed."""
+        """Take over the shared model: nothing is owed."""
+        self._elastic.finish()
+        self._elastic.restart(self._parameters)
         self._owed = False
         self._steps = self._samples = 0
 
@@ -83,6 +87,11 @@ class DelayedExchange(Exchange):
         """Finish what is under way, and apply the worker's half."""
         self._elastic.finish()
         self._pay()
+
+    def close(self) -> None:
+        """Flush, and let go of the memory of the model's size."""
+        self.flush()
+        self._elastic.release()
 
     def abandon(self) -> None:
         """Leave the values alone from now on."""
@@ -96,5 +105,5 @@ class DelayedExchange(Exchange):
 
     def _pay(self) -> None:
         if self._owed:
-            self._values -= self._elastic.difference
+            self._parameters.subtract(self._elastic.difference)
             self._owed = False

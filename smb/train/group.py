@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,9 @@ from smb.errors import (
 from smb.lock import Lock
 from smb.train import member_table as t
 from smb.train import members
-from smb.train.guards import Guard, Guards, RefusedContributionError
+from smb.train.guards import Guard, Guards, Norm, RefusedContributionError
 from smb.train.members import Member
+from smb.train.parameters import Parameters
 from smb.train.scheme import Json, Scheme, Values, scheme_of
 
 METADATA = "smb.train"
@@ -52,7 +53,8 @@ class Group:
     """A worker's view of its group. Made by `enter`; one thread at a time, like the Exchange that it is for.
 
     weights: the shared weights. table: who is there. member: our slot. scheme, guards, lease: the group's settings.
-    patience: seconds to wait before one looks whether others are dead. transfer_bytes: of the model, as it travels.
+    patience: seconds to wait before one looks whether others are dead. sent_bytes: of a contribution, as it travels;
+    what is read of the model is exact, whatever the wire.
     """
 
     def __init__(self, client: Client, name: str, weights: Buffer, settings: dict[str, Json]) -> None:
@@ -80,7 +82,7 @@ class Group:
         self._seen = 0  # the tick's version, as far as we know
         self._rejoins = 0
         self.patience = max(0.05, self.lease / 4)
-        self.transfer_bytes = round(weights.size * _BYTES[weights.wire])
+        self.sent_bytes = round(weights.size * _BYTES[weights.wire])
 
     # ---- membership
 
@@ -107,6 +109,8 @@ class Group:
         self.admit()
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, old.get(column))
+        self.member.set(t.STEPS, max(old.get(t.STEPS), self.member.get(t.STEPS)))
+        self.member.add(t.SAMPLES_BEFORE, -old.get(t.SAMPLES))  # they are in the former row, or ours, already
         self.member.report()
 
     def leave(self) -> None:
@@ -179,14 +183,18 @@ class Group:
         return self.table.get(0, t.ROUND) >> t.ROUND_SHIFT
 
     def read(self, out: Values) -> int:
-        """Read the shared weights into `out`, never a mix of two rounds; return the round."""
+        """Read the shared weights into `out`, exact, never a mix of two rounds; return the round."""
+        return self.read_by(lambda weights: weights.read(out=out, wire="exact"))
+
+    def read_by(self, read: Callable[[Buffer], object]) -> int:
+        """Call `read` with the weights, again while rounds are closed meanwhile; return the round that it has read."""
         while True:
             before = self.table.get(0, t.ROUND)
             if before & BUILT:  # the weights are being replaced
                 if not self.wait():
                     self._finish_round()
                 continue
-            self.weights.read(out=out)
+            read(self.weights)
             after = self.table.get(0, t.ROUND)
             if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & BUILT:
                 return before >> t.ROUND_SHIFT
@@ -224,14 +232,14 @@ class Group:
 
     # ---- contributions
 
-    def check(self, delta: Values, staleness: int = 0) -> None:
-        """Call it before a contribution is sent: looks at the guards and at our membership; no call to a server.
+    def check(self, contribution: Norm, staleness: int = 0) -> None:
+        """Call it before a contribution counts: looks at the guards and at our membership; no call to a server.
 
         Raises RefusedContributionError (counted), MembershipLostError.
         """
         self.member.check()
         try:
-            norm = self._guard.check(delta, staleness)
+            norm = self._guard.check(contribution, staleness)
         except RefusedContributionError as error:
             self.guard_fired = str(error)
             self.member.add(t.REFUSED, 1)
@@ -265,36 +273,31 @@ def wake(tick: Buffer, lease: float) -> int:
 def enter(
     client: Client,
     name: str,
-    values: Values,
+    parameters: Parameters,
     scheme: Scheme | None,
     guards: Guards | None,
     lease: float | None,
     **placement: Any,
 ) -> Group:
-    """Return the group of that name with a slot in it, made first if there is none; `values` become the shared ones.
+    """Return the group of that name with a slot in it, made first, with the present values, if there is none.
 
-    None adopts what the group has. Raises InvalidArgumentError, NotFoundError, OutOfMemoryError.
+    None adopts what the group has. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
+    OutOfMemoryError.
     """
-    _check(name, values)
     with client.lock(f"{name}/setup", timeout=_SETUP_S) as setup:
         group = _opened(client, name)
         if group is None:
             if scheme is None:
                 raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
-            group = _made(client, name, values, settings, placement, setup)
+            group = _made(client, name, parameters, settings, placement, setup)
         else:
             _compare(group, scheme, guards, lease)
-        if group.weights.size != values.size:
+        if group.weights.size != parameters.size:
             raise InvalidArgumentError(
-                f"join of group {name!r}: {values.size} values, and the shared model has {group.weights.size}"
+                f"join of group {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
             )
         group.admit()
-    try:
-        group.read(values)
-    except BaseException:
-        group.withdraw()
-        raise
     return group
 
 
@@ -370,14 +373,6 @@ def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]
     return {"scheme": scheme.NAME, "settings": scheme.settings(), "guards": guards.settings(), "lease": lease}
 
 
-def _check(name: str, values: Values) -> None:
-    asked = f"join of group {name!r}"
-    if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.ndim != 1 or not values.size:
-        raise InvalidArgumentError(f"{asked}: values must be a numpy array, float32, of one dimension")
-    if not (values.flags.c_contiguous and values.flags.writeable):
-        raise InvalidArgumentError(f"{asked}: values must be contiguous and writable: they are changed in place")
-
-
 def _opened(client: Client, name: str) -> Group | None:
     """Return the group, None where there is none or its maker died half-way."""
     try:
@@ -395,24 +390,22 @@ def _opened(client: Client, name: str) -> Group | None:
 
 
 def _made(
-    client: Client, name: str, values: Values, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
+    client: Client, name: str, parameters: Parameters, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
 ) -> Group:
     """Make the group. Under the setup lock, so what there is of it was left by a maker that died."""
     if not (math.isfinite(settings["lease"]) and 0.05 <= settings["lease"] <= 3600):
         raise InvalidArgumentError(f"join of group {name!r}: lease={settings['lease']!r} s is not in 0.05 to 3600")
-    if not np.isfinite(values).all():
-        raise InvalidArgumentError(f"join of group {name!r}: the first values are not finite")
     setup.check()  # who was stopped since it looked must not delete what another has made
     for left in (f"{name}/tick", f"{name}/members", name):  # nobody has joined it: a scheme made nothing yet
         client.delete(left, missing_ok=True)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}
     scheme = scheme_of(settings["scheme"], settings["settings"])
-    with room(name, scheme, values.nbytes), contextlib.ExitStack() as on_failure:
+    with room(name, scheme, 4 * parameters.size), contextlib.ExitStack() as on_failure:
         on_failure.callback(_delete, client, name)
-        weights = client.create(name, values.size, "float32", metadata=metadata, **placement)
+        weights = client.create(name, parameters.size, "float32", metadata=metadata, **placement)
         client.create(f"{name}/tick", 1, "int64", servers=1)
         table = t.Table(client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
-        weights.write(values, wire="exact")
+        parameters.store(weights)
         table.add(0, t.READY, 1)
         group = Group(client, name, weights, settings)
         on_failure.pop_all()

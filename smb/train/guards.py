@@ -60,14 +60,13 @@ class Guard:
         self._guards = guards
         self._norms: deque[float] = deque(maxlen=_MEDIAN_OF)
 
-    def check(self, delta: Values, staleness: int) -> float:
-        """Return the norm of a contribution, float32 (n,). Raises RefusedContributionError."""
-        guards, size = self._guards, norm(delta)
-        if not math.isfinite(size):
-            bad = int(np.count_nonzero(~np.isfinite(delta)))
+    def check(self, contribution: Norm, staleness: int) -> float:
+        """Return the norm of a contribution. Raises RefusedContributionError."""
+        guards, size = self._guards, math.sqrt(contribution.square)
+        if contribution.bad:
             raise RefusedContributionError(
-                f"contribution refused: {bad} of its {delta.size} values are NaN or infinite; the values are the "
-                f"shared model's again; look at the loss and the step size"
+                f"contribution refused: {contribution.bad} of its {contribution.count} values are NaN or infinite; the "
+                f"values are the shared model's again; look at the loss and the step size"
             )
         if guards.norm_max is not None and size > guards.norm_max:
             raise RefusedContributionError(
@@ -88,12 +87,33 @@ class Guard:
         return size
 
 
-def norm(delta: Values) -> float:
-    """Return the Euclidean norm; NaN or infinity only where the array has one."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        square: Any = np.dot(delta, delta)
-    if math.isfinite(square):
-        return math.sqrt(square)
-    # float32 overflows from 1.8e19 on.
-    blocks = (delta[at : at + _BLOCK].astype(np.float64) for at in range(0, delta.size, _BLOCK))
-    return math.sqrt(sum(float(np.dot(block, block)) for block in blocks))
+@dataclass
+class Norm:
+    """What the guards look at, gathered by pieces: the sum of the squares, and how many values are not finite."""
+
+    count: int = 0
+    square: float = 0.0  # of the finite ones
+    bad: int = 0
+
+    def add(self, piece: Values) -> None:
+        """Take one more piece of the contribution, float32 (n,)."""
+        self.count += piece.size
+        with np.errstate(over="ignore", invalid="ignore"):
+            square: Any = np.dot(piece, piece)
+        if math.isfinite(square):
+            self.square += float(square)
+            return
+        # A value is not finite; or float32 has overflown, as it does from 1.8e19 on.
+        for at in range(0, piece.size, _BLOCK):
+            block = piece[at : at + _BLOCK].astype(np.float64)
+            finite = np.isfinite(block)
+            self.bad += int(np.count_nonzero(~finite))
+            block[~finite] = 0.0
+            self.square += float(np.dot(block, block))
+
+
+def norm_of(contribution: Values) -> Norm:
+    """Return what the guards look at of a whole contribution, float32 (n,)."""
+    found = Norm()
+    found.add(contribution)
+    return found

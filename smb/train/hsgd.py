@@ -10,6 +10,8 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from smb.config.settings import text_of
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
@@ -18,7 +20,8 @@ from smb.train import member_table as t
 from smb.train.bsp import BSP
 from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Copies, Exchange, Scheme, Values
+from smb.train.parameters import ArrayParameters, Parameters
+from smb.train.scheme import Copies, Exchange, Scheme
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -77,31 +80,33 @@ class HSGD(Scheme):
         inside = BSP().copies()
         return Copies(1, worker=inside.worker, host=inside.group)
 
-    def run(self, group: Group, values: Values) -> Exchange:
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange. Joins the host's group, made first where there is none."""
-        return HostExchange(group, values, self.alpha, self.every)
+        return HostExchange(group, parameters, self.alpha, self.every)
 
 
 class HostExchange(Exchange):
     """One worker's side. Every step blocks for the round inside the host, every so many for the root's exchange."""
 
-    def __init__(self, group: Group, values: Values, alpha: float, every: int) -> None:
+    def __init__(self, group: Group, parameters: Parameters, alpha: float, every: int) -> None:
         self._group = group
-        self._values = values
         self._alpha = alpha
         self._every = every
         self._elastic: Elastic | None = None  # once this worker is root
         self._samples = 0
         self._due: int | None = None  # the host's round, while what follows it is not done
-        self._taken: bool | None = None  # values are what the host's model is to be; True: and the difference is due
+        self._taken: bool | None = None  # the base is what the host's model is to be; True: and the difference is due
         self._refused: RefusedContributionError | None = None
         name = f"{group.name}/host/{host_name()}"
         placement = _placement(group.client, name)
-        self._host = groups.enter(group.client, name, values, BSP(), group.guards, group.lease, **placement)
+        shared = np.empty(parameters.size, np.float32)
+        group.read(shared)
+        start = ArrayParameters(shared, f"join of group {name!r}")
+        self._host = groups.enter(group.client, name, start, BSP(), group.guards, group.lease, **placement)
         group.nested = self._host
         try:
             self._revive()
-            self._inner = BSP().run(self._host, values)
+            self._inner = BSP().run(self._host, parameters)
         except BaseException:
             self._host.leave()
             raise
@@ -182,17 +187,17 @@ class HostExchange(Exchange):
         if self._elastic is None:
             self._elastic = Elastic(self._group, self._alpha)
             _log.info("group %r: worker %d is root of its host", self._host.name, self._host.member.slot)
-        elastic, values = self._elastic, self._values
+        elastic, model = self._elastic, self._inner.snapshot.base
         elastic.finish()
         if self._taken is None:  # else the last call failed in the middle, and this is its repetition
             try:
-                elastic.take(values)
+                elastic.take(ArrayParameters(model, "hsgd"))
             except RefusedContributionError as error:
                 self._refused = error
-                self._group.weights.read(out=values)
+                self._group.weights.read(out=model, wire="exact")
                 self._taken = False
             else:
-                values -= elastic.difference
+                model -= elastic.difference
                 self._taken = True
         failpoint("hsgd-taken")
         self._tell_host(due)
@@ -205,7 +210,7 @@ class HostExchange(Exchange):
         self._inner.restart()
 
     def _tell_host(self, due: int) -> None:
-        """Make the values the host's model, and wake the others. Raises MembershipLostError where it is another's."""
+        """Make the base the host's model, and wake the others. Raises MembershipLostError where it is another's."""
         host = self._host
         try:
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
@@ -213,7 +218,7 @@ class HostExchange(Exchange):
                 ours = rows[host.member.row, t.INCARNATION] == host.member.incarnation
                 if not ours or not _waited_for(rows, due):
                     raise host.member.lost()
-                host.weights.write(self._values, fence=fence, wire="exact")
+                host.weights.write(self._inner.snapshot.base, fence=fence, wire="exact")
                 failpoint("hsgd-written")
                 host.table.swap(0, _MET, int(rows[0, _MET]), due)
         except LockLostError as error:
@@ -229,9 +234,9 @@ class HostExchange(Exchange):
         rows = host.table.read()
         oldest = min(int(rows[1 + slot, t.INCARNATION]) for slot in {*host.live(rows), host.member.slot})
         if oldest == host.member.incarnation and host.round > 0:
-            self._group.weights.read(out=self._values)
+            shared = self._group.weights.read(wire="exact")
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
-                host.weights.write(self._values, fence=fence, wire="exact")
+                host.weights.write(shared, fence=fence, wire="exact")
 
 
 def host_name() -> str:

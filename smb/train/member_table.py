@@ -42,10 +42,13 @@ REJOINS = 10
 JOINED_US = 11  # microseconds since 1970, by the member's clock; shown, compared with nothing
 PID = 12
 DROPPED = 13  # contributions that came too late and were not sent again
-STATS_END = 14
+STEPS = 14  # optimizer steps of a member that was there from the start: who joins goes on from the greatest
+SAMPLES_BEFORE = 15  # of those who had the slot before
+STATS_END = 16
 HOST = 16  # to 23: the host's name in UTF-8, zero-padded
 HOST_END = 24
-EXTRA = 24  # to 31: the scheme's own
+EXTRA = 24  # to 30: the scheme's own
+RANKS = 31  # processes that are this member together; 0 or 1: one. Each but the speaker holds a lock (members.py)
 EXTRA_END = 32
 
 CLOCK_BITS = 32

@@ -167,8 +167,12 @@ def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterab
         lock = lock_of(client, group, slot, lease)
         try:
             lock.acquire()
-        except TimeoutError:
-            continue  # alive, or another asks at this moment
+        except TimeoutError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
+            gone = incarnation and _rank_is_dead(client, group, table, slot, incarnation, lease)
+            if gone and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
+                _log.warning("member %d of group %r has lost one of its ranks", slot, group)
+                dead.append(slot)
+            continue
         try:
             if incarnation and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
                 _log.warning("member %d (incarnation %d) of group %r is gone", slot, incarnation, group)
@@ -179,6 +183,24 @@ def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterab
             except (LockLostError, NotFoundError):
                 _log.debug("slot %d was found dead by another", slot)
     return dead
+
+
+def rank_lock(client: Client, group: str, slot: int, incarnation: int, rank: int, lease: float) -> Lock:
+    """Return the lock that a rank of a member holds, other than the one that speaks, for one try."""
+    return client.lock(f"{group}/member/{slot}/{incarnation}/{rank}", ttl=lease, timeout=0.0)
+
+
+def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarnation: int, lease: float) -> bool:
+    for rank in range(1, table.get(1 + slot, t.RANKS)):
+        lock = rank_lock(client, group, slot, incarnation, rank, lease)
+        try:
+            lock.acquire()
+        except TimeoutError:
+            continue
+        with contextlib.suppress(LockLostError):
+            lock.release()
+        return True
+    return False
 
 
 def host_of(row: NDArray[np.int64]) -> str:
@@ -208,6 +230,8 @@ def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Cal
     # The mark before the incarnation: who is seen is seen with its own mark.
     if table.swap(row, t.MARK, former, member.mark) != former:
         return None
+    member.set(t.STEPS, int(rows[1:, t.STEPS].max()))
+    member.set(t.SAMPLES_BEFORE, int(rows[row, t.SAMPLES_BEFORE] + rows[row, t.SAMPLES]))
     member.set(t.JOINED_US, time.time_ns() // 1000)
     member.set(t.PID, os.getpid())
     member.report()

@@ -52,7 +52,8 @@ from smb.train.exchange.background_send import Deltas
 from smb.train.exchange.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Exchange, Scheme, Values, is_number, is_whole
+from smb.train.parameters import Parameters
+from smb.train.scheme import Exchange, Scheme, is_number, is_whole
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -90,19 +91,19 @@ class R2SP(Scheme):
         if self.skip_after is not None and not (is_number(self.skip_after) and self.skip_after > 0):
             raise InvalidArgumentError(f"scheme 'r2sp': skip_after={self.skip_after!r} is no time in seconds")
 
-    def run(self, group: Group, values: Values) -> RoundRobin:
+    def run(self, group: Group, parameters: Parameters) -> RoundRobin:
         """Return this worker's exchange."""
-        return RoundRobin(group, values, self)
+        return RoundRobin(group, parameters, self)
 
 
 class RoundRobin(Exchange):
     """One worker's side. A step blocks until the worker's turn has come, and for one accumulate then."""
 
-    def __init__(self, group: Group, values: Values, scheme: R2SP) -> None:
+    def __init__(self, group: Group, parameters: Parameters, scheme: R2SP) -> None:
         self._group = group
         self._scheme = scheme
         self._me = Member(group.member.slot, group.member.incarnation)
-        self._deltas = Deltas(group.weights, values, group.transfer_bytes)
+        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
         self._pace = Pace(scheme.warmup)
         self._batch_size = scheme.batch_size
         self._turn: Turn | None = None  # ours, taken, and not handed on
@@ -111,7 +112,7 @@ class RoundRobin(Exchange):
         self._leads = False  # whether we are worker 0, which measures for all
         self._passer = Passer(group)
         self._swap(Turn(), Turn(slot=self._me.slot, incarnation=self._me.incarnation))  # the first member begins
-        self._updates = self._look()[0].updates  # as of the read that our next update builds on
+        self._updates = 0  # as of the read that our next update builds on
         self._ended = time.monotonic()
 
     @property
@@ -148,8 +149,8 @@ class RoundRobin(Exchange):
             group.table.write(0, _ITERATION, _bits(self._pace.iteration_s))
 
     def restart(self) -> None:
-        """Go on from the values as they are."""
-        self._deltas.adopt()
+        """Take over the shared model."""
+        self._deltas.restart()
         self._updates = self._look()[0].updates
         self._ended = time.monotonic()
 

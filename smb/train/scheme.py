@@ -16,29 +16,27 @@ import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
 from smb.train.member_table import Rows
+from smb.train.parameters import Parameters, Values
 
 if TYPE_CHECKING:
     from smb.train.group import Group
 
-Values: TypeAlias = NDArray[np.float32]
 Json: TypeAlias = Any
+
+__all__ = ["SCHEMES", "Copies", "Exchange", "Json", "Scheme", "Values", "is_number", "is_whole", "scheme_of"]
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every scheme by its name."""
 
 
 class Exchange(ABC):
-    """One worker's side of a scheme. Made by Scheme.run when the worker has joined and `values` is the shared model.
+    """One worker's side of a scheme. Made by Scheme.run when the worker has joined; then restart() is called.
 
     Calls come from one thread. Any of them may raise what the client's calls raise, MembershipLostError (the Worker
-    joins again and makes a new exchange) and RefusedContributionError (the Worker takes over the shared model and calls
-    restart).
+    joins again and makes a new exchange) and RefusedContributionError (the Worker calls restart).
     """
 
     @property
@@ -53,11 +51,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def step(self, samples: int) -> None:
-        """Take note of one local step over so many samples; exchange where the scheme says so, `values` in place."""
+        """Take note of one local step over so many samples; exchange where the scheme says so.
+
+        Where nothing is due it takes no time that grows with the model.
+        """
 
     @abstractmethod
     def restart(self) -> None:
-        """`values` was overwritten with the shared model: forget what was local, begin again from there."""
+        """Make the parameters the shared model, and forget what was local. Where it raises they are as they were."""
 
     def flush(self) -> None:
         """Finish what is under way in the background; afterwards nothing of this worker is outstanding."""
@@ -120,8 +121,8 @@ class Scheme(ABC):
         return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
 
     @abstractmethod
-    def run(self, group: Group, values: Values) -> Exchange:
-        """Return this worker's exchange; `values`, float32 (n,), hold the shared model. May create buffers."""
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
+        """Return this worker's exchange. May create buffers; leaves the parameters alone."""
 
 
 def is_whole(value: object, least: int, most: int | None = None) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from smb.train.exchange.elastic_force import Elastic, check_settings
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.parameters import Parameters
+from smb.train.scheme import Exchange, Scheme
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -46,17 +47,18 @@ class SEASGD(Scheme):
     def __post_init__(self) -> None:
         check_settings(self.NAME, self.alpha, self.every)
 
-    def run(self, group: Group, values: Values) -> Exchange:
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange."""
-        return HiddenExchange(group, values, self.alpha, self.every)
+        return HiddenExchange(group, parameters, self.alpha, self.every)
 
 
 class HiddenExchange(Exchange):
     """One worker's side of SEASGD. Every so many steps blocks for the last addition's end and for a read."""
 
-    def __init__(self, group: Group, values: Values, alpha: float | None, every: int) -> None:
+    def __init__(self, group: Group, parameters: Parameters, alpha: float | None, every: int) -> None:
+        parameters.keep_exact()  # what a worker gives is less than fewer bits can show
         self._elastic = Elastic(group, alpha)
-        self._values = values
+        self._parameters = parameters
         self._every = every
         self._steps = 0
         self._samples = 0
@@ -68,19 +70,26 @@ class HiddenExchange(Exchange):
             self._samples += samples
             return
         self._elastic.finish()
-        self._elastic.take(self._values)
-        self._values -= self._elastic.difference
+        self._elastic.take(self._parameters)
+        self._parameters.subtract(self._elastic.difference)
         self._elastic.send(self._samples + samples)
         self._steps += 1
         self._samples = 0
 
     def restart(self) -> None:
-        """The values are the shared model: begin to count anew."""
+        """Take over the shared model, and begin to count anew."""
+        self._elastic.finish()
+        self._elastic.restart(self._parameters)
         self._steps = self._samples = 0
 
     def flush(self) -> None:
         """Wait for what is under way."""
         self._elastic.finish()
+
+    def close(self) -> None:
+        """Flush, and let go of the memory of the model's size."""
+        self.flush()
+        self._elastic.release()
 
     def abandon(self) -> None:
         """Wait until nothing is under way."""

@@ -28,7 +28,8 @@ from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
 from smb.train.exchange.background_send import Deltas
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Exchange, Scheme, Values, is_whole
+from smb.train.parameters import Parameters
+from smb.train.scheme import Exchange, Scheme, is_whole
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -49,9 +50,9 @@ class SSP(Scheme):
         """Return the slowest one's clock: nobody is held up by a newcomer, and it may be as far ahead as others."""
         return min(clocks_of(rows).values(), default=0)
 
-    def run(self, group: Group, values: Values) -> Exchange:
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange."""
-        return StaleSynchronous(group, values, self.staleness)
+        return StaleSynchronous(group, parameters, self.staleness)
 
 
 def clocks_of(rows: t.Rows) -> dict[int, int]:
@@ -76,10 +77,10 @@ class StaleSynchronous(Exchange):
     then for one read more.
     """
 
-    def __init__(self, group: Group, values: Values, bound: int) -> None:
+    def __init__(self, group: Group, parameters: Parameters, bound: int) -> None:
         self._group = group
         self._bound = bound
-        self._deltas = Deltas(group.weights, values, group.transfer_bytes)
+        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
         self._clock = group.member.clock
         self._lag = 0  # at the last read
         self._unsent_samples = 0
@@ -117,8 +118,8 @@ class StaleSynchronous(Exchange):
             raise refused
 
     def restart(self) -> None:
-        """Go on from the values as they are."""
-        self._deltas.adopt()
+        """Take over the shared model."""
+        self._deltas.restart()
 
     def flush(self) -> None:
         """Send what a failed call left unsent, and tell the clock that was not told."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
+import struct
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -17,10 +20,13 @@ from smb.config.log import TRAINING
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
 from smb.train import member_table as t
+from smb.train.exchange.snapshot import Together
 from smb.train.group import Group, clear, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
-from smb.train.scheme import Exchange, Scheme, Values
+from smb.train.parameters import ArrayParameters, Parameters, Values
+from smb.train.progress import ExchangeEvent, Progress, progress_of
+from smb.train.scheme import Exchange, Scheme
 from smb.train.status import WorkerStatus, worker_status
 
 _log = logging.getLogger("smb")
@@ -57,32 +63,45 @@ def join(
     OutOfMemoryError where 48 members are there already, or the servers have no room for the scheme's copies of the
     model (docs/training.md): then nothing of this join stays.
     """
+    parameters = ArrayParameters(values, f"join of group {name!r}")
     if fresh:
         clear(client, name)
-    worker = Worker(enter(client, name, values, scheme, guards, lease, **placement), values)
-    if fresh and not worker.made:
+    worker = Worker(enter(client, name, parameters, scheme, guards, lease, **placement), parameters)
+    try:
+        if fresh and not worker.made:
+            raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another has made it at this moment")
+        worker.begin()
+    except BaseException:
         worker.withdraw()
-        raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another has made it at this moment")
-    _news.info("%s", worker.arrival())
+        raise
+    worker.announce()
     return worker
 
 
 class Worker:
     """This process's membership in a training. Calls come from one thread."""
 
-    def __init__(self, group: Group, values: Values) -> None:
+    def __init__(self, group: Group, parameters: Parameters) -> None:
         self._group = group
-        self._values = values
+        self._parameters = parameters
         self._closed = False
+        self._listeners: list[Callable[[ExchangeEvent], object]] = []
         self._away = False  # joining again was begun, and is not done
         try:
-            with room(group.name, group.scheme, values.nbytes):
-                self._exchange = group.scheme.run(group, values)
+            parameters.seated(group)
+            with room(group.name, group.scheme, 4 * parameters.size):
+                self._exchange = group.scheme.run(group, parameters)
         except BaseException:
             group.withdraw()
             raise
         _open.add(self)
         group.client._session.reports[id(self)] = self._report
+
+    def begin(self) -> None:
+        """Make the parameters the shared model: the last part of joining. Where it fails they are as they were; then
+        withdraw().
+        """
+        self._exchange.restart()
 
     @property
     def name(self) -> str:
@@ -118,6 +137,16 @@ class Worker:
     def contributions(self) -> int:
         """How many this worker has sent. No call to a server."""
         return self._group.member.get(t.CONTRIBUTIONS)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the group is. One small read."""
+        found = progress_of(self._group.table.read())
+        return dataclasses.replace(found, steps=max(found.steps, self._group.member.get(t.STEPS)))
+
+    def on_exchange(self, told: Callable[[ExchangeEvent], object]) -> None:
+        """Call `told` after each exchange of this worker, in the thread that steps. It costs one small read each."""
+        self._listeners.append(told)
 
     @property
     def made(self) -> bool:
@@ -156,6 +185,8 @@ class Worker:
         if self._away:
             self._rejoin()
             return
+        started, moved = time.perf_counter(), self._moved()
+        self._group.member.add(t.STEPS, 1)
         for group in filter(None, (self._group, self._group.nested)):
             group.samples_told = samples is not None
         try:
@@ -164,9 +195,23 @@ class Worker:
             _log.warning("group %r: %s", self.name, error)
             self._rejoin()
         except RefusedContributionError:
-            self._group.read(self._values)
             self._exchange.restart()
             raise
+        except Error:
+            self._group.member.add(t.STEPS, -1)  # it is called again
+            raise
+        if self._listeners and self._moved() > moved:
+            self._tell(self._moved() - moved, time.perf_counter() - started)
+
+    def _moved(self) -> int:
+        return self._group.member.get(t.BYTES)
+
+    def _tell(self, moved: int, seconds: float) -> None:
+        member, progress = self._group.member, self.progress
+        norm = struct.unpack("<d", struct.pack("<q", member.get(t.NORM)))[0]
+        event = ExchangeEvent(member.get(t.STEPS), progress.round, norm, member.get(t.STALENESS), moved, seconds)
+        for told in self._listeners:
+            told(event)
 
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""
@@ -212,22 +257,38 @@ class Worker:
         finally:
             self._back(self._group.return_)
 
-    def close(self) -> None:
+    def close(self, *, load: bool = False) -> None:
         """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
 
-        What can't be tidied, since a daemon is away, is logged as a warning: the others then miss this worker for a
+        With `load` the values become the shared model, as it is then; where that fails it raises, and they stay. What
+        else can't be tidied, since a daemon is away, is logged as a warning: the others then miss this worker for a
         lease. Of a training that was deleted nothing is left to do.
         """
         if self._closed:
             return
         self._forget()
-        for leave in (self._exchange.close, self._group.leave):
-            try:
-                leave()
-            except NotFoundError as error:
-                _log.debug("training %r: %s", self.name, error)
-            except Error as error:
-                _log.warning("training %r: could not leave it tidily: %s", self.name, error)
+        together = isinstance(self._parameters, Together)
+        try:
+            if load and together:
+                with self.there():
+                    self._exchange.restart()
+            self._tidy(self._exchange.close)
+            if load and not together:
+                del self._exchange  # its memory has the model's size
+                shared: Values = np.empty(self._group.weights.size, np.float32)
+                with self.there():
+                    self._group.read(shared)
+                self._parameters.fill(shared)
+        finally:
+            self._tidy(self._group.leave)
+
+    def _tidy(self, leave: Callable[[], None]) -> None:
+        try:
+            leave()
+        except NotFoundError as error:
+            _log.debug("training %r: %s", self.name, error)
+        except Error as error:
+            _log.warning("training %r: could not leave it tidily: %s", self.name, error)
 
     def _forget(self) -> None:
         self._closed = True
@@ -260,6 +321,10 @@ class Worker:
             f"<smb.train.Worker {member.slot} of training {self.name!r}: {self.scheme}, "
             f"{self.contributions} contributions{state}>"
         )
+
+    def announce(self) -> None:
+        """Log what joining did. One small read."""
+        _news.info("%s", self.arrival())
 
     def arrival(self) -> str:
         """Return what joining did, in a line. One small read."""
@@ -296,8 +361,9 @@ class Worker:
     def _back(self, join: Callable[[], None]) -> None:
         self._away = True
         join()
-        self._group.read(self._values)
-        self._exchange = self._group.scheme.run(self._group, self._values)
+        self._parameters.seated(self._group)
+        self._exchange = self._group.scheme.run(self._group, self._parameters)
+        self._exchange.restart()
         self._away = False
 
     def _check_open(self) -> None:

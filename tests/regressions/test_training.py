@@ -42,7 +42,7 @@ def test_a_read_that_a_round_overtakes_is_of_one_round(connect: Connect, monkeyp
         old, new = group.table.get(0, t.ROUND), np.full(SIZE, 2, np.float32)
         read = group.weights.read
 
-        def overtaken(out: Values) -> None:
+        def overtaken(out: Values, wire: str) -> None:
             read(out=out)
             if group.table.swap(0, t.ROUND, old, old | groups.BUILT) == old:
                 group.weights.write(new[: SIZE // 2], SIZE // 2)
@@ -114,7 +114,7 @@ def test_joining_again_is_tried_again(connect: Connect, monkeypatch: pytest.Monk
         lock.lose(lock.token)
         values += 5
         with monkeypatch.context() as away:
-            away.setattr(members if what == "admit" else worker._group, what, _unavailable)
+            away.setattr(members if what == "admit" else worker._group.weights, what, _unavailable, raising=False)
             for _ in range(2):
                 with pytest.raises(smb.UnavailableError, match="away"):
                     worker.step()

@@ -13,9 +13,10 @@ import pytest
 
 import smb
 import smb.train
+from smb.train.exchange.background_send import Deltas
 from smb.train.group import Group
 from smb.train.member_table import FIELDS, SLOTS
-from smb.train.scheme import Values
+from smb.train.parameters import Parameters, Values
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
 
@@ -29,25 +30,21 @@ class Plain(smb.train.Scheme):
     NAME: ClassVar[str] = "plain"
     every: int = 1
 
-    def run(self, group: Group, values: Values) -> smb.train.Exchange:
-        return PlainExchange(group, values)
+    def run(self, group: Group, parameters: Parameters) -> smb.train.Exchange:
+        return PlainExchange(group, parameters)
 
 
 class PlainExchange(smb.train.Exchange):
-    def __init__(self, group: Group, values: Values) -> None:
-        self.group, self.values, self.base = group, values, values.copy()
+    def __init__(self, group: Group, parameters: Parameters) -> None:
+        self.group, self.deltas = group, Deltas(group.weights, parameters, group.sent_bytes)
 
     def step(self, samples: int) -> None:
-        delta = self.values - self.base
-        self.group.check(delta)
-        new = self.group.weights.accumulate(delta, fetch=True)
-        assert new is not None
-        self.values[:] = new
-        self.base[:] = new
-        self.group.count(samples, 2 * delta.nbytes)
+        self.group.check(self.deltas.take())
+        self.deltas.send(fetch=True)
+        self.group.count(samples, self.deltas.moved_bytes())
 
     def restart(self) -> None:
-        self.base[:] = self.values
+        self.deltas.restart()
 
 
 def _ones(count: int = 100) -> Values:

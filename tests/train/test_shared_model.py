@@ -13,8 +13,10 @@ import smb
 import smb.torch
 import smb.train
 from smb.tools.demo.recipes import RECIPES
+from smb.train.exchange.background_send import Deltas
 from smb.train.group import Group
-from smb.train.scheme import SCHEMES, Exchange, Scheme, Values
+from smb.train.parameters import Parameters
+from smb.train.scheme import SCHEMES, Exchange, Scheme
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
 
@@ -26,28 +28,26 @@ class Adding(Scheme):
     NAME: ClassVar[str] = "test-adding"
     every: int = 1
 
-    def run(self, group: Group, values: Values) -> Exchange:
-        return _Adding(self, group, values)
+    def run(self, group: Group, parameters: Parameters) -> Exchange:
+        return _Adding(self, group, parameters)
 
 
 class _Adding(Exchange):
-    def __init__(self, scheme: Adding, group: Group, values: Values) -> None:
-        self._scheme, self._group, self._values = scheme, group, values
+    def __init__(self, scheme: Adding, group: Group, parameters: Parameters) -> None:
+        self._scheme, self._group = scheme, group
+        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
         self._steps = 0
-        self.restart()
 
     def restart(self) -> None:
-        self._base = self._values.copy()
+        self._deltas.restart()
 
     def step(self, samples: int) -> None:
         self._steps += 1
         if self._steps % self._scheme.every:
             return
-        delta = self._values - self._base
-        self._group.check(delta)
-        self._values[:] = self._group.weights.accumulate(delta, fetch=True)
-        self._base[:] = self._values
-        self._group.count(samples, 2 * delta.nbytes)
+        self._group.check(self._deltas.take())
+        self._deltas.send(fetch=True)
+        self._group.count(samples, self._deltas.moved_bytes())
 
 
 del SCHEMES[Adding.NAME]
@@ -253,21 +253,33 @@ def test_running_statistics_are_averaged_by_the_rule(connect: Connect) -> None:
     assert models[0][1].num_batches_tracked == 4  # its own
 
 
-def test_frozen_parameters_come_from_the_first(connect: Connect) -> None:
-    """A joiner whose frozen layers differ gets the group's; they do not travel with exchanges, and have their name."""
-    first, second = network(1), network(2)
-    for model in (first, second):
+def test_frozen_parameters_cost_nothing_and_must_be_the_same(connect: Connect) -> None:
+    """They are in no buffer and in no memory of ours. A joiner with other values is refused, and left alone; one that
+    has them in another type, as where a model is quantized, is not."""
+    models = [network(1), network(2), network(1), network(1)]
+    models[3][0].bfloat16()
+    optimizers = []
+    for model in models:
         model[0].requires_grad_(False)
-    one = torch.optim.SGD([p for p in first.parameters() if p.requires_grad], lr=0.1)
-    two = torch.optim.SGD([p for p in second.parameters() if p.requires_grad], lr=0.1)
+        optimizers.append(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    models[2].load_state_dict(models[0].state_dict())
     client = connect()
-    with (
-        smb.torch.join(first, one, "run", scheme=Adding(), client=client),
-        smb.torch.join(second, two, "run", client=connect()),
-    ):
-        assert torch.equal(first[0].weight, second[0].weight)
-        assert "0.weight" not in client.open("run").tensors
-        assert np.array_equal(client.open("run/state").tensor("0.weight").read(), first[0].weight.numpy())
+    with smb.torch.join(models[0], optimizers[0], "run", scheme=Adding(), client=client):
+        before = models[1][3].weight.detach().clone()
+        with pytest.raises(smb.InvalidArgumentError, match="frozen parameters have other values"):
+            smb.torch.join(models[1], optimizers[1], "run", client=client)
+        assert torch.equal(models[1][3].weight, before)
+        assert not optimizers[1]._optimizer_step_post_hooks
+        with smb.torch.join(models[2], optimizers[2], "run", client=client):
+            pass
+        with smb.torch.join(models[3], optimizers[3], "run", client=client):
+            pass
+        names = {name for info in client.list() for name in client.open(info.name).tensors}
+        assert names == {"1.weight", "1.bias", "3.weight", "3.bias", "1.running_mean", "1.running_var"}
+        models[0][0].weight.requires_grad_(True)
+        with pytest.raises(smb.Error, match=r"'0\.weight' was frozen at smb\.torch\.join and requires gradients now"):
+            optimizers[0].step()
+        models[0][0].weight.requires_grad_(False)
 
 
 def test_a_new_group_has_nothing_of_a_former_one(connect: Connect) -> None:
@@ -422,18 +434,19 @@ def test_no_room_for_the_state(connect: Connect) -> None:
 
 
 def test_replaced_parameters_are_refused(connect: Connect) -> None:
-    """A model changed after joining is noticed at the step, or where its state is asked for."""
+    """A model changed after joining is noticed at the next exchange, or where its state is asked for. Memory that is
+    given to a Parameter, another type too, is no such change."""
     model = network()
     optimizer = sgd(model)
     shared = smb.torch.join(model, optimizer, "run", scheme=Adding(), client=connect())
+    model[0].weight.data = model[0].weight.data.clone()
+    model[0].bias.data = model[0].bias.data.bfloat16().float()
+    step(model, optimizer)
+    assert np.array_equal(connect().open("run").tensor("0.weight").read(), model[0].weight.detach().numpy())
     model[3] = nn.Linear(8, 4)
-    with pytest.raises(smb.Error, match=r"3\.weight, 3\.bias of the model were replaced after smb\.torch\.join"):
-        shared.state_dict()
-    model[0].double()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(smb.Error, match=r"'0\.weight' was given other memory after smb\.torch\.join"):
-        optimizer.step()
+    for call in (shared.state_dict, optimizer.step):
+        with pytest.raises(smb.Error, match=r"3\.weight, 3\.bias of the model were replaced after smb\.torch\.join"):
+            call()
     shared.worker.close()
     with pytest.raises(smb.Error, match=r"has left"):
         shared.close()

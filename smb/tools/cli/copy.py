@@ -37,6 +37,11 @@ def snapshot(
     from smb.files import copying
 
     with connect(coordinator) as client, _progress(f"{name} -> {file}", quiet) as progress:
+        if "smb.train" in client.open(name).metadata:
+            raise Error(
+                f"snapshot of {name!r}: it is a training, whose weights are no training without the rest: use `smb "
+                f"train save {name} {file}`, whose files safetensors opens too"
+            )
         copying.snapshot(client, name, file, lock=lock, progress=progress)
 
 

@@ -1,4 +1,4 @@
-"""`smb train ls | stat | rm`: the trainings of a cluster."""
+"""`smb train ls | stat | rm | save | load`: the trainings of a cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from smb.errors import Error
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Command, Coordinator, Json, configured
 from smb.tools.cli.output import console, counted, format_ago, print_json, table
+from smb.tools.cli.train_files import load, save
 
 if TYPE_CHECKING:
     from smb import Client
     from smb.train import GroupStatus
 
-train = typer.Typer(help="List, show and delete trainings.", no_args_is_help=True, rich_markup_mode=None)
+train = typer.Typer(help="List, show, delete, save and load trainings.", no_args_is_help=True, rich_markup_mode=None)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The training's name.")]
 
 
@@ -182,3 +183,7 @@ def group_of(client: Client, name: str) -> str | None:
         except NotFoundError:
             continue
     return None
+
+
+for _command in (save, load):
+    train.command(cls=Command)(configured(_command))

@@ -20,6 +20,7 @@ from smb.errors import Error, InvalidArgumentError, UnavailableError
 if TYPE_CHECKING:
     from smb.train.scheme import Values
 
+_NOTHING = np.empty(0, np.float32)
 _log = logging.getLogger("smb")
 
 
@@ -32,7 +33,7 @@ class Contribution:
     def __init__(self, buffer: Buffer, arrived: Callable[[], object] | None = None) -> None:
         self._buffer = buffer
         self._arrived = arrived
-        self._array: Values = np.empty(0, np.float32)
+        self._array: Values = _NOTHING
         self._call: tuple[range, Future[None]] | None = None
         self._left: list[range] = []
 
@@ -77,6 +78,7 @@ class Contribution:
                 if repeated:
                     raise error
                 _log.warning("%s; what it missed is sent again", error)
+        self._array = _NOTHING
 
     def abandon(self) -> None:
         """Forget what is not acknowledged: it counts at most once for each element, and is not sent again.

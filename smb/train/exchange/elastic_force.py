@@ -3,8 +3,8 @@
     d = alpha * (W_local - W_global);  W_local -= d;  W_global += d        (Zhang, Choromanska, LeCun 2015)
 
 They differ in when W_local takes its half, and in what is hidden behind computing. What W_local gives W_global takes,
-so nothing is lost: the sum over the workers and the shared model changes by local steps alone. (Where the group was
-made with wire= in fewer bits, W_global is read, and takes d, rounded so.)
+so nothing is lost: the sum over the workers and the shared model changes by local steps alone. Where the group was made
+with wire= in fewer bits, both take d as it arrives, rounded; W_global is read exact.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from smb.errors import InvalidArgumentError
+from smb.feedback import as_sent
 from smb.train import member_table as t
 from smb.train.exchange.contribution import Contribution
-from smb.train.scheme import Values, is_number, is_whole
+from smb.train.guards import Norm
+from smb.train.parameters import Parameters, Values
+from smb.train.scheme import is_number, is_whole
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -73,7 +76,7 @@ class Elastic:
         """Whether one was sent that finish() has not seen the end of."""
         return self._contribution.under_way
 
-    def take(self, values: Values) -> None:
+    def take(self, parameters: Parameters) -> None:
         """Read the shared model, and keep d = alpha * (values - shared) as `difference`. Blocks for the read.
 
         Raises RefusedContributionError, MembershipLostError; nothing was sent then, and nothing is changed.
@@ -83,12 +86,23 @@ class Elastic:
         if alpha is None:
             alpha = moving_rate(None, self._workers())
         self._seen = group.table.get(0, _ARRIVED)
-        group.weights.read(out=self.difference)
-        take_difference(values, self.difference, alpha)
+        group.weights.read(out=self.difference, wire="exact")
+        found = Norm()
+        for begin, values in parameters.pieces():
+            piece = self.difference[begin : begin + values.size]
+            take_difference(values, piece, alpha)
+            if group.weights.wire != "exact":
+                piece[:] = as_sent(group.weights, piece, begin)
+            found.add(piece)
         since = 0
         if group.guards.staleness_max is not None:
             since = group.table.get(0, _ARRIVED) - self._seen
-        group.check(self.difference, since)
+        group.check(found, since)
+
+    def restart(self, parameters: Parameters) -> None:
+        """Make the parameters the shared model; nothing is under way. Where it raises they are as they were."""
+        self._group.weights.read(out=self.difference, wire="exact")
+        parameters.fill(self.difference)
 
     def _workers(self) -> int:
         """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we look after
@@ -116,11 +130,15 @@ class Elastic:
         member = self._group.member
         member.set(t.STALENESS, self._staleness)
         member.set(t.STALENESS_MAX, max(self._staleness, member.get(t.STALENESS_MAX)))
-        self._group.count(self._samples, 2 * self._group.transfer_bytes)
+        self._group.count(self._samples, self._group.sent_bytes + self._group.weights.nbytes)
 
     def abandon(self) -> None:
         """Wait until nothing is under way, and forget what could not be sent."""
         self._contribution.abandon()
+
+    def release(self) -> None:
+        """Let go of the difference; nothing is taken any more. With nothing under way."""
+        self.difference = np.empty(0, np.float32)
 
     def _arrive(self) -> None:
         """In the background, when all of a difference was acknowledged."""

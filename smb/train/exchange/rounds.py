@@ -42,9 +42,11 @@ from smb.errors import (
 )
 from smb.lock import Lock
 from smb.train import member_table as t
+from smb.train.exchange.snapshot import snapshot_of
 from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
-from smb.train.scheme import Copies, Exchange, Scheme, Values, is_number, is_whole
+from smb.train.parameters import Parameters
+from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -101,24 +103,22 @@ class RoundScheme(Scheme):
         fresh = now == 0 and not any(t.clock_of(word) for word in rows[1:, t.MARK])
         return now if fresh else now + 1
 
-    def run(self, group: Group, values: Values) -> RoundExchange:
+    def run(self, group: Group, parameters: Parameters) -> RoundExchange:
         """Return this worker's exchange. Makes its inbox, and what closing needs where it is not there yet."""
-        return RoundExchange(group, values, self)
+        return RoundExchange(group, parameters, self)
 
 
 class RoundExchange(Exchange):
-    """One worker's side. It computes from `base`, the weights of round `base_round`; the delta that it has sent lies in
+    """One worker's side. `snapshot` has the weights of round `base_round`, its base; the delta that it has sent lies in
     its inbox until it is known what became of it."""
 
-    def __init__(self, group: Group, values: Values, scheme: RoundScheme) -> None:
+    def __init__(self, group: Group, parameters: Parameters, scheme: RoundScheme) -> None:
+        self.snapshot = snapshot_of(parameters, group.weights.wire)
         self._group = group
-        self._values = values
         self._scheme = scheme
         self._interval = scheme.interval()
         self._outer = scheme.outer()
-        self._base = np.empty_like(values)
         self._base_round = 0
-        self._delta = np.empty_like(values)
         self._steps = self._samples = 0  # since the last exchange
         self._repeated = False
         # The contribution in the inbox, as long as its fate is open:
@@ -141,7 +141,6 @@ class RoundExchange(Exchange):
         self._inbox = group.buffer(_inbox(member.incarnation))
         self._inboxes = {member.incarnation: self._inbox}
         self._weight_word = group.table.get(member.row, t.WEIGHT)
-        self._take_over()
 
     # ---- the worker's side
 
@@ -170,6 +169,7 @@ class RoundExchange(Exchange):
 
     def restart(self) -> None:
         """Take the present weights over."""
+        self.snapshot.forget()
         self._take_over()
 
     def close(self) -> None:
@@ -178,20 +178,20 @@ class RoundExchange(Exchange):
             self._group.client.delete(self._inbox.name, missing_ok=True)
 
     def _send(self) -> None:
-        """Put the delta into the inbox; where it is refused, nothing, so that the others need not wait for it."""
+        """Put the delta into the inbox. One that is refused has no weight, so that the others need not wait for it."""
         group, scheme = self._group, self._scheme
-        np.subtract(self._values, self._base, out=self._delta)
         self._origin = self._base_round
         # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
         in_time = scheme.WAITS and (scheme.quorum is None or not scheme.LATE)
         self._target = self._origin if in_time else group.round
         self._tokens = float(self._samples) if scheme.token_weights else 1.0
+        group.member.check()
+        contribution = self.snapshot.send(self._inbox)
         try:
-            group.check(self._delta, self._target - self._origin)
+            group.check(contribution, self._target - self._origin)
         except RefusedContributionError as error:
             self._refused, self._tokens = error, 0.0
-        else:
-            self._inbox.write(self._delta)
+            self.snapshot.forget()
         failpoint("train-sent")
         self._sent = self._owing = True
 
@@ -200,7 +200,7 @@ class RoundExchange(Exchange):
         if self._sent:
             self._settle()
         self._group.count_samples(self._samples)
-        self._group.member.add(t.BYTES, 2 * self._group.transfer_bytes)
+        self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
         self._take_over()
         self._group.member.report()
         refused, self._refused = self._refused, None
@@ -208,8 +208,8 @@ class RoundExchange(Exchange):
             raise refused
 
     def _take_over(self) -> None:
-        self._base_round = self._group.read(self._values)
-        self._base[:] = self._values
+        self._base_round = self._group.read_by(self.snapshot.fetch)
+        self.snapshot.adopt()
         self._steps = self._samples = 0
         self._owing = self._repeated = False
 

@@ -1,0 +1,41 @@
+"""`smb train save | load`: trainings into files, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smb.tools.cli.connection import connect
+from smb.tools.cli.options import Coordinator
+from smb.tools.cli.output import console
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The training's name.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors, whatever its name is.")]
+
+
+def save(name: Name, file: File, coordinator: Coordinator = None) -> None:
+    """Write a training into a file, while it goes on: weights, outer state, round, settings.
+
+    FILE appears when it is whole. safetensors opens it for the weights.
+
+    Example: smb train save run run.safetensors
+    """
+    import smb.train
+
+    with connect(coordinator) as client:
+        number = smb.train.save(client, name, file)
+    console().print(f"training {name!r}, round {number}: {file}")
+
+
+def load(name: Name, file: File, coordinator: Coordinator = None) -> None:
+    """Make a training of a file that `smb train save` wrote. Who joins NAME goes on from there.
+
+    Example: smb train load run run.safetensors
+    """
+    import smb.train
+
+    with connect(coordinator) as client:
+        number = smb.train.load(client, name, file)
+    console().print(f"training {name!r}, round {number}, from {file}")

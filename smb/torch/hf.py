@@ -1,0 +1,74 @@
+"""Training with others in Hugging Face's Trainer: one callback. Needs transformers.
+
+>>> together = smb.torch.hf.Callback("run", scheme="diloco", every=50)
+>>> Trainer(model, arguments, train_dataset=data, callbacks=[together]).train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import smb
+import smb.train
+from smb.torch.shared_model import Shared, join
+
+
+class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Joins when training begins, and leaves with the shared model when it ends.
+
+    name, scheme and options are smb.torch.join's. The learning-rate schedule goes on where the group is, unless
+    schedule=False. `told` is called after each exchange (Shared.on_exchange). `shared` is what join returned. Where
+    train() ends by an exception the Trainer tells nobody: call close().
+    """
+
+    shared: Shared | None = None
+
+    def __init__(
+        self,
+        name: str,
+        scheme: str | smb.train.Scheme | None = None,
+        *,
+        schedule: bool = True,
+        told: Callable[[smb.train.ExchangeEvent], object] | None = None,
+        **options: Any,
+    ) -> None:
+        self._name = name
+        self._scheme = scheme
+        self._schedule = schedule
+        self._told = told
+        self._options = options
+
+    def on_train_begin(
+        self,
+        args: Any,
+        *_: Any,
+        model: torch.nn.Module | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **__: Any,
+    ) -> None:
+        """Join."""
+        assert model is not None
+        self.close()
+        options = {"samples": args.train_batch_size * args.gradient_accumulation_steps} | self._options
+        self.shared = join(model, optimizer, self._name, scheme=self._scheme, **options)
+        if self._told is not None:
+            self.shared.on_exchange(self._told)
+        if self._schedule and lr_scheduler is not None:
+            self.shared.catch_up(lr_scheduler)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Leave; the model is the shared one."""
+        if self.shared is not None:
+            shared, self.shared = self.shared, None
+            shared.close()
+
+    def close(self) -> None:
+        """Leave where train() did not come to its end; the model stays as it is."""
+        if self.shared is not None:
+            shared, self.shared = self.shared, None
+            shared.close(load=False)

@@ -1,0 +1,69 @@
+"""Training with others in Lightning's Trainer: one callback. Needs lightning.
+
+>>> trainer = lightning.Trainer(callbacks=[smb.torch.lightning.Callback("run", scheme="diloco", every=50)])
+>>> trainer.fit(module, data)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+
+import smb
+import smb.train
+from smb.errors import InvalidArgumentError
+from smb.torch.shared_model import Shared, join
+
+
+class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
+    """Joins when fitting begins, and leaves with the shared model when it ends; on an exception it only leaves.
+
+    name, scheme and options are smb.torch.join's. Of several optimizers the last one's steps count. Learning-rate
+    schedules by steps go on where the group is, unless schedule=False. `told` is called after each exchange.
+    """
+
+    shared: Shared | None = None
+
+    def __init__(
+        self,
+        name: str,
+        scheme: str | smb.train.Scheme | None = None,
+        *,
+        schedule: bool = True,
+        told: Callable[[smb.train.ExchangeEvent], object] | None = None,
+        **options: Any,
+    ) -> None:
+        self._name = name
+        self._scheme = scheme
+        self._schedule = schedule
+        self._told = told
+        self._options = options
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Join."""
+        if trainer.world_size > 1:
+            raise InvalidArgumentError(
+                f"smb.torch.lightning: this Trainer has {trainer.world_size} processes, and each would be a member; "
+                f"give each process a Trainer of its own (devices=1)"
+            )
+        self.shared = join(pl_module, trainer.optimizers[-1], self._name, scheme=self._scheme, **self._options)
+        if self._told is not None:
+            self.shared.on_exchange(self._told)
+        for config in trainer.lr_scheduler_configs if self._schedule else ():
+            if config.interval == "step" and config.frequency == 1:
+                self.shared.catch_up(config.scheduler)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Leave; the model is the shared one."""
+        self._leave(load=True)
+
+    def on_exception(self, *_: Any) -> None:
+        """Leave; the model stays as it is."""
+        self._leave(load=False)
+
+    def _leave(self, *, load: bool) -> None:
+        if self.shared is not None:
+            shared, self.shared = self.shared, None
+            shared.close(load=load)

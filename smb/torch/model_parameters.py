@@ -1,0 +1,342 @@
+"""A model's trained parameters where they are: on any device, float32, bfloat16 or float16.
+
+Schemes see them as one float32 vector, laid out as smb/tensors.py does (each tensor at a multiple of 64 bytes, zeros
+between them), so that the group's buffer has each by its name. Nothing of them moves but when a scheme exchanges, and
+then by pieces (staging.py). Host memory that grows with the model is the scheme's alone.
+
+Low precision. The group's values are float32. A scheme keeps the ones that it has filled the parameters with, so what
+rounding them left out is not taken for something that the optimizer did: a delta is the parameter less the *rounded*
+base. Elastic schemes take from the parameters less than they can show; for these `keep_exact` keeps beside each one
+what rounding leaves out, in its own type and on its own device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from smb.errors import InvalidArgumentError
+from smb.tensors import TensorTable
+from smb.torch.staging import Staging
+from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor's place in a vector: `names` are all it has in the state_dict (tied ones have several; the first one is
+    in the table), `offset` and `count` are in elements.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    offset: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.tensor.numel()
+
+    def of(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return its part of a vector, in its shape; a view."""
+        return vector[self.offset : self.offset + self.count].view(self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements [low, high) of a tensor's, which lie in a piece from `at` on."""
+
+    entry: int
+    low: int
+    high: int
+    at: int
+
+    @property
+    def here(self) -> slice:
+        return slice(self.at, self.at + self.high - self.low)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [begin, begin + count) of the vector, and the tensors in it; `gaps` are nobody's, and zero."""
+
+    begin: int
+    count: int
+    parts: tuple[_Part, ...]
+    gaps: tuple[slice, ...]
+
+    @property
+    def here(self) -> slice:
+        return slice(self.begin, self.begin + self.count)
+
+
+_HOST = torch.device("cpu")
+_Found: TypeAlias = "tuple[_Part, torch.Tensor, torch.Tensor | None]"  # values, and what rounding left out of them
+_Change: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], None]
+
+
+class ModelParameters(Parameters):
+    """The trained parameters as a scheme's. `verify` is called before an exchange; what it raises is raised there."""
+
+    def __init__(
+        self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
+    ) -> None:
+        """Raises InvalidArgumentError for what can't be shared."""
+        for names, tensor in tensors.items():
+            check(names[0], tensor)
+        self.verify = verify
+        self.place(tensors)
+
+    def place(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        """Lay the tensors out."""
+        self.table, self.entries = lay_out(tensors)
+        self.size = self.table.size
+        self._plan = tuple(_pieces(self.entries, self.size))
+        self._staging = Staging(self.size)
+        self._scratch: list[torch.Tensor] = []
+        self._residuals: dict[int, torch.Tensor] = {}  # entry -> what rounding left out, in the parameter's type
+        self._exact = False
+
+    def pieces(self) -> Iterator[tuple[int, Values]]:
+        """Yield copies, with what keep_exact kept."""
+        if self.verify is not None:
+            self.verify()
+        for piece, found, room in self._walk():
+            for part, values, residual in found:
+                room[part.here].copy_(values)
+                if residual is not None:
+                    room[part.here].add_(residual)
+            yield piece.begin, room[: piece.count].numpy()
+
+    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
+        """Yield what the optimizer did: parameter - base, both as the parameter's type shows them."""
+        if self.verify is not None:
+            self.verify()
+        whole = torch.from_numpy(base)
+        for piece, found, room in self._walk(residuals=False):
+            ours = whole[piece.here]
+            for part, values, _ in found:
+                before = ours[part.here]
+                if values.dtype == torch.float32:
+                    torch.sub(values, before, out=room[part.here])
+                else:
+                    torch.sub(values.float(), before.to(values.dtype).float(), out=room[part.here])
+            yield piece.begin, room[: piece.count].numpy()
+
+    def fill(self, values: Values) -> None:
+        """Copy, rounded to nearest, ties to even."""
+        self._put(torch.from_numpy(values), _set)
+
+    def subtract(self, difference: Values) -> None:
+        """Subtract on the parameters' own device, in float32."""
+        self._put(torch.from_numpy(difference), _subtract)
+
+    def keep_exact(self) -> None:
+        """Keep what rounding leaves out; it costs nothing for float32."""
+        self._exact = True
+
+    # ---- inside
+
+    @property
+    def _devices(self) -> set[torch.device]:
+        return {entry.tensor.device for entry in self.entries} - {_HOST}
+
+    def _walk(self, *, residuals: bool = True) -> Iterator[tuple[_Piece, list[_Found], torch.Tensor]]:
+        """Yield each piece, what is in it, in host memory, and room for the float32 values that it becomes. The piece
+        after it is on its way meanwhile.
+        """
+        if not self._plan:
+            return  # a rank that has no part of anything
+        if not self._scratch:
+            self._scratch = [torch.from_numpy(memory) for memory in scratch(self.size)]
+        flat = _Flat(self.entries)
+        self._staging.begin(self._devices)
+        coming: list[list[_Found]] = []
+
+        def fetch(turn: int) -> None:
+            found = []
+            for part in self._plan[turn].parts:
+                residual = self._residuals.get(part.entry) if residuals else None
+                found.append(self._fetch(turn, part, flat, residual))
+            coming.append(found)
+
+        fetch(0)
+        for turn, piece in enumerate(self._plan):
+            if turn + 1 < len(self._plan):
+                fetch(turn + 1)
+            self._staging.wait(turn)
+            room = self._scratch[turn % len(self._scratch)]
+            for gap in piece.gaps:
+                room[gap] = 0.0
+            yield piece, coming.pop(0), room
+
+    def _fetch(self, turn: int, part: _Part, flat: _Flat, residual: torch.Tensor | None) -> _Found:
+        device, count = self.entries[part.entry].tensor.device, part.high - part.low
+        rest = None if residual is None else residual[part.low : part.high]
+        if device == _HOST:
+            return part, flat.part(part), rest
+        with self._staging.on(device, turn):
+            values = flat.part(part)
+            # The two of 16 bits lie side by side in the place of one of 32.
+            room = self._staging.room(turn, part.at, count if rest is None else 2 * count, values.dtype)
+            room[:count].copy_(values, non_blocking=True)
+            if rest is not None:
+                room[count:].copy_(rest, non_blocking=True)
+        return part, room[:count], None if rest is None else room[count:]
+
+    def _put(self, vector: torch.Tensor, change: _Change) -> None:
+        """Change the parameters by a float32 vector, piece by piece, each on its own device."""
+        staging, flat = self._staging, _Flat(self.entries)
+        staging.begin(self._devices)
+        for turn, piece in enumerate(self._plan):
+            staging.wait(turn)
+            for part in piece.parts:
+                tensor, given = self.entries[part.entry].tensor, vector[piece.here][part.here]
+                residual = self._residual(part.entry)
+                rest = None if residual is None else residual[part.low : part.high]
+                if tensor.device == _HOST:
+                    change(flat.part(part), given, rest)
+                    flat.changed(part)
+                    continue
+                narrow = change is _set and rest is None
+                room = staging.room(turn, part.at, len(given), tensor.dtype if narrow else torch.float32)
+                room.copy_(given)
+                with staging.on(tensor.device, turn):
+                    change(flat.part(part), room if narrow else room.to(tensor.device, non_blocking=True), rest)
+                    flat.changed(part)
+        staging.end(self._devices)
+
+    def _residual(self, entry: int) -> torch.Tensor | None:
+        tensor = self.entries[entry].tensor
+        if not self._exact or tensor.dtype == torch.float32:
+            return None
+        if entry not in self._residuals:
+            self._residuals[entry] = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        return self._residuals[entry]
+
+
+class _Flat:
+    """Tensors in one dimension. One that is not contiguous is copied for as long as its parts come."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries
+        self._copied = -1
+        self._copy: torch.Tensor | None = None
+
+    def part(self, part: _Part) -> torch.Tensor:
+        """Return a part of a tensor."""
+        tensor = self._entries[part.entry].tensor.detach()
+        if tensor.is_contiguous():
+            return tensor.view(-1)[part.low : part.high]
+        if self._copied != part.entry or self._copy is None:
+            self._copied, self._copy = part.entry, tensor.reshape(-1)
+        return self._copy[part.low : part.high]
+
+    def changed(self, part: _Part) -> None:
+        """Say that what `part` returned was changed."""
+        entry = self._entries[part.entry]
+        if self._copied == part.entry and self._copy is not None and part.high == entry.count:
+            entry.tensor.detach().copy_(self._copy.view(entry.tensor.shape))
+            self._copied, self._copy = -1, None
+
+
+def _set(target: torch.Tensor, given: torch.Tensor, residual: torch.Tensor | None) -> None:
+    target.copy_(given, non_blocking=True)
+    if residual is not None:
+        residual.copy_(given - target.float())
+
+
+def _subtract(target: torch.Tensor, given: torch.Tensor, residual: torch.Tensor | None) -> None:
+    if target.dtype == torch.float32:
+        target.sub_(given)
+        return
+    exact = target.float() - given if residual is None else target.float() + residual.float() - given
+    target.copy_(exact)
+    if residual is not None:
+        residual.copy_(exact - target.float())
+
+
+def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTable, tuple[Entry, ...]]:
+    """Lay tensors out as float32, under their first names."""
+    if not tensors:
+        return TensorTable({}), ()
+    table = TensorTable.of({names[0]: (tuple(tensor.shape), "float32") for names, tensor in tensors.items()})
+    places = zip(tensors.items(), table.values(), strict=True)
+    return table, tuple(Entry(names, tensor, place.offset // 4) for (names, tensor), place in places)
+
+
+def _pieces(entries: Sequence[Entry], size: int) -> Iterator[_Piece]:
+    first = 0
+    for begin in range(0, size, PIECE_ELEMENTS):
+        end = min(begin + PIECE_ELEMENTS, size)
+        parts, gaps, at = [], [], 0
+        for index in range(first, len(entries)):
+            entry = entries[index]
+            if entry.offset >= end:
+                break
+            low, high = max(begin - entry.offset, 0), min(end - entry.offset, entry.count)
+            if high <= low:  # it ended in the piece before
+                first = index + 1
+                continue
+            part = _Part(index, low, high, entry.offset + low - begin)
+            if part.at > at:
+                gaps.append(slice(at, part.at))
+            parts.append(part)
+            at = part.here.stop
+        if at < end - begin:
+            gaps.append(slice(at, end - begin))
+        yield _Piece(begin, end - begin, tuple(parts), tuple(gaps))
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. To import that class takes a second, which who has none need not spend."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def check(name: str, parameter: torch.Tensor) -> None:
+    """Raise InvalidArgumentError where a trained parameter can't be shared."""
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the model once before smb.torch.join")
+    if parameter.device.type == "meta":
+        raise InvalidArgumentError(
+            f"parameter {name!r} is on the meta device, without values: load or initialise the model before "
+            f"smb.torch.join (model.to_empty(device=...), then its weights)"
+        )
+    if is_sharded(parameter):
+        raise InvalidArgumentError(
+            f"parameter {name!r} is a DTensor: sharded models (fully_shard, parallelize_module) can't be joined yet"
+        )
+    if parameter.layout != torch.strided:
+        raise InvalidArgumentError(f"parameter {name!r} is {parameter.layout}: only dense ones can be shared")
+    if parameter.dtype not in DTYPES:
+        raise InvalidArgumentError(
+            f"parameter {name!r} is {parameter.dtype}: float32, bfloat16 and float16 can be shared; model.float() "
+            f"makes it float32"
+        )
+    if parameter.numel() == 0:
+        raise InvalidArgumentError(
+            f"parameter {name!r} has no elements, shape {tuple(parameter.shape)}: freeze it, or take it out"
+        )
+
+
+def check_apart(parameters: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+    """Raise InvalidArgumentError where two share memory: tied by one Parameter they are one entry, but tied by memory
+    alone what is done to one would count twice.
+    """
+    taken: dict[int, list[tuple[int, int, str]]] = {}
+    for names, parameter in parameters.items():
+        begin = int(parameter.storage_offset())
+        # From the first to the last element in memory, whatever the strides.
+        extent = 1 + sum((size - 1) * int(step) for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+        spans = taken.setdefault(parameter.untyped_storage()._cdata, [])
+        for other_begin, other_end, other in spans:
+            if begin < other_end and other_begin < begin + extent:
+                raise InvalidArgumentError(
+                    f"parameters {other!r} and {names[0]!r} share memory without being one Parameter: what is done to "
+                    f"one would count twice. Tie them by the object: module.weight = other.weight"
+                )
+        spans.append((begin, begin + extent, names[0]))

@@ -1,0 +1,164 @@
+"""What a model consists of, by the names that all processes of a training have for it, whatever wraps it in each.
+
+torch.compile puts `_orig_mod.` into names, DistributedDataParallel and DataParallel `module.`: these are taken off. A
+tensor with several names (tied parameters) is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from smb.errors import Error, InvalidArgumentError
+from smb.torch.model_parameters import Entry, check, check_apart, is_sharded, lay_out
+from smb.train.parameters import Values
+
+STATISTICS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPILED = "_orig_mod"
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+_SAMPLES = 16  # of a frozen parameter, for its mark
+
+Named: TypeAlias = dict[tuple[str, ...], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model's tensors, by all names of each. `trained`: what the optimizer has or what requires gradients; `frozen`:
+    the other parameters; `statistics`: floating-point buffers. Integers and float64 buffers are each process's own.
+    """
+
+    trained: Named
+    frozen: Named
+    statistics: Named
+
+
+def plain_name(model: torch.nn.Module, name: str) -> str:
+    """Return a name of the model's state_dict without what wraps the model, or a module in it."""
+    kept: list[str] = []
+    module: torch.nn.Module | None = model
+    for step in name.split("."):
+        wrapped = step == _COMPILED or (step == "module" and isinstance(module, _WRAPPERS))
+        if not wrapped:
+            kept.append(step)
+        module = module._modules.get(step) if module is not None else None
+    return ".".join(kept)
+
+
+def plain_state(model: torch.nn.Module, **options: Any) -> dict[str, Any]:
+    """Return model.state_dict(...) by plain names."""
+    return {plain_name(model, name): value for name, value in model.state_dict(**options).items()}
+
+
+def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> Parts:
+    """Divide what model.state_dict() holds. Raises InvalidArgumentError where the model can't be shared; with `sharded`
+    what is trained may be, and is not looked at.
+    """
+    named: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, tensor in plain_state(model, keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):  # get_extra_state() may be anything
+            named.setdefault(id(tensor), ([], tensor))[0].append(name)
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if strangers := len(optimized - {id(parameter) for parameter in model.parameters()}):
+        raise InvalidArgumentError(
+            f"the optimizer trains {strangers} tensors that are no parameters of the model: they would be shared with "
+            f"nobody. Join with a module that holds them all (torch.nn.ModuleList)"
+        )
+    parts = Parts({}, {}, {})
+    for identity, (names, tensor) in named.items():
+        if isinstance(tensor, torch.nn.Parameter) and (tensor.requires_grad or identity in optimized):
+            parts.trained[tuple(names)] = tensor
+        elif isinstance(tensor, torch.nn.Parameter):
+            parts.frozen[tuple(names)] = tensor
+        elif tensor.dtype in STATISTICS_DTYPES and tensor.device.type != "meta" and tensor.numel() > 0:
+            parts.statistics[tuple(names)] = tensor
+    kept = {id(parameter) for parameter in parts.trained.values()}
+    for name, parameter in model.named_parameters():
+        if (parameter.requires_grad or id(parameter) in optimized) and id(parameter) not in kept:
+            raise InvalidArgumentError(
+                f"parameter {name!r} is trained, but not in the model's state_dict() (does a hook take it out, or copy "
+                f"it?): it would be shared with nobody. Freeze it, or join with the module inside that has it"
+            )
+    if not parts.trained:
+        raise InvalidArgumentError("the model has no parameter that requires gradients: there is nothing to share")
+    if not sharded:
+        for every, tensor in parts.trained.items():
+            check(every[0], tensor)
+        check_apart(parts.trained)
+    return parts
+
+
+class Statistics:
+    """Floating-point buffers, as one vector of copies in host memory."""
+
+    def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        self.table, self.entries = lay_out(tensors)
+        self.vector = torch.zeros(self.table.size, dtype=torch.float32)
+        self.values: Values = self.vector.numpy()
+
+    def collect(self) -> None:
+        """Copy the model's values into the vector."""
+        for entry in self.entries:
+            entry.of(self.vector).copy_(entry.tensor.detach())
+
+    def spread(self) -> None:
+        """Copy the vector into the model."""
+        with torch.no_grad():
+            for entry in self.entries:
+                entry.tensor.detach().copy_(entry.of(self.vector))
+
+
+class Check:
+    """What must hold of a joined model whenever it exchanges. It takes as long as there are tensors, not elements."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: tuple[Entry, ...], frozen: Named
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._entries = entries
+        self._frozen = frozen
+
+    def __call__(self) -> None:
+        """Raise Error where something is trained that is not shared, or shared and no longer in the model."""
+        self.model()
+        ours = {id(entry.tensor) for entry in self._entries}
+        given = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        if strangers := len(given - ours):
+            raise Error(
+                f"the optimizer was given {strangers} further parameters after smb.torch.join (by add_param_group): "
+                f"they would be trained and shared with nobody. Give it all of them before joining"
+            )
+        for names, tensor in self._frozen.items():
+            if tensor.requires_grad:
+                raise Error(
+                    f"parameter {names[0]!r} was frozen at smb.torch.join and requires gradients now: it would be "
+                    f"trained and shared with nobody. Give it to the optimizer before joining, then it is shared"
+                )
+
+    def model(self) -> None:
+        """Raise Error where parameters of the model were replaced."""
+        now = {id(tensor) for tensor in self._model.parameters()}
+        if gone := [entry.names[0] for entry in self._entries if id(entry.tensor) not in now]:
+            raise Error(
+                f"{', '.join(gone[:3])} of the model were replaced after smb.torch.join (by another module, or "
+                f"load_state_dict(assign=True)): join afterwards"
+            )
+
+
+def mark_of(frozen: Named) -> dict[str, str]:
+    """Return a mark of what is frozen: of the types, and of some values. A few elements of each are read."""
+    types, values = hashlib.sha256(), hashlib.sha256()
+    for names, tensor in sorted(frozen.items()):
+        types.update(f"{names[0]} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        if tensor.numel() == 0 or tensor.device.type == "meta" or is_sharded(tensor):
+            continue
+        # Spread over the first dimension, and over the elements of each row.
+        rows = tensor.detach()
+        rows = rows[:: max(1, len(rows) // _SAMPLES)][:_SAMPLES] if rows.dim() else rows
+        some = rows.reshape(-1)[:: max(1, rows.numel() // _SAMPLES)][:_SAMPLES]
+        values.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return {"types": types.hexdigest(), "values": values.hexdigest()}

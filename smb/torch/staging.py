@@ -1,0 +1,80 @@
+"""Pieces of tensors on their way between a device and host memory: two rooms of a fixed size that take turns.
+
+Where the device has streams, copies go by a stream of their own, from and to pinned memory: one piece is copied while
+another one is computed with. An event says when a room's copies are done; the device's own work waits for the stream
+before it uses what was copied to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from smb.train.parameters import PIECE_ELEMENTS
+
+_ITEM_BYTES = 4  # room for an element, whatever its type
+
+
+class Staging:
+    """The two rooms, and a stream for each device. `elements`: how many a room holds at most. One thread at a time."""
+
+    def __init__(self, elements: int) -> None:
+        self._elements = min(elements, PIECE_ELEMENTS)
+        self._rooms: list[torch.Tensor] = []  # bytes; made when they are needed first
+        self._streams: dict[torch.device, torch.Stream | None] = {}
+        self._done: list[dict[torch.device, torch.Event]] = [{}, {}]
+
+    def room(self, turn: int, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory for `count` elements of a type, from the at-th place on."""
+        if not self._rooms:
+            self._rooms = [_pinned(_ITEM_BYTES * self._elements) for _ in range(2)]
+        begin = _ITEM_BYTES * at
+        return self._rooms[turn % 2][begin : begin + count * dtype.itemsize].view(dtype)
+
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """What was computed on these devices so far is done before anything is copied from here on."""
+        for device in devices:
+            if (stream := self._stream(device)) is not None:
+                stream.wait_stream(torch.accelerator.current_stream(device))
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device, turn: int) -> Iterator[None]:
+        """Do what is done in the block on the device's own stream: copies from and to a room of that turn, and what
+        goes with them. Memory that is made there is the stream's.
+        """
+        stream = self._stream(device)
+        if stream is None:
+            yield
+            return
+        with stream:
+            yield
+        self._done[turn % 2].setdefault(device, torch.Event(device)).record(stream)
+
+    def wait(self, turn: int) -> None:
+        """Wait until the room's copies are done."""
+        for event in self._done[turn % 2].values():
+            event.synchronize()
+        self._done[turn % 2].clear()
+
+    def end(self, devices: Iterable[torch.device]) -> None:
+        """What is computed on these devices from here on finds what was copied to them."""
+        for device in devices:
+            if (stream := self._stream(device)) is not None:
+                torch.accelerator.current_stream(device).wait_stream(stream)
+
+    def _stream(self, device: torch.device) -> torch.Stream | None:
+        if device not in self._streams:
+            try:
+                self._streams[device] = torch.Stream(device)
+            except (RuntimeError, NotImplementedError):
+                self._streams[device] = None  # it has none: copies wait
+        return self._streams[device]
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return torch.empty(nbytes, dtype=torch.uint8)  # the device can't copy from it by itself: slower, no less right

@@ -1,0 +1,103 @@
+"""What a worker took over from the group last, and what it did since: one array of the model's size in host memory.
+
+Where contributions travel in fewer bits there is a second one: what was done and has not been sent. What rounding
+leaves out of one contribution goes along with the next (error feedback: Seide et al. 2014; Karimireddy et al. 2019).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.errors import Error
+from smb.feedback import as_sent
+from smb.train.guards import Norm
+from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values
+
+
+class Snapshot:
+    """The base of a worker's next contribution. `base`, float32 (n,), is what the parameters were filled with last."""
+
+    def __init__(self, parameters: Parameters, wire: str) -> None:
+        """`wire` is how contributions travel."""
+        self.base: Values = np.empty(parameters.size, np.float32)
+        self._parameters = parameters
+        self._unsent: Values | None = None if wire == "exact" else np.zeros(parameters.size, np.float32)
+
+    def fetch(self, weights: Buffer) -> None:
+        """Read the group's values as the next base, exact. The parameters stay as they are."""
+        self._parameters.read(weights, self.base)
+
+    def adopt(self) -> None:
+        """Make the parameters what was fetched."""
+        self._parameters.fill(self.base)
+
+    def forget(self) -> None:
+        """Drop what was left of earlier contributions."""
+        if self._unsent is not None:
+            self._unsent[:] = 0
+
+    def send(self, inbox: Buffer) -> Norm:
+        """Write what was done since the parameters were filled into an inbox, by pieces: one travels while the next is
+        made. Blocks until all is there. Where it raises, call it again: nothing is lost.
+        """
+        found = Norm()
+        under_way: deque[list[Future[Any]]] = deque()
+        try:
+            for begin, delta in self._parameters.deltas(self.base):
+                piece = delta if self._unsent is None else self._gather(begin, delta, self._unsent)
+                found.add(piece)
+                if piece.size == inbox.size:
+                    inbox.write(piece)
+                    break
+                under_way.append(self._parameters.write(inbox, piece, begin))
+                if len(under_way) > 1:
+                    _end(under_way)
+            while under_way:
+                _end(under_way)
+        finally:
+            _wait(under_way)  # the memory is in use until then
+        if self._unsent is not None and not found.bad:
+            for begin in range(0, self._unsent.size, PIECE_ELEMENTS):
+                piece = self._unsent[begin : begin + PIECE_ELEMENTS]
+                piece -= as_sent(inbox, piece, begin)
+        return found
+
+    def _gather(self, begin: int, delta: Values, unsent: Values) -> Values:
+        """Move a delta from the base's account to what is unsent: whatever fails from here on, it is counted there."""
+        base, piece = self.base[begin : begin + delta.size], unsent[begin : begin + delta.size]
+        base += delta
+        piece += delta
+        return piece
+
+
+def _end(under_way: deque[list[Future[Any]]]) -> None:
+    for call in under_way[0]:
+        call.result()
+    under_way.popleft()
+
+
+def _wait(under_way: deque[list[Future[Any]]]) -> None:
+    for calls in under_way:
+        for call in calls:
+            with contextlib.suppress(Error):
+                call.result()
+
+
+def snapshot_of(parameters: Parameters, wire: str) -> Snapshot:
+    """Return a worker's snapshot, where its processes have their parts together."""
+    return parameters.snapshot(wire) if isinstance(parameters, Together) else Snapshot(parameters, wire)
+
+
+class Together(Parameters):
+    """Parameters in several processes, which are one worker: this one speaks for all."""
+
+    @abstractmethod
+    def snapshot(self, wire: str) -> Snapshot:
+        """Return what moves the parts of all."""

@@ -1,0 +1,120 @@
+"""A worker's trained values, wherever they are: n float32 values that schemes move by pieces, and never hold.
+
+A scheme keeps what it needs of them in host memory of its own (smb/train/exchange/). What is in the pieces is the
+group's vector: all that is trained, in one order, float32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smb.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.train.group import Group
+
+Values: TypeAlias = NDArray[np.float32]
+
+PIECE_ELEMENTS = 1 << 22  # 16 MiB: a call's fixed costs do not count, and two of them are little beside a model
+
+
+class Parameters(ABC):
+    """What is trained. One thread at a time. `size` is n."""
+
+    size: int
+
+    @abstractmethod
+    def pieces(self) -> Iterator[tuple[int, Values]]:
+        """Yield (begin, values from there on), in order. Leave them alone; they are good until the next is asked for.
+
+        As exact as they are kept: see keep_exact.
+        """
+
+    @abstractmethod
+    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
+        """Yield (begin, what was done from there on), in order, since the values were filled with `base`, (n,).
+
+        A piece is the caller's until the next but one is asked for: one can be sent while the next is made.
+        """
+
+    @abstractmethod
+    def fill(self, values: Values) -> None:
+        """Set all to `values`, (n,), rounded where they are kept in fewer bits."""
+
+    @abstractmethod
+    def subtract(self, difference: Values) -> None:
+        """Take `difference`, (n,), from the values."""
+
+    @abstractmethod
+    def keep_exact(self) -> None:
+        """Keep beside values of fewer bits what rounding leaves out of fill and subtract, from now on."""
+
+    # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
+
+    def store(self, weights: Buffer) -> None:
+        """Write the present values, exact. Raises InvalidArgumentError where they are not finite."""
+        for begin, piece in self.pieces():
+            if not np.isfinite(piece).all():
+                raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
+            weights.write(piece, begin, wire="exact")
+
+    def read(self, buffer: Buffer, out: Values) -> None:
+        """Read what is theirs of a buffer, exact, into `out`, (n,)."""
+        buffer.read(out=out, wire="exact")
+
+    def write(self, buffer: Buffer, piece: Values, begin: int) -> list[Future[Any]]:
+        """Begin to write a piece, by the buffer's wire."""
+        return [buffer.write_async(piece, begin)]
+
+    def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use
+        """Take note that the worker has taken a slot."""
+        return
+
+
+class ArrayParameters(Parameters):
+    """A flat float32 array at a fixed place in memory, changed in place."""
+
+    def __init__(self, values: Values, asked: str) -> None:
+        if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.ndim != 1 or not values.size:
+            raise InvalidArgumentError(f"{asked}: values must be a numpy array, float32, of one dimension")
+        if not (values.flags.c_contiguous and values.flags.writeable):
+            raise InvalidArgumentError(f"{asked}: values must be contiguous and writable: they are changed in place")
+        self.size = values.size
+        self._values = values
+        self._scratch: list[Values] = []
+
+    def pieces(self) -> Iterator[tuple[int, Values]]:
+        """Yield parts of the array itself."""
+        for begin in range(0, self.size, PIECE_ELEMENTS):
+            yield begin, self._values[begin : begin + PIECE_ELEMENTS]
+
+    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
+        """Yield values - base."""
+        if not self._scratch:
+            self._scratch = scratch(self.size)
+        for (begin, values), room in zip(self.pieces(), cycle(self._scratch), strict=False):
+            yield begin, np.subtract(values, base[begin : begin + values.size], out=room[: values.size])
+
+    def fill(self, values: Values) -> None:
+        """Copy."""
+        self._values[:] = values
+
+    def subtract(self, difference: Values) -> None:
+        """Subtract."""
+        self._values -= difference
+
+    def keep_exact(self) -> None:
+        """They are."""
+
+
+def scratch(size: int) -> list[Values]:
+    """Return memory for pieces that take turns: two, or one where there is but one piece."""
+    return [np.zeros(min(size, PIECE_ELEMENTS), np.float32) for _ in range(2 if size > PIECE_ELEMENTS else 1)]

@@ -1,0 +1,274 @@
+"""A training in a file: weights, outer state, round, settings and metadata, exact; made while it goes on.
+
+The file is a .safetensors whatever its name is. Its tensors are the group's, by their names (a group of smb.train.join
+has one, "values"), running statistics too; those of the outer optimizer, if there is one, are "smb.outer.0" and so on.
+What else the group is stands in its __metadata__, with a SHA-256 of all that follows the header: a file that is torn,
+or was changed, is not loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.client import Client
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
+from smb.files.formats import HEADER_BYTES_MAX, parse_safetensors, safetensors_header
+from smb.tensors import TensorPlace, TensorTable
+from smb.train import group as groups
+from smb.train import member_table as t
+from smb.train.exchange.rounds import RoundScheme
+from smb.train.guards import Guards
+from smb.train.parameters import PIECE_ELEMENTS
+from smb.train.progress import progress_of
+from smb.train.scheme import scheme_of
+
+STATISTICS = "state"  # of smb.torch.join: NAME/state
+_KEY = "smb.train"
+_OUTER = "smb.outer."
+_WHOLE = "values"
+_VERSION = 1
+_TRIES = 3  # without keeping rounds from being closed
+_LOCK_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Tensors of a float32 buffer that go into the file, under these names."""
+
+    buffer: Buffer
+    table: TensorTable
+    names: dict[str, str]
+
+
+def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
+    """Write a training into a file while it goes on; return its round (0 in schemes without rounds).
+
+    All is of one round, and exact, whatever wire= says. Where rounds are closed faster than the model can be read, the
+    next one waits for the file. The file appears whole at the end, in place of one that was there. Takes memory of a
+    fixed size. The workers' own (inner optimizers, the models of hosts in HSGD, work units) is not in it. Raises
+    NotFoundError, InvalidArgumentError (no group), OSError.
+    """
+    group, target = groups.view(client, name), Path(path)
+    part = target.with_name(f"{target.name}.part-{os.getpid()}")
+    try:
+        for attempt in range(2 * _TRIES):
+            with _still(group) if attempt >= _TRIES else contextlib.nullcontext():
+                before = group.table.get(0, t.ROUND)
+                if not before & groups.BUILT:
+                    _write(group, before >> t.ROUND_SHIFT, part)
+                    if group.table.get(0, t.ROUND) >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT:
+                        part.replace(target)
+                        _sync(target.parent)
+                        return before >> t.ROUND_SHIFT
+            group.read_by(lambda _: None)  # until no round is being closed; does what a dead closer left
+    finally:
+        part.unlink(missing_ok=True)
+    raise Error(f"save of training {name!r}: its rounds were closed while it was read; try again")
+
+
+def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
+    """Make a training of a file, in any cluster, under any name; return its round. Who joins goes on from there.
+
+    `placement` is servers=, stripe= and wire= of Client.create. Raises AlreadyExistsError where there is a training of
+    that name (smb.train.delete), InvalidArgumentError for a file that is not whole or no training, OSError.
+    """
+    with Path(path).open("rb") as file:
+        told, table, ranges, start = _head(file, str(path))
+        scheme = scheme_of(told["scheme"], told["settings"])
+        guards, lease, number = Guards(**told["guards"]), float(told["lease"]), int(told["round"])
+        if _digest(file, start) != told["sha256"]:
+            raise InvalidArgumentError(
+                f"load of {path}: its bytes are not those that were saved: it is torn, or changed"
+            )
+        metadata = {**told["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
+        with client.lock(f"{name}/setup", timeout=_LOCK_S):
+            with contextlib.suppress(NotFoundError):
+                groups.view(client, name)
+                raise AlreadyExistsError(
+                    f"load of {path}: there is a training {name!r}; delete it first (smb.train.delete), or take "
+                    f"another name"
+                )
+            made: list[str] = []
+            try:
+                _make(client, name, file, start, (told, table, ranges), metadata, placement, made)
+            except BaseException:
+                for each in reversed(made):
+                    client.delete(each, missing_ok=True)
+                raise
+    return number
+
+
+# ---- writing
+
+
+def _write(group: groups.Group, number: int, part: Path) -> None:
+    """Write the file as of a round that is open, and stays so."""
+    weights = group.weights
+    table = weights.table or _whole(weights.size)
+    sources = [_Source(weights, table, {each: each for each in table})]
+    metadata = {key: value for key, value in weights.metadata.items() if key != groups.METADATA}
+    told: dict[str, Any] = {
+        "version": _VERSION,
+        "scheme": group.scheme.NAME,
+        "settings": group.scheme.settings(),
+        "guards": group.guards.settings(),
+        "lease": group.lease,
+        "round": number,
+        "steps": progress_of(group.table.read()).steps,
+        "samples": progress_of(group.table.read()).samples,
+        "size": weights.size,
+        "metadata": metadata,
+    }
+    with contextlib.suppress(NotFoundError):
+        statistics = group.client.open(f"{group.name}/{STATISTICS}")
+        sources.append(_Source(statistics, statistics.table, {each: each for each in statistics.table}))
+        told["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
+    outer = group.scheme.outer() if isinstance(group.scheme, RoundScheme) else None
+    for index in range(outer.states if outer else 0):
+        with contextlib.suppress(NotFoundError):  # nobody has trained yet
+            state = group.client.open(f"{group.name}/outer/{number % 2}/{index}")
+            sources.append(_Source(state, _whole(state.size), {_WHOLE: f"{_OUTER}{index}"}))
+    forms: dict[str, tuple[tuple[int, ...], str]] = {}
+    for source in sources:
+        for each, stored in source.names.items():
+            if stored in forms:
+                raise InvalidArgumentError(f"save of training {group.name!r}: it has two tensors {stored!r}")
+            forms[stored] = source.table[each].shape, "float32"
+    placed = TensorTable.of(forms, "save")
+    with part.open("wb") as file:
+        head = _header(placed, told | {"sha256": "0" * 64})
+        file.write(head)
+        digest = hashlib.sha256()
+        for source in sources:
+            for each in source.names:
+                for piece in _read(source.buffer, source.table[each]):
+                    digest.update(piece)
+                    file.write(piece)
+        file.seek(0)
+        file.write(_header(placed, told | {"sha256": digest.hexdigest()}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(table: TensorTable, told: dict[str, Any]) -> bytes:
+    return safetensors_header(table, {_KEY: json.dumps(told)})
+
+
+def _read(buffer: Buffer, place: TensorPlace) -> Iterator[memoryview]:
+    offset = place.offset // 4
+    for begin in range(0, place.size, PIECE_ELEMENTS):
+        count = min(PIECE_ELEMENTS, place.size - begin)
+        yield buffer.read(offset + begin, count, wire="exact").view(np.uint8).data
+
+
+@contextlib.contextmanager
+def _still(group: groups.Group) -> Iterator[None]:
+    """Keep rounds from being closed."""
+    with group.weights.lock(ttl=group.lease, timeout=_LOCK_S):
+        yield
+
+
+def _whole(size: int) -> TensorTable:
+    return TensorTable.of({_WHOLE: ((size,), "float32")})
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- reading
+
+
+def _head(file: IO[bytes], path: str) -> tuple[dict[str, Any], TensorTable, list[tuple[int, int]], int]:
+    """Return (what is told, tensors, where each lies, where the first begins)."""
+    size = int.from_bytes(file.read(8), "little")
+    if not 0 < size <= HEADER_BYTES_MAX:
+        raise InvalidArgumentError(f"load of {path}: this is no saved training")
+    file.seek(0)
+    try:
+        table, metadata, ranges = parse_safetensors(file.read(8 + size))
+        told = json.loads(metadata[_KEY])  # type: ignore[index]
+        version = told["version"]
+    except (KeyError, TypeError, ValueError) as error:  # InvalidArgumentError is a ValueError
+        raise InvalidArgumentError(
+            f"load of {path}: this is no saved training: it was not written by smb.train.save ({error!r})"
+        ) from None
+    if version != _VERSION:
+        raise InvalidArgumentError(f"load of {path}: it is of version {version}, and this is smb for {_VERSION}")
+    return told, table, ranges, 8 + size
+
+
+def _digest(file: IO[bytes], start: int) -> str:
+    digest = hashlib.sha256()
+    file.seek(start)
+    while piece := file.read(4 * PIECE_ELEMENTS):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _make(
+    client: Client,
+    name: str,
+    file: IO[bytes],
+    start: int,
+    head: tuple[dict[str, Any], TensorTable, list[tuple[int, int]]],
+    metadata: dict[str, Any],
+    placement: dict[str, Any],
+    made: list[str],
+) -> None:
+    """Make the group's buffers. Under the setup lock. Without its table a group is taken for half-made: that comes
+    last.
+    """
+    told, table, ranges = head
+    where = {each: (start + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
+    for left in (f"{name}/tick", f"{name}/members", name):
+        client.delete(left, missing_ok=True)
+
+    def new(buffer_name: str, *args: Any, **options: Any) -> Buffer:
+        buffer = client.create(buffer_name, *args, **options)
+        made.append(buffer_name)
+        return buffer
+
+    weights = new(name, told["size"], "float32", metadata=metadata, **placement)
+    for each, place in (weights.table or _whole(weights.size)).items():
+        _fill(weights, place.offset // 4, file, *where[each])
+    for index in range(len([each for each in where if each.startswith(_OUTER)])):
+        state = new(f"{name}/outer/{told['round'] % 2}/{index}", like=weights)
+        _fill(state, 0, file, *where[f"{_OUTER}{index}"])
+    if (kept := told.get("statistics")) is not None:
+        client.delete(f"{name}/{STATISTICS}", missing_ok=True)
+        statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])
+        values = np.zeros(kept["size"], np.float32)
+        for each, place in statistics.table.items():
+            begin, count = where[each]
+            file.seek(begin)
+            values[place.offset // 4 :][:count] = np.frombuffer(file.read(4 * count), "<f4")
+        statistics.publish(values)
+    new(f"{name}/tick", 1, "int64", servers=1)
+    members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
+    members.swap(0, t.ROUND, 0, told["round"] << t.ROUND_SHIFT)
+    # As if a former member of the first slot had done all of it.
+    members.add(1, t.STEPS, told["steps"])
+    members.add(1, t.SAMPLES_BEFORE, told["samples"])
+    members.add(0, t.READY, 1)
+
+
+def _fill(buffer: Buffer, offset: int, file: IO[bytes], begin: int, count: int) -> None:
+    file.seek(begin)
+    for at in range(0, count, PIECE_ELEMENTS):
+        piece = np.frombuffer(file.read(4 * min(PIECE_ELEMENTS, count - at)), "<f4")
+        buffer.write(piece, offset + at, wire="exact")

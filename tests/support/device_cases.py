@@ -1,0 +1,149 @@
+"""What must hold of models on a device. tests/train/test_torch_devices.py runs them in a process of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import smb
+import smb.torch
+import smb.train
+from smb.torch import model_parameters, staging
+from smb.train import parameters
+from tests.support import fake_device
+
+Connect = Callable[..., smb.Client]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pieces of a small model: tensors end and begin in the middle of them."""
+    for module in (parameters, model_parameters, staging):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 48)
+    fake_device.copies.clear()
+
+
+def network(dtype: torch.dtype, device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Linear(7, 4))
+    layers[2].weight.data = layers[2].weight.data.t().contiguous().t()  # not contiguous
+    return layers.to(device, dtype)
+
+
+def train(client: smb.Client, name: str, device: str, dtype: torch.dtype, scheme: str, every: int) -> list[Any]:
+    """Two members in turn in one process; return both models' parameters and the group's."""
+    models = [network(dtype, device) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(0.5)  # what a joiner brings does not count
+    optimizers = [torch.optim.SGD(model.parameters(), lr=2.0**-4, foreach=False) for model in models]
+    settings: dict[str, Any] = {"quorum": 1} if scheme == "asyncdiloco" else {}
+    joined = [
+        smb.torch.join(model, optimizer, name, scheme=scheme, every=every, client=client, **settings)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    for number in range(3 * every):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            # No backward pass, and a rate that rounds nothing: kernels round as their operands lie in memory.
+            for parameter in model.parameters():
+                goal = torch.linspace(-1, 1 + number % 2, parameter.numel()).reshape(parameter.shape).to(dtype)
+                parameter.grad = parameter.detach() - goal.to(device)
+            optimizer.step()
+    found = [[parameter.detach().cpu().clone() for parameter in model.parameters()] for model in models]
+    for shared in joined:
+        shared.close()
+    ends = [[parameter.detach().cpu().clone() for parameter in model.parameters()] for model in models]
+    return [*found, *ends, list(smb.torch.shared_state_dict(client, name).values())]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", ["asyncdiloco", "easgd", "seasgd"])
+def test_a_device_trains_as_the_host(client: smb.Client, dtype: torch.dtype, scheme: str) -> None:
+    """The same training with models in the host's memory and on a device whose copies come late: equal to the bit."""
+    here = train(client, "here", "cpu", dtype, scheme, 2)
+    there = train(client, "there", fake_device.NAME, dtype, scheme, 2)
+    for ours, theirs in zip(here, there, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(torch.isfinite(tensor).all() for tensor in here[-1])
+
+
+@pytest.mark.parametrize("left_out", ["wait", "begin", "end"])
+def test_what_is_not_waited_for_shows(client: smb.Client, monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
+    """The tests above fail where one of the waits is left out."""
+    here = train(client, "here", "cpu", torch.float32, "easgd", 1)
+    monkeypatch.setattr(staging.Staging, left_out, lambda *_: None)
+    try:
+        there = train(client, "there", fake_device.NAME, torch.float32, "easgd", 1)
+    except (AssertionError, smb.Error):
+        return
+    assert any(not torch.equal(one, other) for one, other in zip(here[0], there[0], strict=True))
+
+
+def test_what_moves_and_when(client: smb.Client) -> None:
+    """Nothing moves while nothing is due; an exchange moves each trained parameter once down and once up, in its own
+    type and without waiting; what is frozen never does. The Parameters stay, and their memory."""
+    model = network(torch.bfloat16, fake_device.NAME)
+    model[0].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, foreach=False)
+    before = [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
+    shared = smb.torch.join(model, optimizer, "run", scheme="diloco", every=3, client=client)
+    for number in range(1, 7):
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        fake_device.copies.clear()
+        optimizer.step()
+        if number % 3:
+            assert not fake_device.copies
+        else:
+            nbytes = 2 * sum(parameter.numel() for parameter in trained)
+            for way in ("fake->cpu", "cpu->fake"):
+                assert sum(size for each, size, _ in fake_device.copies if each == way) == nbytes
+            assert all(non_blocking for *_, non_blocking in fake_device.copies)
+    assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
+    assert client.open("run").size < 16 * 7 + 7 + 7 * 4 + 4 + 64
+    shared.close()
+
+
+def test_a_join_that_fails_leaves_the_device_alone(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails at the last moment, the read of the shared model, leaves values, hooks and group as they were."""
+    model = network(torch.float16, fake_device.NAME)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    before = [parameter.detach().cpu() for parameter in model.parameters()]
+
+    def away(*_: object, **__: object) -> None:
+        raise smb.UnavailableError("away")
+
+    with monkeypatch.context() as context:
+        context.setattr(smb.train.group.Group, "read_by", away)  # type: ignore[attr-defined]
+        with pytest.raises(smb.UnavailableError, match="away"):
+            smb.torch.join(model, optimizer, "run", scheme="diloco", client=client)
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(before, model.parameters(), strict=True))
+    assert not optimizer._optimizer_step_post_hooks
+    assert not client.list()
+    with smb.torch.join(model, optimizer, "run", scheme="diloco", client=client):
+        pass
+
+
+def test_who_joins_on_a_device_and_who_on_the_host(connect: Connect) -> None:
+    """They share one model, of several types."""
+    first, second = network(torch.float32, "cpu"), network(torch.bfloat16, fake_device.NAME)
+    one = torch.optim.SGD(first.parameters(), lr=0.1)
+    two = torch.optim.SGD(second.parameters(), lr=0.1, foreach=False)
+    with smb.torch.join(first, one, "run", scheme="asp", client=connect()):
+        with smb.torch.join(second, two, "run", client=connect()) as other:
+            for parameter in second.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            two.step()
+            assert other.state_dict()["0.weight"].device.type == fake_device.NAME
+        for parameter in first.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        one.step()
+        for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+            assert np.allclose(ours.detach().numpy(), theirs.detach().cpu().float().numpy(), rtol=2.0**-7)

@@ -1,0 +1,359 @@
+"""smb.torch in the real frameworks, with models made from a config: nothing is downloaded.
+
+Rows of the table in docs/training.md, "What works with what", name these tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import smb
+import smb.torch
+import smb.train
+
+Connect = Callable[..., smb.Client]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
+
+
+@pytest.fixture
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return pytest.importorskip("transformers")
+
+
+def language_model(transformers: Any, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+class Text(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of counting numbers."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(8) + row) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+def arguments(transformers: Any, path: Path, **options: Any) -> Any:
+    defaults = {
+        "output_dir": str(path), "max_steps": 8, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
+        "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2,
+    }  # fmt: skip
+    return transformers.TrainingArguments(**(defaults | options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+        {"bf16": True, "gradient_checkpointing": True},
+        {"optim": "adafactor"},
+    ],
+    ids=["plain", "accumulation-and-clipping", "bf16-and-checkpointing", "adafactor"],
+)
+def test_trainer(transformers: Any, connect: Connect, tmp_path: Path, options: dict[str, Any]) -> None:
+    """The Trainer trains with the group: exchanges by steps of the optimizer, events, and the shared model at the end;
+    a later one's schedule goes on where the group is."""
+    from smb.torch import hf
+
+    events: list[smb.train.ExchangeEvent] = []
+    model = language_model(transformers)
+    together = hf.Callback("run", "diloco", every=4, client=connect(), told=events.append)
+    trainer = transformers.Trainer(
+        model, arguments(transformers, tmp_path, **options), train_dataset=Text(), callbacks=[together]
+    )
+    trainer.train()
+    assert together.shared is None
+    assert [(event.step, event.round, event.staleness) for event in events] == [(4, 1, 0), (8, 2, 0)]
+    assert all(event.norm > 0 and event.bytes > 0 and event.seconds > 0 for event in events)
+    client = connect()
+    status = smb.train.status(client, "run")
+    assert (status.round, status.workers[0].samples) == (2, 8 * 4 * options.get("gradient_accumulation_steps", 1))
+    shared = smb.torch.shared_state_dict(client, "run")
+    assert all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
+    rates: list[float] = []
+
+    class Rates(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    later = transformers.Trainer(
+        language_model(transformers, 1), arguments(transformers, tmp_path, max_steps=10, **{**options, "optim": "sgd"}),
+        train_dataset=Text(), callbacks=[hf.Callback("run", client=client), Rates()],
+    )  # fmt: skip
+    later.train()
+    assert rates[0] == pytest.approx(1e-2 * (10 - 8) / 10)
+
+
+def test_a_trainer_whose_join_fails(transformers: Any, connect: Connect, tmp_path: Path) -> None:
+    """Other settings than the group's: train() raises, and nothing of it is left; close() does no harm."""
+    from smb.torch import hf
+
+    client = connect()
+    model = language_model(transformers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", scheme="localsgd", every=2, client=client):
+        together = hf.Callback("run", "localsgd", every=3, client=client)
+        trainer = transformers.Trainer(
+            language_model(transformers, 1), arguments(transformers, tmp_path), train_dataset=Text(),
+            callbacks=[together],
+        )  # fmt: skip
+        with pytest.raises(smb.InvalidArgumentError, match="every is 2, not 3"):
+            trainer.train()
+        together.close()
+        assert sum(worker.alive for worker in smb.train.status(client, "run").workers) == 1
+
+
+def _batches(count: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        yield torch.randn(8, 6, generator=generator)
+
+
+def test_accelerate(connect: Connect) -> None:
+    """Prepared model and optimizer: steps count once for each accumulation, and the end is a plain loop's."""
+    accelerate = pytest.importorskip("accelerate")
+    from smb.torch import accelerate as together
+
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    client = connect()
+    with together.join(accelerator, prepared, wrapped, "run", "localsgd", every=2, client=client) as shared:
+        for images in _batches(8):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(images).square().mean())
+                accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+                wrapped.step()
+                wrapped.zero_grad()
+        assert smb.train.status(client, "run").round == 2  # 8 batches are 4 steps are 2 rounds
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in shared.state_dict().items())
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_accelerate_skips_what_the_scaler_skips(connect: Connect) -> None:
+    """A step that a gradient scaler leaves out, as gradients are infinite, is no step of the scheme either."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    events: list[smb.train.ExchangeEvent] = []
+    with smb.torch.join(model, optimizer, "run", scheme="localsgd", every=1, client=connect()) as shared:
+        shared.on_exchange(events.append)
+        for number, images in enumerate(_batches(4)):
+            optimizer.zero_grad()
+            scaler.scale(model(images).square().mean()).backward()
+            if number == 1:
+                model.weight.grad.fill_(torch.inf)  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+    assert [event.step for event in events] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_lightning(connect: Connect, tmp_path: Path, precision: str) -> None:
+    """Lightning's Trainer; with accumulation, clipping and a schedule by steps; on an exception it has left."""
+    lightning = pytest.importorskip("lightning")
+    from smb.torch.lightning import Callback
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self, fails_at: int = -1) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers, self.fails_at = nn.Linear(6, 2), fails_at
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            if number == self.fails_at:
+                raise ZeroDivisionError
+            return functional.mse_loss(self.layers(batch[0]), batch[0][:, :2])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.cat(list(_batches(8)))), batch_size=8)
+
+    def fit(module: Any, **options: Any) -> Any:
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, precision=precision, gradient_clip_val=1.0, logger=False,
+            accumulate_grad_batches=2, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path, callbacks=[Callback("run", **options)],
+        )  # fmt: skip
+        trainer.fit(module, data)
+        return trainer
+
+    client, module = connect(), Module()
+    fit(module, scheme="localsgd", every=2, client=client, samples=16)
+    status = smb.train.status(client, "run")
+    assert (status.round, status.workers[0].samples, status.workers[0].alive) == (2, 64, False)
+    shared = smb.torch.shared_state_dict(client, "run")
+    assert torch.equal(module.layers.weight.float(), shared["layers.weight"].to(module.layers.weight.dtype).float())
+    again = fit(Module(), client=client)
+    assert again.lr_scheduler_configs[0].scheduler.last_epoch == 8
+    with pytest.raises(ZeroDivisionError):
+        fit(Module(2), client=client)
+    assert not any(worker.alive for worker in smb.train.status(client, "run").workers)
+
+
+class EightBit(torch.optim.Optimizer):
+    """As 8-bit optimizers are: a step of its own, and state that is no float."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["signs"] = parameter.grad.sign().to(torch.int8)
+                    parameter.sub_(self.state[parameter]["signs"], alpha=group["lr"])
+
+
+class Wrapper:
+    """Holds an optimizer as several libraries' do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, capturable=False, amsgrad=True),
+        EightBit,
+        lambda parameters: torch.optim.LBFGS(parameters, max_iter=2),
+    ],
+    ids=["fused", "foreach", "amsgrad", "eight-bit", "lbfgs"],
+)
+def test_optimizers(connect: Connect, make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Whatever the optimizer does between two exchanges is shared; wrapped ones are found inside."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = make(model.parameters())
+    client = connect()
+    with smb.torch.join(model, Wrapper(Wrapper(optimizer)), "run", scheme="asp", client=client):  # type: ignore[arg-type]
+        for images in _batches(3):
+
+            def closure(images: torch.Tensor = images) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(images).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else (closure(), optimizer.step())
+            shared = smb.torch.shared_state_dict(client, "run")
+            assert torch.allclose(shared["weight"], model.weight, atol=1e-6)
+
+
+def test_several_optimizers(connect: Connect) -> None:
+    """One for each part of the model: join with the one that steps last; all of the model is shared."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    last = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    client = connect()
+    with smb.torch.join(model, last, "run", scheme="localsgd", every=1, client=client):
+        for images in _batches(3):
+            model.zero_grad()
+            model(images).square().mean().backward()
+            first.step()
+            last.step()
+        assert smb.train.status(client, "run").round == 3
+    shared = smb.torch.shared_state_dict(client, "run")
+    assert all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
+
+
+def test_compiled_and_plain_members_work_together(connect: Connect) -> None:
+    """A compiled model has `_orig_mod.` in its names; the group has not, nor what is published."""
+    torch.manual_seed(0)
+    plain, inner = nn.Linear(6, 2), nn.Linear(6, 2)
+    compiled = torch.compile(inner, backend="eager")
+    client = connect()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, inner)]
+    with (
+        smb.torch.join(plain, optimizers[0], "run", scheme="asp", client=client),
+        smb.torch.join(compiled, optimizers[1], "run", client=connect()) as shared,  # type: ignore[arg-type]
+    ):
+        compiled(torch.ones(3, 6)).square().mean().backward()
+        optimizers[1].step()
+        assert list(shared.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+        found = smb.torch.shared_state_dict(client, "run")
+        assert torch.equal(found["weight"], inner.weight)
+    smb.torch.publish(client, "policy", compiled)  # type: ignore[arg-type]
+    follower = smb.torch.follow(client, "policy")
+    follower.load(plain)
+    assert torch.equal(plain.weight, inner.weight)
+    follower.load(compiled)  # type: ignore[arg-type]
+
+
+def test_what_is_no_optimizer_leaves_nothing(connect: Connect) -> None:
+    """A wrapper without hooks ended in AttributeError, and a member that nobody had: refused before joining."""
+    model, client = nn.Linear(2, 2), connect()
+    with pytest.raises(smb.InvalidArgumentError, match="first the model, then the optimizer, not Linear and object"):
+        smb.torch.join(model, object(), "run", scheme="asp", client=client)  # type: ignore[arg-type]
+    assert not client.list()
+
+
+def test_tensorboard(connect: Connect, tmp_path: Path) -> None:
+    """The example of docs/training.md: events of exchanges to TensorBoard."""
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        warnings.catch_warnings(),
+        tensorboard.SummaryWriter(tmp_path) as writer,
+        smb.torch.join(model, optimizer, "run", scheme="localsgd", every=1, client=connect()) as shared,
+    ):
+        shared.on_exchange(lambda event: writer.add_scalar("smb/norm", event.norm, event.step))
+        model(torch.ones(3, 6)).square().mean().backward()
+        optimizer.step()
+    assert next(tmp_path.iterdir()).stat().st_size > 0
+
+
+def test_progress(connect: Connect) -> None:
+    """Steps go on where the group is for who joins late, in the slot of one that left too; samples are all members'."""
+    client, models = connect(), [nn.Linear(6, 2) for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def train(which: int, steps: int) -> smb.train.Progress:
+        shared = smb.torch.join(
+            models[which], optimizers[which], "run", scheme="localsgd", every=2, samples=5, client=client
+        )
+        with shared:
+            for _ in range(steps):
+                models[which](torch.ones(3, 6)).square().mean().backward()
+                optimizers[which].step()
+            return shared.progress
+
+    assert train(0, 4) == smb.train.Progress(4, 20, 2)
+    assert train(1, 6) == smb.train.Progress(10, 50, 5)
+    late = smb.torch.join(models[2], optimizers[2], "run", client=client)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizers[2], 1.0, 0.0, 20)
+    late.catch_up(schedule)
+    assert schedule.get_last_lr()[0] == pytest.approx(0.05)
+    late.close()

@@ -1,0 +1,242 @@
+"""A training in a file, and what is exported: exact, of one round, whatever wire= says."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+import smb
+import smb.torch
+import smb.train
+from smb.tools.cli.main import app
+from smb.train import BSP, DiLoCo, parameters
+from smb.train import group as groups
+from smb.train import member_table as t
+from smb.train.exchange import snapshot
+from tests.support.training import COUNT, local_step, start
+
+Connect = Callable[..., smb.Client]
+
+
+def _rounds(client: smb.Client, name: str, steps: range, values: np.ndarray | None = None) -> np.ndarray:  # type: ignore[type-arg]
+    """Train alone, a round for each step; return the weights at the end."""
+    values = np.zeros(COUNT, np.float32) if values is None else values
+    with smb.train.join(client, name, values, DiLoCo(every=1)) as worker:
+        for step in steps:
+            local_step(values, 0, step)
+            worker.step()
+        return worker.shared()
+
+
+@pytest.mark.parametrize("wire", ["exact", "int8"])
+def test_a_run_resumes_where_it_was(client: smb.Client, tmp_path: Path, wire: str) -> None:
+    """From the file it goes on to the bit as without it: weights, momentum and round; with other servers too."""
+    client.create("old", 16)
+    with smb.train.join(client, "run", start(), DiLoCo(every=1), wire=wire, lease=3):
+        pass
+    _rounds(client, "run", range(3))
+    file = tmp_path / "run.smb"
+    assert smb.train.save(client, "run", file) == 3
+    assert np.array_equal(load_file(file)["values"], smb.train.shared(client, "run"))
+    expected = _rounds(client, "run", range(3, 6))
+    with pytest.raises(smb.AlreadyExistsError, match="there is a training 'run'; delete it first"):
+        smb.train.load(client, "run", file)
+    smb.train.delete(client, "run")
+    with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as elsewhere:
+        assert smb.train.load(elsewhere, "again", file, servers=2, wire=wire) == 3
+        status = smb.train.status(elsewhere, "again")
+        assert (status.round, status.scheme, status.lease) == (3, "diloco", 3)
+        assert np.array_equal(_rounds(elsewhere, "again", range(3, 6)), expected)
+
+
+def test_torn_and_foreign_files_are_not_loaded(client: smb.Client, tmp_path: Path) -> None:
+    """One bit, one byte less, another kind of file: refused, and nothing is made. A save that fails leaves the file
+    that was there."""
+    _rounds(client, "run", range(2), start())
+    file = tmp_path / "run.safetensors"
+    smb.train.save(client, "run", file)
+    whole = file.read_bytes()
+    changed = bytearray(whole)
+    changed[-77] ^= 1
+    (tmp_path / "changed").write_bytes(changed)
+    (tmp_path / "short").write_bytes(whole[:-4])
+    (tmp_path / "text").write_bytes(b"no such thing")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "other").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    for name in ("changed", "short", "text", "empty", "other"):
+        with pytest.raises(smb.InvalidArgumentError, match=f"{name}: "):
+            smb.train.load(client, "new", tmp_path / name)
+    assert not [info.name for info in client.list() if info.name.startswith("new")]
+    with pytest.raises(smb.NotFoundError):
+        smb.train.save(client, "nothing", file)
+    assert file.read_bytes() == whole
+    assert sorted(each.name for each in tmp_path.iterdir() if "part" in each.name) == []
+
+
+def test_it_is_of_one_round_while_the_training_goes_on(connect: Connect, tmp_path: Path) -> None:
+    """Beside a worker that closes rounds as fast as it can each file has the weights of the round that it says."""
+    values, seen, stop = start(), [start()], threading.Event()
+    worker = smb.train.join(connect(), "run", values, BSP())
+
+    def train() -> None:
+        while not stop.is_set():
+            values[:] += 1
+            worker.step()
+            seen.append(values.copy())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        saver = connect()
+        for number in range(5):
+            file = tmp_path / str(number)
+            at = smb.train.save(saver, "run", file)
+            assert np.array_equal(load_file(file)["values"], seen[at])
+    finally:
+        stop.set()
+        thread.join()
+    worker.close()
+
+
+def test_what_a_dead_closer_left_is_done_first(client: smb.Client, tmp_path: Path) -> None:
+    """A round whose weights were being replaced when everybody died is saved as replaced."""
+    _rounds(client, "run", range(2), start())
+    group = groups.view(client, "run")
+    word = group.table.get(0, t.ROUND)
+    group.table.swap(0, t.ROUND, word, word | groups.BUILT)
+    assert smb.train.save(client, "run", tmp_path / "run") == 3
+
+
+def test_a_joined_model_goes_through_a_file(connect: Connect, tmp_path: Path) -> None:
+    """Tensors by their names, running statistics too; a model joins what was loaded."""
+    torch.manual_seed(1)
+    models = [nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)) for _ in range(2)]
+    client = connect()
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    with smb.torch.join(models[0], optimizer, "run", scheme="localsgd", every=1, client=client) as shared:
+        models[0](torch.randn(8, 5)).square().sum().backward()
+        optimizer.step()
+        shared.worker.flush()
+    file = tmp_path / "model.safetensors"
+    smb.train.save(client, "run", file)
+    found = {name: torch.from_numpy(array) for name, array in load_file(file).items()}
+    assert found.keys() == smb.torch.shared_state_dict(client, "run").keys()
+    models[1].load_state_dict(found)
+    assert torch.equal(models[1][0].weight, models[0][0].weight)
+    assert torch.equal(models[1][1].running_var, models[0][1].running_var)
+    smb.train.delete(client, "run")
+    smb.train.load(client, "run", file)
+    fresh = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    with smb.torch.join(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), "run", client=client):
+        assert torch.equal(fresh[2].weight, models[0][2].weight)
+        assert torch.equal(fresh[1].running_var, models[0][1].running_var)
+
+
+def test_a_joined_model_goes_through_distributed_checkpoint(connect: Connect, tmp_path: Path) -> None:
+    """PyTorch's checkpoints of a joined model, and of what is shared, are what a plain one's are."""
+    model = nn.Linear(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", scheme="localsgd", every=2, client=connect()) as shared:
+        model(torch.randn(8, 5)).square().sum().backward()
+        optimizer.step()  # this process's own is not the shared one now
+        saved = {"own": model.state_dict(), "shared": shared.state_dict()}
+        dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+        read = {key: {name: torch.zeros_like(each) for name, each in state.items()} for key, state in saved.items()}
+        dcp.load(read, checkpoint_id=tmp_path / "checkpoint")
+        assert torch.equal(read["own"]["weight"], model.weight)
+        assert torch.equal(read["shared"]["weight"], shared.state_dict()["weight"])
+        assert not torch.equal(read["shared"]["weight"], model.weight)
+
+
+@pytest.mark.parametrize("scheme", ["bsp", "asp", "easgd", "diloco"])
+def test_what_is_exported_is_exact(client: smb.Client, connect: Connect, scheme: str) -> None:
+    """Final models went through int8 once, off by up to 7.5e-3: shared(), state_dict, close and files are exact."""
+    model = nn.Linear(300, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"every": 1} if scheme in ("easgd", "diloco") else {}
+    shared = smb.torch.join(model, optimizer, "run", scheme=scheme, client=client, wire="int8", **options)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    shared.worker.flush()
+    exact = client.open("run").tensor("weight").read(wire="exact")
+    assert np.array_equal(shared.state_dict()["weight"].numpy(), exact)
+    assert np.array_equal(smb.torch.shared_state_dict(connect(), "run")["weight"].numpy(), exact)
+    shared.close()
+    assert np.array_equal(model.weight.detach().numpy(), exact)
+
+
+@pytest.mark.parametrize("scheme", [DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0), smb.train.ASP()])
+def test_error_feedback(client: smb.Client, scheme: smb.train.Scheme) -> None:
+    """What int8 leaves out of one contribution goes along with the next: a value that each round hides beside a large
+    one arrives in the end, and the sum of many differs by no more than one rounding."""
+    values = np.zeros(COUNT, np.float32)
+    with smb.train.join(client, "run", values, scheme, wire="int8") as worker:
+        for _ in range(40):
+            values[0] += 1000.0  # an int8 block shows steps of 8 then
+            values[1:] += 1.0
+            worker.step()
+        error = worker.shared() - np.full(COUNT, 40, np.float32)
+    assert abs(error[0] - (40_000 - 40)) <= 8
+    assert abs(error[1:]).max() <= 8
+
+
+def test_elastic_halves_are_equal_in_fewer_bits(client: smb.Client) -> None:
+    """What the worker gives, rounded to int8, is what the shared model takes: their sum changes by steps alone."""
+    values = start()
+    total = 2.0 * values.astype(np.float64)
+    with smb.train.join(client, "run", values, smb.train.SEASGD(alpha=0.3), wire="int8") as worker:
+        for step in range(5):
+            before = values.copy()
+            local_step(values, 0, step)
+            total += values.astype(np.float64) - before
+            worker.step()
+        worker.flush()
+        assert np.allclose(values.astype(np.float64) + worker.shared(), total, atol=1e-5)
+
+
+def test_save_and_load_by_commands(
+    cluster: smb.LocalCluster, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`smb train save` and `load`; `smb snapshot` of a training says what to use instead."""
+    monkeypatch.setenv("SMB_COORDINATOR", cluster.address)
+    client = connect()
+    weights, file = _rounds(client, "run", range(2), start()), tmp_path / "run"
+    runner = CliRunner()
+    refused = runner.invoke(app, ["snapshot", "run", str(file)])
+    assert f"smb train save run {file}" in str(refused.exception)
+    assert runner.invoke(app, ["train", "save", "run", str(file)]).exit_code == 0
+    assert runner.invoke(app, ["train", "load", "copy", str(file)]).exit_code == 0
+    assert np.array_equal(smb.train.shared(client, "copy"), weights)
+
+
+@pytest.mark.parametrize(("scheme", "copies"), [(DiLoCo(every=1), 1.0), (smb.train.EASGD(every=1), 1.0)])
+def test_host_memory_of_a_scheme(connect: Connect, monkeypatch: pytest.MonkeyPatch, scheme: Any, copies: float) -> None:
+    """Beside the values: one array of their size, and pieces of a fixed size, while it joins, exchanges and leaves."""
+    piece = 1 << 16
+    for module in (parameters, snapshot):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
+    client, values = connect(), np.zeros(3 << 20, np.float32)
+    tracemalloc.start()
+    try:
+        with smb.train.join(client, "run", values, scheme) as worker:
+            for _ in range(2):
+                values += 1
+                worker.step()
+            worker.close(load=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= copies * values.nbytes + 4 * 4 * piece + (1 << 20)
