@@ -13,7 +13,7 @@ PIP := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(
 	$(BIN)/python -m pip --disable-pip-version-check --quiet
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
-SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
+SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
 
 # An environment is of one Python for as long as it lives.
 ifeq ($(origin PYTHON),command line)
@@ -217,4 +217,4 @@ $(VENV)/perf-large-installed: $(VENV)/perf-installed perf/peers/requirements-lar
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info smb/_engine*.so smb/rpc/*_pb2*
+	rm -rf .venv build *.egg-info smb/_engine*.so smb/rpc/*_pb2* smb/coordinator/etcd/*_pb2*

@@ -28,7 +28,7 @@ from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import SESSION_ENDED, Home, wait_ms
-from smb.config.parse import parse_address, parse_bytes
+from smb.config.parse import parse_addresses, parse_bytes
 from smb.config.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
 from smb.engine import AskOpcode, EngineClient, Link, Switch
@@ -94,7 +94,8 @@ def connect(
 ) -> Client:
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
-    `address` is the coordinator's "host:port"; default $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
+    `address` is the coordinator's "host:port", or "host:port,host:port" of those that stand by for each other; default
+    $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
     segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs" (RDMA) or
     "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
     bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for
@@ -111,7 +112,7 @@ def connect(
             "connect: which cluster? pass the coordinator's address, or set SMB_COORDINATOR=HOST:PORT, or "
             f"{CONFIG_VARIABLE} to a file that names it"
         )
-    parse_address(address)
+    parse_addresses(address)
     if not isinstance(timeout, numbers.Real) or not 0 < timeout <= _TIMEOUT_MAX_S:
         raise InvalidArgumentError(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from smb.config.quotas import Quota
 from smb.coordinator.events import (
@@ -110,6 +111,11 @@ class Ledger:
         return committed
 
     @property
+    def changes_max(self) -> int | None:
+        """How many records one event may change; None: any number."""
+        return self._store.changes_max
+
+    @property
     def store_error(self) -> str:
         """Why the store cannot be written, as of the last half a second; empty where it can."""
         return self._store_error
@@ -129,7 +135,8 @@ class Ledger:
         urgent = not makes and not isinstance(event, BufferFailed)
         wanted = {**self._owed, **changes}
         try:
-            await self._store.change(wanted, urgent=urgent)
+            await self._pay(len(changes))
+            await self._store.change({**self._owed, **changes}, urgent=urgent)
         except StoreError as error:
             if not self._store_error:
                 _log.error("%s", error)
@@ -143,6 +150,14 @@ class Ledger:
             if self._store_error and not urgent:  # out of its reserve a full disk takes what is urgent
                 _log.info("the store can be written again")
                 self._store_error = ""
+
+    async def _pay(self, room: int) -> None:
+        """Store what is owed, by parts, until the rest goes along with so many changes."""
+        most = self._store.changes_max
+        while most is not None and self._owed and len(self._owed) + room > most:
+            part = dict(islice(self._owed.items(), most))
+            await self._store.change(part, urgent=True)
+            self._owed = {key: text for key, text in self._owed.items() if key not in part}
 
     async def wait(self, key: str, timeout_s: float) -> bool:
         """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.

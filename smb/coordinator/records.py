@@ -60,6 +60,7 @@ class BufferRecord:
     versions: int = 1
     wire: str = "exact"
     metadata: str = ""  # a JSON object, checked; empty: {}
+    attempt_id: int = 0  # of the creation, where it may be asked for again
 
     @property
     def key(self) -> str:
@@ -78,7 +79,10 @@ class BufferRecord:
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        fields = asdict(self)
+        if not self.attempt_id:  # as coordinators wrote it that know of none
+            del fields["attempt_id"]
+        return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str) -> BufferRecord:

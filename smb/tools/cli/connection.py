@@ -31,12 +31,12 @@ def coordinator_at(address: str | None) -> Iterator[Coordinator]:
 
     Raises Error where no address is given.
     """
-    from smb.config.parse import parse_address
+    from smb.config.parse import parse_addresses
     from smb.rpc.coordinator_client import Coordinator
     from smb.security.credentials import find
 
     found = _address(address)
-    parse_address(found)
+    parse_addresses(found)
     coordinator = Coordinator(found, find())
     try:
         yield coordinator

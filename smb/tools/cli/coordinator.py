@@ -11,7 +11,8 @@ import typer
 from smb.config.parse import parse_bytes
 from smb.config.quotas import parse_quotas
 from smb.config.settings import SETTINGS
-from smb.coordinator.process import Options, run
+from smb.coordinator.options import Options
+from smb.coordinator.process import run
 from smb.daemon.process import start_log
 from smb.errors import Error
 from smb.security import credentials as found
@@ -31,6 +32,8 @@ def coordinator(
     stripe: Annotated[str | None, option("coordinator.stripe")] = None,
     checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
     quota: Annotated[list[str] | None, option("coordinator.quota")] = None,
+    etcd_credentials: Annotated[Path | None, option("coordinator.etcd_credentials")] = None,
+    leader_lease: Annotated[int, option("coordinator.leader_lease")] = SETTINGS["coordinator.leader_lease"].default,
     token_lifetime: Annotated[float, option("coordinator.token_lifetime")] = _TOKEN_LIFETIME_S,
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
@@ -40,7 +43,7 @@ def coordinator(
     """Run the coordinator until SIGTERM or Ctrl-C.
 
     Data never passes through it: clients and memory servers go on while it is down, and a restart on the same --state
-    and --listen brings everything back.
+    and --listen brings everything back. Several with the same --state in etcd stand by for each other: one leads.
     """
     try:
         start_log(log_level)
@@ -58,6 +61,8 @@ def coordinator(
             metrics_token_file=metrics_token_file,
             token_lifetime_s=token_lifetime,
             quotas=parse_quotas(quota or ()),
+            etcd_credentials=etcd_credentials,
+            leader_lease_s=leader_lease,
         )
         run(options)
     except Error as error:
