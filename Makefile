@@ -13,7 +13,7 @@ PIP := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(
 	$(BIN)/python -m pip --disable-pip-version-check --quiet
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
-SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.[ch]) $(wildcard csrc/*.inc)
+SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc)
 
 # An environment is of one Python for as long as it lives.
 ifeq ($(origin PYTHON),command line)
@@ -89,16 +89,16 @@ fuzz: libssl
 
 # The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
 # soft ones; it installs what it needs (Debian packages, root or sudo). LONG=1: all of the latter, not just what covers each
-# operation. One of them: make verbs TESTS=tests/verbs/test_device.py
+# operation. One of them: make verbs TESTS=tests/verbs/test_device_limits.py
 verbs: $(VENV)/test-installed
 	$(if $(LONG),SMB_LONG=1) $(BIN)/python -m tests.verbs.run $(if $(VM),--vm) $(TESTS)
 
 # The fault tests with large numbers: hours on a small machine. One of them: make fault TESTS=tests/fault/test_random_kills.py
 fault: $(VENV)/test-installed
-	SMB_LONG=1 $(BIN)/pytest -s $(or $(TESTS),tests/fault tests/model)
+	SMB_LONG=1 $(BIN)/pytest -s $(or $(TESTS),tests/fault tests/engine/model)
 
 model: $(VENV)/test-installed spin
-	$(BIN)/python tests/model/run_models.py
+	$(BIN)/python tests/engine/model/run_models.py
 
 # What no package index has: a model checker. Without it its test is reported as not run.
 spin:
@@ -128,13 +128,13 @@ docs: $(VENV)/test-installed
 # The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
 container-test: $(VENV)/test-installed
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
-	$(BIN)/python -m tests.deploy.chroot
+	$(BIN)/python -m tests.ops.deploy.chroot
 
 # `make demo` of HEAD on bare Debians (and Ubuntus, where this machine's apt has their keys), in chroots with README's packages alone. As
 # root, 10 to 20 minutes; one of them: make bare SUITES=trixie
 bare:
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
-	$(PYTHON) -m tests.deploy.bare $(SUITES)
+	$(PYTHON) -m tests.ops.deploy.bare $(SUITES)
 
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:
@@ -154,8 +154,10 @@ fuse3:
 
 # The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
 # fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.
+SANITIZED := tests/engine/wire tests/engine/test_from_python.py tests/api tests/files tests/ops tests/train \
+	--ignore=tests/api/test_fork.py --ignore=tests/ops/browser --ignore=tests/ops/deploy
 sanitized: $(VENV)/test-installed
-	$(BIN)/python -m tests.support.builds sanitized $(or $(TESTS),tests/wire tests/integration --ignore=tests/integration/test_fork.py)
+	$(BIN)/python -m tests.support.builds sanitized $(or $(TESTS),$(SANITIZED))
 
 # Every long form in turn, each in a fresh clone of HEAD, a bound for each, a table at the end. Ctrl-C ends it, the same call goes on
 # from there. ARGS: --list, --only docs fuzz, --again.

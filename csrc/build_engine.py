@@ -14,13 +14,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
-# The order is the order of the layers; see smb.h.
-SOURCES = (
-    *("failpoint", "kernels", "frame", "layout", "sha256", "access", "records", "pages", "segment", "journal"),
-    *("tree", "pins", "sync"),
-    *("gate", "waits", "tls", "lanes", "strangers", "connection", "counts", "registry", "slots", "server"),
-    *("dial", "flight", "resume", "answers", "link", "client", "views", "transfer"),
-)
+# The engine's folders, in the order of the layers; python/ is an extension of its own.
+FOLDERS = ("base", "memory", "server", "client")
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
 # become vector selects; it changes no result. No -march: users run what we build on other machines (see kernels.c).
 # -Werror is for us (make test compiles with it), not for users with a compiler that we have not seen.
@@ -37,6 +32,11 @@ COMPILE_ARGS = [
     "-D_GNU_SOURCE",
     "-pthread",
 ]
+
+
+def sources() -> list[str]:
+    """Return the engine's sources, relative to the root."""
+    return [f"csrc/{folder}/{path.name}" for folder in FOLDERS for path in sorted((ROOT / "csrc" / folder).glob("*.c"))]
 
 
 def declarations() -> str:
@@ -77,7 +77,7 @@ class BuildEngine(build_ext):
         # Flags for compiler and linker behind all others, separated by spaces: special builds, "-DSMB_FAILPOINTS" or
         # "-O1 -fsanitize=address,undefined" (tests/support/builds.py). Users need none.
         extra = os.environ.get("SMB_ENGINE_FLAGS", "").split()
-        ext.depends = [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h")]
+        ext.depends = [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.[hi]*")]
         ext.include_dirs = ["csrc"]
         ext.extra_compile_args = [*COMPILE_ARGS, *extra]
         ext.extra_link_args = ["-pthread", *extra]
@@ -99,7 +99,7 @@ class BuildEngine(build_ext):
         wrapper.parent.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(wrapper))
         ext.libraries = ["ssl", "crypto"]
-        ext.sources = [*(f"csrc/{name}.c" for name in SOURCES), str(wrapper)]
+        ext.sources = [*sources(), str(wrapper)]
         ext.define_macros = [("Py_LIMITED_API", "0x030A0000")]
         # cffi's own code has unused parameters and functions.
         ext.extra_compile_args += ["-Wno-unused-parameter", "-Wno-unused-function"]

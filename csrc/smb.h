@@ -1,16 +1,10 @@
 /* smb.h: the one public header of the engine, and all of it that Python sees.
  *
- * Layers, each calling only those above it in this list:
- *   kernels   element-wise arithmetic, no state
- *   frame     bytes <-> checked frame, no I/O (wire.h)
- *   layout    where a range of a buffer lives, no I/O
- *   tls       bytes of a connection inside TLS (tls.h); channel.h: those of any connection
- *   segment   a shared mapping with chunk locks: the only place where shared memory is touched
- *   gate      one checked frame -> one segment operation: the single door of the daemon
- *   connection, registry, server   one peer; segments served; listeners and event loops
- *   link      one connection to a server, frames in flight
- *   client    calls over links; the calling thread does the I/O
- *   transfer  one call on a buffer -> pieces on links and on local segments
+ * Folders, each including only those above it in this list, and never its neighbour (tests/unit/engine/test_includes.py):
+ *   base      frames, layout, tokens, TLS, clocks: no shared memory
+ *   memory    segments: chunk locks, arithmetic, completion records, journal, what waits
+ *   server, client   the daemon's loops, connections and its single door; a client's links and calls
+ *   python    the short way from Python's methods
  *
  * Conventions. Functions return enum smb_status as int (0 is success) unless said otherwise; out-parameters come last and
  * are written only on success. Every function may be called without Python's lock. Sizes and offsets are bytes unless the
@@ -133,7 +127,7 @@ enum { SMB_OPCODE_COUNT = 23, SMB_STATUS_COUNT = 33 };
 enum smb_transport { SMB_TRANSPORT_SHM = 0, SMB_TRANSPORT_TCP = 1, SMB_TRANSPORT_UNIX = 2, SMB_TRANSPORT_VERBS = 3 };
 enum { SMB_TRANSPORT_COUNT = 4 };
 
-/* Requests by reference (RDMA): what travels is a record, the payload stays where it is until it is fetched. See wire.h. */
+/* Requests by reference (RDMA): what travels is a record, the payload stays where it is until it is fetched. See frame.h. */
 enum { SMB_RECORD_BYTES = 192 };
 
 /* How long something took: buckets of powers of two. Bucket i has what took at most 2^(10 + i) ns, the last one what took longer. */

@@ -2,8 +2,9 @@
 
     python -m perf.model            # predicted beside measured, row by row, into perf/results/scaling-model.md
 
-Constants are of two kinds: limits of the code (tests/unit/test_perf_model.py holds them against the sources) and costs,
-taken from perf/results/scaling-costs.json and scaling-connections.json, never from the rows that they predict.
+Constants are of two kinds: limits of the code (tests/unit/perf/test_scaling_model.py holds them against the sources)
+and costs, taken from perf/results/scaling-costs.json and scaling-connections.json, never from the rows that they
+predict.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from perf.scaling.report import RESULTS
 
-# Of the code: where, see tests/unit/test_perf_model.py.
+# Of the code: where, see tests/unit/perf/test_scaling_model.py.
 FRAME_BYTES = 64
 CHUNK_BYTES = 256 << 10
 WINDOW_FRAMES = 64
@@ -67,7 +68,7 @@ def call_seconds(parts: list[tuple[float, Link]], cpu_s_per_byte: float = 0.0, w
 
 
 def records_of(segment_bytes: int) -> int:
-    """Lanes that a segment remembers (csrc/records.c)."""
+    """Lanes that a segment remembers (csrc/memory/records.c)."""
     return min(max(segment_bytes // (64 * RECORD_BYTES), RECORDS_MIN), RECORDS_MAX)
 
 

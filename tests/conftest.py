@@ -13,7 +13,7 @@ import smb
 import smb.cluster
 from smb.config.parse import OWNER_VARIABLE
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
-from tests.support.ways import EACH_WAY, SLOWNESS
+from tests.support.transports import EACH_WAY, SLOWNESS
 
 smb.cluster._START_S *= SLOWNESS
 
@@ -28,17 +28,17 @@ Connect = Callable[..., smb.Client]
 
 # The files that take longest go first: one that began last would keep a single process busy at the end.
 LONG_FILES = (
-    "integration/test_demo.py",
-    "integration/test_examples.py",
-    "integration/test_memserver.py",
-    "integration/test_publish.py",
-    "integration/test_cli.py",
-    "unit/test_builds.py",
-    "integration/test_asynchronous.py",
-    "integration/test_coordinator.py",
-    "integration/test_leaves_nothing.py",
-    "security/test_access.py",
-    "model/test_models.py",
+    "train/test_demo.py",
+    "api/test_examples.py",
+    "ops/test_memserver.py",
+    "train/test_publish.py",
+    "ops/test_cli.py",
+    "unit/support/test_builds.py",
+    "train/test_asp_and_ssp.py",
+    "ops/test_coordinator.py",
+    "ops/test_leaves_nothing.py",
+    "security/test_certificates.py",
+    "engine/model/test_models.py",
 )
 
 

@@ -33,17 +33,16 @@ EXTRAS = "certs,dev,fsspec"
 # Beside what the extras bring: what tests/unit asks for.
 BESIDE = ("setuptools", "PyYAML", "safetensors")
 LAX_WITHOUT_TORCH = ("allow-subclassing-any", "no-warn-return-any", "no-warn-unused-ignores")  # mypy's
-TESTS = ("tests/unit", "tests/wire", "tests/integration/test_api.py")
+TESTS = ("tests/unit", "tests/engine/wire", "tests/api/test_calls.py")
 # These compile, measure or document; the Python that does so makes no difference.
 SAME_EVERYWHERE = (
-    "test_builds.py",
-    "test_nightly.py",
-    "test_perf.py",
-    "test_perf_digits.py",
-    "test_perf_peers.py",
-    "test_reference.py",
+    "support/test_builds.py",
+    "support/test_nightly.py",
+    "perf/test_measurements.py",
+    "perf/test_digits.py",
+    "perf/test_peers.py",
 )
-COMPUTING = ("tests/unit/test_kernels.py", "tests/unit/test_wire_kernels.py", "tests/unit/test_rules.py", TESTS[-1])
+COMPUTING = ("tests/unit/engine", "tests/unit/call/test_optimizer_rules.py", TESTS[-1])
 WORKERS = str(min(8, len(os.sched_getaffinity(0))))
 ASK = """
 import sys, sysconfig
@@ -128,7 +127,7 @@ def needs_torch(directory: Path) -> list[str]:
 
 
 def _files(place: Path) -> list[Path]:
-    return sorted(place.glob("test_*.py")) if place.is_dir() else [place]
+    return sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
 
 
 class StepError(Exception):

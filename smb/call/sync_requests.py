@@ -31,8 +31,8 @@ from smb.transport.base import Deadline, SegmentPlace
 FOREVER_MS = 2**64 - 1
 _TURN_MS = 200
 _RETRY_S = 0.05
-_WAITING_MAX = 4096  # csrc/server.h: WAITS_PER_CONNECTION
-_PINS_MAX = 1024  # csrc/sync.c: SESSION_PINS_MAX
+_WAITING_MAX = 4096  # csrc/server/server.h: WAITS_PER_CONNECTION
+_PINS_MAX = 1024  # csrc/memory/sync.c: SESSION_PINS_MAX
 
 
 def wait_ms(timeout: float | None) -> int:

@@ -76,7 +76,7 @@ class Tokens:
         rights = RIGHT_READ | (RIGHT_WRITE if may_write else 0)
         expires_ms = now_ms + self.lifetime_ms
         for segment in buffer.layout.segments:
-            text = struct.pack(  # as csrc/access.c makes it
+            text = struct.pack(  # as csrc/base/access.c makes it
                 "<16sQQIIQQ",
                 b"smb token 1",
                 session_id,

@@ -91,8 +91,8 @@ class Opcode(IntEnum):
 
 
 class AskOpcode(IntEnum):
-    """enum smb_opcode, as far as it is asked of a segment's locks, barrier and version; csrc/sync.h says what the words
-    mean."""
+    """enum smb_opcode, as far as it is asked of a segment's locks, barrier and version; csrc/memory/sync.h says what
+    the words mean."""
 
     LOCK = lib.SMB_LOCK
     UNLOCK = lib.SMB_UNLOCK
@@ -606,7 +606,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def direct(opcode: Opcode) -> Callable[[Function], Function]:
-    """Put the short way (csrc/direct.c) in front of a method of a Place.
+    """Put the short way (csrc/python/direct.c) in front of a method of a Place.
 
     READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
     value); COMPARE_SWAP: (index, expected, new). With others, or where these are not the usual ones, the method itself

@@ -25,7 +25,7 @@ RIGHT_READ, RIGHT_WRITE = 1, 2
 _RENEW_AT = 0.5  # of its life: as long may the coordinator be away
 _RETRY_S = 1.0
 _SHOW_MS = 3000
-_CONTROL_LANE = 0xFFFF  # of proofs on the control plane: csrc/access.h
+_CONTROL_LANE = 0xFFFF  # of proofs on the control plane: csrc/base/access.h
 
 _log = logging.getLogger("smb")
 

@@ -10,7 +10,7 @@ Taxonomy: data parallel; central (a parameter server); asynchronous; each worker
 Staleness: how many contributions of others were acknowledged between a worker's read and its next contribution. No
 bound is promised, but the group's guards may set one (staleness_max): a contribution beyond it is refused. Nobody's
 contribution is lost, and each counts once: the workers' own records of what they saw show it
-(tests/integration/test_asynchronous.py, judged by tests/support/seen.py). A worker that is killed while it sends
+(tests/train/test_asp_and_ssp.py, judged by tests/support/training_judges.py). A worker that is killed while it sends
 may leave a part of its last contribution, whole chunks of it, in the model.
 """
 

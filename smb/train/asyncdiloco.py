@@ -17,7 +17,7 @@ one.
 Taxonomy: data parallel; central; asynchronous; one write and one read of the model per worker and H steps.
 
 Staleness: unbounded by itself (a slow worker is not waited for), weighted by 1/sqrt(1 + s); bounded by
-Guards(staleness_max=S), which refuses s > S. tests/integration/test_train_rounds.py: equal to a reference in numpy that
+Guards(staleness_max=S), which refuses s > S. tests/train/test_rounds.py: equal to a reference in numpy that
 knows the staleness; refused beyond the bound.
 """
 

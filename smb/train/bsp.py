@@ -12,7 +12,7 @@ Taxonomy: data parallel; central (the servers' memory); synchronous; one write a
 step.
 
 Staleness: 0. A worker goes on only from the weights of the closed round, and what was not in time for its own round is
-dropped (status: dropped), never added to a later one. tests/integration/test_train_rounds.py: equal to one process with
+dropped (status: dropped), never added to a later one. tests/train/test_rounds.py: equal to one process with
 the whole batch; nothing of a late worker counts.
 """
 

@@ -12,7 +12,7 @@ AdamW there, keeps its state and never sends it. v lives on the servers, in two 
 Taxonomy: data parallel; central; synchronous, H steps apart; one write and one read of the model per worker and round:
 1/H of the bytes of BSP.
 
-Staleness: as LocalSGD. tests/integration/test_train_rounds.py: equal to a reference in numpy, to the bit, also when
+Staleness: as LocalSGD. tests/train/test_rounds.py: equal to a reference in numpy, to the bit, also when
 members and closers are killed at each step of closing.
 """
 

@@ -35,8 +35,9 @@ class EAMSGD(Scheme):
     than the rule above takes, and the shared model is an average of look-ahead points. Where that matters use
     nesterov_step. With an optimizer without momentum this scheme is EASGD.
 
-    Taxonomy, staleness and what is tested: as EASGD. tests/integration/test_elastic.py holds the golden trace of
-    nesterov_step with this exchange, tests/unit/test_elastic_rules.py theta beside torch's parameters, without a force.
+    Taxonomy, staleness and what is tested: as EASGD. tests/train/test_elastic_schemes.py holds the golden trace of
+    nesterov_step with this exchange; tests/unit/train/test_elastic_force.py holds theta beside torch's parameters,
+    without a force.
     """
 
     NAME: ClassVar[str] = "eamsgd"

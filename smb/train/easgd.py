@@ -29,8 +29,9 @@ class EASGD(Scheme):
     Staleness: unbounded; nobody waits for anybody. A difference rests on a read made in the same call, so what can come
     in between is what others add during one read and one accumulate. It is counted (`status`), and
     Guards(staleness_max=) refuses to send where it is more, as far as it can be known before sending. The centre moves
-    by at most alpha of the way, whatever came in between. Tests: tests/integration/test_elastic.py holds golden traces
-    against numpy, and counts the staleness of interleavings made on purpose.
+    by at most alpha of the way, whatever came in between. Tests:
+    tests/train/test_elastic_schemes.py holds golden traces against numpy, and counts the staleness of interleavings
+    made on purpose.
 
     What a step() that raised has sent counts once: the next call finishes it (smb/train/exchange/contribution.py).
     """

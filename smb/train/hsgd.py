@@ -59,7 +59,7 @@ class HSGD(Scheme):
     their host's model each step, roots with the shared one every tau steps.
 
     Staleness: 0 inside a host (BSP); between hosts as SEASGD, unbounded, with p the hosts. Tests:
-    tests/integration/test_hsgd.py holds golden traces against numpy to the bit; tests/fault/test_elastic_kills.py kills
+    tests/train/test_hsgd.py holds golden traces against numpy to the bit; tests/fault/test_elastic_kills.py kills
     roots at every point of an exchange.
     """
 

@@ -11,7 +11,7 @@ Taxonomy: data parallel; central; synchronous, H steps apart; one write and one 
 
 Staleness: 0 in rounds without quorum, and H - 1 local steps inside a round. With quorum=K a contribution that came late
 counts in the next round with weight 1/sqrt(1 + s), s the rounds it came too late; Guards(staleness_max=) bounds s.
-tests/integration/test_train_rounds.py: equal to a reference in numpy; quorum and late contributions.
+tests/train/test_rounds.py: equal to a reference in numpy; quorum and late contributions.
 """
 
 from __future__ import annotations

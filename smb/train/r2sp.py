@@ -24,7 +24,7 @@ step then weighs what its samples do.
 
 Staleness: exactly N - 1, the others' updates between a worker's read and its own update; each update is whole in the
 model before the next one begins. Rotation enforces it, and the tests see it in what every read contains
-(tests/integration/test_r2sp.py). While members join, leave or die it is at most that of the larger N. A worker that is
+(tests/train/test_r2sp.py). While members join, leave or die it is at most that of the larger N. A worker that is
 not ready keeps the others waiting; with skip_after=seconds its turn is passed on once it is so late, at most `skips`
 times in a row, and the bound is (skips + 1) (N - 1). A worker that dies in its turn is found by its lock when its lease
 is over, and passed over; a part of its last update, whole chunks of it, may be in the model.

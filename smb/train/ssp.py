@@ -14,7 +14,7 @@ so one is more than s clocks ahead never. A worker tells its clock after its con
 after it saw the clocks: that enforces it. The staleness in the status is how far the slowest was behind at the read.
 A worker that dies, or is stopped for longer than its lease, is found by its lock, and the others go on; one that joins
 begins at the slowest one's clock. Tested with a stopped worker, on what every read was seen to contain
-(tests/integration/test_asynchronous.py). A worker that is killed while it sends may leave a part of its last
+(tests/train/test_asp_and_ssp.py). A worker that is killed while it sends may leave a part of its last
 contribution, whole chunks of it, in the model.
 """
 

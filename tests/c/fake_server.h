@@ -5,8 +5,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/frame.h"
 #include "check.h"
-#include "wire.h"
 
 struct fake_server {
     /* Changes the answer to a request (HELLO too) before it is sent; NULL: none is changed. */

@@ -1,5 +1,5 @@
-/* Stands in for csrc/tls.c where the tests are built for a processor that this machine has no libssl for: no TLS is ever begun. */
-#include "tls.h"
+/* Stands in for csrc/base/tls.c where the tests are built for a processor that this machine has no libssl for: no TLS is ever begun. */
+#include "base/tls.h"
 
 #include <errno.h>
 #include <stddef.h>

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
-#include "wire.h"
+#include "base/frame.h"
 
 static bool read_whole(int fd, uint8_t *bytes, size_t count)
 {

@@ -3,11 +3,12 @@
 #include <string.h>
 #include <sys/socket.h>
 
-#include "access.h"
-#include "client.h"
+#include "base/access.h"
+#include "base/frame.h"
+#include "base/sha256.h"
+#include "client/client.h"
+#include "server/grants.h"
 #include "pump.h"
-#include "sha256.h"
-#include "wire.h"
 
 enum { ELEMENTS = 3 * 1024, SESSION = 77, CALLS = 300 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};

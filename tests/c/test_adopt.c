@@ -5,8 +5,8 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/frame.h"
 #include "pump.h"
-#include "wire.h"
 
 enum { ELEMENTS = 3 * 1024 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};

@@ -8,9 +8,9 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/frame.h"
 #include "random.h"
 #include "rig.h"
-#include "wire.h"
 
 enum { CHUNK = 16384, CHUNKS = 24 /* more than are taken in one look */, BYTES = CHUNK * CHUNKS, CALLS = 3, ROUNDS = 60, SHORT_MS = 200 };
 

@@ -2,8 +2,8 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/frame.h"
 #include "rig.h"
-#include "wire.h"
 
 enum { CHUNK = 262144, PART = 1000 };
 static const struct smb_layout LAYOUT = {4 * CHUNK, 4 * CHUNK, CHUNK, 1};

@@ -5,9 +5,9 @@
 #include <string.h>
 #include <sys/wait.h>
 
+#include "memory/segment.h"
 #include "random.h"
 #include "rig.h"
-#include "segment.h"
 
 /* ---- exact sums */
 

@@ -2,9 +2,9 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/frame.h"
+#include "base/stats.h"
 #include "rig.h"
-#include "stats.h"
-#include "wire.h"
 
 static const struct smb_layout LAYOUT = {8192, 8192, 4096, 1};
 

@@ -6,9 +6,9 @@
 #include <sys/wait.h>
 
 #include "fake_server.h"
+#include "memory/segment.h"
 #include "rig.h"
-#include "segment.h"
-#include "server.h"
+#include "server/server.h"
 
 enum { BYTES = 512, SHORT_MS = 200 };
 

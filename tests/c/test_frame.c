@@ -1,9 +1,9 @@
 /* The one parser: every frame we send comes back, and no 64 bytes whatever are more than refused. */
 #include <string.h>
 
+#include "base/frame.h"
 #include "check.h"
 #include "random.h"
-#include "wire.h"
 
 static struct smb_frame request(int opcode)
 {

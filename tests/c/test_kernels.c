@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "kernels.h"
+#include "memory/kernels.h"
 #include "random.h"
 
 enum { BYTES = (1 << 19) + 96, WIRE_COUNT = 70001, STEP_COUNT = 40003 };

@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "client.h"
+#include "client/client.h"
 #include "rig.h"
-#include "server.h"
+#include "server/server.h"
 
 enum { CHUNK = 262144, CHUNKS = 8, BYTES = CHUNKS * CHUNK };
 static const struct smb_layout LAYOUT = {BYTES, CHUNK, CHUNK, 4}; /* two segments, of two chunks each, on each of the servers */

@@ -1,8 +1,8 @@
 /* Where bytes live: over all segments a range is covered exactly once, whatever the layout. */
 #include <string.h>
 
+#include "base/layout.h"
 #include "check.h"
-#include "layout.h"
 #include "random.h"
 
 static struct smb_layout random_layout(struct random *random)

@@ -4,10 +4,10 @@
 #include <string.h>
 #include <sys/wait.h>
 
-#include "failpoint.h"
-#include "journal.h"
+#include "base/failpoint.h"
+#include "memory/journal.h"
+#include "memory/segment.h"
 #include "rig.h"
-#include "segment.h"
 
 enum { ID = 1, CHUNK = 16384, ELEMENTS = CHUNK / 8, LOCAL_CLIENTS = 2, ADDITIONS = 20, PAYLOAD_SCALE = 3 };
 

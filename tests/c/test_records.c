@@ -2,8 +2,8 @@
 #include <string.h>
 
 #include "check.h"
+#include "memory/records.h"
 #include "random.h"
-#include "records.h"
 
 enum { COUNT = 128, LANES = 3 };
 

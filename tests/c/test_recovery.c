@@ -6,12 +6,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/failpoint.h"
+#include "base/frame.h"
 #include "check.h"
-#include "failpoint.h"
-#include "journal.h"
+#include "memory/journal.h"
+#include "memory/segment.h"
 #include "random.h"
-#include "segment.h"
-#include "wire.h"
 
 enum { CHUNK = 16384, BYTES = 5 * CHUNK, ELEMENTS = BYTES / 8, OP_BYTES = 40960, TIMEOUT_MS = 20000 };
 enum { TARGET = 1, SOURCE = 2, FLOATS = 3, GRADIENT = 4, STATES = 5 /* and 6 */, EPOCH = 7, FLOAT_COUNT = BYTES / 4 };

@@ -10,9 +10,9 @@
 #include <sys/wait.h>
 
 #include "check.h"
-#include "kernels.h"
+#include "memory/kernels.h"
+#include "memory/segment.h"
 #include "random.h"
-#include "segment.h"
 
 enum { CHUNK = 8192, DATA = 3 * CHUNK + 24 };
 

@@ -3,10 +3,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "client.h"
+#include "client/client.h"
+#include "memory/segment.h"
 #include "random.h"
 #include "rig.h"
-#include "segment.h"
 
 enum { ELEMENTS = 3 * 5 * 1024 + 77, THREADS = 8 }; /* of 8 bytes; 3 segments of 8 KiB stripes, the last one odd */
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 3};

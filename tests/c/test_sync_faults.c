@@ -4,7 +4,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
-#include "failpoint.h"
+#include "base/failpoint.h"
 #include "random.h"
 #include "sync_place.h"
 

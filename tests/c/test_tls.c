@@ -13,7 +13,7 @@
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
 
-#include "channel.h"
+#include "base/channel.h"
 #include "random.h"
 #include "rig.h"
 

@@ -2,9 +2,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/tree.h"
 #include "check.h"
 #include "random.h"
-#include "tree.h"
 
 struct thing {
     struct tree_node node;

@@ -13,7 +13,7 @@ from tests.fault.long import LIMIT_S, seed, times
 from tests.support.checkers import Run, check_at_rest, check_between
 from tests.support.clients import Adders
 from tests.support.daemons import running_daemons, wait_for
-from tests.support.ways import EACH_WAY, FAR
+from tests.support.transports import EACH_WAY, FAR
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 

@@ -17,7 +17,7 @@ from tests.fault.long import LIMIT_S, times
 from tests.support.checkers import FencedWrite, Holding, check_locks
 from tests.support.clients import in_process, write_fenced_for_ever
 from tests.support.daemons import wait_for
-from tests.support.ways import FAR
+from tests.support.transports import FAR
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 

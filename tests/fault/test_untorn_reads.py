@@ -12,7 +12,7 @@ import smb
 from tests.fault.long import LIMIT_S, times
 from tests.support.checkers import check_one_version, check_untorn
 from tests.support.clients import Adders, in_process, publish_until_killed
-from tests.support.ways import EACH_WAY, FAR
+from tests.support.transports import EACH_WAY, FAR
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 

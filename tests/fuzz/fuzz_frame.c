@@ -2,8 +2,8 @@
  * is what docs/protocol.md says, and it is what the bytes say. */
 #include <string.h>
 
+#include "base/frame.h"
 #include "fuzz.h"
-#include "wire.h"
 
 /* Bytes of a range's elements as they travel; of some of them, of one. */
 static uint32_t elements_of(const struct smb_frame *frame)

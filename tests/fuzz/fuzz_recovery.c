@@ -7,8 +7,8 @@
 #include <unistd.h>
 
 #include "fuzz.h"
-#include "journal.h"
-#include "server.h"
+#include "memory/journal.h"
+#include "server/server.h"
 
 enum { ID = 0x77, EPOCH = 3, BYTES = 65536, CHUNK = 16384, CHUNKS = BYTES / CHUNK, PATCHES = 24, SESSION = 9, SEQUENCE = 5,
        AT = CHUNK + 64, BLOCKS = 3, CHANGED = (BLOCKS - 1) * JOURNAL_BLOCK_BYTES + 808 };

@@ -7,10 +7,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "access.h"
+#include "base/access.h"
+#include "base/frame.h"
 #include "fuzz.h"
-#include "segment.h"
-#include "wire.h"
+#include "memory/segment.h"
 
 enum { WITNESS = 0x1111, SCRATCH = 0x2222, FLOATS = 0x3333, STEPS = 0x4444 /* three of them */, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, SLOTS = 2, FRAME_MAX = 64 + 8 + 2 * CHUNK + 4 };
 

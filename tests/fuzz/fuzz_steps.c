@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include "fuzz.h"
-#include "journal.h"
-#include "server.h"
+#include "memory/journal.h"
+#include "server/server.h"
 
 enum { TARGETS = SMB_TARGETS_MAX, EPOCH = 3, CHUNK = 8192, CHUNKS = 3, BYTES = CHUNKS * CHUNK, COUNT = BYTES / 4, AT = CHUNK + 64,
        CHANGED = 5000, SESSION = 9, SEQUENCE = 5, BLOCK = JOURNAL_BLOCK_BYTES / 4, BLOCKS = (CHANGED + BLOCK - 1) / BLOCK,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import smb
-from tests.support.ways import FAR
+from tests.support.transports import FAR
 
 
 def test_deleted_memory_goes_back_although_it_is_mapped() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import smb
-from tests.support.ways import FAR, SLOWNESS
+from tests.support.transports import FAR, SLOWNESS
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto", FAR])

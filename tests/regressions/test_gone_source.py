@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import smb
-from tests.support.ways import EACH_WAY, FAR, SLOWNESS
+from tests.support.transports import EACH_WAY, FAR, SLOWNESS
 
 
 @pytest.fixture(scope="module")

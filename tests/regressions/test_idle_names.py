@@ -24,7 +24,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 
 NAMES = 2000
 FREED_S = 60 * SLOWNESS

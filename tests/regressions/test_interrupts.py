@@ -18,7 +18,7 @@ import pytest
 
 import smb
 from tests.support.daemons import stop, wait_for
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 
 _SIZE = 1 << 18
 _TIMEOUT_S = 60.0

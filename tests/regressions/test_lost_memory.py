@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import smb
-from tests.support.ways import EACH_WAY, SLOWNESS
+from tests.support.transports import EACH_WAY, SLOWNESS
 
 
 @pytest.mark.parametrize("transport", EACH_WAY)

@@ -17,7 +17,7 @@ import pytest
 import smb
 from smb.config.parse import parse_address
 from tests.support.daemons import running_daemons, stop, wait_for
-from tests.support.ways import FAR
+from tests.support.transports import FAR
 
 _SIZE = 1 << 18  # float32 elements: a chunk on each of two servers, twice
 

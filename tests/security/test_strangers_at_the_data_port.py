@@ -23,10 +23,10 @@ import pytest
 import smb
 from smb.config.parse import parse_address
 from tests.support.daemons import cluster_metric, wait_for
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 
 SPAWN = multiprocessing.get_context("spawn")
-STRANGERS_MAX = 512  # csrc/server.h
+STRANGERS_MAX = 512  # csrc/server/server.h
 LONG = os.environ.get("SMB_LONG") == "1"
 STRANGERS, CALLS = (5000, 50_000) if LONG else (700, 2000)
 # The beginning of a ClientHello: a record of 512 bytes, of which a few come.

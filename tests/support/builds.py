@@ -37,7 +37,7 @@ COMPILE = """
 import sys
 from setuptools import Distribution, Extension
 from csrc.build_engine import BuildEngine
-direct = Extension("smb._direct", ["csrc/direct.c"])
+direct = Extension("smb._direct", ["csrc/python/direct.c"])
 distribution = Distribution({"ext_modules": [Extension("smb._engine", [], py_limited_api=True), direct]})
 command = BuildEngine(distribution)
 command.build_lib, command.build_temp = sys.argv[1:]
@@ -132,7 +132,7 @@ def run_tests(kind: str, arguments: list[str]) -> int:
 
 def _compile(kind: str, made: Build) -> None:
     """Compile the engine where it is not of these sources."""
-    sources = sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in {".c", ".h", ".inc", ".py"})
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in {".c", ".h", ".inc", ".py"})
     digest = hashlib.sha256(FLAGS[kind].encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = made.directory / "engine.sha256"
     if stamp.exists() and stamp.read_text() == digest:

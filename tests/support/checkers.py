@@ -1,7 +1,7 @@
 """Judges of what was seen: they find lost, doubled, torn and misplaced additions, and locks with two holders.
 
-Pure: they look at numbers and times, and know nothing of how these came about. tests/unit/test_checkers.py tries them
-on planted bad histories first.
+Pure: they look at numbers and times, and know nothing of how these came about. tests/unit/support/test_checkers.py
+tries them on planted bad histories first.
 """
 
 from __future__ import annotations

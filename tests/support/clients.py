@@ -16,7 +16,7 @@ import numpy as np
 
 import smb
 from tests.support.raw import Frame, Opcode, RawClient
-from tests.support.ways import FAR, SLOWNESS
+from tests.support.transports import FAR, SLOWNESS
 
 PERIOD = 251
 DEADLINE_S = 60.0 * SLOWNESS

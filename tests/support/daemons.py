@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import smb
 from smb.config.parse import OWNER_VARIABLE
 from tests.support.builds import daemons_build
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 
 DEADLINE_S = 20.0 * SLOWNESS
 Value = TypeVar("Value")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Debian's Prometheus, for tests/integration/test_prometheus.py: the programs, not the service, which would take a port and stay.
+# Debian's Prometheus, for tests/ops/test_prometheus.py: the programs, not the service, which would take a port and stay.
 set -e
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then

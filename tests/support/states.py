@@ -10,7 +10,7 @@ import torch
 
 import smb
 import smb.torch
-from tests.support.ways import FAR
+from tests.support.transports import FAR
 
 
 def filled(value: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from smb.transport.devices import Devices, Port, look
-from tests.support.ways import FAR
+from tests.support.transports import FAR
 from tests.verbs.contract import OF_THE_KERNEL
 
 HERE = Path(__file__).parent

@@ -1,35 +1,36 @@
 """The tests of every transport that `make verbs` also runs over verbs, and those that it does not, with the reason.
 
-Files of tests/integration, tests/fault and tests/regressions; tests/unit/test_contract.py sees that none is forgotten.
+Files of tests/{api,engine,fault,files,ops,regressions,train}; tests/unit/support/test_verbs_contract.py sees that none
+is forgotten.
 """
 
 from __future__ import annotations
 
 # Always: what covers each operation and each promise once.
 _EACH_TIME = (
-    "integration/test_transports.py",
-    "integration/test_exact_sums.py",
-    "integration/test_locks.py",
-    "integration/test_versions.py",
+    "api/test_transports.py",
+    "api/test_exact_sums.py",
+    "api/test_locks.py",
+    "api/test_versions.py",
     "regressions/test_fence_after_restart.py",
     "regressions/test_gone_source.py",
     "regressions/test_lost_memory.py",
 )
 # With SMB_LONG=1 (make verbs LONG=1): an hour and more in the virtual machine.
 _WHEN_LONG = (
-    "integration/test_direct.py",
-    "integration/test_barriers.py",
-    "integration/test_tensors.py",
-    "integration/test_exactly_once.py",
-    "integration/test_reconnect.py",
-    "integration/test_wire.py",
-    "integration/test_api.py",
-    "integration/test_apply.py",
-    "integration/test_publish.py",
+    "api/test_fast_path.py",
+    "api/test_barriers.py",
+    "api/test_named_tensors.py",
+    "api/test_exactly_once.py",
+    "api/test_reconnect.py",
+    "api/test_wire_dtypes.py",
+    "api/test_calls.py",
+    "api/test_optimizer_steps.py",
+    "train/test_publish.py",
 )
 OVER_VERBS = (*_EACH_TIME, *_WHEN_LONG)
 # Of files that are left out, what needs netem, which the virtual machine's kernel has. Over no transport of ours.
-OF_THE_KERNEL = ("integration/test_netlab.py::test_a_delay_is_kept",)
+OF_THE_KERNEL = ("ops/test_netlab.py::test_a_delay_is_kept",)
 
 
 def chosen(long: bool) -> tuple[str, ...]:
@@ -45,6 +46,14 @@ _FRAMES = "speaks the TCP protocol itself"
 _TRAINING = "built on calls that run over verbs; minutes of PyTorch in the virtual machine"
 
 LEFT_OUT = {
+    "api/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
+    "api/test_examples.py": _TRAINING,
+    "api/test_fork.py": "a child of fork may not use its parent's client, over whatever",
+    "api/test_futures.py": "futures over the same calls",
+    "api/test_rename.py": _ELSEWHERE,
+    "api/test_server_weights.py": _LONG,
+    "api/test_session_ends.py": "tests/verbs/test_refusals.py has what ends with a session",
+    "engine/test_from_python.py": "the engine without a transport's Python; tests/c has its part of verbs",
     "fault/test_broken_network.py": "puts a proxy between the ends of a socket; test_daemons.py breaks the cable",
     "fault/test_coordinator_kills.py": _ELSEWHERE,
     "fault/test_elastic_kills.py": _TRAINING,
@@ -53,43 +62,23 @@ LEFT_OUT = {
     "fault/test_slow_clients.py": _FRAMES,
     "fault/test_stopped_holders.py": _LONG,
     "fault/test_train_kills.py": _TRAINING,
-    "fault/test_untorn_reads.py": "tests/verbs/test_transport.py has it for one-sided reads",
-    "integration/test_async.py": "futures over the same calls",
-    "integration/test_asynchronous.py": _TRAINING,
-    "integration/test_bench.py": "compares with sockets; perf/verbs.py measures verbs",
-    "integration/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
-    "integration/test_cli.py": _ELSEWHERE,
-    "integration/test_contribution.py": _TRAINING,
-    "integration/test_coordinator.py": _ELSEWHERE,
-    "integration/test_copying.py": _ELSEWHERE,
-    "integration/test_demo.py": _TRAINING,
-    "integration/test_doctor.py": _ELSEWHERE,
-    "integration/test_elastic.py": _TRAINING,
-    "integration/test_engine.py": "the engine without a transport's Python; tests/c has its part of verbs",
-    "integration/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
-    "integration/test_examples.py": _TRAINING,
-    "integration/test_fork.py": "a child of fork may not use its parent's client, over whatever",
-    "integration/test_hsgd.py": _TRAINING,
-    "integration/test_leaves_nothing.py": "tests/verbs/test_daemons.py has what verbs could leave",
-    "integration/test_memserver.py": _ELSEWHERE,
-    "integration/test_metrics.py": _ELSEWHERE,
-    "integration/test_mount.py": _ELSEWHERE,
-    "integration/test_mount_names.py": _ELSEWHERE,
-    "integration/test_netlab.py": "is about links that are shaped; OF_THE_KERNEL has what needs netem",
-    "integration/test_open_file.py": _ELSEWHERE,
-    "integration/test_page.py": _ELSEWHERE,
-    "integration/test_prometheus.py": _ELSEWHERE,
-    "integration/test_quickstart.py": _ELSEWHERE,
-    "integration/test_r2sp.py": _TRAINING,
-    "integration/test_rename.py": _ELSEWHERE,
-    "integration/test_service.py": _ELSEWHERE,
-    "integration/test_session_ends.py": "tests/verbs/test_refusals.py has what ends with a session",
-    "integration/test_torch_adapter.py": _TRAINING,
-    "integration/test_train_members.py": _TRAINING,
-    "integration/test_train_metrics.py": _TRAINING,
-    "integration/test_train_rounds.py": _TRAINING,
-    "integration/test_train_work.py": _TRAINING,
-    "integration/test_weights.py": _LONG,
+    "fault/test_untorn_reads.py": "tests/verbs/test_over_devices.py has it for one-sided reads",
+    "files/test_copying.py": _ELSEWHERE,
+    "files/test_mount.py": _ELSEWHERE,
+    "files/test_mounted_names.py": _ELSEWHERE,
+    "files/test_open_file.py": _ELSEWHERE,
+    "ops/test_bench.py": "compares with sockets; perf/verbs.py measures verbs",
+    "ops/test_cli.py": _ELSEWHERE,
+    "ops/test_coordinator.py": _ELSEWHERE,
+    "ops/test_doctor.py": _ELSEWHERE,
+    "ops/test_leaves_nothing.py": "tests/verbs/test_daemons.py has what verbs could leave",
+    "ops/test_memserver.py": _ELSEWHERE,
+    "ops/test_metrics.py": _ELSEWHERE,
+    "ops/test_netlab.py": "is about links that are shaped; OF_THE_KERNEL has what needs netem",
+    "ops/test_page_over_http.py": _ELSEWHERE,
+    "ops/test_prometheus.py": _ELSEWHERE,
+    "ops/test_quickstart.py": _ELSEWHERE,
+    "ops/test_supervised_daemons.py": _ELSEWHERE,
     "regressions/test_async_order.py": _ELSEWHERE,
     "regressions/test_call_inside_a_call.py": _ELSEWHERE,
     "regressions/test_close_beside_stopped_daemons.py": "tests/verbs/test_closing.py has it",
@@ -119,4 +108,16 @@ LEFT_OUT = {
     "regressions/test_taken_port.py": _ELSEWHERE,
     "regressions/test_training.py": _TRAINING,
     "regressions/test_zero_elements.py": "asks nobody, over whatever",
+    "train/test_asp_and_ssp.py": _TRAINING,
+    "train/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
+    "train/test_contribution.py": _TRAINING,
+    "train/test_demo.py": _TRAINING,
+    "train/test_elastic_schemes.py": _TRAINING,
+    "train/test_hsgd.py": _TRAINING,
+    "train/test_members.py": _TRAINING,
+    "train/test_r2sp.py": _TRAINING,
+    "train/test_rounds.py": _TRAINING,
+    "train/test_shared_model.py": _TRAINING,
+    "train/test_status.py": _TRAINING,
+    "train/test_work_units.py": _TRAINING,
 }

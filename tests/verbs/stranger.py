@@ -15,7 +15,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
 from smb.transport.devices import Port
 from tests.support.memory_server import OPTIONS
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 from tests.verbs.endpoint import Address, Endpoint, as_address
 
 TIMEOUT_S = 10.0 * SLOWNESS

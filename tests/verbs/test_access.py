@@ -13,7 +13,7 @@ from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
 from smb.transport.base import Deadline
 from smb.transport.devices import Port
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 from tests.verbs.test_daemons import on
 
 COUNT = 100_003

@@ -15,7 +15,7 @@ import smb
 from smb.transport.devices import Port
 from tests.regressions.test_close_while_reconnecting import at_work
 from tests.support.daemons import wait_for
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 from tests.verbs.test_daemons import on
 
 ROUNDS = 500 if os.environ.get("SMB_LONG") == "1" else 10

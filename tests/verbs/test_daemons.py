@@ -14,10 +14,10 @@ import pytest
 
 import smb
 from smb.transport.devices import Port
-from tests.integration.test_transports import hidden_socket
+from tests.api.test_transports import hidden_socket
 from tests.support.clients import Adders, add_forever, add_whole, make_event, pattern, run_together, spawn
 from tests.support.daemons import cluster_metric, stop, wait_for
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 from tests.verbs.conftest import Cable
 
 COUNT = 100_003

@@ -18,7 +18,7 @@ _FILES_WANTED = 4096  # connections of a daemon (server.h), each a descriptor
 _BUFFER_WANTED = 4 << 20  # of a TCP connection: 32 Gb/s over 1 ms; the kernel's own default for reading is 6 MiB
 _FAST_MBPS = 10_000  # from here on packets of 1500 bytes cost a core noticeably
 _JUMBO = 9000
-_COLLAPSE_SINCE = (6, 1)  # Linux with madvise(MADV_COLLAPSE), see csrc/pages.c
+_COLLAPSE_SINCE = (6, 1)  # Linux with madvise(MADV_COLLAPSE), see csrc/memory/pages.c
 
 
 def look_at_machine(memory_dir: Path, capacity: str | None, root: Path = Path("/")) -> Iterator[Finding]:

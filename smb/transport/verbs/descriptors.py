@@ -1,4 +1,4 @@
-"""Requests by reference as arrays of numpy: csrc/wire.h has the frame and the record. Pure."""
+"""Requests by reference as arrays of numpy: csrc/base/frame.h has the frame and the record. Pure."""
 
 from __future__ import annotations
 

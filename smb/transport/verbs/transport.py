@@ -1,8 +1,8 @@
 """RDMA: one queue pair to each server for data; what waits has a TCP link of its own.
 
 The control service of a memory server makes its end of the queue pair and gives the keys; that both ends reach each
-other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client.h): when the queue pair breaks, the
-lane goes on over another one, or, where none can be made, over TCP, until it breaks the next time.
+other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client/client.h): when the queue pair
+breaks, the lane goes on over another one, or, where none can be made, over TCP, until it breaks the next time.
 
 Nothing of RDMA is imported, opened or started before the first segment is reached this way.
 """

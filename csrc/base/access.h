@@ -1,0 +1,40 @@
+/* access.h: tokens of the data plane: how they are proved. docs/protocol.md, "Access"; docs/decisions/0013.
+ *
+ * A token is a few words that anybody may read (whose session, which segment, what for, until when), and a secret that only the
+ * coordinator and the segment's server can make of them, with the key that the two share. The secret reaches the client over
+ * TLS and never travels here: on each connection the client shows the words and proves the secret with an HMAC over what the
+ * server said in its HELLO there. What somebody records is of no use on another connection.
+ *
+ * Pure: no state, no I/O. What a server has been shown, and its keys, are in server/grants.h. */
+#ifndef SMB_ACCESS_H
+#define SMB_ACCESS_H
+
+#include "base/frame.h"
+#include "smb.h"
+
+/* What a connection is: a proof for one is none for another. */
+struct access_connection {
+    uint64_t nonce;           /* the server's */
+    uint64_t client_nonce;
+    uint64_t instance;
+    uint64_t session;
+    uint16_t lane;
+};
+/* The lane of proofs for the control plane, which TLS keeps from others; there is no such connection. Nonce and instance are 0. */
+enum { ACCESS_CONTROL_LANE = 0xFFFF };
+
+/* What the server answers to a token that is good: only who can make the token's secret can make it, and on this connection alone. In
+ * argument and offset of the reply. */
+struct access_answer { uint64_t words[2]; };
+struct access_answer access_answer(const struct smb_token *token, const struct access_connection *connection);
+bool access_same_answer(const struct access_answer *one, const struct access_answer *other);
+
+/* What the coordinator alone, and a server with its key, can make of a token's words. */
+void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session, const struct smb_token *token, uint8_t secret[SMB_KEY_BYTES]);
+/* What a client shows on a connection instead of the secret. */
+void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection, uint8_t proof[SMB_KEY_BYTES]);
+/* The payload of AUTHORIZE. The token's segment and epoch, and the session, are the frame's. */
+void access_store(const struct smb_token *token, const struct access_connection *connection, uint8_t payload[SMB_AUTHORIZE_BYTES]);
+
+
+#endif

@@ -1,0 +1,56 @@
+/* channel.h: a connection's bytes, as they are or inside TLS: the one seam between frames and sockets. */
+#ifndef SMB_CHANNEL_H
+#define SMB_CHANNEL_H
+
+#include <errno.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/tls.h"
+
+struct channel {
+    int fd;          /* -1: none */
+    struct tls *tls; /* NULL: as they are */
+};
+
+/* As readv of a socket that does not block. */
+static inline ssize_t channel_read(const struct channel *channel, const struct iovec *parts, int count)
+{
+    if (channel->tls)
+        return tls_read(channel->tls, parts, count);
+    return count == 1 ? read(channel->fd, parts->iov_base, parts->iov_len) : readv(channel->fd, parts, count);
+}
+
+/* As writev, without the signal. Bytes that were taken may wait here for the socket: channel_has_unsent. */
+static inline ssize_t channel_write(const struct channel *channel, const struct iovec *parts, int count)
+{
+    if (channel->tls)
+        return tls_write(channel->tls, parts, count);
+    struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)parts, .msg_iovlen = (size_t)count};
+    return count == 1 ? send(channel->fd, parts->iov_base, parts->iov_len, MSG_NOSIGNAL | MSG_DONTWAIT)
+                      : sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+static inline bool channel_has_unsent(const struct channel *channel)
+{
+    return channel->tls && tls_has_unsent(channel->tls);
+}
+
+static inline bool channel_failed(ssize_t done)
+{
+    return done < 0 && errno != EAGAIN && errno != EINTR;
+}
+
+/* errno stays. */
+static inline void channel_close(struct channel *channel)
+{
+    int saved = errno;
+    if (channel->tls)
+        tls_end(channel->tls);
+    if (channel->fd >= 0)
+        close(channel->fd);
+    *channel = (struct channel){.fd = -1};
+    errno = saved;
+}
+
+#endif

@@ -1,0 +1,213 @@
+/* Bytes <-> checked frame. Pure: no I/O, no allocation, no state. */
+#include <math.h>
+#include <stddef.h>
+
+#include "base/frame.h"
+
+enum {
+    MAGIC_AT = 0, VERSION_AT = 2, OPCODE_AT = 3, DTYPE_AT = 4, OP_AT = 5, FLAGS_AT = 6, STATUS_AT = 8, LANE_AT = 10,
+    EPOCH_AT = 12, SESSION_AT = 16, SEQUENCE_AT = 24, SEGMENT_AT = 32, OFFSET_AT = 40, LENGTH_AT = 48, PAYLOAD_AT = 52,
+    ARGUMENT_AT = 56, END_AT = 64
+};
+_Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
+_Static_assert((int)SMB_AUTHORIZE + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
+
+static void store16(uint8_t *bytes, uint16_t value)
+{
+    bytes[0] = (uint8_t)value;
+    bytes[1] = (uint8_t)(value >> 8);
+}
+
+static void store32(uint8_t *bytes, uint32_t value)
+{
+    store16(bytes, (uint16_t)value);
+    store16(bytes + 2, (uint16_t)(value >> 16));
+}
+
+static uint16_t load16(const uint8_t *bytes)
+{
+    return (uint16_t)(bytes[0] | bytes[1] << 8);
+}
+
+static uint32_t load32(const uint8_t *bytes)
+{
+    return load16(bytes) | (uint32_t)load16(bytes + 2) << 16;
+}
+
+void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES])
+{
+    store16(bytes + MAGIC_AT, SMB_FRAME_MAGIC);
+    bytes[VERSION_AT] = SMB_FRAME_VERSION;
+    bytes[OPCODE_AT] = frame->opcode;
+    bytes[DTYPE_AT] = frame->dtype;
+    bytes[OP_AT] = frame->op;
+    store16(bytes + FLAGS_AT, frame->flags);
+    store16(bytes + STATUS_AT, frame->status);
+    store16(bytes + LANE_AT, frame->lane);
+    store32(bytes + EPOCH_AT, frame->epoch);
+    smb_store64(bytes + SESSION_AT, frame->session);
+    smb_store64(bytes + SEQUENCE_AT, frame->sequence);
+    smb_store64(bytes + SEGMENT_AT, frame->segment);
+    smb_store64(bytes + OFFSET_AT, frame->offset);
+    store32(bytes + LENGTH_AT, frame->length);
+    store32(bytes + PAYLOAD_AT, frame->payload);
+    smb_store64(bytes + ARGUMENT_AT, frame->argument);
+}
+
+static bool wire_is_sound(const struct smb_frame *frame)
+{
+    int wire = smb_frame_wire(frame);
+    if (wire == SMB_WIRE_SPARSE)
+        return frame->opcode == SMB_ACCUMULATE && !(frame->flags & SMB_FLAG_FETCH) && smb_dtype_bytes(frame->dtype) > 0;
+    bool carries = frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
+    return wire == SMB_WIRE_EXACT || (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
+}
+
+/* The one place where bytes of payload follow from a range and the way its elements travel. The length has been checked. */
+static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t payload)
+{
+    if (wire == SMB_WIRE_SPARSE) {
+        uint32_t element = smb_dtype_bytes(frame->dtype), entry = SMB_WIRE_INDEX_BYTES + element;
+        return payload > 0 && payload <= SMB_CHUNK_BYTES_MAX && payload % entry == 0 &&
+               payload / entry <= frame->length / element;
+    }
+    return payload == (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
+}
+
+static bool reply_is_sound(const struct smb_frame *frame)
+{
+    if (frame->status >= SMB_STATUS_COUNT || frame->length > SMB_CHUNK_BYTES_MAX ||
+        frame->payload < smb_frame_checksum_bytes(frame))
+        return false;
+    uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
+    if (frame->status == SMB_OK && frame->opcode == SMB_READ)
+        return elements_fit(frame, smb_frame_wire(frame), payload) &&
+               (smb_frame_wire(frame) == SMB_WIRE_EXACT || frame->length % 4 == 0);
+    if (frame->status == SMB_OK && frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH)
+        return elements_fit(frame, SMB_WIRE_EXACT, payload);
+    return payload == 0;
+}
+
+static bool request_is_sound(const struct smb_frame *frame)
+{
+    if (frame->status != 0 || frame->payload < smb_frame_checksum_bytes(frame))
+        return false;
+    uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
+    if (frame->flags & SMB_FLAG_FETCH && frame->opcode != SMB_ACCUMULATE)
+        return false;
+    bool fenced = frame->flags & SMB_FLAG_FENCED;
+    bool changes = smb_opcode_changes(frame->opcode);
+    if ((fenced && !changes) || (changes && frame->sequence == 0)) /* 0 is what a lane has done that did nothing yet */
+        return false;
+    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK)
+        return frame->length == 0 && payload == 0;
+    if (smb_opcode_waits(frame->opcode))
+        return frame->length == 0 && payload == SMB_SYNC_BYTES;
+    if (frame->opcode == SMB_AUTHORIZE)
+        return frame->length == 0 && payload == SMB_AUTHORIZE_BYTES;
+
+    /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a chunk can be. */
+    uint32_t element = smb_dtype_bytes(frame->dtype);
+    if (element == 0 || frame->length == 0 || frame->length > SMB_CHUNK_BYTES_MAX || frame->length % element != 0 ||
+        frame->offset % element != 0 || frame->offset > UINT64_MAX - frame->length)
+        return false;
+    if (fenced) {
+        if (payload < SMB_TOKEN_BYTES)
+            return false;
+        payload -= SMB_TOKEN_BYTES;
+    }
+    switch (frame->opcode) {
+    case SMB_READ:
+    case SMB_FILL: return payload == 0;
+    case SMB_WRITE: return elements_fit(frame, smb_frame_wire(frame), payload);
+    case SMB_ACCUMULATE:
+        return elements_fit(frame, smb_frame_wire(frame), payload) &&
+               smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+    case SMB_ACCUMULATE_FROM:
+        return payload == SMB_FROM_BYTES && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+    case SMB_APPLY:
+        return payload == SMB_APPLY_BYTES && smb_rule_states(frame->op) >= 0 && frame->dtype == SMB_FLOAT32;
+    case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
+    case SMB_COMPARE_SWAP: return frame->length == 8 && payload == 8 && frame->dtype == SMB_INT64;
+    default: return false;
+    }
+}
+
+int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *frame)
+{
+    if (load16(bytes + MAGIC_AT) != SMB_FRAME_MAGIC)
+        return SMB_PROTOCOL;
+    if (bytes[VERSION_AT] != SMB_FRAME_VERSION)
+        return SMB_VERSION;
+    *frame = (struct smb_frame){
+        .opcode = bytes[OPCODE_AT],
+        .dtype = bytes[DTYPE_AT],
+        .op = bytes[OP_AT],
+        .flags = load16(bytes + FLAGS_AT),
+        .status = load16(bytes + STATUS_AT),
+        .lane = load16(bytes + LANE_AT),
+        .epoch = load32(bytes + EPOCH_AT),
+        .session = smb_load64(bytes + SESSION_AT),
+        .sequence = smb_load64(bytes + SEQUENCE_AT),
+        .segment = smb_load64(bytes + SEGMENT_AT),
+        .offset = smb_load64(bytes + OFFSET_AT),
+        .length = load32(bytes + LENGTH_AT),
+        .payload = load32(bytes + PAYLOAD_AT),
+        .argument = smb_load64(bytes + ARGUMENT_AT),
+    };
+    if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT || frame->flags & ~SMB_FLAGS_KNOWN ||
+        !wire_is_sound(frame))
+        return SMB_PROTOCOL;
+    bool sound = frame->flags & SMB_FLAG_REPLY ? reply_is_sound(frame) : request_is_sound(frame);
+    return sound ? SMB_OK : SMB_PROTOCOL;
+}
+
+struct smb_frame smb_frame_reply(const struct smb_frame *request, int status)
+{
+    return (struct smb_frame){
+        .opcode = request->opcode,
+        .dtype = request->dtype,
+        .op = request->op,
+        .flags = (uint16_t)(request->flags | SMB_FLAG_REPLY),
+        .status = (uint16_t)status,
+        .lane = request->lane,
+        .epoch = request->epoch,
+        .session = request->session,
+        .sequence = request->sequence,
+        .segment = request->segment,
+    };
+}
+
+const char *smb_status_name(int status)
+{
+    switch (status) {
+    case SMB_OK: return "ok";
+    case SMB_NOT_FOUND: return "not_found";
+    case SMB_INVALID: return "invalid";
+    case SMB_STALE_EPOCH: return "stale_epoch";
+    case SMB_DENIED: return "denied";
+    case SMB_OUT_OF_MEMORY: return "out_of_memory";
+    case SMB_EXISTS: return "exists";
+    case SMB_TIMEOUT: return "timeout";
+    case SMB_BUSY: return "busy";
+    case SMB_LOCK_LOST: return "lock_lost";
+    case SMB_BROKEN: return "broken";
+    case SMB_EVICTED: return "evicted";
+    case SMB_SESSION_ENDED: return "session_ended";
+    case SMB_PARKED: return "parked";
+    case SMB_DISCONNECTED: return "disconnected";
+    case SMB_LINK_LOST: return "link_lost";
+    case SMB_PROTOCOL: return "protocol";
+    case SMB_VERSION: return "version";
+    case SMB_CHECKSUM: return "checksum";
+    case SMB_NAMESPACE: return "namespace";
+    case SMB_UNTRUSTED: return "untrusted";
+    case SMB_SYSTEM: return "system";
+    default: return NULL;
+    }
+}
+
+const char *smb_version(void)
+{
+    return "0.1.0";
+}

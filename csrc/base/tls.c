@@ -1,0 +1,548 @@
+#include "base/tls.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/socket.h>
+
+#include <openssl/err.h>
+#include <openssl/pem.h>
+#include <openssl/ssl.h>
+#include <openssl/x509v3.h>
+
+enum {
+    GATHER_BYTES = 4096,           /* what lies in several places and is no more than this goes as one record */
+    READ_AHEAD_BYTES = 2 * (TLS_RECORD_BYTES + 256), /* ciphertext in one system call; more was no faster */
+    LEFT_BYTES = GATHER_BYTES + 2 * TLS_RECORD_BYTES + 4096,
+    NAME_BYTES = 256,
+    PEM_BYTES_MAX = 1 << 20,
+    LINGER_BYTES = 1 << 16,
+    LOOKS_MAX = 4, /* a peer that sends nothing but key updates does not keep the thread */
+#ifdef SMB_FAILPOINTS
+    RECORDS_PER_KEY = 64           /* so that tests see keys change */
+#else
+    RECORDS_PER_KEY = 1 << 23      /* RFC 8446, 5.5: AES-GCM is good for 2^24.5 full records */
+#endif
+};
+
+struct smb_tls {
+    _Atomic uint32_t references;
+    SSL_CTX *server, *client;
+};
+
+struct tls {
+    SSL *ssl;
+    struct smb_tls *with;
+    int fd;
+    bool serves;
+    bool greeted;                  /* the handshake is done */
+    bool may_receive;              /* the last look at the socket did not take all that was there */
+    uint8_t looks;                 /* at the socket since a record of data came, at most LOOKS_MAX in one call */
+    bool hold;                     /* more follows at once: what is small waits for it */
+    int broken;                    /* errno of the socket, for good; 0: it is well */
+    uint32_t records;              /* under the key of now */
+    uint32_t left_start, left_end; /* encrypted, for the socket */
+    uint8_t *left;
+    char expected[NAME_BYTES];
+    char why[SMB_WHY_BYTES];
+};
+
+/* ---- who may be at the other end ---------------------------------------------------------------------------------- */
+
+static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
+static const char *const user_roles[] = {"client", "reader", "operator"};
+
+/* What a certificate says; texts that are too long, or not printable, are none. */
+struct shown {
+    int roles;                     /* how many it has */
+    char role[32];
+    char name[NAME_BYTES];
+    bool is_expected;
+};
+
+static bool take_text(const char *bytes, size_t count, char *text, size_t room)
+{
+    if (count >= room)
+        return false;
+    for (size_t i = 0; i < count; i++)
+        if (bytes[i] < ' ' || bytes[i] > '~')
+            return false;
+    memcpy(text, bytes, count);
+    text[count] = 0;
+    return true;
+}
+
+static bool take_after(const char *prefix, const ASN1_IA5STRING *uri, char *text, size_t room)
+{
+    size_t length = strlen(prefix), bytes = (size_t)ASN1_STRING_length(uri);
+    const char *data = (const char *)ASN1_STRING_get0_data(uri);
+    return bytes >= length && memcmp(data, prefix, length) == 0 && take_text(data + length, bytes - length, text, room);
+}
+
+static void read_names(X509 *certificate, const char *expected, struct shown *shown)
+{
+    *shown = (struct shown){0};
+    GENERAL_NAMES *names = X509_get_ext_d2i(certificate, NID_subject_alt_name, NULL, NULL);
+    for (int i = 0; i < sk_GENERAL_NAME_num(names); i++) {
+        const GENERAL_NAME *name = sk_GENERAL_NAME_value(names, i);
+        if (name->type == GEN_URI) {
+            char role[sizeof shown->role];
+            if (take_after(role_uri, name->d.uniformResourceIdentifier, role, sizeof role)) {
+                memcpy(shown->role, role, sizeof role);
+                shown->roles++;
+            }
+            take_after(name_uri, name->d.uniformResourceIdentifier, shown->name, sizeof shown->name);
+        } else if (name->type == GEN_DNS) {
+            char host[NAME_BYTES];
+            const ASN1_IA5STRING *text = name->d.dNSName;
+            if (take_text((const char *)ASN1_STRING_get0_data(text), (size_t)ASN1_STRING_length(text), host, sizeof host))
+                shown->is_expected |= expected[0] && strcasecmp(host, expected) == 0; /* as it stands: no patterns */
+        }
+    }
+    GENERAL_NAMES_free(names);
+}
+
+static bool may_use(const struct shown *shown)
+{
+    for (size_t i = 0; i < sizeof user_roles / sizeof *user_roles; i++)
+        if (shown->roles == 1 && strcmp(shown->role, user_roles[i]) == 0)
+            return true;
+    return false;
+}
+
+/* Called for each certificate of the chain, the peer's own last. */
+static int verify(int good, X509_STORE_CTX *chain)
+{
+    SSL *ssl = X509_STORE_CTX_get_ex_data(chain, SSL_get_ex_data_X509_STORE_CTX_idx());
+    struct tls *tls = SSL_get_app_data(ssl);
+    if (good && X509_STORE_CTX_get_error_depth(chain) > 0)
+        return 1;
+    struct shown shown;
+    read_names(X509_STORE_CTX_get0_cert(chain), tls->expected, &shown);
+    if (good && (tls->serves ? may_use(&shown) : shown.roles == 1 && strcmp(shown.role, "server") == 0 && shown.is_expected))
+        return 1;
+    if (!good) {
+        snprintf(tls->why, sizeof tls->why, "its certificate (role \"%s\", name \"%s\") is not good: %s", shown.role, shown.name,
+                 X509_verify_cert_error_string(X509_STORE_CTX_get_error(chain)));
+    } else {
+        snprintf(tls->why, sizeof tls->why, "it shows the certificate of role \"%s\", name \"%s\"", shown.role, shown.name);
+        X509_STORE_CTX_set_error(chain, X509_V_ERR_APPLICATION_VERIFICATION);
+    }
+    return 0;
+}
+
+/* ---- contexts ----------------------------------------------------------------------------------------------------- */
+
+static const char *last_error(void)
+{
+    unsigned long code = ERR_peek_last_error();
+    const char *reason = code ? ERR_reason_error_string(code) : NULL;
+    return reason ? reason : "no reason given";
+}
+
+static bool add_authorities(SSL_CTX *context, BIO *pem)
+{
+    X509_STORE *store = SSL_CTX_get_cert_store(context);
+    int count = 0;
+    for (X509 *one; (one = PEM_read_bio_X509(pem, NULL, NULL, NULL)); count++) {
+        bool added = X509_STORE_add_cert(store, one) == 1;
+        X509_free(one);
+        if (!added)
+            return false;
+    }
+    ERR_clear_error(); /* the end of the file */
+    return count > 0;
+}
+
+static bool use_chain(SSL_CTX *context, BIO *pem)
+{
+    X509 *own = PEM_read_bio_X509(pem, NULL, NULL, NULL);
+    bool good = own && SSL_CTX_use_certificate(context, own) == 1;
+    X509_free(own);
+    for (X509 *one; good && (one = PEM_read_bio_X509(pem, NULL, NULL, NULL));) {
+        good = SSL_CTX_add0_chain_cert(context, one) == 1;
+        if (!good)
+            X509_free(one);
+    }
+    if (good)
+        ERR_clear_error();
+    return good;
+}
+
+static bool use_key(SSL_CTX *context, BIO *pem)
+{
+    EVP_PKEY *key = PEM_read_bio_PrivateKey(pem, NULL, NULL, (void *)(uintptr_t)""); /* nobody is asked at a terminal */
+    bool good = key && SSL_CTX_use_PrivateKey(context, key) == 1 && SSL_CTX_check_private_key(context) == 1;
+    EVP_PKEY_free(key);
+    return good;
+}
+
+static SSL_CTX *make_context(const SSL_METHOD *method, const char *const pems[3])
+{
+    SSL_CTX *context = SSL_CTX_new(method);
+    if (!context)
+        return NULL;
+    /* The cipher that is fastest on processors with instructions for AES comes first. */
+    bool good = SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) == 1 &&
+                SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256") == 1 &&
+                SSL_CTX_set_num_tickets(context, 0) == 1; /* nothing is resumed: a certificate that is replaced counts at once */
+    SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
+    SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
+    SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, verify);
+    SSL_CTX_set_read_ahead(context, 1);
+    SSL_CTX_set_default_read_buffer_len(context, READ_AHEAD_BYTES);
+    bool (*const take[3])(SSL_CTX *, BIO *) = {add_authorities, use_chain, use_key};
+    for (int i = 0; i < 3 && good; i++) {
+        BIO *pem = BIO_new_mem_buf(pems[i], -1);
+        good = pem && take[i](context, pem);
+        BIO_free(pem);
+    }
+    if (good)
+        return context;
+    SSL_CTX_free(context);
+    return NULL;
+}
+
+int smb_tls_create(const char *ca, const char *certificate, const char *key, struct smb_tls **tls, char why[SMB_WHY_BYTES])
+{
+    const char *const pems[3] = {ca, certificate, key};
+    why[0] = 0;
+    for (int i = 0; i < 3; i++)
+        if (strnlen(pems[i], PEM_BYTES_MAX) == PEM_BYTES_MAX)
+            return SMB_INVALID;
+    struct smb_tls *made = calloc(1, sizeof *made);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    ERR_clear_error();
+    made->references = 1;
+    made->server = make_context(TLS_server_method(), pems);
+    made->client = made->server ? make_context(TLS_client_method(), pems) : NULL;
+    if (!made->client) {
+        snprintf(why, SMB_WHY_BYTES, "%s", last_error());
+        ERR_clear_error();
+        smb_tls_release(made);
+        return SMB_INVALID;
+    }
+    *tls = made;
+    return SMB_OK;
+}
+
+struct smb_tls *tls_retain(struct smb_tls *tls)
+{
+    atomic_fetch_add_explicit(&tls->references, 1, memory_order_relaxed);
+    return tls;
+}
+
+void smb_tls_release(struct smb_tls *tls)
+{
+    if (atomic_fetch_sub_explicit(&tls->references, 1, memory_order_acq_rel) != 1)
+        return;
+    SSL_CTX_free(tls->server);
+    SSL_CTX_free(tls->client);
+    free(tls);
+}
+
+/* ---- the socket below --------------------------------------------------------------------------------------------- */
+
+static bool keep(struct tls *tls, const uint8_t *bytes, size_t count)
+{
+    if (!tls->left && !(tls->left = malloc(LEFT_BYTES)))
+        return false;
+    if (tls->left_start == tls->left_end)
+        tls->left_start = tls->left_end = 0;
+    if (count > LEFT_BYTES - tls->left_end)
+        return false;
+    memcpy(tls->left + tls->left_end, bytes, count);
+    tls->left_end += (uint32_t)count;
+    return true;
+}
+
+/* What is left, and what comes behind it, as far as the socket takes it. *taken: of the latter. */
+static bool put(struct tls *tls, const void *bytes, size_t count, size_t *taken)
+{
+    size_t before = tls->left_end - tls->left_start;
+    struct iovec parts[2] = {{tls->left + tls->left_start, before}, {(void *)(uintptr_t)bytes, count}};
+    struct msghdr message = {.msg_iov = before > 0 ? parts : parts + 1, .msg_iovlen = before > 0 ? 1 + (count > 0) : 1};
+    ssize_t done = sendmsg(tls->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    *taken = 0;
+    if (done < 0 && errno != EAGAIN && errno != EINTR) {
+        tls->broken = errno;
+        return false;
+    }
+    size_t went = done > 0 ? (size_t)done : 0, of_before = went < before ? went : before;
+    tls->left_start += (uint32_t)of_before;
+    *taken = went - of_before;
+    return true;
+}
+
+static int bio_write(BIO *bio, const char *bytes, size_t count, size_t *written)
+{
+    struct tls *tls = BIO_get_data(bio);
+    size_t taken = 0;
+    BIO_clear_retry_flags(bio);
+    if (tls->broken)
+        return 0;
+    if (!(tls->hold && count <= GATHER_BYTES + 256) && !put(tls, bytes, count, &taken))
+        return 0;
+    if (taken < count && !keep(tls, (const uint8_t *)bytes + taken, count - taken)) {
+        if (taken == 0) { /* the peer has us say much and reads nothing */
+            BIO_set_retry_write(bio);
+            return 0;
+        }
+        *written = taken;
+        return 1;
+    }
+    *written = count;
+    return 1;
+}
+
+static int bio_read(BIO *bio, char *bytes, size_t room, size_t *have)
+{
+    struct tls *tls = BIO_get_data(bio);
+    BIO_clear_retry_flags(bio);
+    ssize_t done = -1;
+    errno = EAGAIN;
+    if (tls->may_receive && tls->looks < LOOKS_MAX) {
+        tls->looks++;
+        done = recv(tls->fd, bytes, room, MSG_DONTWAIT);
+    }
+    if (done > 0) {
+        tls->may_receive = (size_t)done == room;
+        *have = (size_t)done;
+        return 1;
+    }
+    if (done < 0 && (errno == EAGAIN || errno == EINTR)) {
+        tls->may_receive = false;
+        BIO_set_retry_read(bio);
+    } else {
+        tls->broken = done == 0 ? ECONNRESET : errno;
+    }
+    return 0;
+}
+
+static long bio_control(BIO *bio, int command, long number, void *pointer)
+{
+    (void)bio, (void)number, (void)pointer;
+    return command == BIO_CTRL_FLUSH || command == BIO_CTRL_DUP;
+}
+
+static BIO_METHOD *bio_method;
+
+static void make_method(void)
+{
+    bio_method = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "smb socket");
+    if (bio_method) {
+        BIO_meth_set_write_ex(bio_method, bio_write);
+        BIO_meth_set_read_ex(bio_method, bio_read);
+        BIO_meth_set_ctrl(bio_method, bio_control);
+    }
+}
+
+/* ---- a connection ------------------------------------------------------------------------------------------------- */
+
+struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_method);
+    struct tls *tls = calloc(1, sizeof *tls);
+    if (!tls || !bio_method || (expected && strlen(expected) >= sizeof tls->expected)) {
+        free(tls);
+        return NULL;
+    }
+    tls->fd = fd;
+    tls->serves = expected == NULL;
+    if (expected)
+        strcpy(tls->expected, expected);
+    tls->with = tls_retain(with);
+    tls->ssl = SSL_new(tls->serves ? with->server : with->client);
+    BIO *bio = BIO_new(bio_method);
+    if (!tls->ssl || !bio) {
+        BIO_free(bio);
+        tls_end(tls);
+        return NULL;
+    }
+    BIO_set_data(bio, tls);
+    BIO_set_init(bio, 1);
+    SSL_set_bio(tls->ssl, bio, bio);
+    SSL_set_app_data(tls->ssl, tls);
+    if (tls->serves)
+        SSL_set_accept_state(tls->ssl);
+    else
+        SSL_set_connect_state(tls->ssl);
+    return tls;
+}
+
+/* Where we have refused the peer what it has sent meanwhile is read: a socket that is closed with bytes unread takes back what it was
+ * sent, and that says why. */
+static void linger(struct tls *tls)
+{
+    uint8_t nowhere[4096];
+    shutdown(tls->fd, SHUT_WR);
+    for (int i = 0; i < LINGER_BYTES / (int)sizeof nowhere && recv(tls->fd, nowhere, sizeof nowhere, MSG_DONTWAIT) > 0; i++)
+        ;
+}
+
+void tls_end(struct tls *tls)
+{
+    if (tls->why[0] && !tls->broken)
+        linger(tls);
+    SSL_free(tls->ssl);
+    smb_tls_release(tls->with);
+    free(tls->left);
+    free(tls);
+}
+
+bool tls_has_unsent(const struct tls *tls)
+{
+    return tls->left_start != tls->left_end;
+}
+
+const char *tls_why(const struct tls *tls)
+{
+    return tls->why;
+}
+
+static int kind_of_failure(struct tls *tls, int result)
+{
+    int kind = SSL_get_error(tls->ssl, result);
+    if (kind == SSL_ERROR_WANT_READ)
+        return EAGAIN;
+    if (tls->broken)
+        return tls->broken;
+    if (kind == SSL_ERROR_ZERO_RETURN)
+        return ECONNRESET;
+    if (!tls->why[0]) {
+        int reason = ERR_GET_REASON(ERR_peek_last_error());
+        const char *text = last_error();
+        if (reason > SSL_AD_REASON_OFFSET && reason < SSL_AD_REASON_OFFSET + 256)
+            snprintf(tls->why, sizeof tls->why, "it does not take us for a member of its cluster (%s)", text);
+        else if (kind == SSL_ERROR_WANT_WRITE)
+            snprintf(tls->why, sizeof tls->why, "it does not read what it asks for");
+        else
+            snprintf(tls->why, sizeof tls->why, "it does not speak TLS as a memory server does (%s)", text);
+    }
+    return EPROTO;
+}
+
+/* After a call of OpenSSL that did not succeed: errno, EAGAIN where it is to be called again once the socket has more. The thread's queue
+ * of errors is left empty: a program's own use of OpenSSL looks at it, too. */
+static int failure(struct tls *tls, int result)
+{
+    int error = kind_of_failure(tls, result);
+    ERR_clear_error();
+    return error;
+}
+
+int tls_handshake(struct tls *tls)
+{
+    size_t taken;
+    if (tls->greeted)
+        return SMB_OK;
+    if (tls_has_unsent(tls) && (!put(tls, NULL, 0, &taken) || tls_has_unsent(tls)))
+        return tls->broken ? SMB_LINK_LOST : SMB_BUSY;
+    tls->may_receive = true;
+    tls->looks = 0;
+    ERR_clear_error();
+    int result = SSL_do_handshake(tls->ssl);
+    if (result == 1) {
+        tls->greeted = true;
+        return SMB_OK;
+    }
+    int error = failure(tls, result);
+    return error == EAGAIN ? SMB_BUSY : tls->why[0] ? SMB_UNTRUSTED : SMB_LINK_LOST;
+}
+
+ssize_t tls_read(struct tls *tls, const struct iovec *parts, int count)
+{
+    size_t total = 0;
+    tls->may_receive = true;
+    tls->looks = 0;
+    ERR_clear_error();
+    for (int i = 0; i < count; i++) {
+        for (size_t at = 0, have; at < parts[i].iov_len; at += have, total += have) {
+            int result = SSL_read_ex(tls->ssl, (uint8_t *)parts[i].iov_base + at, parts[i].iov_len - at, &have);
+            if (result == 1) {
+                tls->looks = 0;
+                continue;
+            }
+            int error = failure(tls, result);
+            if (total > 0)
+                return (ssize_t)total; /* the same failure comes again */
+            errno = error;
+            return errno == ECONNRESET ? 0 : -1;
+        }
+    }
+    return (ssize_t)total;
+}
+
+/* One record. */
+static bool write_record(struct tls *tls, const void *bytes, size_t count, bool more)
+{
+    size_t written = 0;
+    if (++tls->records == RECORDS_PER_KEY) {
+        tls->records = 0;
+        if (SSL_key_update(tls->ssl, SSL_KEY_UPDATE_NOT_REQUESTED) != 1)
+            ERR_clear_error();
+    }
+    tls->hold = more;
+    int result = SSL_write_ex(tls->ssl, bytes, count, &written);
+    tls->hold = false;
+    if (result == 1)
+        return true;
+    errno = failure(tls, result);
+    if (errno == EAGAIN) /* nothing of ours waits for the peer */
+        errno = EPROTO;
+    return false;
+}
+
+ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count)
+{
+    uint8_t gathered[GATHER_BYTES];
+    size_t total = 0, taken;
+    if (tls_has_unsent(tls) && !put(tls, NULL, 0, &taken)) {
+        errno = tls->broken;
+        return -1;
+    }
+    ERR_clear_error();
+    for (int i = 0; i < count && !tls_has_unsent(tls);) {
+        size_t together = 0;
+        int first = i;
+        while (i < count && parts[i].iov_len <= sizeof gathered - together)
+            together += parts[i++].iov_len;
+        const uint8_t *from = gathered;
+        if (i == first + 1) {
+            from = parts[first].iov_base;
+        } else if (i > first) {
+            uint8_t *to = gathered;
+            for (int part = first; part < i; to += parts[part++].iov_len)
+                if (parts[part].iov_len > 0)
+                    memcpy(to, parts[part].iov_base, parts[part].iov_len);
+        }
+        if (together > 0) {
+            if (!write_record(tls, from, together, i < count))
+                return total > 0 ? (ssize_t)total : -1;
+            total += together;
+        }
+        if (i == count)
+            break;
+        const uint8_t *bytes = parts[i].iov_base;
+        size_t length = parts[i].iov_len;
+        for (size_t at = 0; at < length && (at == 0 || !tls_has_unsent(tls));) {
+            size_t piece = length - at < TLS_RECORD_BYTES ? length - at : TLS_RECORD_BYTES;
+            if (!write_record(tls, bytes + at, piece, false))
+                return total > 0 ? (ssize_t)total : -1;
+            at += piece;
+            total += piece;
+            if (at == length)
+                i++;
+        }
+    }
+    if (total > 0 || count == 0)
+        return (ssize_t)total;
+    errno = EAGAIN;
+    return -1;
+}

@@ -1,0 +1,309 @@
+/* What comes back over a link: headers, and data straight to the caller's memory. */
+#include "client/inflight.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+/* Answers come mostly in the order of the requests, so that the first look finds it. */
+static struct flight **find_sent(struct smb_link *link, uint64_t sequence)
+{
+    struct flight **at = &link->sent;
+    while (*at && (*at)->sequence != sequence)
+        at = &(*at)->next;
+    return at;
+}
+
+static int state_after(int status)
+{
+    return status == SMB_OK ? SMB_DOUBT_APPLIED : status == SMB_EVICTED ? SMB_DOUBT_UNKNOWN : SMB_DOUBT_NOT_APPLIED;
+}
+
+static void take_failure(struct smb_link *link, struct flight *flight, int status)
+{
+    struct stream *stream = flight->stream;
+    /* What is known to have been applied was, also if the answer can't be had any more. */
+    int state = flight->fate == SMB_DOUBT_APPLIED ? SMB_DOUBT_APPLIED : state_after(status);
+    flight_settle(flight, state);
+    if (stream) {
+        if (smb_opcode_changes(flight->opcode))
+            call_doubt(stream->call, flight->buffer_offset, flight->length, state);
+        call_failed(stream, status);
+    }
+    flight_landed(link, flight);
+}
+
+/* A lock was granted to a caller that has left: it goes back at once. If the connection breaks first, its ttl ends it. */
+static void give_back(struct smb_link *link, const struct flight *lock, uint64_t token)
+{
+    struct flight *flight = flight_take(link);
+    if (!flight)
+        return;
+    *flight = (struct flight){.sequence = link_next_sequence(link), .segment_id = lock->segment_id, .epoch = lock->epoch,
+                              .opcode = SMB_UNLOCK, .fate = SMB_DOUBT_NOT_APPLIED};
+    struct smb_frame frame = {.opcode = SMB_UNLOCK, .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
+    flight_put_small(flight, token);
+    for (int i = 1; i < SMB_SYNC_WORDS; i++)
+        flight_put_small(flight, 0);
+    flight_encode(link, flight, &frame);
+    flight_append(&link->unsent_end, flight);
+    link->flying++;
+}
+
+void link_take_success(struct smb_link *link, struct flight *flight, uint64_t a, uint64_t b)
+{
+    struct stream *stream = flight->stream;
+    if (!stream && flight->opcode == SMB_LOCK)
+        give_back(link, flight, a);
+    flight_settle(flight, SMB_DOUBT_APPLIED);
+    if (stream && stream->told) {
+        stream->told->a = a;
+        stream->told->b = b;
+    } else if (stream) {
+        call_applied(stream, flight->length, a);
+    }
+    flight_landed(link, flight);
+}
+
+static bool wants_data(const struct flight *flight, const struct smb_frame *reply)
+{
+    return flight->stream ? flight->sink != NULL : reply->payload > smb_frame_checksum_bytes(reply);
+}
+
+/* The header of an answer. */
+static int take_reply(struct smb_link *link, const struct smb_frame *reply)
+{
+    struct flight **at = find_sent(link, reply->sequence);
+    struct flight *flight = *at;
+    uint32_t elements = reply->payload - smb_frame_checksum_bytes(reply);
+    if (!flight || reply->opcode != flight->opcode ||
+        smb_frame_wire(reply) != flight->wire ||
+        (elements > 0 && (elements != flight->answer_bytes || (flight->stream && !flight->sink))))
+        return SMB_PROTOCOL;
+    bool data = reply->status == SMB_OK && wants_data(flight, reply);
+    if (data && elements == 0)
+        return SMB_PROTOCOL; /* data was asked for, and success without data can't be */
+    if (data) {
+        link->reading = flight; /* still in the list: if the connection breaks now it is asked for again */
+        link->reading_have = link->by_reference ? flight->answer_bytes : 0; /* by reference: it is there already */
+        return SMB_OK;
+    }
+    flight_take_from(at, &link->sent_end);
+    if (reply->status == SMB_OK)
+        link_take_success(link, flight, reply->argument, reply->offset);
+    else {
+        if (flight->stream && flight->stream->told) /* of AUTHORIZE: why it is refused */
+            flight->stream->told->a = reply->argument;
+        take_failure(link, flight, reply->status);
+    }
+    return SMB_OK;
+}
+
+int link_spoilt(struct smb_link *link)
+{
+    atomic_fetch_add_explicit(&link->client->spoilt, 1, memory_order_relaxed);
+    return SMB_LINK_LOST;
+}
+
+/* Of `here` bytes takes those of a header, and its checksum where no data is between them: *taken, 0 where that is not all here.
+ * A header is believed once its checksum is right; data that follows it is, before anybody is told. */
+static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t here, uint32_t *taken)
+{
+    struct smb_frame reply;
+    int status = smb_frame_parse(bytes, &reply);
+    *taken = 0;
+    if (status != SMB_OK)
+        return status;
+    if (!(reply.flags & SMB_FLAG_REPLY) || (reply.flags & SMB_FLAG_CHECKSUM) != client_frame_flags(link->client))
+        return SMB_PROTOCOL;
+    uint32_t checksum = smb_frame_checksum_bytes(&reply);
+    uint32_t whole = SMB_FRAME_BYTES + (reply.payload == checksum ? checksum : 0);
+    if (here < whole)
+        return SMB_OK;
+    link->crc = checksum > 0 ? smb_crc32c(0, bytes, SMB_FRAME_BYTES) : 0;
+    if (whole > SMB_FRAME_BYTES && !smb_checksum_is(bytes + SMB_FRAME_BYTES, link->crc))
+        return link_spoilt(link);
+    *taken = whole;
+    return link->watermark_count > 0 ? link_take_watermark(link, &reply) : take_reply(link, &reply);
+}
+
+static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t count)
+{
+    struct flight *flight = link->reading;
+    uint32_t missing = flight->answer_bytes - link->reading_have;
+    uint32_t take = count < missing ? count : missing;
+    if (flight->stream && bytes)
+        memcpy(flight_landing(flight) + link->reading_have, bytes, take);
+    if (link->client->checksums)
+        link->crc = smb_crc32c(link->crc, bytes ? bytes : flight_landing(flight) + link->reading_have, take);
+    link->reading_have += take;
+    return take;
+}
+
+static void finish_reading(struct smb_link *link)
+{
+    struct flight *flight = link->reading;
+    link->reading = NULL;
+    flight_take_from(find_sent(link, flight->sequence), &link->sent_end);
+    if (flight->stream && flight->opcode == SMB_READ && flight->encoded)
+        smb_kernel_apply_encoded(flight->wire, SMB_REPLACE, flight->sink, flight->encoded, 0, flight->length / 4, 1.0);
+    link_take_success(link, flight, 0, 0);
+}
+
+/* ---- several answers in one look: their data goes to its places before their headers are understood */
+
+/* Whether the answer has a place that no answer before it has, too: two threads may read to one place. */
+static bool lands_apart(const struct smb_link *link, const struct flight *flight)
+{
+    const uint8_t *place = flight_landing(flight);
+    for (const struct flight *before = link->sent; before != flight; before = before->next) {
+        const uint8_t *other = flight_landing(before);
+        if (other && place < other + before->answer_bytes && other < place + flight->answer_bytes)
+            return false;
+    }
+    return true;
+}
+
+/* A place for each of the reads that are answered next, if they are answered in order and with data, behind what is being received.
+ * To take them in one call, and with none of them through `in`, is up to a quarter faster within a host: each call that ends tells
+ * the peer that there is room again, and lets it run before the rest has been taken. Until all of them have come their callers'
+ * memory may hold bytes of other answers. Returns how many parts. */
+static int await_answers(struct smb_link *link, struct iovec *parts)
+{
+    int count = 0;
+    if (link->in_end > 0 || link->by_reference || link->client->checksums || (link->reading && link->reading != link->sent))
+        return 0;
+    const struct flight *flight = link->reading ? link->reading->next : link->sent;
+    while (count < 2 * ANSWERS_AWAITED && flight && flight->opcode == SMB_READ && flight->stream &&
+           flight->answer_bytes >= LINK_IN_BYTES && lands_apart(link, flight)) {
+        parts[count] = (struct iovec){link->awaited[count / 2], SMB_FRAME_BYTES};
+        parts[count + 1] = (struct iovec){flight_landing(flight), flight->answer_bytes};
+        count += 2;
+        flight = flight->next;
+    }
+    return count;
+}
+
+/* Something else than what was awaited: `left` bytes, from parts[0] on, that are not where they belong, and maybe where others of
+ * them do. They are all copied before the first is looked at: that may end a call, whose memory is its caller's again. */
+static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint64_t left)
+{
+    uint8_t *bytes = malloc(left);
+    if (!bytes)
+        return SMB_LINK_LOST; /* what was asked for is asked for again */
+    for (uint64_t at = 0; at < left; parts++) {
+        uint64_t take = parts->iov_len < left - at ? parts->iov_len : left - at;
+        memcpy(bytes + at, parts->iov_base, take);
+        at += take;
+    }
+    int status = SMB_OK;
+    for (uint64_t at = 0; at < left && status == SMB_OK;) {
+        uint64_t room = LINK_IN_BYTES - link->in_end, take = room < left - at ? room : left - at;
+        memcpy(link->in + link->in_end, bytes + at, take);
+        link->in_end += (uint32_t)take;
+        at += take;
+        status = link_digest(link);
+    }
+    free(bytes);
+    return status;
+}
+
+/* Of the first one that was sent, and success: then take_header finds its data where it belongs. */
+static bool is_awaited(const struct smb_link *link, const uint8_t *header)
+{
+    struct smb_frame reply;
+    return smb_frame_parse(header, &reply) == SMB_OK && reply.status == SMB_OK && reply.sequence == link->sent->sequence;
+}
+
+/* `left` bytes have come into the awaited parts, and into `in` behind them. */
+static int take_awaited(struct smb_link *link, const struct iovec *parts, int count, uint64_t left)
+{
+    for (int i = 0; i < count; i += 2) {
+        if (left < SMB_FRAME_BYTES) {
+            memcpy(link->in, parts[i].iov_base, left);
+            break;
+        }
+        if (!is_awaited(link, parts[i].iov_base))
+            return take_unawaited(link, parts + i, left);
+        uint32_t taken;
+        int status = take_header(link, parts[i].iov_base, SMB_FRAME_BYTES, &taken);
+        if (status != SMB_OK)
+            return status;
+        left -= SMB_FRAME_BYTES;
+        left -= take_data(link, NULL, left < parts[i + 1].iov_len ? (uint32_t)left : (uint32_t)parts[i + 1].iov_len);
+        if (link->reading_have < link->reading->answer_bytes)
+            break;
+        finish_reading(link);
+    }
+    link->in_end += (uint32_t)left;
+    return SMB_OK;
+}
+
+int link_receive(struct smb_link *link, bool *moved)
+{
+    struct iovec parts[2 + 2 * ANSWERS_AWAITED];
+    int count = 0, awaited = 0;
+    uint32_t missing = 0;
+    if (link->reading && link->reading->stream) { /* straight to the caller's memory, and what is behind it */
+        missing = link->reading->answer_bytes - link->reading_have;
+        parts[count++] = (struct iovec){flight_landing(link->reading) + link->reading_have, missing};
+    }
+    if (!link->reading || missing > 0)
+        awaited = await_answers(link, parts + count);
+    const struct iovec *behind = parts + count;
+    count += awaited;
+    parts[count++] = (struct iovec){link->in + link->in_end, LINK_IN_BYTES - link->in_end};
+    ssize_t done = channel_read(&link->channel, parts, count);
+    if (done < 0)
+        return channel_failed(done) ? SMB_LINK_LOST : SMB_OK;
+    if (done == 0)
+        return SMB_LINK_LOST;
+    *moved = true;
+    link->heard_ns = smb_now_ns();
+    uint32_t ours = (uint64_t)done < missing ? (uint32_t)done : missing;
+    if (ours > 0)
+        take_data(link, NULL, ours);
+    if (awaited > 0 && ours == missing) {
+        if (link->reading)
+            finish_reading(link);
+        return take_awaited(link, behind, awaited, (uint64_t)done - ours);
+    }
+    link->in_end += (uint32_t)done - ours;
+    return SMB_OK;
+}
+
+int link_digest(struct smb_link *link)
+{
+    int status = SMB_OK;
+    while (status == SMB_OK) {
+        uint32_t here = link->in_end - link->in_start;
+        if (link->reading) {
+            link->in_start += take_data(link, link->in + link->in_start, here);
+            if (link->reading_have < link->reading->answer_bytes)
+                break;
+            if (link->client->checksums) {
+                if (link->in_end - link->in_start < SMB_CHECKSUM_BYTES)
+                    break;
+                link->in_start += SMB_CHECKSUM_BYTES;
+                if (!smb_checksum_is(link->in + link->in_start - SMB_CHECKSUM_BYTES, link->crc))
+                    return link_spoilt(link);
+            }
+            finish_reading(link);
+        } else if (here >= SMB_FRAME_BYTES) {
+            uint32_t taken;
+            status = take_header(link, link->in + link->in_start, here, &taken);
+            link->in_start += taken;
+            if (taken == 0)
+                break;
+        } else {
+            break;
+        }
+    }
+    uint32_t left = link->in_end - link->in_start;
+    memmove(link->in, link->in + link->in_start, left);
+    link->in_start = 0;
+    link->in_end = left;
+    return status;
+}

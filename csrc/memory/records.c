@@ -1,0 +1,376 @@
+#include "memory/records.h"
+
+#include <stdlib.h>
+
+#include "base/clock.h"
+#include "base/failpoint.h"
+
+enum { NONE = UINT32_MAX };
+
+/* What this process knows of one record of the table, so that nothing is looked for in shared memory. */
+struct entry {
+    uint32_t next;          /* in its bucket, or of the empty ones */
+    uint32_t bucket;        /* NONE: empty. Local clients can write to the record itself: it may say anything by now */
+    uint32_t older, newer;  /* among those that are not empty, by last use; ended ones are the oldest */
+    uint16_t in_use;        /* requests that hold it */
+};
+
+struct records {
+    pthread_mutex_t mutex;
+    struct record_table table;
+    const _Atomic bool *ended_are_known;
+    uint32_t empty, oldest, newest;
+    uint32_t *buckets;      /* as many as records: the first of each */
+    struct entry entries[];
+};
+
+static uint32_t count_of_at_least(uint64_t data_bytes, uint32_t least)
+{
+    uint64_t count = data_bytes / ((uint64_t)RECORD_BYTES * 64);
+    return (uint32_t)(count < least ? least : count > RECORDS_MAX ? RECORDS_MAX : count);
+}
+
+uint32_t records_count_for(uint64_t data_bytes)
+{
+    return count_of_at_least(data_bytes, RECORDS_MIN);
+}
+
+uint32_t records_count_before(uint64_t data_bytes)
+{
+    return count_of_at_least(data_bytes, RECORDS_MIN_BEFORE);
+}
+
+static uint64_t read_word(const _Atomic uint64_t *word)
+{
+    return atomic_load_explicit(word, memory_order_relaxed);
+}
+
+static void write_word(_Atomic uint64_t *word, uint64_t value)
+{
+    atomic_store_explicit(word, value, memory_order_release);
+}
+
+static struct record *record_at(const struct records *records, uint32_t index)
+{
+    return &records->table.records[index];
+}
+
+static bool is_of(const struct record *record, uint64_t session, uint16_t lane)
+{
+    return read_word(&record->session) == session && read_word(&record->lane) == lane;
+}
+
+/* ---- which record is whose ---------------------------------------------------------------------------------------- */
+
+static uint32_t bucket_of(const struct records *records, uint64_t session, uint64_t lane)
+{
+    return (uint32_t)(((session ^ lane) * 0x9E3779B97F4A7C15U) >> 32) % records->table.count;
+}
+
+static void put_in_bucket(struct records *records, uint32_t index)
+{
+    const struct record *record = record_at(records, index);
+    struct entry *entry = &records->entries[index];
+    entry->bucket = bucket_of(records, read_word(&record->session), read_word(&record->lane));
+    entry->next = records->buckets[entry->bucket];
+    records->buckets[entry->bucket] = index;
+}
+
+static void take_out_of_bucket(struct records *records, uint32_t index)
+{
+    uint32_t *at = &records->buckets[records->entries[index].bucket];
+    while (*at != index)
+        at = &records->entries[*at].next;
+    *at = records->entries[index].next;
+    records->entries[index].bucket = NONE;
+}
+
+static uint32_t search(const struct records *records, uint64_t session, uint16_t lane)
+{
+    uint32_t at = records->buckets[bucket_of(records, session, lane)];
+    while (at != NONE && !is_of(record_at(records, at), session, lane))
+        at = records->entries[at].next;
+    return at;
+}
+
+/* ---- which was used last ------------------------------------------------------------------------------------------ */
+
+static void unlink_entry(struct records *records, uint32_t index)
+{
+    struct entry *entry = &records->entries[index];
+    *(entry->older == NONE ? &records->oldest : &records->entries[entry->older].newer) = entry->newer;
+    *(entry->newer == NONE ? &records->newest : &records->entries[entry->newer].older) = entry->older;
+}
+
+static void link_newest(struct records *records, uint32_t index)
+{
+    records->entries[index].older = records->newest;
+    records->entries[index].newer = NONE;
+    *(records->newest == NONE ? &records->oldest : &records->entries[records->newest].newer) = index;
+    records->newest = index;
+}
+
+static void link_oldest(struct records *records, uint32_t index)
+{
+    records->entries[index].newer = records->oldest;
+    records->entries[index].older = NONE;
+    *(records->oldest == NONE ? &records->newest : &records->entries[records->oldest].older) = index;
+    records->oldest = index;
+}
+
+static uint32_t longest_unused(const struct records *records)
+{
+    uint32_t at = records->oldest;
+    while (at != NONE && records->entries[at].in_use > 0)
+        at = records->entries[at].newer;
+    return at;
+}
+
+struct use {
+    uint64_t used_ns;
+    uint32_t index;
+};
+
+static int earlier(const void *a, const void *b)
+{
+    const struct use *left = a, *right = b;
+    return left->used_ns < right->used_ns ? -1 : left->used_ns > right->used_ns;
+}
+
+/* What the table holds, which may be anything. */
+static void read_table(struct records *records, struct use *uses)
+{
+    uint32_t used = 0;
+    for (uint32_t i = records->table.count; i-- > 0;) {
+        const struct record *record = record_at(records, i);
+        if (read_word(&record->session) == 0) {
+            records->entries[i].next = records->empty;
+            records->entries[i].bucket = NONE;
+            records->empty = i;
+        } else {
+            put_in_bucket(records, i);
+            uses[used++] = (struct use){read_word(&record->used_ns), i};
+        }
+    }
+    qsort(uses, used, sizeof *uses, earlier);
+    for (uint32_t i = 0; i < used; i++)
+        link_newest(records, uses[i].index);
+}
+
+int records_create(struct record_table table, const _Atomic bool *ended_are_known, struct records **records)
+{
+    struct records *made = calloc(1, sizeof *made + table.count * sizeof made->entries[0]);
+    uint32_t *buckets = malloc(table.count * sizeof *buckets);
+    struct use *uses = malloc(table.count * sizeof *uses);
+    if (made && buckets && uses) {
+        pthread_mutex_init(&made->mutex, NULL);
+        made->table = table;
+        made->ended_are_known = ended_are_known;
+        made->empty = made->oldest = made->newest = NONE;
+        made->buckets = buckets;
+        for (uint32_t i = 0; i < table.count; i++)
+            buckets[i] = NONE;
+        read_table(made, uses);
+        free(uses);
+        *records = made;
+        return SMB_OK;
+    }
+    free(made);
+    free(buckets);
+    free(uses);
+    return SMB_OUT_OF_MEMORY;
+}
+
+void records_destroy(struct records *records)
+{
+    pthread_mutex_destroy(&records->mutex);
+    free(records->buckets);
+    free(records);
+}
+
+/* ---- taking one --------------------------------------------------------------------------------------------------- */
+
+/* Whether somebody who may still send had a record here that is gone. A session that has ended sends nothing more, once those that
+ * have are known: not between the daemon's start and the coordinator's first answer. */
+static bool may_have_lost_one(const struct records *records)
+{
+    return read_word(records->table.evictions) > 0 ||
+           (read_word(records->table.ended_evictions) > 0 &&
+            !atomic_load_explicit(records->ended_are_known, memory_order_acquire)); /* the store: smb_server_know_ended */
+}
+
+/* A daemon killed between these stores leaves an empty record, or one of the lane with no watermark: both are true. */
+static void begin_record(struct record *record, uint64_t session, uint16_t lane, uint64_t forgotten)
+{
+    write_word(&record->session, 0);
+    atomic_signal_fence(memory_order_seq_cst); /* before anything that the old lane is told from is gone: a kill may come in between */
+    FAILPOINT("records.emptied");
+    write_word(&record->watermark, 0);
+    for (int i = 0; i < RECORD_RESULTS; i++)
+        record->results[i].sequence = record->results[i].result = 0;
+    for (int i = 0; i < RECORD_REFUSALS; i++)
+        record->refused[i] = 0;
+    record->refused_floor = forgotten;
+    write_word(&record->lane, lane);
+    write_word(&record->session, session);
+    FAILPOINT("records.begun");
+}
+
+/* An empty one, or the one that was not used for longest; NONE where all are in use. It is in no list then. */
+static uint32_t make_room(struct records *records)
+{
+    uint32_t index = records->empty;
+    if (index != NONE) {
+        records->empty = records->entries[index].next;
+        return index;
+    }
+    index = longest_unused(records);
+    if (index == NONE)
+        return NONE;
+    bool ended = read_word(&record_at(records, index)->used_ns) == 0;
+    /* Counted before it is done: to have evicted, and not to know it, would be taking an old change for a new one. */
+    atomic_fetch_add_explicit(ended ? records->table.ended_evictions : records->table.evictions, 1, memory_order_release);
+    FAILPOINT("records.counted");
+    take_out_of_bucket(records, index);
+    unlink_entry(records, index);
+    return index;
+}
+
+static int take_locked(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry,
+                       uint32_t *index)
+{
+    *index = search(records, session, lane);
+    if (*index != NONE)
+        return SMB_OK;
+    if (retry && may_have_lost_one(records))
+        return SMB_EVICTED;
+    *index = make_room(records);
+    if (*index == NONE)
+        return SMB_BUSY;
+    /* What came before may have had a record that was evicted. */
+    begin_record(record_at(records, *index), session, lane, may_have_lost_one(records) ? sequence - 1 : 0);
+    put_in_bucket(records, *index);
+    link_newest(records, *index);
+    return SMB_OK;
+}
+
+int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry, uint32_t *hint,
+                 struct record **record)
+{
+    uint64_t now_ns = smb_boot_ns();
+    pthread_mutex_lock(&records->mutex);
+    uint32_t index = *hint;
+    int status = SMB_OK;
+    if (index >= records->table.count || records->entries[index].bucket == NONE ||
+        !is_of(record_at(records, index), session, lane))
+        status = take_locked(records, session, lane, sequence, retry, &index);
+    if (status == SMB_OK) {
+        records->entries[index].in_use++;
+        if (records->newest != index) {
+            unlink_entry(records, index);
+            link_newest(records, index);
+        }
+        *hint = index;
+        *record = record_at(records, index);
+        write_word(&(*record)->used_ns, now_ns);
+    }
+    pthread_mutex_unlock(&records->mutex);
+    return status;
+}
+
+void records_release(struct records *records, struct record *record)
+{
+    pthread_mutex_lock(&records->mutex);
+    records->entries[record - records->table.records].in_use--;
+    pthread_mutex_unlock(&records->mutex);
+}
+
+int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark, uint64_t *refused)
+{
+    pthread_mutex_lock(&records->mutex);
+    uint32_t index = search(records, session, lane);
+    *watermark = *refused = 0;
+    if (index != NONE) {
+        const struct record *record = record_at(records, index);
+        *watermark = read_word(&record->watermark);
+        *refused = record->refused_floor;
+        for (int i = 0; i < RECORD_REFUSALS; i++)
+            if (record->refused[i] > *refused)
+                *refused = record->refused[i];
+    }
+    bool unknown = index == NONE && may_have_lost_one(records);
+    pthread_mutex_unlock(&records->mutex);
+    return unknown ? SMB_EVICTED : SMB_OK;
+}
+
+void records_end_session(struct records *records, uint64_t session)
+{
+    pthread_mutex_lock(&records->mutex);
+    for (uint32_t i = 0; i < records->table.count; i++) {
+        if (records->entries[i].bucket == NONE || read_word(&record_at(records, i)->session) != session)
+            continue;
+        write_word(&record_at(records, i)->used_ns, 0);
+        unlink_entry(records, i);
+        link_oldest(records, i);
+    }
+    pthread_mutex_unlock(&records->mutex);
+}
+
+void record_note(struct record *record, uint64_t sequence, bool with_result, uint64_t result)
+{
+    if (with_result) {
+        int place = 0;
+        for (int i = 0; i < RECORD_RESULTS; i++) {
+            if (record->results[i].sequence == sequence) {
+                place = i;
+                break;
+            }
+            if (record->results[i].sequence < record->results[place].sequence)
+                place = i;
+        }
+        record->results[place].result = result;
+        record->results[place].sequence = sequence;
+    }
+    atomic_signal_fence(memory_order_seq_cst); /* the change and its result are made before the record says so, here or below */
+    for (int i = 0; i < RECORD_REFUSALS; i++)
+        if (record->refused[i] == sequence)
+            record->refused[i] = 0; /* refused at first, and made now */
+    if (sequence > read_word(&record->watermark))
+        write_word(&record->watermark, sequence);
+}
+
+int record_judge(const struct record *record, uint64_t sequence)
+{
+    if (sequence > read_word(&record->watermark))
+        return SMB_OK;
+    for (int i = 0; i < RECORD_REFUSALS; i++)
+        if (record->refused[i] == sequence)
+            return SMB_OK;
+    return sequence <= record->refused_floor ? SMB_EVICTED : SMB_EXISTS;
+}
+
+void record_refuse(struct record *record, uint64_t sequence)
+{
+    int oldest = 0;
+    for (int i = 0; i < RECORD_REFUSALS; i++) {
+        if (record->refused[i] == sequence)
+            return;
+        if (record->refused[i] < record->refused[oldest])
+            oldest = i;
+    }
+    if (record->refused[oldest] > record->refused_floor)
+        record->refused_floor = record->refused[oldest];
+    atomic_signal_fence(memory_order_seq_cst); /* killed in between, the oldest is known twice; the other way round, not at all */
+    record->refused[oldest] = sequence;
+}
+
+bool record_result(const struct record *record, uint64_t sequence, uint64_t *result)
+{
+    for (int i = 0; i < RECORD_RESULTS; i++) {
+        if (record->results[i].sequence == sequence) {
+            *result = record->results[i].result;
+            return true;
+        }
+    }
+    return false;
+}

@@ -1,0 +1,498 @@
+/* direct.c: the calls of a buffer from Python in one step, as a CPython extension of its own (smb._direct).
+ *
+ * A small call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to 2 us. `Method` stands in
+ * front of a Python method of a class that derives from `Place`: what is usual (a numpy array of the buffer's dtype, contiguous,
+ * on a buffer whose segments are known) is handed to the engine from here, everything else goes to the Python method, with
+ * nothing done. So the Python method is the definition, and this the short way to the same end. Where the engine says no, the
+ * outcome goes to the object's `_go_on`, which decides and raises as it does for Python's own calls.
+ *
+ * Threads. All fields are read and written with the GIL. A call that may wait or takes long releases it, with a reference
+ * to the handle: another thread may disarm meanwhile. The engine's functions are pointers taken from smb._engine, whose library
+ * this one does not link against. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "smb.h"
+
+enum { HOLD_GIL_BYTES = 64 << 10 }; /* up to here what can be done at once takes 2 us at most: as long as handing the GIL over */
+
+typedef int (*transfer_function)(struct smb_buffer *, const struct smb_request *, struct smb_outcome *);
+static transfer_function engine_transfer, engine_transfer_at_once;
+static PyTypeObject *array_type;             /* numpy.ndarray */
+static PyObject *name_offset, *name_count, *name_out, *name_scale, *name_go_on;
+static unsigned long forks;                  /* how often this process is a child */
+
+/* ---- signals, while a call waits */
+
+static _Thread_local PyObject *interrupt;    /* what a handler raised in the middle of a call of this thread; its caller raises it */
+
+/* The engine's calls run without the GIL. Python's handlers run on the main thread alone. */
+static int look(void)
+{
+    if (interrupt)
+        return 1;
+    if (getpid() != (pid_t)syscall(SYS_gettid))
+        return 0;
+    PyGILState_STATE state = PyGILState_Ensure();
+    if (PyErr_CheckSignals() != 0) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyErr_NormalizeException(&type, &value, &trace);
+        if (value && trace)
+            PyException_SetTraceback(value, trace);
+        interrupt = value;
+        Py_XDECREF(type);
+        Py_XDECREF(trace);
+    }
+    PyGILState_Release(state);
+    return interrupt != NULL;
+}
+
+/* ---- whether the client is still open: one for all its buffers */
+
+typedef struct {
+    PyObject_HEAD
+    char open;
+} Switch;
+
+static PyMemberDef switch_members[] = {
+    {"open", T_BOOL, offsetof(Switch, open), 0, "Whether calls may begin."},
+    {NULL},
+};
+
+static PyTypeObject switch_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "smb._direct.Switch",
+    .tp_doc = "Turns all places that were armed with it on and off.",
+    .tp_basicsize = sizeof(Switch),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_members = switch_members,
+};
+
+/* ---- where the calls go */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *handle;                        /* keeps `buffer` alive; NULL: not armed */
+    Switch *client;
+    Switch *quiet;                           /* closed while the buffer has async calls, whose turn is first */
+    struct smb_buffer *buffer;
+    uint64_t size;                           /* elements */
+    uint32_t itemsize, timeout_ms;
+    char format;                             /* of the buffer protocol */
+    unsigned long forks;
+} Place;
+
+static int place_traverse(Place *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->handle);
+    Py_VISIT(self->client);
+    Py_VISIT(self->quiet);
+    return 0;
+}
+
+static int place_clear(Place *self)
+{
+    Py_CLEAR(self->handle);
+    Py_CLEAR(self->client);
+    Py_CLEAR(self->quiet);
+    return 0;
+}
+
+static void place_dealloc(Place *self)
+{
+    PyObject_GC_UnTrack(self);
+    place_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *place_arm(Place *self, PyObject *args)
+{
+    PyObject *handle, *client, *quiet;
+    unsigned long long buffer, size;
+    unsigned int itemsize, timeout_ms;
+    int format;
+    if (!PyArg_ParseTuple(args, "OO!O!KKICI:_arm", &handle, &switch_type, &client, &switch_type, &quiet, &buffer, &size, &itemsize,
+                          &format, &timeout_ms))
+        return NULL;
+    self->buffer = (struct smb_buffer *)(uintptr_t)buffer; /* NOLINT: what cffi gives as a number */
+    self->size = size;
+    self->itemsize = itemsize;
+    self->timeout_ms = timeout_ms;
+    self->format = (char)format;
+    self->forks = forks;
+    Py_INCREF(client);
+    Py_XSETREF(self->client, (Switch *)client);
+    Py_INCREF(quiet);
+    Py_XSETREF(self->quiet, (Switch *)quiet);
+    Py_INCREF(handle);
+    Py_XSETREF(self->handle, handle);
+    Py_RETURN_NONE;
+}
+
+static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
+{
+    place_clear(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef place_methods[] = {
+    {"_arm", (PyCFunction)place_arm, METH_VARARGS,
+     "_arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`,\n"
+     "which `handle` keeps alive, while both switches are on."},
+    {"_disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
+    {NULL},
+};
+
+static PyTypeObject place_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "smb._direct.Place",
+    .tp_doc = "Base of what has methods of Method.",
+    .tp_basicsize = sizeof(Place),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)place_dealloc,
+    .tp_traverse = (traverseproc)place_traverse,
+    .tp_clear = (inquiry)place_clear,
+    .tp_methods = place_methods,
+};
+
+/* ---- the methods */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *function;                      /* the Python method */
+    vectorcallfunc call;
+    int opcode;
+} Method;
+
+/* What a call is about, as far as its arguments say. Borrowed. */
+struct given {
+    PyObject *array;                         /* to be read from, or `out` */
+    PyObject *offset, *count, *scale;
+    PyObject *value, *expected;              /* of counters */
+};
+
+static bool is_atomic(int opcode)
+{
+    return opcode == SMB_FETCH_ADD || opcode == SMB_COMPARE_SWAP;
+}
+
+/* false: there is something that only the Python method knows. */
+static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positional, PyObject *names, struct given *given)
+{
+    PyObject **orders[][3] = {
+        [SMB_READ] = {&given->offset, &given->count},
+        [SMB_WRITE] = {&given->array, &given->offset},
+        [SMB_ACCUMULATE] = {&given->array, &given->offset},
+        [SMB_FETCH_ADD] = {&given->offset, &given->value},
+        [SMB_COMPARE_SWAP] = {&given->offset, &given->expected, &given->value},
+    };
+    for (Py_ssize_t i = 0; i < positional; i++) {
+        if (i == 3 || !orders[opcode][i])
+            return false;
+        *orders[opcode][i] = args[i];
+    }
+    Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GET_ITEM(names, i); /* interned, as ours are; if not, the Python method takes it */
+        PyObject **slot = name == name_offset && !is_atomic(opcode)        ? &given->offset
+                          : name == name_count && opcode == SMB_READ       ? &given->count
+                          : name == name_out && opcode == SMB_READ         ? &given->array
+                          : name == name_scale && opcode == SMB_ACCUMULATE ? &given->scale
+                                                                           : NULL;
+        if (!slot || *slot)
+            return false;
+        *slot = args[positional + i];
+    }
+    return true;
+}
+
+/* Python's own integers only: a float is to be refused, and numpy's are rare. */
+static bool integer_of(PyObject *value, long long *integer)
+{
+    if (!PyLong_CheckExact(value))
+        return false;
+    int overflow;
+    *integer = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return overflow == 0;
+}
+
+/* The array's memory, if it is of the usual kind and as large as it has to be. Fills in the range. */
+static bool array_of(const Place *place, const struct given *given, bool writable, struct smb_request *request, Py_buffer *view)
+{
+    long long offset = 0, count = -1;
+    if (!given->array || Py_TYPE(given->array) != array_type)
+        return false;
+    if ((given->offset && !integer_of(given->offset, &offset)) || (given->count && !integer_of(given->count, &count)))
+        return false;
+    if (offset < 0 || (uint64_t)offset > place->size)
+        return false;
+    if (PyObject_GetBuffer(given->array, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    uint64_t elements = (uint64_t)view->len / place->itemsize;
+    bool usual = view->format && view->format[0] == place->format && view->format[1] == 0 &&
+                 (uint32_t)view->itemsize == place->itemsize && elements > 0 && elements <= place->size - (uint64_t)offset;
+    /* Of a read it must be all that was asked for. */
+    if (usual && writable)
+        usual = elements == (given->count ? (uint64_t)count : place->size - (uint64_t)offset);
+    if (!usual) {
+        PyBuffer_Release(view);
+        return false;
+    }
+    request->offset = (uint64_t)offset * place->itemsize;
+    request->bytes = (uint64_t)view->len;
+    return true;
+}
+
+/* The call in all its parts is the object's to finish: it failed. */
+static PyObject *go_on(PyObject *self, const struct smb_request *request, const struct smb_outcome *outcome, uint64_t started_ns)
+{
+    const Place *place = (const Place *)self;
+    PyObject *method = PyObject_GetAttr(self, name_go_on);
+    if (!method)
+        return NULL;
+    PyObject *result = PyObject_CallFunction(
+        method, "diKKKKidKKiIKiK", (double)started_ns / 1e9, request->opcode,
+        (unsigned long long)(request->offset / place->itemsize), (unsigned long long)(request->bytes / place->itemsize),
+        (unsigned long long)(uintptr_t)request->source, (unsigned long long)(uintptr_t)request->sink, request->op,
+        request->scale, (unsigned long long)request->argument, (unsigned long long)request->expected, outcome->status,
+        (unsigned int)outcome->segment, (unsigned long long)outcome->bytes_applied, outcome->sent, (unsigned long long)(uintptr_t)outcome->doubt);
+    Py_DECREF(method);
+    return result;
+}
+
+static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_ssize_t positional, PyObject *names, bool *taken)
+{
+    Place *place = (Place *)self;
+    struct given given = {0};
+    *taken = false;
+    if (!place->handle || !place->client->open || !place->quiet->open || place->forks != forks ||
+        !sort_arguments(opcode, args, positional, names, &given))
+        return NULL;
+    struct smb_request request = {.opcode = opcode, .scale = 1.0, .timeout_ms = place->timeout_ms};
+    Py_buffer view = {0};
+    if (is_atomic(opcode)) {
+        long long index, value, expected = 0;
+        if (place->format != 'l' || !given.value || !integer_of(given.offset, &index) || !integer_of(given.value, &value) ||
+            (given.expected && !integer_of(given.expected, &expected)) || index < 0 || (uint64_t)index >= place->size)
+            return NULL;
+        request.offset = (uint64_t)index * 8;
+        request.bytes = 8;
+        request.argument = (uint64_t)value;
+        request.expected = (uint64_t)expected;
+    } else {
+        if (opcode == SMB_ACCUMULATE) {
+            bool integers = place->format == 'l' || place->format == 'i' || place->format == 'B';
+            if (given.scale && (integers || !PyFloat_CheckExact(given.scale)))
+                return NULL;
+            request.op = SMB_SUM;
+            request.scale = given.scale ? PyFloat_AS_DOUBLE(given.scale) : 1.0;
+        }
+        if (!array_of(place, &given, opcode == SMB_READ, &request, &view))
+            return NULL;
+        if (opcode == SMB_READ)
+            request.sink = view.buf;
+        else
+            request.source = view.buf;
+    }
+    *taken = true;
+    struct smb_outcome outcome;
+    uint64_t started_ns = 0;
+    PyObject *handle = place->handle;
+    struct smb_buffer *buffer = place->buffer;
+    Py_INCREF(handle);
+    if (request.bytes > HOLD_GIL_BYTES || !engine_transfer_at_once(buffer, &request, &outcome)) {
+        Py_BEGIN_ALLOW_THREADS;
+        started_ns = smb_now_ns();
+        engine_transfer(buffer, &request, &outcome);
+        Py_END_ALLOW_THREADS;
+    }
+    PyObject *result = NULL;
+    if (outcome.status != SMB_OK || interrupt)
+        result = go_on(self, &request, &outcome, started_ns);
+    else if (is_atomic(opcode))
+        result = PyLong_FromLongLong((long long)outcome.result);
+    else
+        result = Py_NewRef(Py_None);
+    if (result && !is_atomic(opcode)) /* what was gone on with gives a number, as _call does */
+        Py_SETREF(result, Py_NewRef(opcode == SMB_READ ? given.array : Py_None));
+    Py_DECREF(handle);
+    if (view.obj)
+        PyBuffer_Release(&view);
+    return result;
+}
+
+static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Method *method = (Method *)callable;
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    if (count > 0 && PyObject_TypeCheck(args[0], &place_type)) {
+        bool taken;
+        PyObject *result = call_of(method->opcode, args[0], args + 1, count - 1, names, &taken);
+        if (taken)
+            return result;
+    }
+    return PyObject_Vectorcall(method->function, args, flags, names);
+}
+
+static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"opcode", "function", NULL};
+    int opcode;
+    PyObject *function;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO:Method", names, &opcode, &function))
+        return NULL;
+    if (opcode != SMB_READ && opcode != SMB_WRITE && opcode != SMB_ACCUMULATE && !is_atomic(opcode))
+        return PyErr_Format(PyExc_ValueError, "Method: no short way for opcode %d", opcode);
+    Method *self = (Method *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->function = Py_NewRef(function);
+    self->call = method_vectorcall;
+    self->opcode = opcode;
+    return (PyObject *)self;
+}
+
+static int method_traverse(Method *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->function);
+    return 0;
+}
+
+static int method_clear(Method *self)
+{
+    Py_CLEAR(self->function);
+    return 0;
+}
+
+static void method_dealloc(Method *self)
+{
+    PyObject_GC_UnTrack(self);
+    method_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
+{
+    return object ? PyMethod_New(self, object) : Py_NewRef(self);
+}
+
+/* Name, documentation and signature are the Python method's. */
+static PyObject *method_getattro(PyObject *self, PyObject *name)
+{
+    PyObject *found = PyObject_GenericGetAttr(self, name);
+    if (found || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(((Method *)self)->function, name);
+}
+
+static PyObject *method_doc(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyObject_GetAttrString(((Method *)self)->function, "__doc__");
+}
+
+static PyGetSetDef method_attributes[] = {
+    {"__doc__", method_doc, NULL, NULL, NULL},
+    {NULL},
+};
+
+static PyMemberDef method_members[] = {
+    {"__wrapped__", T_OBJECT_EX, offsetof(Method, function), READONLY, NULL},
+    {NULL},
+};
+
+static PyTypeObject method_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "smb._direct.Method",
+    .tp_basicsize = sizeof(Method),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = method_new,
+    .tp_dealloc = (destructor)method_dealloc,
+    .tp_traverse = (traverseproc)method_traverse,
+    .tp_clear = (inquiry)method_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Method, call),
+    .tp_descr_get = method_get,
+    .tp_getattro = method_getattro,
+    .tp_getset = method_attributes,
+    .tp_members = method_members,
+};
+
+/* ---- the module */
+
+static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned long long transfer, at_once;
+    PyObject *array;
+    if (!PyArg_ParseTuple(args, "KKO!:set_up", &transfer, &at_once, &PyType_Type, &array))
+        return NULL;
+    engine_transfer = (transfer_function)(uintptr_t)transfer;
+    engine_transfer_at_once = (transfer_function)(uintptr_t)at_once;
+    Py_INCREF(array);
+    Py_XSETREF(array_type, (PyTypeObject *)array);
+    Py_RETURN_NONE;
+}
+
+static PyObject *look_address(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return PyLong_FromVoidPtr((void *)(uintptr_t)look);
+}
+
+static PyObject *take_interrupt(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    PyObject *taken = interrupt;
+    interrupt = NULL;
+    return taken ? taken : Py_NewRef(Py_None);
+}
+
+static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    forks++;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"set_up", set_up, METH_VARARGS,
+     "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once, before any place is armed."},
+    {"look_address", look_address, METH_NOARGS, "The address of what the engine is to ask while a call waits: smb_set_look."},
+    {"take_interrupt", take_interrupt, METH_NOARGS,
+     "What a signal's handler raised during the engine's call that has just returned in this thread, or None. Once."},
+    {"forked", forked, METH_NOARGS, "This process is a child of fork: what was armed before is not any more."},
+    {NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "smb._direct",
+    .m_doc = "The short way from Python to the engine; csrc/direct.c.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__direct(void)
+{
+    PyTypeObject *types[] = {&switch_type, &place_type, &method_type};
+    const char *names[] = {"Switch", "Place", "Method"};
+    name_offset = PyUnicode_InternFromString("offset");
+    name_count = PyUnicode_InternFromString("count");
+    name_out = PyUnicode_InternFromString("out");
+    name_scale = PyUnicode_InternFromString("scale");
+    name_go_on = PyUnicode_InternFromString("_go_on");
+    if (!name_offset || !name_count || !name_out || !name_scale || !name_go_on)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    for (size_t i = 0; made && i < sizeof types / sizeof types[0]; i++) {
+        if (PyType_Ready(types[i]) != 0 || PyModule_AddObjectRef(made, names[i], (PyObject *)types[i]) != 0)
+            Py_CLEAR(made);
+    }
+    return made;
+}

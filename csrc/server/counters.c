@@ -1,0 +1,193 @@
+/* What the daemon counts, and how it is read. Loops count for themselves (stats.h); who asks adds up. A scrape takes the registry's
+ * lock for reading and the lanes' lock, each for as long as it takes to copy; no request waits for more than that. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "server/server.h"
+
+/* ---- counting ----------------------------------------------------------------------------------------------------- */
+
+/* NULL: no memory for it; the request is counted all the same, for its loop. */
+static struct share *share_of(struct smb_segment *segment, const struct loop *loop)
+{
+    struct share *_Atomic *place = &served_of(segment)->shares[loop->index];
+    struct share *share = atomic_load_explicit(place, memory_order_relaxed); /* ours alone */
+    if (!share) {
+        share = calloc(1, sizeof *share);
+        atomic_store_explicit(place, share, memory_order_release);
+    }
+    return share;
+}
+
+void count_request(struct connection *connection, struct smb_segment *segment, int opcode, uint64_t bytes, uint64_t ns)
+{
+    struct loop *loop = connection->loop;
+    struct share *share = segment ? share_of(segment, loop) : NULL;
+    tally_add(&loop->stats.done[connection->transport], opcode, bytes);
+    latency_add(&loop->stats.latency[connection->transport][opcode], ns);
+    tally_add(&connection->done, opcode, bytes);
+    if (share)
+        tally_add(&share->done[connection->transport], opcode, bytes);
+}
+
+static struct past **past_of(struct smb_server *server, uint64_t session)
+{
+    struct past **at = &server->pasts;
+    while (*at && (*at)->share.id != session)
+        at = &(*at)->next;
+    return at;
+}
+
+void count_past(struct smb_server *server, const struct connection *connection)
+{
+    struct past *past = *past_of(server, connection->session);
+    if (!past) {
+        if (server->past_count == PASTS_MAX || session_has_ended(server, connection->session))
+            return;
+        past = calloc(1, sizeof *past);
+        if (!past)
+            return;
+        past->share.id = connection->session;
+        past->next = server->pasts;
+        server->pasts = past;
+        server->past_count++;
+    }
+    int transport = connection->transport;
+    tally_read(&connection->done, past->share.operations[transport], past->share.bytes[transport]);
+}
+
+void forget_past(struct smb_server *server, uint64_t session)
+{
+    pthread_mutex_lock(&server->lanes_lock);
+    struct past **at = past_of(server, session), *past = *at;
+    if (past) {
+        *at = past->next;
+        server->past_count--;
+    }
+    pthread_mutex_unlock(&server->lanes_lock);
+    free(past);
+}
+
+/* ---- reading ------------------------------------------------------------------------------------------------------ */
+
+static void read_segment(struct smb_segment *segment, int loops, struct smb_share *sum)
+{
+    const struct served *served = served_of(segment);
+    sum->id = smb_segment_id(segment);
+    smb_segment_counters(segment, sum->operations[SMB_TRANSPORT_SHM], sum->bytes[SMB_TRANSPORT_SHM]);
+    for (int i = 0; i < loops; i++) {
+        const struct share *share = atomic_load_explicit(&served->shares[i], memory_order_acquire);
+        for (int t = 0; share && t < SMB_TRANSPORT_COUNT; t++)
+            tally_read(&share->done[t], sum->operations[t], sum->bytes[t]);
+    }
+}
+
+uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares, uint64_t most)
+{
+    uint64_t count = 0;
+    pthread_rwlock_rdlock(&server->registry_lock);
+    for (int b = 0; b < BUCKETS; b++) {
+        for (struct entry *entry = server->buckets[b]; entry && count < most; entry = entry->next, count++) {
+            shares[count] = (struct smb_share){0};
+            read_segment(entry->segment, server->loop_count, &shares[count]);
+        }
+    }
+    pthread_rwlock_unlock(&server->registry_lock);
+    return count;
+}
+
+/* The session's place among those written, which it gets if it has none. NULL: there is no room. */
+static struct smb_share *place_of(struct smb_share *shares, uint64_t *count, uint64_t most, uint64_t session)
+{
+    uint64_t i = 0;
+    while (i < *count && shares[i].id != session)
+        i++;
+    if (i == most)
+        return NULL;
+    if (i == *count)
+        shares[(*count)++] = (struct smb_share){.id = session};
+    return &shares[i];
+}
+
+uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares, uint64_t most)
+{
+    uint64_t count = 0;
+    pthread_mutex_lock(&server->lanes_lock);
+    for (const struct past *past = server->pasts; past && count < most; past = past->next)
+        shares[count++] = past->share;
+    for (const struct connection *connection = server->lanes; connection; connection = connection->lane_next) {
+        struct smb_share *share = place_of(shares, &count, most, connection->session);
+        if (share)
+            tally_read(&connection->done, share->operations[connection->transport], share->bytes[connection->transport]);
+    }
+    pthread_mutex_unlock(&server->lanes_lock);
+    return count;
+}
+
+void smb_server_latencies(struct smb_server *server, struct smb_latencies *latencies)
+{
+    memset(latencies, 0, sizeof *latencies);
+    for (int l = 0; l < server->loop_count; l++)
+        for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
+            for (int i = 0; i < SMB_OPCODE_COUNT; i++)
+                latency_read(&server->loops[l].stats.latency[t][i], &latencies->of[t][i]);
+}
+
+static void read_loops(const struct smb_server *server, struct smb_server_counters *counters)
+{
+    for (int l = 0; l < server->loop_count; l++) {
+        const struct loop_stats *stats = &server->loops[l].stats;
+        for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
+            tally_read(&stats->done[t], counters->operations[t], counters->bytes[t]);
+        counters->repeated_total += stats_read(&stats->repeated);
+        counters->backlog_bytes += stats_read(&stats->backlog_bytes);
+        counters->backlog_total += stats_read(&stats->backlog_total);
+    }
+}
+
+static void read_segments(struct smb_server *server, struct smb_server_counters *counters)
+{
+    pthread_rwlock_rdlock(&server->registry_lock);
+    counters->segments = server->segments;
+    counters->segment_bytes = server->used_bytes;
+    counters->recovered_locks = server->retired_recovered_locks;
+    memcpy(counters->operations[SMB_TRANSPORT_SHM], server->retired_operations, sizeof server->retired_operations);
+    memcpy(counters->bytes[SMB_TRANSPORT_SHM], server->retired_bytes, sizeof server->retired_bytes);
+    for (int b = 0; b < BUCKETS; b++) {
+        for (struct entry *entry = server->buckets[b]; entry; entry = entry->next) {
+            struct smb_segment_info info;
+            smb_segment_info(entry->segment, &info);
+            counters->recovered_locks += info.recovered_locks;
+            smb_segment_counters(entry->segment, counters->operations[SMB_TRANSPORT_SHM], counters->bytes[SMB_TRANSPORT_SHM]);
+        }
+    }
+    pthread_rwlock_unlock(&server->registry_lock);
+}
+
+void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters)
+{
+    memset(counters, 0, sizeof *counters);
+    read_segments(server, counters); /* shm; the loops have none */
+    read_loops(server, counters);
+    for (int t = 0; t < SMB_TRANSPORT_COUNT; t++) {
+        counters->connections_opened[t] = stats_read(&server->opened[t]);
+        counters->connections_now[t] = stats_read(&server->now[t]);
+    }
+    for (int i = 0; i < SMB_STATUS_COUNT; i++)
+        counters->errors[i] = stats_read(&server->errors[i]);
+    counters->turned_away_total = stats_read(&server->turned_away);
+    counters->strangers_now = stats_read(&server->strangers.now);
+    counters->strangers_evicted_total = stats_read(&server->strangers_evicted);
+    counters->parked_now = stats_read(&server->parked_now);
+    counters->parked_total = stats_read(&server->parked_total);
+    counters->waits_now = stats_read(&server->waits_now);
+    counters->replayed_total = stats_read(&server->replayed_total);
+    counters->locks_granted = stats_read(&server->waited.granted);
+    counters->locks_waited = stats_read(&server->waited.waited);
+    counters->locks_timed_out = stats_read(&server->waited.timed_out);
+    counters->locks_expired = stats_read(&server->waited.expired);
+    counters->locks_revoked = stats_read(&server->waited.revoked);
+    counters->barriers_broken = stats_read(&server->waited.broken);
+    if (server->journal)
+        journal_slots(server->journal, &counters->journal_slots, &counters->journal_slots_most);
+}

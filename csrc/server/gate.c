@@ -1,0 +1,313 @@
+/* The single door between frames and memory: nothing reaches a segment from a socket but through here. */
+#include <string.h>
+
+#include "base/failpoint.h"
+#include "server/server.h"
+
+static bool has_range(int opcode)
+{
+    return opcode == SMB_READ || smb_opcode_changes(opcode);
+}
+
+/* What a reader may ask. Whatever else there is, or will be, is for those who may write. */
+static uint32_t right_for(int opcode)
+{
+    switch (opcode) {
+    case SMB_READ:
+    case SMB_WATERMARK:
+    case SMB_AWAIT_VERSION:
+    case SMB_PIN:
+    case SMB_UNPIN: return SMB_RIGHT_READ;
+    default: return SMB_RIGHT_WRITE;
+    }
+}
+
+/* A reference to a segment that the request's connection has this right to. Whether it is here is told to nobody else. */
+static int find(struct smb_server *server, const struct gate_request *request, uint64_t id, uint32_t right,
+                struct smb_segment **segment)
+{
+    if (server->guarded) {
+        const struct grant *grant = request->grants ? grants_find(request->grants, id) : NULL;
+        if (!grant || (grant->rights & right) == 0 || grant->expires_ns <= smb_now_ns())
+            return SMB_DENIED;
+    }
+    struct smb_segment *found = server_find(server, id);
+    if (!found)
+        return SMB_NOT_FOUND;
+    *segment = found;
+    return SMB_OK;
+}
+
+/* A token is for the epoch that it was made in. */
+static bool is_of_epoch(struct smb_server *server, const struct gate_request *request, const struct smb_segment *segment)
+{
+    const struct grant *grant = server->guarded ? grants_find(request->grants, request->frame.segment) : NULL;
+    uint32_t epoch = smb_segment_epoch(segment);
+    return request->frame.epoch == epoch && (!server->guarded || (grant && grant->epoch == epoch));
+}
+
+int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request)
+{
+    *request = (struct gate_request){.frame = *frame, .record_hint = request->record_hint, .grants = request->grants};
+    struct smb_segment *segment;
+    int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
+    if (status != SMB_OK)
+        return status;
+    if (!is_of_epoch(server, request, segment))
+        status = SMB_STALE_EPOCH;
+    else if (has_range(frame->opcode) &&
+             (frame->dtype != smb_segment_dtype(segment) || !smb_segment_holds(segment, frame->offset, frame->length)))
+        status = SMB_INVALID;
+    if (status == SMB_OK)
+        request->segment = segment;
+    else
+        smb_segment_release(segment);
+    return status;
+}
+
+/* What is tried again every millisecond must not spin each time: many of them would take the loop. */
+static uint64_t patience(const struct gate_request *request)
+{
+    return request->retried ? SMB_TRY_ONCE : SMB_TRY;
+}
+
+/* ---- exactly once ------------------------------------------------------------------------------------------------- */
+
+/* SMB_EXISTS: the change was made before. SMB_OK: it was not; its lane's record is kept until let_go. */
+static int take_record(struct gate_request *request)
+{
+    const struct smb_frame *frame = &request->frame;
+    int status = records_take(served_of(request->segment)->records, frame->session, frame->lane, frame->sequence,
+                              frame->flags & SMB_FLAG_RETRY, &request->record_hint, &request->record);
+    return status == SMB_OK ? record_judge(request->record, frame->sequence) : status;
+}
+
+static void let_go(struct gate_request *request)
+{
+    if (request->record)
+        records_release(served_of(request->segment)->records, request->record);
+    request->record = NULL;
+}
+
+static bool has_result(int opcode)
+{
+    return opcode == SMB_FETCH_ADD || opcode == SMB_COMPARE_SWAP;
+}
+
+static bool is_journalled(int opcode)
+{
+    return opcode == SMB_ACCUMULATE || opcode == SMB_ACCUMULATE_FROM || opcode == SMB_APPLY || has_result(opcode);
+}
+
+int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused)
+{
+    return records_watermark(served_of(request->segment)->records, request->frame.session, request->frame.lane, watermark,
+                             refused);
+}
+
+void gate_refused(struct smb_server *server, const struct gate_request *refused)
+{
+    const struct smb_frame *frame = &refused->frame;
+    const struct grant *grant = server->guarded && refused->grants ? grants_find(refused->grants, frame->segment) : NULL;
+    if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0)) /* one that has expired was one */
+        return;
+    struct smb_segment *segment = server_find(server, frame->segment);
+    if (!segment)
+        return; /* nor will any later one be applied */
+    struct gate_request request = {.frame = *frame, .segment = segment};
+    int status = take_record(&request);
+    if (status == SMB_OK)
+        record_refuse(request.record, frame->sequence);
+    let_go(&request);
+    smb_segment_release(segment);
+}
+
+/* What a repeated change is answered: the old value that it was told before; of an accumulate the values of now, which contain
+ * its contribution. */
+static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *result)
+{
+    const struct smb_frame *frame = &request->frame;
+    if (has_result(frame->opcode) && !record_result(request->record, frame->sequence, result))
+        return SMB_EVICTED;
+    if (!sink)
+        return SMB_OK;
+    return gate_copy(request, sink);
+}
+
+/* Under the chunk's lock, or locks: bytes, watermark, and the journal around both where there is one. */
+static int make_change(struct smb_server *server, struct gate_request *request, const struct slot *slot,
+                       struct smb_change *change)
+{
+    struct smb_segment *segment = request->segment, *targets[SMB_TARGETS_MAX];
+    const struct smb_frame *frame = &request->frame;
+    struct journal *journal = slot && is_journalled(change->opcode) ? server->journal : NULL;
+    if (!smb_segment_change_fits(segment, change))
+        return SMB_INVALID;
+    int count = smb_segment_targets(segment, change, targets);
+    for (int i = 0; i < count; i++)
+        if (smb_segment_deleted(targets[i]))
+            return SMB_NOT_FOUND;
+    if (journal) {
+        struct change_name name = {.session = frame->session, .sequence = frame->sequence, .lane = frame->lane};
+        slot_describe(journal, slot, segment, change, &name);
+    }
+    int status = smb_segment_lock_each(targets, count, change->offset, patience(request));
+    if (status != SMB_OK)
+        return status;
+    if (journal) {
+        slot_begin(journal, slot, segment, change);
+        slot_run(journal, slot, segment, change);
+    } else {
+        for (int i = 0; i < count; i++)
+            smb_segment_change_begin(targets[i], change->offset);
+        smb_segment_change_range(segment, change, 0, change->bytes);
+    }
+    if (change->sink)
+        memcpy(change->sink, (const uint8_t *)smb_segment_data(segment) + change->offset, change->bytes);
+    FAILPOINT("gate.changed");
+    record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
+    if (journal)
+        slot_end(journal, slot, segment, change);
+    for (int i = 0; i < count; i++) {
+        if (!journal)
+            smb_segment_change_end(targets[i], change->offset);
+        smb_segment_unlock(targets[i], change->offset);
+    }
+    if (journal)
+        slot_rest(journal, slot);
+    return smb_segment_still_there(segment);
+}
+
+/* ---- the ways through --------------------------------------------------------------------------------------------- */
+
+/* Copies the source range into scratch: no chunk lock is waited for while another is held. */
+static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id, uint64_t offset, uint8_t *scratch)
+{
+    struct smb_segment **source = &request->others[0];
+    int status = *source ? SMB_OK : find(server, request, id, SMB_RIGHT_READ, source);
+    if (status != SMB_OK)
+        return status;
+    if (smb_segment_dtype(*source) != request->frame.dtype)
+        return SMB_INVALID;
+    struct smb_change read = {.opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
+    return smb_segment_apply(*source, &read, patience(request));
+}
+
+/* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or each other. */
+static int read_step(struct smb_server *server, struct gate_request *request, const uint8_t *words, uint8_t *scratch,
+                     struct smb_change *change)
+{
+    const struct smb_frame *frame = &request->frame;
+    uint64_t gradient = smb_load64(words);
+    smb_load_hyper(words + 8 * SMB_APPLY_SEGMENTS, &change->hyper);
+    change->factors = kernel_factors_of(frame->op, &change->hyper);
+    if (gradient == frame->segment)
+        return SMB_INVALID;
+    for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {
+        uint64_t id = smb_load64(words + 8 * (1 + i));
+        struct smb_segment **state = &request->others[1 + i];
+        if ((id != 0) != (i < smb_rule_states(frame->op)) || (id != 0 && id == gradient))
+            return SMB_INVALID;
+        int status = id == 0 || *state ? SMB_OK : find(server, request, id, SMB_RIGHT_WRITE, state);
+        if (status != SMB_OK)
+            return status;
+        change->states[i] = *state;
+    }
+    return read_source(server, request, gradient, frame->offset, scratch);
+}
+
+static int change_now(struct smb_server *server, struct gate_request *request, const struct slot *slot,
+                      const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result)
+{
+    const struct smb_frame *frame = &request->frame;
+    int status = SMB_OK;
+    struct smb_change change = {.opcode = frame->opcode, .op = frame->op, .offset = frame->offset, .bytes = frame->length,
+                                .wire = smb_frame_wire(frame),
+                                .source_bytes = smb_frame_body(frame), .source = payload, .sink = sink, .argument = frame->argument};
+    switch (frame->opcode) {
+    case SMB_ACCUMULATE_FROM:
+        status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8), scratch);
+        change.source = scratch;
+        change.scale = smb_double_of(frame->argument);
+        break;
+    case SMB_APPLY:
+        status = read_step(server, request, payload, scratch, &change);
+        change.source = scratch;
+        break;
+    case SMB_ACCUMULATE: change.scale = smb_double_of(frame->argument); break;
+    case SMB_COMPARE_SWAP: change.expected = smb_load64(payload); break;
+    }
+    if (status == SMB_OK)
+        status = make_change(server, request, slot, &change);
+    if (status == SMB_OK)
+        *result = change.result;
+    return status;
+}
+
+/* The record first, then the fence: what was made under the lock was made, though the lock be lost by now. */
+int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
+                 uint8_t *scratch, uint8_t *sink, uint64_t *result)
+{
+    bool fenced = request->frame.flags & SMB_FLAG_FENCED;
+    struct sync *sync = served_of(request->segment)->sync;
+    int status = take_record(request);
+    if (status == SMB_EXISTS) {
+        server_count(&server->replayed_total, 1);
+        status = answer_again(request, sink, result);
+    } else if (status == SMB_OK) {
+        if (fenced)
+            status = sync_fence_enter(sync, smb_load64(payload - SMB_TOKEN_BYTES), smb_boot_ns());
+        if (status == SMB_OK) {
+            status = change_now(server, request, slot, payload, scratch, sink, result);
+            if (fenced)
+                sync_fence_leave(sync);
+        }
+    }
+    let_go(request);
+    return status;
+}
+
+int gate_copy(const struct gate_request *request, uint8_t *to)
+{
+    struct smb_change read = {.opcode = SMB_READ, .offset = request->frame.offset, .bytes = request->frame.length, .sink = to};
+    return smb_segment_apply(request->segment, &read, patience(request));
+}
+
+int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
+{
+    if (smb_segment_deleted(request->segment))
+        return SMB_NOT_FOUND;
+    int status = to_change ? take_record(request) : SMB_OK;
+    if (status == SMB_OK)
+        status = smb_segment_lock(request->segment, request->frame.offset, to_change ? patience(request) : SMB_TRY_ONCE);
+    if (status != SMB_OK) {
+        let_go(request);
+        return status;
+    }
+    if (to_change)
+        smb_segment_change_begin(request->segment, request->frame.offset);
+    *place = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
+    return SMB_OK;
+}
+
+void gate_close(struct gate_request *request, bool to_change, bool done)
+{
+    if (to_change && done)
+        record_note(request->record, request->frame.sequence, false, 0);
+    if (to_change)
+        smb_segment_change_end(request->segment, request->frame.offset);
+    smb_segment_unlock(request->segment, request->frame.offset);
+    let_go(request);
+}
+
+void gate_done(struct gate_request *request)
+{
+    if (request->segment)
+        smb_segment_release(request->segment);
+    request->segment = NULL;
+    for (int i = 0; i < SMB_APPLY_SEGMENTS; i++) {
+        if (request->others[i])
+            smb_segment_release(request->others[i]);
+        request->others[i] = NULL;
+    }
+}

@@ -1,0 +1,64 @@
+/* Which connection speaks for a lane of a session, and which loop serves it. */
+#include "server/server.h"
+
+/* With the lanes' lock held. */
+static void fence(struct connection *connection)
+{
+    atomic_store_explicit(&connection->fenced, true, memory_order_relaxed); /* the mutex orders it */
+    pthread_mutex_lock(&connection->turn);
+    pthread_mutex_unlock(&connection->turn);
+    atomic_store_explicit(&connection->loop->sweep, true, memory_order_release);
+    loop_wake(connection->loop);
+}
+
+void lanes_fence_session(struct smb_server *server, uint64_t session)
+{
+    pthread_mutex_lock(&server->lanes_lock);
+    for (struct connection *connection = server->lanes; connection; connection = connection->lane_next)
+        if (connection->session == session)
+            fence(connection);
+    pthread_mutex_unlock(&server->lanes_lock);
+}
+
+/* With the lock held: the one that has the fewest connections of its lane. Data of all sessions comes over the same lane. */
+static struct loop *choose_loop(const struct connection *connection)
+{
+    struct smb_server *server = connection->loop->server;
+    uint32_t counts[LOOPS_MAX] = {0};
+    for (const struct connection *other = server->lanes; other; other = other->lane_next) {
+        const struct loop *loop = other->destination ? other->destination : other->loop;
+        counts[loop->index] += other->lane == connection->lane;
+    }
+    struct loop *best = connection->loop;
+    for (int i = 0; i < server->loop_count; i++)
+        if (counts[i] < counts[best->index])
+            best = &server->loops[i];
+    return best;
+}
+
+void lanes_enter(struct connection *connection)
+{
+    struct smb_server *server = connection->loop->server;
+    pthread_mutex_lock(&server->lanes_lock);
+    for (struct connection *older = server->lanes; older; older = older->lane_next)
+        if (older->session == connection->session && older->lane == connection->lane)
+            fence(older);
+    connection->destination = choose_loop(connection);
+    connection->lane_next = server->lanes;
+    server->lanes = connection;
+    pthread_mutex_unlock(&server->lanes_lock);
+}
+
+void lanes_leave(struct connection *connection)
+{
+    struct smb_server *server = connection->loop->server;
+    pthread_mutex_lock(&server->lanes_lock);
+    struct connection **at = &server->lanes;
+    while (*at && *at != connection)
+        at = &(*at)->lane_next;
+    if (*at) {
+        *at = connection->lane_next;
+        count_past(server, connection);
+    }
+    pthread_mutex_unlock(&server->lanes_lock);
+}

@@ -1,0 +1,95 @@
+/* Connections over TCP that have not shown yet who they are: how many there may be, and which of them goes when there are more.
+ *
+ * They are all served by loop 0, which accepts them, so that nothing here is shared; a connection that has proved itself is no stranger
+ * any more. No place in the table is any address's own: where it is full, the address that has the most loses its oldest. So whoever
+ * comes from another address than the many is never the one to go; and of one address the newest has the longest time left. */
+#include <string.h>
+
+#include "base/address.h"
+#include "server/server.h"
+
+/* Who could have sent it: of IPv6 the network, as one host has all of its addresses. */
+static struct stranger_source source_of(int fd)
+{
+    struct address peer;
+    struct stranger_source source = {0};
+    peer.length = sizeof peer.name;
+    if (getpeername(fd, &peer.name.any, &peer.length) != 0)
+        return source;
+    if (peer.name.any.sa_family == AF_INET)
+        memcpy(source.bytes, &peer.name.v4.sin_addr, sizeof peer.name.v4.sin_addr);
+    else if (IN6_IS_ADDR_V4MAPPED(&peer.name.v6.sin6_addr))
+        memcpy(source.bytes, peer.name.v6.sin6_addr.s6_addr + 12, 4);
+    else
+        memcpy(source.bytes, &peer.name.v6.sin6_addr, sizeof source.bytes);
+    return source;
+}
+
+static bool same_source(const struct stranger_source *one, const struct stranger_source *other)
+{
+    return memcmp(one->bytes, other->bytes, sizeof one->bytes) == 0;
+}
+
+void strangers_enter(struct connection *connection)
+{
+    struct strangers *strangers = &connection->loop->server->strangers;
+    struct stranger_source source = source_of(connection->channel.fd);
+    struct stranger_count *free_place = NULL, *mine = NULL;
+    for (int i = 0; i < STRANGERS_MAX && !mine; i++) {
+        struct stranger_count *count = &strangers->counts[i];
+        if (count->now == 0)
+            free_place = free_place ? free_place : count;
+        else if (same_source(&count->source, &source))
+            mine = count;
+    }
+    if (!mine) { /* there is a free place: no more connections are counted than there are places */
+        mine = free_place;
+        mine->source = source;
+    }
+    mine->now++;
+    connection->counted_at = mine;
+    connection->newer = NULL;
+    connection->older = strangers->newest;
+    if (strangers->newest)
+        strangers->newest->newer = connection;
+    else
+        strangers->oldest = connection;
+    strangers->newest = connection;
+    atomic_fetch_add_explicit(&strangers->now, 1, memory_order_relaxed);
+}
+
+void strangers_leave(struct connection *connection)
+{
+    struct strangers *strangers = &connection->loop->server->strangers;
+    if (!connection->counted_at)
+        return;
+    connection->counted_at->now--;
+    connection->counted_at = NULL;
+    if (connection->older)
+        connection->older->newer = connection->newer;
+    else
+        strangers->oldest = connection->newer;
+    if (connection->newer)
+        connection->newer->older = connection->older;
+    else
+        strangers->newest = connection->older;
+    atomic_fetch_sub_explicit(&strangers->now, 1, memory_order_relaxed);
+}
+
+bool strangers_are_many(const struct smb_server *server)
+{
+    return atomic_load_explicit(&server->strangers.now, memory_order_relaxed) >= STRANGERS_MAX;
+}
+
+struct connection *strangers_least(struct smb_server *server)
+{
+    const struct strangers *strangers = &server->strangers;
+    const struct stranger_count *most = &strangers->counts[0];
+    for (int i = 1; i < STRANGERS_MAX; i++)
+        if (strangers->counts[i].now > most->now)
+            most = &strangers->counts[i];
+    struct connection *found = strangers->oldest;
+    while (found && found->counted_at != most)
+        found = found->newer;
+    return found;
+}

@@ -1,0 +1,322 @@
+/* What waits by nature, on the daemon's side of sync.h: requests taken off their connections, and the one thread that does
+ * what time demands. An answer may come on any thread; it goes to the loop of its connection, and from there to the peer. */
+#include <stdlib.h>
+
+#include "server/server.h"
+
+static void free_served(void *companion)
+{
+    struct served *served = companion;
+    for (int i = 0; served->shares && i < served->server->loop_count; i++)
+        free(atomic_load_explicit(&served->shares[i], memory_order_acquire));
+    free(served->shares);
+    if (served->sync)
+        sync_destroy(served->sync);
+    if (served->records)
+        records_destroy(served->records);
+    free(served);
+}
+
+/* ---- time --------------------------------------------------------------------------------------------------------- */
+
+/* With the lock held. */
+static void take_out(struct smb_server *server, struct served *served)
+{
+    if (served->due_ns != UINT64_MAX)
+        tree_take(&server->due, &served->by_due);
+    served->due_ns = UINT64_MAX;
+}
+
+static void due_sooner(void *argument, uint64_t at_ns)
+{
+    struct served *served = argument;
+    struct smb_server *server = served->server;
+    pthread_mutex_lock(&server->due_lock);
+    if (at_ns < served->due_ns && !served->closed) {
+        take_out(server, served);
+        served->due_ns = at_ns;
+        tree_add(&server->due, &served->by_due, at_ns, 0, &server->due_weights);
+        if (tree_first(&server->due) == &served->by_due)
+            pthread_cond_signal(&server->due_changed);
+    }
+    pthread_mutex_unlock(&server->due_lock);
+}
+
+static struct served *first_due(struct smb_server *server)
+{
+    return TREE_OWNER(tree_first(&server->due), struct served, by_due);
+}
+
+static void *tick(void *argument)
+{
+    struct smb_server *server = argument;
+    pthread_mutex_lock(&server->due_lock);
+    while (!server->stop_ticking) {
+        struct served *first = first_due(server);
+        uint64_t now_ns = smb_boot_ns();
+        if (!first) {
+            pthread_cond_wait(&server->due_changed, &server->due_lock);
+        } else if (first->due_ns > now_ns) {
+            uint64_t until_ns = smb_now_ns() + (first->due_ns - now_ns);
+            struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U), .tv_nsec = (long)(until_ns % 1000000000U)};
+            pthread_cond_clockwait(&server->due_changed, &server->due_lock, CLOCK_MONOTONIC, &until);
+        } else {
+            /* In the list, so not closed yet (waits_close takes it out first): the reference is good. */
+            struct smb_segment *segment = smb_segment_retain(first->segment);
+            take_out(server, first);
+            pthread_mutex_unlock(&server->due_lock);
+            uint64_t next_ns = sync_tick(first->sync, now_ns);
+            if (next_ns != UINT64_MAX)
+                due_sooner(first, next_ns);
+            smb_segment_release(segment);
+            pthread_mutex_lock(&server->due_lock);
+        }
+    }
+    pthread_mutex_unlock(&server->due_lock);
+    return NULL;
+}
+
+int waits_start(struct smb_server *server)
+{
+    server->due_weights = tree_random();
+    server->ticking = pthread_create(&server->ticker, NULL, tick, server) == 0;
+    return server->ticking ? SMB_OK : SMB_SYSTEM;
+}
+
+void waits_stop(struct smb_server *server)
+{
+    if (!server->ticking)
+        return;
+    pthread_mutex_lock(&server->due_lock);
+    server->stop_ticking = true;
+    pthread_cond_signal(&server->due_changed);
+    pthread_mutex_unlock(&server->due_lock);
+    pthread_join(server->ticker, NULL);
+    server->ticking = false;
+}
+
+/* ---- segments ----------------------------------------------------------------------------------------------------- */
+
+int waits_serve(struct smb_server *server, struct smb_segment *segment, bool left)
+{
+    struct served *served = calloc(1, sizeof *served);
+    if (!served)
+        return SMB_OUT_OF_MEMORY;
+    served->server = server;
+    served->segment = segment;
+    served->due_ns = UINT64_MAX;
+    served->shares = calloc((size_t)server->loop_count, sizeof *served->shares);
+    int status = served->shares ? records_create(smb_segment_records(segment), &server->ended_are_known, &served->records)
+                                : SMB_OUT_OF_MEMORY;
+    if (status == SMB_OK)
+        status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment), smb_segment_data_bytes(segment),
+                             left, smb_boot_ns(), &served->sync);
+    if (status != SMB_OK) {
+        free_served(served);
+        return status;
+    }
+    smb_segment_keep(segment, served, free_served);
+    sync_on_sooner(served->sync, due_sooner, served);
+    sync_count_into(served->sync, &server->waited);
+    uint64_t next_ns = sync_tick(served->sync, smb_boot_ns());
+    if (next_ns != UINT64_MAX)
+        due_sooner(served, next_ns);
+    return SMB_OK;
+}
+
+void waits_close(struct smb_segment *segment, int status)
+{
+    struct served *served = served_of(segment);
+    sync_close(served->sync, status);
+    pthread_mutex_lock(&served->server->due_lock);
+    served->closed = true; /* whoever is about to say that it is due comes too late */
+    take_out(served->server, served);
+    pthread_mutex_unlock(&served->server->due_lock);
+}
+
+/* ---- requests ----------------------------------------------------------------------------------------------------- */
+
+static void answer_came(struct waiter *waiter, struct sync_answer answer)
+{
+    struct wait *wait = waiter->owner;
+    struct loop *loop = wait->loop;
+    wait->answer = answer;
+    pthread_mutex_lock(&loop->answers_lock);
+    bool first = loop->answers == NULL;
+    wait->next_answer = loop->answers;
+    loop->answers = wait;
+    pthread_mutex_unlock(&loop->answers_lock);
+    if (first)
+        loop_wake(loop);
+}
+
+static void unlink_wait(struct wait *wait)
+{
+    wait->connection->waits_now--;
+    if (wait->previous)
+        wait->previous->next = wait->next;
+    else
+        wait->connection->waits = wait->next;
+    if (wait->next)
+        wait->next->previous = wait->previous;
+    wait->next = wait->previous = NULL;
+}
+
+void wait_free(struct wait *wait)
+{
+    atomic_fetch_sub_explicit(&wait->loop->server->waits_now, 1, memory_order_relaxed);
+    smb_segment_release(wait->segment);
+    free(wait);
+}
+
+int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload, struct sync_answer *answer)
+{
+    uint8_t opcode = request->frame.opcode;
+    bool may_wait = opcode == SMB_LOCK || opcode == SMB_AWAIT_BARRIER || opcode == SMB_AWAIT_VERSION;
+    struct wait *wait = may_wait && connection->waits_now >= WAITS_PER_CONNECTION ? NULL : calloc(1, sizeof *wait);
+    if (!wait)
+        return SMB_OUT_OF_MEMORY;
+    wait->loop = connection->loop;
+    wait->connection = connection;
+    wait->segment = smb_segment_retain(request->segment);
+    wait->frame = request->frame;
+    wait->begun_ns = connection->begun_ns;
+    wait->waiter.owner = wait;
+    wait->waiter.answer = answer_came;
+    struct sync_request ask = {.opcode = request->frame.opcode, .session = request->frame.session,
+                               .sequence = request->frame.sequence, .argument = request->frame.argument};
+    for (int i = 0; i < SMB_SYNC_WORDS; i++)
+        ask.words[i] = smb_load64(payload + 8 * i);
+    /* In the list before it is asked for: its answer may come at once, on another thread. */
+    wait->next = connection->waits;
+    if (wait->next)
+        wait->next->previous = wait;
+    connection->waits = wait;
+    connection->waits_now++;
+    server_count(&wait->loop->server->waits_now, 1);
+    int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(), answer);
+    if (status != SMB_PARKED) {
+        unlink_wait(wait);
+        wait_free(wait);
+    }
+    return status;
+}
+
+void connection_take_answer(struct connection *connection, struct wait *wait)
+{
+    unlink_wait(wait);
+    *(connection->answered ? connection->answered_end : &connection->answered) = wait;
+    connection->answered_end = &wait->next;
+}
+
+void waits_forget(struct connection *connection)
+{
+    uint64_t now_ns = smb_boot_ns();
+    while (connection->waits) {
+        struct wait *wait = connection->waits;
+        unlink_wait(wait);
+        wait->connection = NULL; /* seen by this loop only, if the answer is under way */
+        if (sync_forget(&wait->waiter, now_ns))
+            wait_free(wait);
+    }
+    while (connection->answered) {
+        struct wait *wait = connection->answered;
+        connection->answered = wait->next;
+        wait_free(wait);
+    }
+}
+
+/* ---- sessions ----------------------------------------------------------------------------------------------------- */
+
+bool session_has_ended(struct smb_server *server, uint64_t session)
+{
+    bool found = false;
+    pthread_mutex_lock(&server->ended_lock);
+    uint64_t count = server->ended_count < ENDED_MAX ? server->ended_count : ENDED_MAX;
+    for (uint64_t i = 0; i < count && !found; i++)
+        found = server->ended[i] == session;
+    pthread_mutex_unlock(&server->ended_lock);
+    return found;
+}
+
+static void end_on_segment(void *argument, struct smb_segment *segment)
+{
+    uint64_t session = *(uint64_t *)argument;
+    records_end_session(served_of(segment)->records, session);
+    sync_end_session(served_of(segment)->sync, session, smb_boot_ns());
+}
+
+void smb_server_end_session(struct smb_server *server, uint64_t session)
+{
+    /* First nobody new is let in, then who is in is shut out, then what it held is given up. */
+    pthread_mutex_lock(&server->ended_lock);
+    server->ended[server->ended_count++ % ENDED_MAX] = session;
+    pthread_mutex_unlock(&server->ended_lock);
+    lanes_fence_session(server, session);
+    server_each_segment(server, end_on_segment, &session);
+    forget_past(server, session);
+}
+
+void smb_server_know_ended(struct smb_server *server)
+{
+    /* Release: pairs with the acquire in records.c, that sees the sessions ended. */
+    atomic_store_explicit(&server->ended_are_known, true, memory_order_release);
+}
+
+/* ---- for people --------------------------------------------------------------------------------------------------- */
+
+struct look {
+    struct smb_wait *waits;
+    uint64_t most, found;
+};
+
+static void see(struct look *look, struct smb_wait wait)
+{
+    if (wait.session == 0 && wait.waiting == 0)
+        return;
+    if (look->found < look->most)
+        look->waits[look->found] = wait;
+    look->found++;
+}
+
+static void look_at_segment(void *argument, struct smb_segment *segment)
+{
+    struct sync_status now;
+    uint64_t id = smb_segment_id(segment);
+    sync_status(served_of(segment)->sync, smb_boot_ns(), &now);
+    for (uint32_t which = 0; which < SYNC_LOCKS; which++)
+        see(argument, (struct smb_wait){.segment = id, .kind = which == SYNC_USER ? SMB_WAIT_LOCK : SMB_WAIT_PUBLISHER,
+                                        .session = now.locks[which].session, .token = now.locks[which].token,
+                                        .left_ms = now.locks[which].left_ms, .waiting = (uint32_t)now.locks[which].waiting});
+    see(argument, (struct smb_wait){.segment = id, .kind = SMB_WAIT_BARRIER, .waiting = (uint32_t)now.barrier_waiting,
+                                    .arrived = (uint32_t)now.arrived, .parties = (uint32_t)now.parties});
+    see(argument, (struct smb_wait){.segment = id, .kind = SMB_WAIT_VERSION, .waiting = (uint32_t)now.versions_waiting});
+}
+
+uint64_t smb_server_waits(struct smb_server *server, struct smb_wait *waits, uint64_t most)
+{
+    struct look look = {.waits = waits, .most = most};
+    server_each_segment(server, look_at_segment, &look);
+    return look.found;
+}
+
+int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms, uint64_t *token)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    uint64_t idle_ns = idle_ms > UINT64_MAX / 1000000 ? UINT64_MAX : idle_ms * 1000000;
+    int status = sync_retire(served_of(segment)->sync, idle_ns, smb_boot_ns(), token);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_raise_token(struct smb_server *server, uint64_t id, uint64_t token)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    int status = sync_raise_token(served_of(segment)->sync, token);
+    smb_segment_release(segment);
+    return status;
+}

@@ -1,0 +1,524 @@
+"""The public API against real daemons, over shared memory and over TCP."""
+
+from __future__ import annotations
+
+import array as array_module
+import logging
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import smb
+from tests.conftest import Connect
+from tests.support.clients import create_or_open, run_together
+from tests.support.transports import FAR
+
+PAGE = 4096
+DTYPES = {
+    "float16": np.float16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "bfloat16": ml_dtypes.bfloat16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": np.uint8,
+}
+OPS: dict[str, Any] = {
+    "sum": lambda b, a, s: b + s * a,
+    "min": lambda b, a, s: np.minimum(b, s * a),
+    "max": lambda b, a, s: np.maximum(b, s * a),
+    "prod": lambda b, a, s: b * (s * a),
+    "replace": lambda b, a, s: s * a,
+    "elastic": lambda b, a, s: b + s * (a - b),
+}
+
+
+class OnlyInterface:
+    """Has __array_interface__ and nothing else."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self._values = values
+        self.__array_interface__ = values.__array_interface__
+
+
+def counting(size: int, dtype: Any) -> np.ndarray[Any, Any]:
+    """1, 2, ... 101, 1, 2, ...: every dtype holds them, and no piece looks like its neighbour."""
+    return (np.arange(size) % 101 + 1).astype(dtype)
+
+
+# ---- reading and writing
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_any_range(client: smb.Client, dtype: str) -> None:
+    """What is written at an offset is read there, around it stays what was; an odd size over three servers."""
+    size = 7 * PAGE + 13
+    buffer = client.create("w", size, dtype, stripe=PAGE)
+    assert not buffer.read().any()
+    values = counting(size, DTYPES[dtype])
+    buffer.write(values)
+    assert buffer.read().dtype == values.dtype
+    np.testing.assert_array_equal(buffer.read(), values)
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        offset = int(rng.integers(size))
+        count = int(rng.integers(1, size - offset + 1))
+        part = values[:count][::-1].copy()
+        values[offset : offset + count] = part
+        buffer.write(part, offset)
+        np.testing.assert_array_equal(buffer.read(offset, count), part)
+    np.testing.assert_array_equal(buffer.read(), values)
+    buffer.fill(3)
+    np.testing.assert_array_equal(buffer.read(), np.full(size, 3, DTYPES[dtype]))
+
+
+def test_shapes(client: smb.Client) -> None:
+    """A whole read has the buffer's shape, a part is flat; () is one element; what is written may have any shape."""
+    matrix = client.create("matrix", (3, 5), "int32")
+    matrix.write(np.arange(15, dtype=np.int32))
+    assert matrix.read().tolist() == np.arange(15).reshape(3, 5).tolist()
+    assert matrix.read(0, 15).shape == (15,)
+    assert matrix.read(13).tolist() == [13, 14]
+    scalar = client.create("scalar", (), "float64")
+    scalar.write(2.5)
+    assert scalar.read().shape == ()
+    assert scalar.read() == 2.5
+    assert (scalar.size, scalar.nbytes, matrix.size, matrix.nbytes) == (1, 8, 15, 60)
+    assert client.create("line", 7).shape == (7,)
+
+
+def test_arrays_of_any_kind(client: smb.Client) -> None:
+    """numpy (strided too), lists, numbers, memoryview, array.array and __array_interface__ can be written."""
+    buffer = client.create("w", (2, 3), "float32")
+    values = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+    for given in (
+        values,
+        np.asfortranarray(values),
+        np.repeat(values, 2, axis=1)[:, ::2],
+        values.tolist(),
+        memoryview(values),
+        array_module.array("f", values.ravel()),
+        OnlyInterface(values),
+    ):
+        buffer.fill(0)
+        buffer.write(given)
+        np.testing.assert_array_equal(buffer.read(), values)
+    buffer.write(9, offset=4)
+    assert buffer.read(4, 1)[0] == 9
+
+
+def test_out_is_filled_and_returned(client: smb.Client) -> None:
+    """read(out=) writes straight into numpy arrays and bytearrays, and returns them."""
+    buffer = client.create("w", 10, "float32")
+    buffer.write(np.arange(10, dtype=np.float32))
+    for out in (np.empty((2, 5), np.float32), np.zeros(20, np.float32)[5:15]):
+        assert buffer.read(out=out) is out
+        assert np.asarray(out).ravel().tolist() == list(range(10))
+    raw = client.create("raw", 4, "uint8")
+    raw.write(b"abcd")
+    letters = bytearray(4)
+    assert raw.read(out=letters) is letters
+    assert letters == b"abcd"
+
+
+def test_torch_tensors(client: smb.Client) -> None:
+    """Tensors (strided ones, parameters, bfloat16) can be written, and read(out=) writes straight into them."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not here")
+    buffer = client.create("w", (2, 3), "float32")
+    values = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
+    for given in (values, values.T.contiguous().T, torch.nn.Parameter(values)):
+        buffer.fill(0)
+        buffer.write(given)
+        np.testing.assert_array_equal(buffer.read(), values.numpy())
+    whole = torch.empty(6)
+    assert buffer.read(out=whole) is whole
+    assert whole.tolist() == [1, 2, 3, 4, 5, 6]
+    part = torch.zeros(6)
+    buffer.read(3, 2, out=part[:2])
+    assert part.tolist() == [4, 5, 0, 0, 0, 0]
+    half = client.create("half", 4, torch.bfloat16)
+    half.write(torch.tensor([1, 2, 3, 4.5], dtype=torch.bfloat16))
+    into = torch.zeros(4, dtype=torch.bfloat16)
+    assert half.read(out=into) is into
+    assert into.tolist() == [1, 2, 3, 4.5]
+
+
+def test_numpys_integers_are_offsets(client: smb.Client) -> None:
+    """An offset of a small numpy type counts elements, although as bytes it would not fit its type."""
+    buffer = client.create("w", 1000, "int64")
+    buffer.write(np.arange(1000))
+    assert buffer.read(np.uint8(200), np.uint8(100)).tolist() == list(range(200, 300))
+    buffer.write([7], offset=np.int8(100))
+    assert buffer.fetch_add(np.uint8(100), np.int64(-8)) == 7
+    assert buffer.compare_swap(np.uint8(100), np.int8(-1), np.int16(5)) == -1
+    assert buffer.read(100, 1)[0] == 5
+
+
+def test_nothing_is_copied_on_the_way(client: smb.Client) -> None:
+    """write, accumulate and read(out=) of 8 MiB allocate next to nothing in this process; a strided array is copied."""
+    buffer = client.create("w", 2 << 20)
+    values, out = np.ones(2 << 20, np.float32), np.empty(2 << 20, np.float32)
+    strided = np.ones((2 << 20, 2), np.float32)[:, 0]
+    buffer.write(values)
+
+    def allocated(*calls: Callable[[], object]) -> int:
+        tracemalloc.start()
+        for call in calls:
+            call()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    calls = [lambda: buffer.write(values), lambda: buffer.accumulate(values), lambda: buffer.read(out=out)]
+    assert allocated(*calls) < 100_000
+    assert (out == 2).all()
+    assert allocated(lambda: buffer.write(strided)) >= 8 << 20
+
+
+# ---- combining
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_accumulate_is_numpys_arithmetic(client: smb.Client, dtype: str, op: str) -> None:
+    """Every op on every dtype with a scale gives what numpy gives, each step rounded to the dtype; fetch returns it."""
+    rng = np.random.default_rng(3)
+    size, offset = 3 * PAGE + 5, 11
+    numpy_dtype = DTYPES[dtype]
+    before, array = (rng.integers(0, 9, size).astype(numpy_dtype) for _ in range(2))
+    scale = 3 if np.dtype(numpy_dtype).kind in "iu" else 0.5
+    buffer = client.create("w", size, dtype, stripe=PAGE)
+    buffer.write(before)
+    expected = before.copy()
+    with np.errstate(over="ignore"):
+        expected[offset:] = OPS[op](before[offset:], array[offset:], numpy_dtype(scale))
+    assert buffer.accumulate(array[offset:], offset, op=op, scale=scale) is None
+    np.testing.assert_array_equal(buffer.read(), expected)
+    with np.errstate(over="ignore"):
+        expected = OPS[op](expected, array, numpy_dtype(1))
+    fetched = buffer.accumulate(array, op=op, fetch=True)
+    np.testing.assert_array_equal(fetched, expected)
+    np.testing.assert_array_equal(buffer.read(), expected)
+
+
+def test_integers_wrap_around(client: smb.Client) -> None:
+    """Sums and products of integers are taken modulo 2 to the number of bits, as numpy does."""
+    buffer = client.create("w", 2, "int64")
+    buffer.write([2**63 - 1, -(2**63)])
+    buffer.accumulate(np.array([1, -1]))
+    assert buffer.read().tolist() == [-(2**63), 2**63 - 1]
+    bytes_ = client.create("bytes", 1, "uint8")
+    assert bytes_.accumulate(np.uint8([200]), scale=2, fetch=True) == [144]
+
+
+def test_fetch_has_the_arrays_shape(client: smb.Client) -> None:
+    """The new values come back in the shape of what was added, and contain it."""
+    buffer = client.create("w", (4, 4), "float32")
+    new = buffer.accumulate(np.ones((2, 3), np.float32), offset=1, scale=-0.5, fetch=True)
+    assert new is not None
+    assert new.shape == (2, 3)
+    assert (new == -0.5).all()
+    assert buffer.read().sum() == -3
+
+
+def test_buffers_are_combined_where_they_are(client: smb.Client) -> None:
+    """accumulate_from is numpy's arithmetic between two buffers made alike, also of a buffer with itself."""
+    size = 5 * PAGE + 3
+    a = client.create("a", size, "float32", stripe=PAGE)
+    b = client.create("b", like=a)
+    assert (b.shape, b.dtype) == (a.shape, a.dtype)
+    assert [place.server for place in b.layout.segments] == [place.server for place in a.layout.segments]
+    x, y = counting(size, np.float32), counting(size, np.float32)[::-1].copy()
+    a.write(x)
+    b.write(y)
+    a.accumulate_from(b, op="elastic", scale=0.5)
+    np.testing.assert_array_equal(a.read(), x + np.float32(0.5) * (y - x))
+    np.testing.assert_array_equal(b.read(), y)
+    b.accumulate_from(b)
+    np.testing.assert_array_equal(b.read(), 2 * y)
+
+
+def test_buffers_combined_both_ways_at_once_do_not_lock_each_other(client: smb.Client) -> None:
+    """a from b beside b from a, again and again: neither waits for the other's lock, and no addition is lost."""
+    a = client.create("a", 200_000, "int64", stripe="64KiB")
+    b = client.create("b", like="a")
+
+    def add(into: smb.Buffer, other: smb.Buffer) -> None:
+        for _ in range(20):
+            into.accumulate_from(other)
+
+    threads = [threading.Thread(target=add, args=pair) for pair in ((a, b), (b, a))]
+    a.fill(1)
+    b.fill(1)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    last = np.concatenate([a.read(), b.read()])
+    assert last.min() >= 21  # as if one's additions had all come before the other's first
+
+
+def test_counters(client: smb.Client) -> None:
+    """fetch_add and compare_swap return the value from before; they reach every element, wrap, and take negatives."""
+    buffer = client.create("counters", 3 * PAGE, "int64", stripe=PAGE)
+    last = buffer.size - 1
+    for index in (0, 700, last):
+        assert buffer.fetch_add(index, 5) == 0
+        assert buffer.fetch_add(index, -7) == 5
+        assert buffer.compare_swap(index, -2, 2**63 - 1) == -2
+        assert buffer.compare_swap(index, -2, 0) == 2**63 - 1
+        assert buffer.fetch_add(index, 1) == 2**63 - 1
+        assert buffer.read(index, 1)[0] == -(2**63)
+    assert np.count_nonzero(buffer.read()) == 3
+
+
+# ---- the same memory, seen in several ways
+
+
+def test_transports_see_the_same_buffer(connect: Connect) -> None:
+    """What one client changes over shm the other reads over tcp, and the other way round."""
+    near, far = connect("shm"), connect(FAR)
+    a = near.create("w", 100_000, "float32", stripe=PAGE)
+    b = far.open("w")
+    a.write(np.ones(100_000, np.float32))
+    b.accumulate(np.ones(100_000, np.float32))
+    assert (a.read() == 2).all()
+    assert (a.transports, b.transports) == (("shm",), (FAR,))
+    assert connect("auto").open("w").transports == ("shm",)
+
+
+def test_view_is_the_memory_itself(connect: Connect) -> None:
+    """A view over three servers is one contiguous array, of the shape, that changes with the buffer and changes it."""
+    buffer = connect().create("w", (9, PAGE), "uint8", stripe=PAGE)
+    view = buffer.view()
+    assert view.shape == (9, PAGE)
+    assert view.flags.c_contiguous
+    values = counting(9 * PAGE, np.uint8).reshape(9, PAGE)
+    connect(FAR).open("w").write(values)
+    np.testing.assert_array_equal(view, values)
+    view[3:5] = 0
+    values[3:5] = 0
+    np.testing.assert_array_equal(buffer.read(), values)
+
+
+def test_view_outlives_what_it_came_from(connect: Connect) -> None:
+    """Once the buffer is deleted and the client closed it is mapped still, and zeros; it goes with its last name."""
+    client = connect()
+    client.create("w", 10 * PAGE, "uint8", stripe=PAGE).fill(7)
+    view = client.open("w").view()
+    address = f"{view.ctypes.data:x}-"
+    client.delete("w")
+    client.close()
+    part = view[5:]
+    del view
+    assert (part == 0).all()
+    assert is_mapped(address)
+    del part
+    assert not is_mapped(address)
+
+
+def is_mapped(address: str) -> bool:
+    with open("/proc/self/maps") as maps:  # noqa: PTH123 - a file of the kernel's
+        return any(line.startswith(address) for line in maps)
+
+
+def test_view_needs_shared_memory(connect: Connect) -> None:
+    """Over tcp there is no view; the error says over what the buffer is reached and what to use instead."""
+    buffer = connect(FAR).create("w", 10)
+    with pytest.raises(smb.TransportError, match=r"view of buffer 'w'.*over tcp.*use read\(\)"):
+        buffer.view()
+
+
+@pytest.mark.parametrize("shape", [(), (3, 5), (1024, 1025), (3, 1 << 20)])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16"])
+def test_an_empty_array_has_pages_of_its_own(connect: Connect, shape: Any, dtype: str) -> None:
+    """client.empty() gives zeros of that form, that can be written; from a page on they begin at
+    one, from 2 MiB on at a large one."""
+    array = connect("tcp").empty(shape, dtype)
+    assert array.shape == np.zeros(shape).shape
+    assert array.dtype == DTYPES[dtype]
+    assert not array.any()
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    if array.nbytes >= PAGE:
+        assert array.ctypes.data % (2 << 20 if array.nbytes >= 2 << 20 else PAGE) == 0
+    array[...] = 1
+    assert np.array_equal(array, np.ones(shape, DTYPES[dtype]))
+
+
+# ---- names and places
+
+
+def test_list_and_servers(connect: Connect, cluster: smb.LocalCluster) -> None:
+    """list() shows every buffer with shape, dtype and layout, by name; servers() every server with its use."""
+    client = connect()
+    empty = client.servers()
+    client.create("b", (2, 3), "bfloat16", servers=2, stripe=PAGE)
+    client.create("a/x", 5)
+    infos = client.list()
+    assert [(info.name, info.shape, info.dtype.name, info.nbytes) for info in infos] == [
+        ("a/x", (5,), "float32", 20),
+        ("b", (2, 3), "bfloat16", 12),
+    ]
+    assert infos[1].created >= infos[0].created - 60
+    assert infos[1].layout == client.open("b").layout
+    servers = client.servers()
+    assert [server.name for server in servers] == ["server-0", "server-1", "server-2"]
+    assert [server.address for server in servers] == [daemon.address for daemon in cluster.servers]
+    assert all(server.alive and server.capacity == 64 << 20 for server in servers)
+    assert sum(server.used for server in servers) > sum(server.used for server in empty)
+    assert all(server.free == server.capacity - server.used for server in servers)
+
+
+def test_placement_by_number_name_and_likeness(connect: Connect) -> None:
+    """servers= takes a number, names in order, or one name; like= takes the other's placement by buffer or by name."""
+    client = connect()
+    size = 10 * PAGE
+    used = {
+        name: [place.server for place in client.create(name, size, "uint8", stripe=PAGE, servers=wish).layout.segments]
+        for name, wish in {"two": 2, "named": ["server-2", "server-0"], "one": "server-1"}.items()
+    }
+    assert len(set(used["two"])) == 2
+    assert used["named"] == ["server-2", "server-0"]
+    assert used["one"] == ["server-1"]
+    alike = client.create("alike", size, "uint8", like="named").layout
+    assert (alike.stripe_bytes, [place.server for place in alike.segments]) == (PAGE, used["named"])
+    pieces = list(client.open("named").layout.pieces(PAGE // 2, PAGE))
+    assert [(piece.segment, piece.offset, piece.count) for piece in pieces] == [(0, 2048, 2048), (1, 0, 2048)]
+
+
+def test_metadata_is_there_for_whoever_opens(connect: Connect) -> None:
+    """Every client sees what the first creation gave, as a dict that is its own; list() does without."""
+    one, two = connect(), connect(FAR)
+    given = {"run": {"every": 50, "names": ["a", "b"]}, "rate": 0.1}
+    made = one.create("w", 10, metadata=given)
+    assert made.metadata == given
+    opened = two.open("w")
+    opened.metadata["run"]["every"] = 1
+    assert opened.metadata == two.open("w").metadata == given
+    assert two.create("w", 10, metadata={"other": 1}, exist_ok=True).metadata == given
+    assert two.create("v", like=opened).metadata == {}
+    assert two.create("u", 10, metadata={"a": "x" * ((1 << 20) - 8)}).metadata == two.open("u").metadata
+    assert [info.metadata_json for info in two.list()] == ["", "", ""]
+    for wrong, told in (
+        ({"a": np.zeros(3)}, "ndarray"),
+        ({"a": "x" * (1 << 20)}, "room for 1 MiB"),
+        ([1], "no mapping"),
+    ):
+        with pytest.raises(smb.InvalidArgumentError, match=rf"create 't': .*{told}"):
+            one.create("t", 10, metadata=wrong)  # type: ignore[arg-type]
+    assert len(one.list()) == 3
+    one.delete("w")
+    assert one.create("w", 10).metadata == {}
+
+
+def test_open_waits_for_the_creator(connect: Connect) -> None:
+    """open(timeout=) returns when somebody creates the name, and gives up with NotFoundError."""
+    client, creator = connect(), connect()
+    found: list[smb.Buffer] = []
+    thread = threading.Thread(target=lambda: found.append(client.open("late", timeout=20)))
+    thread.start()
+    creator.create("late", 3)
+    thread.join()
+    assert found[0].shape == (3,)
+    with pytest.raises(smb.NotFoundError, match="never"):
+        client.open("never", timeout=0.05)
+
+
+def test_many_creators_make_one_buffer(connect: Connect, cluster: smb.LocalCluster) -> None:
+    """Eight processes create the same name with exist_ok at once: all get the same memory."""
+    ids = run_together(*((create_or_open, cluster.address, "shared") for _ in range(8)))
+    client = connect()
+    assert set(ids) == {info.id for info in client.list()}
+    assert client.open("shared").read(0, 1)[0] == 8
+
+
+def test_deleting_gives_the_memory_back(connect: Connect) -> None:
+    """After delete the servers hold what they held before, and users of either transport get NotFoundError."""
+    client, far = connect("shm"), connect(FAR)
+    before = [server.used for server in client.servers()]
+    users = [client.create("w", 1 << 20), far.open("w")]
+    for user in users:
+        user.fill(1)
+    client.delete("w")
+    for user in users:
+        with pytest.raises(smb.NotFoundError, match="buffer 'w' was deleted"):
+            user.read()
+        with pytest.raises(smb.NotFoundError, match="buffer 'w' was deleted"):
+            user.accumulate([1.0])
+    assert [server.used for server in client.servers()] == before
+    client.create("w", 5)
+    for user in users:
+        with pytest.raises(smb.NotFoundError, match="or replaced; open it again"):
+            user.read()
+    assert far.open("w").read().tolist() == [0] * 5
+
+
+def test_deleting_under_readers(connect: Connect) -> None:
+    """Readers that are in the middle of it over either transport end with NotFoundError, and read nothing wrong."""
+    client = connect()
+    client.create("w", 1 << 18, stripe=PAGE).fill(7)
+    users = [connect(transport).open("w") for transport in ("shm", FAR)]
+    reading = threading.Barrier(3)
+    ends: list[str] = []
+
+    def read_on(buffer: smb.Buffer) -> None:
+        assert (buffer.read() == 7).all()
+        reading.wait(20)
+        try:
+            while (buffer.read() == 7).all():
+                pass
+            ends.append("something else was read")
+        except smb.Error as error:
+            ends.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=read_on, args=(user,)) for user in users]
+    for thread in threads:
+        thread.start()
+    reading.wait(20)
+    client.delete("w")
+    for thread in threads:
+        thread.join()
+    assert ends == ["NotFoundError: buffer 'w' was deleted"] * 2
+
+
+# ---- around it
+
+
+def test_the_environment_fills_in(cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """$SMB_COORDINATOR is the default address, and $SMB_TRANSPORT overrides the transport."""
+    with pytest.raises(smb.InvalidArgumentError, match="SMB_COORDINATOR"):
+        smb.connect()
+    monkeypatch.setenv("SMB_COORDINATOR", cluster.address)
+    monkeypatch.setenv("SMB_TRANSPORT", FAR)
+    with smb.connect(transport="shm") as client:
+        assert client.create("w", 5).transports == (FAR,)
+        client.delete("w")
+
+
+def test_one_log_line_says_which_way_and_why(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """A buffer's first use logs, once, the transport and the reason for each group of servers."""
+    with caplog.at_level(logging.INFO, "smb"):
+        near, far = connect(), connect(FAR)
+        near.create("w", 10 * PAGE, "uint8", stripe=PAGE, servers=["server-0", "server-1"]).fill(1)
+        buffer = far.open("w")
+        buffer.read()
+        buffer.read()
+    lines = [record.getMessage() for record in caplog.records if record.name == "smb"]
+    assert lines[0] == 'buffer "w": shm to server-0, server-1: same host'
+    assert lines[1].startswith('buffer "w": tcp to server-0: 127.0.0.1:')
+    assert len(lines) == 2
+
+
+def test_representations_tell_what_it_is(connect: Connect) -> None:
+    """repr() of a buffer names dtype, shape and servers; of a client, its coordinator."""
+    client = connect()
+    assert repr(client.create("w", (2, 3), servers=1)) == "<smb.Buffer 'w' float32[2, 3] on 1 server>"
+    assert client.coordinator.address in repr(client)
+    client.close()
+    assert "closed" in repr(client)

@@ -1,0 +1,266 @@
+"""Versions: a reader sees one of them, whole; who waits for one is woken by its publication."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import smb
+from smb.engine import AskOpcode
+from tests.conftest import Connect
+from tests.support.daemons import wait_for
+from tests.support.transports import FAR, MIXED, SLOWNESS
+
+SIZE = 300_000
+
+
+def test_versions_are_numbered_from_one(client: smb.Client) -> None:
+    """publish counts, version tells, read gives the latest; before the first there are zeros."""
+    buffer = client.create("w", (3, 100), "float32", versions=2)
+    assert buffer.version == 0
+    assert not buffer.read().any()
+    for number in range(1, 6):
+        assert buffer.publish(np.full((3, 100), number, np.float32)) == number
+        assert buffer.version == number
+        assert (buffer.read() == number).all()
+        assert (buffer.read(150, 10) == number).all()
+    assert buffer.nbytes == 1200
+    assert client.open("w").version == 5
+
+
+def test_reads_never_mix_versions(connect: Connect) -> None:
+    """A publisher at full rate, readers over every transport: each read is all of one version, and none goes back."""
+    publisher = connect(FAR)
+    buffer = publisher.create("w", SIZE, "int64", versions=2, stripe="64KiB")
+    stop = threading.Event()
+    reads: list[int] = []
+    failures: list[BaseException] = []
+
+    def read(own: smb.Buffer) -> None:
+        out, last = np.empty(SIZE, np.int64), 0
+        try:
+            while not stop.is_set():
+                own.read(out=out)
+                assert (out == out[0]).all(), f"a mix of {np.unique(out)}"
+                assert out[0] >= last
+                last = int(out[0])
+                reads.append(last)
+        except BaseException as error:  # noqa: BLE001 - it is raised again below
+            failures.append(error)
+
+    threads = [threading.Thread(target=read, args=(connect(way).open("w"),)) for way in MIXED]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while (len(reads) < 200 or buffer.version < 40) and not failures and time.monotonic() < deadline:
+        buffer.publish(np.full(SIZE, buffer.version + 1))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(reads) >= 200
+    assert len(set(reads)) > 10
+
+
+def test_waiting_for_a_version(client: smb.Client, connect: Connect) -> None:
+    """wait returns at once for what is there, sleeps until it is published, and gives up in time."""
+    buffer = client.create("w", 10, "float32", versions=2)
+    buffer.publish(np.ones(10, np.float32))
+    assert buffer.wait(0) == buffer.wait(1) == 1
+    start = time.monotonic()
+    with pytest.raises(smb.TimeoutError, match="version 2"):
+        buffer.wait(2, timeout=0.3)
+    assert 0.3 <= time.monotonic() - start < 5
+    got: list[int] = []
+    waiting = threading.Thread(target=lambda: got.append(connect(FAR).open("w").wait(2, timeout=30)))
+    waiting.start()
+    buffer.publish(np.ones(10, np.float32))
+    waiting.join()
+    assert got == [2]
+    with pytest.raises(smb.InvalidArgumentError):
+        buffer.wait(-1)
+
+
+def test_such_a_buffer_changes_by_publish_alone(client: smb.Client) -> None:
+    """Writes, additions and views of it are refused; so is a publication of another size."""
+    buffer = client.create("w", 10, "int64", versions=2)
+    plain = client.create("v", 10, "int64")
+    ones = np.ones(10, np.int64)
+    for call in (
+        lambda: buffer.write(ones),
+        lambda: buffer.accumulate(ones),
+        lambda: buffer.fill(1),
+        lambda: buffer.fetch_add(0, 1),
+        lambda: buffer.compare_swap(0, 0, 1),
+        lambda: buffer.accumulate_from(plain),
+        buffer.view,
+    ):
+        with pytest.raises(smb.InvalidArgumentError):
+            call()
+    with pytest.raises(smb.InvalidArgumentError, match="give all"):
+        buffer.publish(np.ones(9, np.int64))
+    assert buffer.version == 0
+    assert plain.publish(ones) == 1  # a buffer with one copy has version numbers too
+    assert (plain.read() == 1).all()
+
+
+def test_a_pin_holds_one_version(client: smb.Client, connect: Connect) -> None:
+    """What is read through a pin, piece by piece, is of one version, while the next is published and the one after it
+    waits; the pin's end lets it go on.
+    """
+    buffer = client.create("w", (3, 100), "int64", versions=2)
+    mine = connect(FAR).open("w")
+    with mine.pin() as pin:
+        assert pin.version == 0
+        assert not pin.read().any()
+    for number in (1, 2):
+        buffer.publish(np.full((3, 100), number))
+    with mine.pin(ttl=30) as pin, buffer.pin(ttl=30) as other:
+        assert pin.version == other.version == 2
+        assert pin.read(7, 3).tolist() == [2, 2, 2]
+        buffer.publish(np.full((3, 100), 3))
+        with pytest.raises(smb.TimeoutError, match=r"a reader's pin, for 0\.2 s; nothing done"):
+            buffer.publish(np.full((3, 100), 4), timeout=0.2)
+        assert (buffer.version, mine.version) == (3, 3)
+        assert (buffer.read() == 3).all()
+        assert (pin.read() == 2).all()
+        out = np.empty(300, np.int64)
+        assert other.read(out=out) is out
+        assert (out == 2).all()
+        publishing = threading.Thread(target=lambda: buffer.publish(np.full((3, 100), 4), timeout=30))
+        publishing.start()
+        with mine.pin() as later:
+            assert later.version == 3
+            assert (later.read() == 3).all()
+        assert (pin.read(299, 1) == 2).all()
+    publishing.join()
+    assert buffer.version == 4
+    for call in (
+        lambda: pin.read(),
+        lambda: buffer.pin(ttl=31),
+        lambda: buffer.pin(ttl=0),
+        lambda: buffer.pin(ttl="1"),
+    ):
+        with pytest.raises(smb.InvalidArgumentError, match="pin of buffer 'w'"):
+            call()
+    with pytest.raises(smb.InvalidArgumentError, match="create it with versions=2"):
+        client.create("v", 3).pin()
+
+
+def test_a_pin_ends_by_itself(client: smb.Client, connect: Connect) -> None:
+    """A reader that holds a pin for too long delays a publisher until the pin's ttl is over, and is told that it has
+    lost: it never gets another version's values.
+    """
+    buffer = client.create("w", 1000, "int64", versions=2)
+    mine = connect(FAR).open("w")
+    for number in (1, 2):
+        buffer.publish(np.full(1000, number))
+    with mine.pin(ttl=1.0) as pin:
+        began = time.monotonic()
+        buffer.publish(np.full(1000, 3))
+        buffer.publish(np.full(1000, 4))
+        assert 0.5 < time.monotonic() - began < 8
+        for _ in range(2):
+            with pytest.raises(smb.LockLostError, match="version 2 was overwritten: the pin ran out after 1 s, or a"):
+                pin.read(0, 10)
+    with mine.pin(ttl=1.0) as pin:
+        assert (pin.version, pin.read(0, 1)[0]) == (4, 4)
+
+
+def test_a_whole_version_and_its_number(client: smb.Client) -> None:
+    """read_version fills an array and says which version it is."""
+    buffer = client.create("w", (3, 100), "int64", versions=2)
+    out = np.ones((3, 100), np.int64)
+    assert buffer.read_version(out) == 0
+    assert not out.any()
+    for number in (1, 2, 3):
+        buffer.publish(np.full(300, number))
+        assert buffer.read_version(out) == number
+        assert (out == number).all()
+    for wrong in (np.zeros(299, np.int64), np.zeros(300, np.int32)):
+        with pytest.raises(smb.InvalidArgumentError):
+            buffer.read_version(wrong)
+    with pytest.raises(smb.InvalidArgumentError, match="create it with versions=2"):
+        client.create("v", 3).read_version(np.zeros(3, np.float32))
+    for timeout in (-1, float("nan"), 1e9):
+        with pytest.raises(smb.InvalidArgumentError, match="timeout="):
+            buffer.publish(out, timeout=timeout)
+
+
+def test_a_publication_survives_its_server() -> None:
+    """kill -9 and restart of the home: what was published stays, who waits goes on waiting, the next number follows."""
+    with (
+        smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
+        smb.connect(cluster.address, transport=FAR, timeout=30 * SLOWNESS) as publisher,
+        smb.connect(cluster.address, transport=FAR, timeout=30 * SLOWNESS) as reader,
+    ):
+        buffer = publisher.create("w", SIZE, "int64", versions=2, stripe="64KiB")
+        mine = reader.open("w")
+        got: list[int] = []
+
+        def wait(own: smb.Buffer, version: int) -> None:
+            got.append(own.wait(version, timeout=60))
+
+        for turn in range(1, 4):
+            assert buffer.publish(np.full(SIZE, turn)) == turn
+            waiting = threading.Thread(target=wait, args=(mine, turn + 1))
+            waiting.start()
+            cluster.servers[turn % 2].kill()
+            cluster.servers[turn % 2].start()
+            assert mine.version == turn
+            assert (mine.read() == turn).all()
+            buffer.publish(np.full(SIZE, -turn))
+            waiting.join()
+            assert got[-1] == turn + 1
+            publisher.delete("w")
+            buffer = publisher.create("w", SIZE, "int64", versions=2, stripe="64KiB")
+            mine = reader.open("w")
+            for number in range(1, turn + 1):
+                buffer.publish(np.full(SIZE, number))
+
+
+def test_publishers_take_turns(connect: Connect) -> None:
+    """Several publish at once: every version is one publisher's, whole, and no number is given twice."""
+    clients = [connect(way) for way in (FAR, "shm", FAR)]
+    clients[0].create("w", SIZE, "int64", versions=2, stripe="64KiB")
+    numbers: list[int] = []
+
+    def publish(number: int) -> None:
+        buffer = clients[number].open("w")
+        for _ in range(5):
+            numbers.append(buffer.publish(np.full(SIZE, number)))
+
+    threads = [threading.Thread(target=publish, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(1, 16))
+    last = clients[0].open("w").read()
+    assert (last == last[0]).all()
+    wait_for(lambda: clients[0].open("w").version == 15, "the last version")
+
+
+def test_too_many_waits_name_their_bound(client: smb.Client) -> None:
+    """While 4096 requests of a connection wait, the next is refused, with the bound; what does not wait goes on."""
+    buffer = client.create("w", 8, versions=2)
+    lock = buffer.lock().acquire()
+    waiting = [buffer._sync_homes()[0].start(AskOpcode.AWAIT_VERSION, 0, (99, 600_000)) for _ in range(4096)]
+    assert waiting[0].wait(1) is None  # whoever waits sends what is to be sent
+    with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there"):
+        buffer.wait(99, timeout=600)
+    lock.release()
+    for asking in waiting:
+        asking.end()
+
+
+def test_too_many_pins_name_their_bound(client: smb.Client) -> None:
+    """One pin more than a session may have: the error says how many, and how many requests may wait."""
+    home = client.create("w", 8, versions=2)._sync_homes()[0]
+    for _ in range(1024):
+        home.ask("pin", AskOpcode.PIN)
+    with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there, a session 1024 pins"):
+        home.ask("pin", AskOpcode.PIN)

@@ -1,0 +1,222 @@
+"""smb.torch: a trainer publishes a state_dict, readers follow it, and nobody ever sees a mix of two generations."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import smb
+import smb.torch
+from tests.conftest import Connect
+from tests.support.clients import in_process, run_together
+from tests.support.daemons import wait_for
+from tests.support.states import (
+    filled,
+    follow_until,
+    pin_and_wait,
+    publish_until_killed,
+    publish_up_to,
+    value_of,
+)
+from tests.support.transports import FAR
+
+DTYPES = [
+    "float16", "float32", "float64", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
+    "uint64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
+]  # fmt: skip
+
+
+def network(seed: int = 0) -> torch.nn.Module:
+    """float32 weights, bfloat16 ones, and batch norm's int64 counter."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(100, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 10, dtype=torch.bfloat16)
+    )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same to the bit."""
+    return list(one) == list(other) and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and one[name].reshape(-1).view(torch.uint8).equal(other[name].reshape(-1).view(torch.uint8))
+        for name in one
+    )
+
+
+def test_a_model_arrives_as_it_left(client: smb.Client, connect: Connect) -> None:
+    """Weights, bfloat16, running statistics and counters, exact; into a state_dict, and into another model."""
+    trained, model = network(1), network(2)
+    publisher = smb.torch.Publisher(client, "policy", trained)
+    follower = smb.torch.follow(connect(FAR), "policy")
+    assert (publisher.generation, follower.latest, follower.generation) == (0, 0, 0)
+    for call in (follower.state_dict, lambda: follower.load(model)):
+        with pytest.raises(smb.NotFoundError, match=r"of 'policy'|load 'policy'"):
+            call()
+    for generation in (1, 2, 3):
+        trained[1](torch.randn(20, 50))  # type: ignore[index]
+        assert publisher.publish() == generation
+        assert follower.wait(timeout=10) == generation
+        assert follower.load(model) == follower.generation == generation
+        assert int(model[1].num_batches_tracked) == generation  # type: ignore[index,arg-type]
+        assert equal(model.state_dict(), trained.state_dict())
+        assert equal(follower.state_dict(), trained.state_dict())
+    kept = follower.state_dict()
+    publisher.publish({name: torch.ones_like(tensor) for name, tensor in trained.state_dict().items()})
+    assert follower.load(model) == 4
+    assert equal(kept, trained.state_dict())  # what was given before is the caller's own
+    assert client.open("policy").tensor("0.weight").read().sum() == 5000
+    assert smb.torch.publish(client, "policy", trained) == 5
+
+
+def test_every_dtype_bit_for_bit(client: smb.Client) -> None:
+    """All that a state_dict may hold, any bits, with tensors that have no elements or are not contiguous."""
+    generator = torch.Generator().manual_seed(1)
+    state = {}
+    for dtype in DTYPES:
+        kind = getattr(torch, dtype)
+        bits = torch.randint(0, 2 if dtype == "bool" else 256, (12 * kind.itemsize,), generator=generator)
+        state[dtype] = bits.to(torch.uint8).view(kind).view(3, 4)
+    state |= {"transposed": state["float32"].T, "none": torch.zeros(0, 3), "one": torch.tensor(7)}
+    smb.torch.publish(client, "odd", state)
+    follower = smb.torch.follow(client, "odd")
+    assert equal(follower.state_dict(), {name: tensor.contiguous() for name, tensor in state.items()})
+    with follower.pin() as generation:
+        assert generation.number == 1
+        assert equal(dict(generation), follower.state_dict())
+        with pytest.raises(KeyError):
+            generation["two"]
+
+
+def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
+    """Other names, shapes or dtypes, and what is no dense tensor: nothing is published, no model is touched."""
+    state = filled(1)
+    publisher = smb.torch.Publisher(client, "w", state)
+    publisher.publish()
+    for change, told in (
+        ({"e": torch.zeros(1)}, "e is not in it"),
+        ({"b": torch.zeros(7, 11)}, r"b is .*float32"),
+        ({"a": torch.zeros(300_001)}, "300001"),
+        ({"a": torch.zeros(3).to_sparse()}, "sparse"),
+        ({"a": 3.0}, "'a' is a float, no tensor"),
+    ):
+        with pytest.raises(smb.InvalidArgumentError, match=told):
+            publisher.publish({**state, **change})  # type: ignore[dict-item]
+    with pytest.raises(smb.InvalidArgumentError, match="a is missing"):
+        publisher.publish({name: tensor for name, tensor in state.items() if name != "a"})
+    assert publisher.generation == 1
+    assert value_of(smb.torch.follow(client, "w").state_dict()) == 1
+    changed = {**state, "b": torch.zeros(7, 11)}
+    with pytest.raises(smb.AlreadyExistsError, match=r"other tensors \(1 differ\): b: .*\[7, 11\], not .*smb rm w\)"):
+        smb.torch.Publisher(client, "w", changed)
+    with pytest.raises(smb.AlreadyExistsError, match=r"other tensors .*only in one"):
+        smb.torch.Publisher(client, "w", network())
+    model = network(3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(smb.InvalidArgumentError, match=r"load 'w': .*differ"):
+        smb.torch.follow(client, "w").load(model)
+    assert equal(model.state_dict(), before)
+    client.create("plain", 3)
+    client.create("single", tensors={"a": (3, "float32")})
+    client.create("nameless", 3, versions=2)
+    for name in ("plain", "single", "nameless"):
+        with pytest.raises(smb.InvalidArgumentError, match="no published state"):
+            smb.torch.follow(client, name)
+    with (
+        smb.train.join(client, "group", np.zeros(3, np.float32), smb.train.ASP()),
+        pytest.raises(smb.InvalidArgumentError, match=r"group of smb\.train.*shared_state_dict\(client, 'group'\)"),
+    ):
+        smb.torch.follow(client, "group")
+    with pytest.raises(smb.NotFoundError):
+        smb.torch.follow(client, "nobody")
+
+
+def test_readers_never_see_a_mix(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """One trainer at full rate, four readers over both transports that were there before it: every generation that
+    anybody saw is whole, its number is right, and the numbers grow.
+    """
+    last = 60
+    readers = [(follow_until, cluster.address, transport, last) for transport in ("shm", FAR) * 2]
+    *seen, published = run_together(*readers, (publish_up_to, cluster.address, last))
+    assert published == [last + 1]
+    for numbers in seen:
+        assert numbers[-1] >= last
+        assert numbers == sorted(numbers)
+    assert sum(map(len, seen)) >= 8
+
+
+def test_a_stopped_reader_does_not_stop_the_trainer(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """A reader that was stopped with a generation pinned delays one publication by the pin's time; the trainer's next
+    ones go on at once, and the reader, woken, is told that it has lost: it read nothing of another generation.
+    """
+    client = connect()
+    publisher = smb.torch.Publisher(client, "w", filled(0))
+    publisher.publish(filled(1))
+    with in_process(pin_and_wait, cluster.address, 2.0) as (process, messages):
+        assert messages.get(timeout=60) == 1
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for number in range(2, 8):
+            assert publisher.publish(filled(number)) == number
+        assert time.monotonic() - began < 10
+        os.kill(process.pid, signal.SIGCONT)
+        assert "version 1 was overwritten" in messages.get(timeout=60)
+    assert value_of(smb.torch.follow(client, "w").state_dict()) == 7
+
+
+def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client, connect: Connect) -> None:
+    """With a short timeout it is told that nothing was published, and the next call publishes."""
+    publisher = smb.torch.Publisher(client, "w", filled(0))
+    publisher.publish(filled(1))
+    follower = smb.torch.follow(connect(FAR), "w")
+    with follower.pin(ttl=30) as generation:
+        publisher.publish(filled(2))
+        with pytest.raises(smb.TimeoutError, match="nothing done"):
+            publisher.publish(filled(3), timeout=0.1)
+        assert value_of(generation) == 1
+        assert value_of(follower.state_dict()) == follower.generation == 2
+    assert publisher.publish(filled(3), timeout=0.1) == 3
+    with pytest.raises(smb.TimeoutError):
+        follower.wait(timeout=0.1) if follower.state_dict() else None
+
+
+def test_a_trainer_that_is_killed_comes_back(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """kill -9 in the middle, three times: readers keep the last whole generation, and the next run goes on from it."""
+    client = connect(FAR)
+    last, reads = 0, 0
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        nonlocal reads
+        try:
+            follower = smb.torch.follow(client, "w", timeout=60)
+            follower.wait(timeout=60)
+            while not stop.is_set():
+                assert value_of(follower.state_dict()) == follower.generation
+                reads += 1
+        except BaseException as error:  # noqa: BLE001 - it is raised again below
+            failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(3):
+        with in_process(publish_until_killed, cluster.address) as (process, messages):
+            for _ in range(2 + turn):
+                number = messages.get(timeout=60)
+                assert number > last
+                last = number
+            process.kill()
+    wait_for(lambda: reads > 20 or failures, "reads")
+    stop.set()
+    reader.join()
+    assert not failures
+    follower = smb.torch.follow(client, "w")
+    assert value_of(follower.state_dict()) == follower.generation >= last
