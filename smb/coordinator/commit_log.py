@@ -34,7 +34,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
 from smb.coordinator.state import SESSION_LEASE_S, State, load, step
-from smb.coordinator.store import Store, StoreError
+from smb.coordinator.store import MIGRATION, Store, StoreError
 from smb.errors import UnavailableError
 
 _log = logging.getLogger("coordinator")
@@ -218,6 +218,10 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
 
 
 def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quotas: Mapping[str, Quota]) -> State:
+    if MIGRATION in texts:
+        raise StoreError(
+            f"these records are not the current ones: {texts[MIGRATION]}; see `smb coordinator migrate --help`"
+        )
     try:
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -120,6 +121,16 @@ async def _tick(ledger: Ledger, endings: Endings, health: Health) -> None:
             more = any(isinstance(effect, TellEnded) for effect in committed.effects) and most is not None
         health.ticked()
         await asyncio.sleep(0 if more else TICK_S)
+
+
+@asynccontextmanager
+async def cancelled_at_end(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Have it run beside the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        await cancel(task)
 
 
 async def cancel(task: asyncio.Task[None]) -> None:

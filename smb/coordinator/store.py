@@ -24,6 +24,7 @@ FILE_NAME = "coordinator.sqlite"
 RESERVE_NAME = "coordinator.reserve"
 RESERVE_BYTES = 8 << 20
 SCHEMA_VERSION = 1
+MIGRATION = "migration"  # the key of what says that these records are not to be served: they moved, or are half there
 
 _log = logging.getLogger("coordinator")
 

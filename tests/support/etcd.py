@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.daemons import Daemon, Daemons, stop, wait_for
-from tests.support.ways import SLOWNESS
+from tests.support.transports import SLOWNESS
 
 needs_etcd = pytest.mark.skipif(
     shutil.which("etcd") is None, reason="etcd is not here (`make etcd` installs Debian's etcd-server)"

@@ -17,12 +17,14 @@ from smb.daemon.process import start_log
 from smb.errors import Error
 from smb.security import credentials as found
 from smb.tools.cli.options import option
+from smb.tools.cli.output import console
 
 _LEASE_S = SETTINGS["coordinator.session_lease"].default
 _TOKEN_LIFETIME_S = SETTINGS["coordinator.token_lifetime"].default
 
 
 def coordinator(
+    context: typer.Context,
     listen: Annotated[str, option("coordinator.listen")] = SETTINGS["coordinator.listen"].default,
     state: Annotated[str, option("coordinator.state")] = SETTINGS["coordinator.state"].default,
     metrics: Annotated[str, option("coordinator.metrics")] = SETTINGS["coordinator.metrics"].default,
@@ -45,6 +47,8 @@ def coordinator(
     Data never passes through it: clients and memory servers go on while it is down, and a restart on the same --state
     and --listen brings everything back. Several with the same --state in etcd stand by for each other: one leads.
     """
+    if context.invoked_subcommand is not None:
+        return
     try:
         start_log(log_level)
         options = Options(
@@ -68,3 +72,22 @@ def coordinator(
     except Error as error:
         logging.getLogger("coordinator").error("%s", error)
         raise typer.Exit(1) from None
+
+
+def migrate(
+    source: Annotated[str, typer.Option("--from", metavar="STATE", help="Where the records are, as --state has it.")],
+    target: Annotated[str, typer.Option("--to", metavar="STATE", help="Where they are to be; nothing else is there.")],
+    etcd_credentials: Annotated[Path | None, option("coordinator.etcd_credentials")] = None,
+) -> None:
+    """Move a coordinator's records: from a directory to etcd, or back.
+
+    No coordinator of either runs meanwhile; memory servers and clients go on. Every record is read again and compared.
+    The old place is marked, so that no coordinator serves it any more. Cut off, the same call does it again.
+    """
+    import asyncio
+
+    from smb.coordinator.etcd.connection import Access
+    from smb.coordinator.migrate import migrate as move
+
+    count = asyncio.run(move(source, target, Access.of(etcd_credentials)))
+    console().print(f"{count} records are in {target} now, each compared; start coordinators with: --state {target}")

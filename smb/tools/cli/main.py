@@ -15,7 +15,7 @@ from smb.security.credentials import CREDENTIALS_VARIABLE
 from smb.tools.cli.bench import bench
 from smb.tools.cli.certs import InOrder, certs
 from smb.tools.cli.config import config
-from smb.tools.cli.coordinator import coordinator
+from smb.tools.cli.coordinator import coordinator, migrate
 from smb.tools.cli.copy import cp, restore, snapshot
 from smb.tools.cli.create import create
 from smb.tools.cli.demo import demo
@@ -40,10 +40,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (
-    *(up, coordinator, status, top, ls, stat, create, rm, cp, snapshot, restore, mount, umount),
+    *(up, status, top, ls, stat, create, rm, cp, snapshot, restore, mount, umount),
     *(bench, demo, certs, config, doctor, targets),
 ):
     app.command(cls=InOrder if _command is certs else None)(configured(_command))
+_coordinator = typer.Typer(rich_markup_mode=None)
+_coordinator.callback(invoke_without_command=True)(configured(coordinator))
+_coordinator.command()(configured(migrate))
+app.add_typer(_coordinator, name="coordinator")
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from smb import ServerInfo
+    from smb.rpc import control_pb2 as pb
+
+_LOOK_S = 1.0
 
 
 def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
-    """Show the memory servers.
+    """Show the memory servers, and which of several coordinators leads.
 
     Who is alive, how much memory each lends, and how much of it is used.
     """
@@ -25,6 +28,7 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
     with connect(coordinator) as client:
         servers = sorted(client.servers(), key=lambda server: server.name)
         buffers = client.list()
+        coordinators = [_role(*each) for each in client.coordinator.look(_LOOK_S)]
     alive = [server for server in servers if server.alive]
     totals = {
         "servers": len(servers),
@@ -35,14 +39,28 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         "buffers": len(buffers),
     }
     if as_json:
-        print_json({"servers": [server_json(server) for server in servers], "totals": totals})
+        print_json(
+            {"coordinators": coordinators, "servers": [server_json(server) for server in servers], "totals": totals}
+        )
         return
     out = console()
+    if len(coordinators) > 1 or coordinators[0]["role"] != "leader":
+        out.print(_coordinators(coordinators))
     if not servers:
         out.print("No memory server has registered. Start one: smb-memserver --coordinator HOST:PORT")
         return
     out.print(_table(servers))
     out.print(_summary(totals))
+
+
+def _role(address: str, reply: pb.LeaderReply | None) -> dict[str, str]:
+    role = "silent" if reply is None else "leader" if reply.leads else "standby"
+    return {"address": address, "role": role, "leader": reply.address if reply is not None else ""}
+
+
+def _coordinators(found: Sequence[dict[str, str]]) -> str:
+    words = {"leader": "leads", "standby": "stands by", "silent": "does not answer"}
+    return "Coordinators: " + ", ".join(f"{each['address']} {words[each['role']]}" for each in found) + "\n"
 
 
 def _table(servers: Sequence[ServerInfo]) -> Table:
