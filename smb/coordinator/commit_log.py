@@ -147,7 +147,8 @@ class Ledger:
                 raise
         else:
             self._owed = {}
-            if self._store_error and not urgent:  # out of its reserve a full disk takes what is urgent
+            # Out of its reserve a full disk takes what is urgent; a full etcd takes what only deletes.
+            if self._store_error and not urgent and any(text is not None for text in wanted.values()):
                 _log.info("the store can be written again")
                 self._store_error = ""
 

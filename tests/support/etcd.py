@@ -137,9 +137,10 @@ def running_etcd(members: int = 1, options: Sequence[str] = ()) -> Iterator[Etcd
 class Coordinators:
     """Coordinators on one prefix, each at a port of its own that it has again after a kill."""
 
-    def __init__(self, daemons: Daemons, state: str, count: int, *options: str) -> None:
+    def __init__(self, daemons: Daemons, state: str | Sequence[str], count: int, *options: str) -> None:
+        """`state` is one for all, or each one's."""
         self._daemons = daemons
-        self._state = state
+        self._states = [state] * count if isinstance(state, str) else list(state)
         self._options = options
         self._kept = [_keep_port() for _ in range(count)]
         self.addresses = [f"127.0.0.1:{kept.getsockname()[1]}" for kept in self._kept]
@@ -192,7 +193,7 @@ class Coordinators:
 
     def _begun(self, index: int) -> Daemon:
         return self._daemons.coordinator(
-            self.addresses[index], self._state, *self._options, name=f"coordinator-{index}"
+            self.addresses[index], self._states[index], *self._options, name=f"coordinator-{index}"
         )
 
 
