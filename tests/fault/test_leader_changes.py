@@ -34,6 +34,7 @@ pytestmark = [needs_etcd, pytest.mark.timeout(LIMIT_S)]
 ROUNDS = times(2, int(os.environ.get("SMB_ROUNDS", "100")))
 LEASE = times(3, LEASE_S)
 SLACK_S = 2.0 if LONG else 8.0  # a short run is one of many on a busy machine
+ELECTION_S = 4.0  # etcd's own takes 1 to 3 s
 NAMES = ("a", "b", "c")  # before "sum"
 TIMEOUT_S = 60.0
 PAUSE_S = 0.05  # between a thread's calls: a history of thousands is not searched
@@ -249,7 +250,9 @@ def test_rounds(tmp_path: Path) -> None:
                 names = found
                 done += len(calls)
                 unknown += sum(call.answer == UNKNOWN for call in calls)
-                assert waits[kind][-1] < (LEASE + SLACK_S) * SLOWNESS, (
+                # A new leader of etcd gives every lease its whole time again.
+                slack_s = SLACK_S + (ELECTION_S if "+etcd" in kind else 0.0)
+                assert waits[kind][-1] < (LEASE + slack_s) * SLOWNESS, (
                     f"round {number}, {kind}: {waits[kind][-1]:.1f} s"
                 )
                 print(f"round {number}: {kind}, a create after {waits[kind][-1]:.2f} s", flush=True)

@@ -230,7 +230,11 @@ class Gate:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._upstream, 5)
+                try:
+                    far = socket.create_connection(self._upstream, 5)
+                except OSError:  # it is down: so is this
+                    near.close()
+                    continue
                 far.settimeout(None)
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):

@@ -164,13 +164,7 @@ class Lead:
             head = f"{_HEAD_VERSION} {self.term} {self._count}".encode()
             moved = pb.RequestOp(request_put=pb.PutRequest(key=_head_key(self._place), value=head))
             operations = [*operations, moved]
-        reply = await self._transact(self._fenced(operations))
-        if not reply.succeeded:
-            leader, there = (response.response_range.kvs for response in reply.responses)
-            # Ours, and moved by ourselves: an attempt that was not answered was carried out.
-            if not (puts and leader and leader[0].create_revision == self.term and there and there[0].value == head):
-                self.lose("another coordinator leads")
-                raise self._deposed("unknown")
+        await self._transact(operations, head)
         self._head = head
 
     def _fenced(self, operations: Sequence[pb.RequestOp]) -> pb.TxnRequest:
@@ -185,25 +179,57 @@ class Lead:
             failure=[_get(leader), _get(head)],
         )
 
-    async def _transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
-        end = _now() + self._lease_s
-        asked_before = False
+    async def _transact(self, operations: Sequence[pb.RequestOp], head: bytes) -> None:
+        """Send it until it is answered. `head` is what it moves the head to, or leaves it at."""
+        request, end = self._fenced(operations), _now() + self._lease_s
+        unanswered = False
         while True:
             try:
-                reply, _ = await self._etcd.transact(request, _ASK_S)
-                return reply
+                reply, repeated = await self._etcd.transact(request, _ASK_S)
             except SilentError as error:
-                asked_before = True
+                unanswered = True
                 if not self.holds or _now() >= end:
                     self.lose(f"it can store nothing: {error}")
                     raise self._deposed("unknown") from None
+                continue
             except RefusedError as error:
-                if asked_before or error.repeated:
-                    # Of the attempt before nobody knows, and the refusal says nothing of it: who leads next reads it.
-                    self.lose(f"it is not known what became of a change: {error}")
-                    raise self._deposed("unknown") from None
-                advice = "; compact and defragment it, then disarm its alarm" if error.full else ""
-                raise StoreError(f"cannot write: {error}{advice}; nothing was changed") from None
+                await self._refused(error, unanswered or error.repeated, operations, head)
+                return
+            if not reply.succeeded:
+                leader, there = (response.response_range.kvs for response in reply.responses)
+                ours = bool(leader) and leader[0].create_revision == self.term
+                # Moved by ourselves: an attempt that was not answered was carried out.
+                moved = head != self._head and bool(there) and there[0].value == head
+                if not (ours and moved and (unanswered or repeated)):
+                    self.lose("another coordinator leads")
+                    raise self._deposed("unknown")
+            return
+
+    async def _refused(
+        self, error: RefusedError, unanswered: bool, operations: Sequence[pb.RequestOp], head: bytes
+    ) -> None:
+        """Return where it was done all the same: etcd says of a transaction that used up its quota that it had no room,
+        and may have carried it out. Raises StoreError where it was not, DeposedError where nobody knows.
+        """
+        try:
+            done = error.full and await self._was_done(operations, head)
+        except (SilentError, RefusedError):
+            done, unanswered = False, True
+        if done:
+            return
+        if unanswered:
+            # An attempt may still arrive, and the refusal says nothing of that one: who leads next reads what is there.
+            self.lose(f"it is not known what became of a change: {error}")
+            raise self._deposed("unknown")
+        advice = "; compact and defragment it, then disarm its alarm" if error.full else ""
+        raise StoreError(f"cannot write: {error}{advice}; nothing was changed")
+
+    async def _was_done(self, operations: Sequence[pb.RequestOp], head: bytes) -> bool:
+        if head != self._head:
+            found = await self._etcd.range(pb.RangeRequest(key=_head_key(self._place)), _ASK_S)
+            return bool(found.kvs) and found.kvs[0].value == head
+        first = operations[0].request_delete_range.key  # all of it was done, or nothing
+        return not (await self._etcd.range(pb.RangeRequest(key=first), _ASK_S)).kvs
 
     async def close(self) -> None:
         """Let another coordinator lead at once, if we still do."""
