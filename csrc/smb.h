@@ -35,7 +35,7 @@ enum smb_status {
     SMB_BROKEN = 10,         /* a party of the barrier died or gave up: this round is over for all */
     SMB_EVICTED = 11,        /* the record that would tell a repeated change from a new one is gone: outcome unknown */
     SMB_SESSION_ENDED = 12,  /* the session's lease ran out, or it was closed; nothing applied */
-    SMB_PARKED = 13,         /* will be answered later; only inside the server, never on the wire */
+    SMB_DEFERRED = 13,         /* will be answered later; only inside the server, never on the wire */
     SMB_DISCONNECTED = 16,   /* the link was down before anything of this call was sent: not applied */
     SMB_LINK_LOST = 17,      /* the link broke with frames in flight: outcome unknown */
     SMB_PROTOCOL = 18,       /* the peer sent a frame that is none; the link is closed */
@@ -270,9 +270,9 @@ struct smb_server_counters {
     uint64_t turned_away_total;   /* connections closed at once, as there was no descriptor left for them */
     uint64_t strangers_now;       /* that came over TCP, and have not shown yet who they are */
     uint64_t strangers_evicted_total; /* of them closed early, as too many others came */
-    uint64_t parked_now;          /* requests that wait for a chunk lock */
-    uint64_t parked_total;
-    uint64_t waits_now;           /* requests parked at locks, barriers and versions */
+    uint64_t deferred_now;          /* requests that wait for a chunk lock */
+    uint64_t deferred_total;
+    uint64_t waits_now;           /* requests deferred at locks, barriers and versions */
     uint64_t repeated_total;      /* requests that were sent again after a connection broke */
     uint64_t replayed_total;      /* of them changes that had been made, and were answered without being made again */
     uint64_t backlog_bytes;       /* of answers that wait for their peers to read */
@@ -414,7 +414,8 @@ int smb_client_connect_tls(struct smb_client *client, const char *address, uint1
 /* The same on a stream socket that is connected already: fd is closed with the link, or at once unless SMB_OK. */
 int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
                           uint64_t *instance);
-/* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses the link for calls. */
+/* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses the link for calls. SMB_UNTRUSTED
+ * as smb_buffer_set_link. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
 /* Shows a token on the link's connection, blocking up to timeout_ms, and on every later one; in the place of an older one of the
@@ -450,7 +451,7 @@ int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, 
 int smb_link_let_go(struct smb_link *link);
 int smb_link_wanted(struct smb_link *link);
 /* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every later one, with
- * SMB_DISCONNECTED; local segments go on working. */
+ * SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go on working. */
 void smb_client_close(struct smb_client *client);
 /* Frees it. No call is in progress, no buffer or link of it will be used again. */
 void smb_client_destroy(struct smb_client *client);
@@ -459,22 +460,23 @@ void smb_client_destroy(struct smb_client *client);
 struct smb_ask {
     int opcode; uint64_t segment; uint32_t epoch; uint64_t argument; uint64_t words[6];
 };
-struct smb_told { int status; int sent; uint64_t a; uint64_t b; };
-struct smb_asking;
-/* Sends it; wait as often as you like: SMB_BUSY means not yet. The link's lane is one that is used for nothing else. */
-int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_asking **asking);
-int smb_ask_wait(struct smb_asking *asking, uint32_t timeout_ms, struct smb_told *told);
+struct smb_reply { int status; int sent; uint64_t a; uint64_t b; };
+struct smb_pending;
+/* Sends it; wait as often as you like: SMB_BUSY means not yet. The link's lane is one that is used for nothing else. SMB_UNTRUSTED as
+ * smb_buffer_set_link, but for AUTHORIZE. */
+int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_pending **pending);
+int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_reply *reply);
 /* Frees it; one that is not answered yet is given up. */
-void smb_ask_end(struct smb_asking *asking);
+void smb_ask_end(struct smb_pending *pending);
 
 /* What became of the parts of a call that failed before all was confirmed. */
-struct smb_doubt;
-enum smb_doubt_state { SMB_DOUBT_PENDING = 0, SMB_DOUBT_APPLIED = 1, SMB_DOUBT_NOT_APPLIED = 2, SMB_DOUBT_UNKNOWN = 3 };
+struct smb_unknown;
+enum smb_outcome_state { SMB_OUTCOME_PENDING = 0, SMB_OUTCOME_APPLIED = 1, SMB_OUTCOME_NOT_APPLIED = 2, SMB_OUTCOME_UNKNOWN = 3 };
 /* Blocks until it is known of every part, up to timeout_ms: SMB_TIMEOUT. What was not applied then never will be. */
-int smb_doubt_settle(struct smb_client *client, struct smb_doubt *doubt, uint32_t timeout_ms);
-/* Once settled. Part `index`, false past the last. */
-bool smb_doubt_part(const struct smb_doubt *doubt, uint32_t index, uint64_t *offset, uint32_t *bytes, int *state);
-void smb_doubt_release(struct smb_doubt *doubt);
+int smb_unknown_resolve(struct smb_client *client, struct smb_unknown *unknown, uint32_t timeout_ms);
+/* Once resolved. Part `index`, false past the last. */
+bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_t *offset, uint32_t *bytes, int *state);
+void smb_unknown_release(struct smb_unknown *unknown);
 
 /* ---- transfer ----------------------------------------------------------------------------------------------------- */
 
@@ -482,7 +484,8 @@ struct smb_buffer;
 
 int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype, struct smb_buffer **buffer);
 /* Where segment `index` is reached: over a link, or through a local mapping (a reference is taken). Set before the first
- * call; after a reconnect make another smb_buffer, and destroy this one when no call uses it any more. */
+ * call; after a reconnect make another smb_buffer, and destroy this one when no call uses it any more. SMB_UNTRUSTED: the client
+ * wants proof and the link's server has given none (smb_link_authorize), so nothing may be sent there. */
 int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id, uint32_t epoch,
                         struct smb_link *link);
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);
@@ -520,7 +523,7 @@ struct smb_outcome {
     uint64_t result;           /* FETCH_ADD, COMPARE_SWAP */
     uint64_t bytes_applied;    /* acknowledged or done locally */
     int sent;                  /* 1 if any frame of this call may have reached a server or a local segment was changed */
-    struct smb_doubt *doubt;   /* the caller's to release, or NULL: parts of a change that are not confirmed */
+    struct smb_unknown *unknown;   /* the caller's to release, or NULL: parts of a change that are not confirmed */
 };
 
 /* Whether whoever calls wants a blocking call of this thread to end: asked every 100 ms or so by calls that move data, settle or

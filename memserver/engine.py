@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smb._engine import ffi, lib
-from smb.engine import KINDS, TRANSPORTS, Latency, Tls, Token, latencies_of, status_name
+from smb.engine import KINDS, TRANSPORTS, Latency, Tls, Token, check_isa, latencies_of, status_name
 from smb.errors import (
     AlreadyExistsError,
     Error,
@@ -68,8 +68,8 @@ class Counters:
     turned_away_total: int
     strangers: int
     strangers_evicted_total: int
-    parked: int
-    parked_total: int
+    deferred: int
+    deferred_total: int
     waits: int
     repeated_total: int
     replayed_total: int
@@ -159,6 +159,7 @@ class Engine:
     def __init__(self, instance_id: int, loops: int, capacity_bytes: int) -> None:
         """Start the loops; nothing listens yet. Raises UnavailableError where threads cannot be had."""
         made = ffi.new("struct smb_server **")
+        check_isa()
         _check(lib.smb_server_create(instance_id, loops, capacity_bytes, made), "start the engine")
         self._server = made[0]
 
@@ -310,8 +311,8 @@ class Engine:
             turned_away_total=int(raw.turned_away_total),
             strangers=int(raw.strangers_now),
             strangers_evicted_total=int(raw.strangers_evicted_total),
-            parked=int(raw.parked_now),
-            parked_total=int(raw.parked_total),
+            deferred=int(raw.deferred_now),
+            deferred_total=int(raw.deferred_total),
             waits=int(raw.waits_now),
             repeated_total=int(raw.repeated_total),
             replayed_total=int(raw.replayed_total),

@@ -67,7 +67,7 @@ class Opened:
 
 
 class _Peer:
-    """A session's connection. A progress.Pump."""
+    """A session's connection. A progress.Relay."""
 
     def __init__(self, engine: Engine, domain: Domain) -> None:
         """Raises OutOfMemoryError, UnavailableError, NoDeviceError."""
@@ -98,43 +98,43 @@ class _Peer:
         return [Place(region.address, region.remote_key, region.nbytes) for region in self._regions]
 
     def queue_fd(self) -> int:
-        """See Pump."""
+        """See Relay."""
         return self.queue.fd
 
     def socket_fd(self) -> int:
-        """See Pump."""
+        """See Relay."""
         return self._socket.fileno()
 
     def hang_up(self) -> None:
-        """See Pump: the engine has closed the connection; what it said last is still sent."""
+        """See Relay: the engine has closed the connection; what it said last is still sent."""
         self._hung_up = True
 
     def wants_socket(self) -> bool:
-        """See Pump."""
+        """See Relay."""
         return len(self._out) < MESSAGE_BYTES
 
     def arm(self) -> None:
-        """See Pump."""
+        """See Relay."""
         self.queue.arm()
 
     def take_event(self) -> None:
-        """See Pump."""
+        """See Relay."""
         self.queue.take_event()
 
     def short(self) -> bool:
-        """See Pump. It shares nothing."""
+        """See Relay. It shares nothing."""
         return False
 
     def awaits(self) -> bool:
-        """See Pump. A client owes nothing: one that is gone loses its session."""
+        """See Relay. A client owes nothing: one that is gone loses its session."""
         return False
 
     def probe(self) -> None:
-        """See Pump."""
+        """See Relay."""
         self.queue.probe()
 
     def turn(self) -> bool:
-        """See Pump."""
+        """See Relay."""
         if self.closed:
             return False
         moved = self.queue.poll() > 0
@@ -182,7 +182,7 @@ class _Peer:
         return bool(data)
 
     def close(self) -> None:
-        """See Pump. The card first, then the keys of the slots, then the slots."""
+        """See Relay. The card first, then the keys of the slots, then the slots."""
         if self.closed:
             return
         self.closed = True
@@ -429,4 +429,4 @@ class Rdma:
     def _end_peer(self, session: _Session) -> None:
         peer, session.peer = session.peer, None
         if peer is not None and self._progress is not None:
-            self._progress.close_pump(peer)
+            self._progress.close_relay(peer)

@@ -81,7 +81,7 @@ class Registration:
         identity: Identity,
         segments: Segments,
         load: Callable[[], pb.ServerLoad],
-        asking: Asking,
+        pending: Asking,
         on_outcome: Callable[[Error | None], None],
         credentials: Credentials | None = None,
         on_keys: Callable[[pb.AccessKeys], None] | None = None,
@@ -96,7 +96,7 @@ class Registration:
         self._identity = identity
         self._segments = segments
         self._load = load
-        self._asking = asking
+        self._pending = pending
         self.leases_lost = 0  # times that the coordinator did not know us any more
         self._on_outcome = on_outcome
         self._on_keys = on_keys
@@ -214,12 +214,12 @@ class Registration:
             sessions_seen=self._sessions_seen,
             load=self._load(),
         )
-        self._asking.ask(request)
+        self._pending.ask(request)
         failpoint("memserver.renew.asking")
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
-        self._asking.learn(reply)
+        self._pending.learn(reply)
         self._end(reply.ended_sessions)
         return int(reply.lease_ms)
 

@@ -32,12 +32,12 @@ def build() -> Path:
     program = BUILD / f"limits-{hashlib.sha256(text).hexdigest()[:12]}"
     if not program.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        draft = program.with_suffix(f".{os.getpid()}")
-        command = [_compiler() or "gcc", *FLAGS, *map(str, SOURCES), "-lssl", "-lcrypto", "-o", str(draft)]
+        staged = program.with_suffix(f".{os.getpid()}")
+        command = [_compiler() or "gcc", *FLAGS, *map(str, SOURCES), "-lssl", "-lcrypto", "-o", str(staged)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
             raise RuntimeError(f"{SOURCES[0]} does not compile: {made.stderr.strip()[-500:]}")
-        draft.replace(program)
+        staged.replace(program)
     return program
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import smb
 from memserver.engine import Engine, SegmentForm
-from smb.engine import AskOpcode, BufferHandle, EngineClient, Lane, Link, Opcode, memory_of
+from smb.engine import AskOpcode, BufferHandle, EngineClient, Lane, Link, Opcode, Request, memory_of
 
 MEMORY = Path("/dev/shm")
 BYTES = 64 << 20
@@ -66,10 +66,11 @@ def cost_of_the_journal() -> dict[str, float]:
         with engine(True) as (_, on, _l), engine(False) as (_, off, _m):
             for turn in range(ROUNDS + 1):
                 for journal, handle in ((True, on), (False, off)) if turn % 2 else ((False, off), (True, on)):
+                    request = Request(Opcode.ACCUMULATE, 0, nbytes, memory_of(source), op=SUM)
 
-                    def run(handle: BufferHandle = handle, nbytes: int = nbytes, repeats: int = repeats) -> None:
+                    def run(handle: BufferHandle = handle, request: Request = request, repeats: int = repeats) -> None:
                         for _ in range(repeats):
-                            result = handle.transfer(Opcode.ACCUMULATE, 0, nbytes, 20000, memory_of(source), op=SUM)
+                            result = handle.transfer(request, 20000)
                             assert isinstance(result, int), result
 
                     taken = seconds(run)
@@ -83,7 +84,7 @@ def lock_in_round_trips(cluster: smb.LocalCluster, transport: str) -> float:
     """An uncontended lock and unlock, in round trips of the smallest request over the same connection."""
     with smb.connect(cluster.address, transport=transport) as client:
         buffer = client.create(f"home-{transport}", 1, "int64")
-        home = buffer._sync_homes()[0]
+        home = buffer._dispatcher.homes()[0]
         lock = buffer.lock()
 
         def take() -> None:
@@ -105,23 +106,23 @@ def waking_the_waiters(cluster: smb.LocalCluster) -> dict[str, float]:
     clients = [smb.connect(cluster.address, transport="tcp") for _ in range(10)]
     buffer = clients[0].create("woken", 16, "float32", versions=2)
     array = np.ones(16, np.float32)
-    homes = [client.open("woken")._sync_homes()[0] for client in clients]
+    homes = [client.open("woken")._dispatcher.homes()[0] for client in clients]
     times = []
     for turn in range(1, ROUNDS + 1):
         asked = [homes[i % 10].start(AskOpcode.AWAIT_VERSION, 0, (turn, 60_000)) for i in range(WAITERS)]
-        for asking in asked[::100]:
-            asking.wait(20)  # what is to be sent goes out when somebody waits
+        for pending in asked[::100]:
+            pending.wait(20)  # what is to be sent goes out when somebody waits
         for home in homes:
-            home.ask("there", AskOpcode.AWAIT_VERSION, 0, (0, 0))  # all are parked: requests of a lane keep their order
+            home.ask("there", AskOpcode.AWAIT_VERSION, 0, (0, 0))  # all wait there: requests of a lane keep their order
         start = time.perf_counter()
         buffer.publish(array)
-        for asking in asked:
-            told = asking.wait(20_000)
+        for pending in asked:
+            told = pending.wait(20_000)
             assert told is not None
             assert told.a == turn
         times.append(1000 * (time.perf_counter() - start))
-        for asking in asked:
-            asking.end()
+        for pending in asked:
+            pending.end()
     for client in clients:
         client.close()
     return {"median": statistics.median(times), "slowest": max(times)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ from smb.config.parse import parse_bytes
 from smb.tools.cli.signals import interrupted_once
 
 SIZES = "8,4KiB,256KiB,4MiB,64MiB"
-RESULTS = ROOT / "perf" / "results"
+RAW = ROOT / "build" / "perf" / "results"  # every sample; git ignores it
+PUBLISHED = ROOT / "perf" / "results"
+CHARTS = ("bandwidth-shm.svg", "bandwidth-remote.svg", "latency.svg")
 _VARIANTS_KEPT = 4  # of each kind of limit, after the first round
 _AND_MORE = ", and more parts with --add"
 
@@ -153,6 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("interrupted: what was measured so far follows")
     whole.add(results)
     write(whole, options.output, console)
+    if options.publish:
+        publish(whole, options.output, PUBLISHED)
+        console.print(f"the table, the ratios and the charts are in {PUBLISHED}, too")
     if options.quick:
         sys.stdout.write(ranges.report(results, ranges.load()))
     failed = [cell for cell in results.cells.values() if cell.failed and results.kinds[cell.contender] in (OURS, LIMIT)]
@@ -241,6 +247,17 @@ def write(results: Results, folder: Path, console: Console) -> None:
     console.print(f"results.json, table.md and plots are in {folder}")
 
 
+def publish(results: Results, raw: Path, folder: Path) -> None:
+    """Write what is kept in the repository: the table without its samples, the ratios, and three charts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(markdown(results).partition("## All cells")[0])
+    ratios = {name: value for name, value in results.to_json().items() if name != "cells"}
+    (folder / "ratios.json").write_text(json.dumps(ratios, indent=None).replace("}, {", "},\n {") + "\n")
+    for name in CHARTS:
+        if (raw / name).exists():
+            shutil.copy(raw / name, folder / name)
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line. Exits with a message where it makes no sense."""
     parser = argparse.ArgumentParser("python -m perf.run", description=__doc__)
@@ -252,7 +269,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--contenders", type=lambda text: text.lower().split(","), help=f"{', '.join(KINDS)}, or names")
     parser.add_argument("--rounds", type=int, help="default 2; the tables show medians over them")
     parser.add_argument("--seconds", type=float, help="for each case of a round; default 0.2")
-    parser.add_argument("--output", type=Path, help="folder; default perf/results, with --quick build/perf/results")
+    parser.add_argument(
+        "--output", type=Path, help="folder; default build/perf/results, and what is published in perf/results"
+    )
     parser.add_argument("--add", action="store_true", help="keep the cells that --output has, of the same commit")
     parser.add_argument(
         "--quick",
@@ -266,8 +285,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "clients": [1, 2],
         "rounds": 1 if quick else 2,
         "seconds": 0.05 if quick else 0.2,
-        "output": ROOT / "build" / "perf" / "results" if quick else RESULTS,
+        "output": RAW,
     }
+    options.publish = options.output is None and not quick
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)

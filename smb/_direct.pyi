@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 def set_up(transfer: int, transfer_at_once: int, array_type: type, /) -> None: ...
@@ -9,7 +10,8 @@ class Switch:
     open: bool
 
 class Place:
-    def _arm(
+    def __init__(self, go_on: Callable[[float, int, int], int]) -> None: ...
+    def arm(
         self,
         handle: object,
         client: Switch,
@@ -21,7 +23,7 @@ class Place:
         timeout_ms: int,
         /,
     ) -> None: ...
-    def _disarm(self) -> None: ...
+    def disarm(self) -> None: ...
 
 class Method:
     def __init__(self, opcode: int, function: Any) -> None: ...

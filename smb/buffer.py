@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
@@ -14,20 +12,20 @@ import numpy as np
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import SPARSE_WIRE
 from smb.buffer_info import BufferInfo
-from smb.call.dispatcher import Route, signed
+from smb.call.dispatcher import Dispatcher, signed
 from smb.call.optimizer_rules import hyper_of, rule_of
 from smb.call.outcomes import Failed, ranges_of
 from smb.call.session import Session
-from smb.call.sync_requests import Home, raise_fences, wait_ms
+from smb.call.sync_requests import wait_ms
+from smb.call.versions import Versions
 from smb.engine import (
     NOWHERE,
     AskOpcode,
-    DoubtState,
     EngineError,
     Opcode,
-    address_of,
+    PartState,
+    Request,
     direct,
-    memory_at,
     memory_of,
 )
 from smb.errors import (
@@ -36,14 +34,13 @@ from smb.errors import (
     UNKNOWN,
     Error,
     InvalidArgumentError,
-    LockLostError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
 )
 from smb.feedback import ErrorFeedback, Sending, SparseSending
 from smb.layout import Layout
-from smb.lock import PUBLISHER_LOCK, Lock
+from smb.lock import Lock
 from smb.pins import PIN_S_MAX, Pin
 from smb.rpc import metadata
 from smb.tensors import Tensor, TensorTable, tensor_of
@@ -54,15 +51,11 @@ Result = TypeVar("Result")
 
 # Short, for these are all over.
 _READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
-_LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
-_LOOK_S = 0.5  # after so much time a read looks whether its version is still there, and pins it
-_PIECE_BYTES = 1 << 20  # of such a read, to begin with: what is fast is read in larger ones
-_PIECE_MIN = 1 << 14  # elements
 _PUBLISH_TTL_S = 10.0
 _PUBLISH_WAIT_MAX_S = 86400.0
 
 
-class Buffer(Route):
+class Buffer:
     """A named array of `shape` and `dtype` in the memory servers. Made by Client.create and Client.open.
 
     An acknowledged call counts exactly once, also when connections break and servers are killed and restarted
@@ -93,8 +86,14 @@ class Buffer(Route):
     the block (a little more by the rounding of s), and a block with an infinity or NaN arrives as NaN.
     """
 
-    def __init__(self, client: Session, info: BufferInfo) -> None:
-        super().__init__(client, info)
+    __slots__ = ("__dict__", "__weakref__", "_place")  # `_place` is where direct methods look
+
+    def __init__(self, session: Session, info: BufferInfo) -> None:
+        self._session = session
+        self._dispatcher = Dispatcher(session, info)
+        self._arguments = self._dispatcher.arguments
+        self._place = self._dispatcher.place
+        self._versions = Versions(self._dispatcher)
         self._table: TensorTable | None = None  # once somebody asks
 
     # ---- what it is
@@ -102,49 +101,49 @@ class Buffer(Route):
     @property
     def name(self) -> str:
         """Its name, unique in the cluster; as last heard, where somebody renames it."""
-        return self._info.name
+        return self._dispatcher.info.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The array's shape; () for a single element."""
-        return self._info.shape
+        return self._dispatcher.info.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The element type (bfloat16 is ml_dtypes')."""
-        return self._info.dtype
+        return self._dispatcher.info.dtype
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self._size
+        return self._arguments.size
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self._info.nbytes
+        return self._dispatcher.info.nbytes
 
     @property
     def versions(self) -> int:
         """Copies: 2 where a read never mixes what publish() replaces, else 1."""
-        return self._info.versions
+        return self._dispatcher.info.versions
 
     @property
     def wire(self) -> str:
         """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
-        return self._info.wire
+        return self._dispatcher.info.wire
 
     @property
     def info(self) -> BufferInfo:
         """All that the coordinator told of it, as last heard."""
-        return self._info
+        return self._dispatcher.info
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What it was created with beside its elements: a JSON object, the same for everybody, for good. The dict is
         made anew at each look; to change it changes nothing here.
         """
-        return metadata.decode(self._info.metadata_json)
+        return metadata.decode(self._dispatcher.info.metadata_json)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -168,19 +167,17 @@ class Buffer(Route):
     @property
     def layout(self) -> Layout:
         """Which bytes live where."""
-        return self._info.layout
+        return self._dispatcher.info.layout
 
     @property
     def transports(self) -> tuple[str, ...]:
         """The transports in use, each once, sorted: ("shm",), ("tcp",) or ("shm", "tcp")."""
-        self._ensure(Deadline(self._client.timeout))
-        return tuple(sorted({way.transport for way in self._ways}))
+        self._dispatcher.ensure(Deadline(self._session.timeout))
+        return tuple(sorted({path.transport for path in self._dispatcher.paths}))
 
     def __repr__(self) -> str:
         servers = len({place.server for place in self.layout.segments})
-        return (
-            f"<smb.Buffer {self.name!r} {self._dtype.name}{list(self.shape)} on {servers} server{'s'[: servers > 1]}>"
-        )
+        return f"<smb.Buffer {self.name!r} {self.dtype.name}{list(self.shape)} on {servers} server{'s'[: servers > 1]}>"
 
     # ---- reading and writing
 
@@ -193,12 +190,13 @@ class Buffer(Route):
         there and `out` is returned. Of a buffer with versions=2 it is all of one version: the latest published. With
         `wire` other than "exact" it is what the servers' values are when rounded so.
         """
-        number = self._wire if wire is None else self._wire_of(wire, "read")
+        number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
-        if self._info.versions == 1:
-            self._call(_READ, offset, count, sink=memory.place, wire=number)
+        if self._dispatcher.info.versions == 1:
+            itemsize = self._arguments.itemsize
+            self._dispatcher.call(Request(_READ, offset * itemsize, count * itemsize, sink=memory.place, wire=number))
         else:
-            self._read_published(offset, count, memory.place, number)
+            self._versions.read(offset, count, memory.place, number)
         return cast(Array, result)
 
     def read_version(self, out: Any, *, wire: str | None = None) -> int:
@@ -206,9 +204,9 @@ class Buffer(Route):
         0 before the first.
         """
         self._check_versions("read_version")
-        number = self._wire if wire is None else self._wire_of(wire, "read_version")
-        memory = self._writable(out, self.size, "read_version")
-        return self._read_published(0, self.size, memory.place, number)
+        number = self._arguments.wire(wire, "read_version")
+        memory = self._arguments.writable(out, self.size, "read_version")
+        return self._versions.read(0, self.size, memory.place, number)
 
     @direct(_WRITE)
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
@@ -216,17 +214,19 @@ class Buffer(Route):
 
         Where two writes overlap, the last one wins, element by element.
         """
-        number = self._wire if wire is None else self._wire_of(wire, "write")
-        place, count, _owner = self._source(array, "write")
-        offset, count = self._range(offset, count, "write")
-        self._call(_WRITE, offset, count, place, fence=fence, wire=number)
+        number = self._arguments.wire(wire, "write")
+        place, count, _owner = self._arguments.source(array, "write")
+        offset, count = self._arguments.range(offset, count, "write")
+        itemsize = self._arguments.itemsize
+        self._dispatcher.call(Request(_WRITE, offset * itemsize, count * itemsize, place, wire=number), fence=fence)
 
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
-        element = arrays.scalar(value, self._dtype)
+        element = arrays.scalar(value, self._arguments.dtype)
         if element is None:
-            raise InvalidArgumentError(f"{self._asked('fill')}: {value!r} is no {self._dtype.name}")
-        self._call(Opcode.FILL, 0, self.size, argument=int.from_bytes(element.tobytes(), "little"), fence=fence)
+            raise InvalidArgumentError(f"{self._arguments.asked('fill')}: {value!r} is no {self._arguments.dtype.name}")
+        argument = int.from_bytes(element.tobytes(), "little")
+        self._dispatcher.call(Request(Opcode.FILL, 0, self.nbytes, argument=argument), fence=fence)
 
     def view(self) -> Array:
         """Return the buffer's own memory as one array of its shape: no copy, same host only.
@@ -237,19 +237,23 @@ class Buffer(Route):
         garbage collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on
         this host, or not reached over shm.
         """
-        if self._info.versions > 1:
-            raise InvalidArgumentError(f"{self._asked('view')}: it has two copies that take turns; use read()")
-        handle = self._ensure(Deadline(self._client.timeout))
-        for place, way in zip(self.layout.segments, self._ways, strict=True):
-            if way.segment is None:
+        if self._dispatcher.info.versions > 1:
+            raise InvalidArgumentError(
+                f"{self._arguments.asked('view')}: it has two copies that take turns; use read()"
+            )
+        handle = self._dispatcher.ensure(Deadline(self._session.timeout))
+        for place, path in zip(self.layout.segments, self._dispatcher.paths, strict=True):
+            if path.segment is None:
                 raise TransportError(
-                    f"{self._asked('view')}: its part on server {place.server} is reached over {way.transport} "
-                    f"({way.why}), and a view needs shared memory; use read()"
+                    f"{self._arguments.asked('view')}: its part on server {place.server} is reached over "
+                    f"{path.transport} ({path.why}), and a view needs shared memory; use read()"
                 )
         try:
             address, nbytes = handle.map()
         except EngineError as error:
-            raise TransportError(f"{self._asked('view')}: the memory can't be mapped: {error}; use read()") from error
+            raise TransportError(
+                f"{self._arguments.asked('view')}: the memory can't be mapped: {error}; use read()"
+            ) from error
         return arrays.mapped_array(address, nbytes, self.shape, self.dtype)
 
     # ---- changing in place
@@ -282,26 +286,28 @@ class Buffer(Route):
         exact. With feedback=, an ErrorFeedback of this buffer, and op="sum", the array is scaled first, and what
         rounding leaves out is kept and goes along with the next call: ErrorFeedback says exactly how.
         """
-        number = self._op(op, scale, "accumulate")
-        wires = self._wire if wire is None else self._wire_of(wire, "accumulate")
+        number = self._arguments.op(op, scale, "accumulate")
+        wires = self._arguments.wire(wire, "accumulate")
         if feedback is None:
-            place, count, owner = self._source(array, "accumulate")
+            place, count, owner = self._arguments.source(array, "accumulate")
         else:
             self._check_feedback(feedback, op, "accumulate")
-            owner = self._readable(array, "accumulate")
+            owner = self._arguments.readable(array, "accumulate")
             count = owner.count
-        offset, count = self._range(offset, count, "accumulate")
+        offset, count = self._arguments.range(offset, count, "accumulate")
         result = np.empty(owner.shape, self.dtype) if fetch else None
-        sink = arrays.writable(result, self._dtype, count).place if result is not None else NOWHERE
+        sink = arrays.writable(result, self._arguments.dtype, count).place if result is not None else NOWHERE
+        start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
         if feedback is None or count == 0:
             place = NOWHERE if feedback is not None else place
-            self._call(_ACCUMULATE, offset, count, place, sink, op=number, scale=scale, fence=fence, wire=wires)
+            request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
+            self._dispatcher.call(request, fence=fence)
             return result
         with feedback.lock:
             sending = feedback.take(arrays.as_float32(owner), offset, scale, wires)
-            place = memory_of(sending.values)
+            request = Request(_ACCUMULATE, start, nbytes, memory_of(sending.values), sink, op=number, wire=wires)
             try:
-                self._call(_ACCUMULATE, offset, count, place, sink, op=number, fence=fence, wire=wires)
+                self._dispatcher.call(request, fence=fence)
             except BaseException as error:
                 if not self._leave_to_settle(error, sending):
                     sending.undo()
@@ -325,15 +331,15 @@ class Buffer(Route):
         With feedback=, `values` are of its top_k(): if they are not applied, or settle() finds some of them not to be,
         they go back into the residual. Arguments that are refused (InvalidArgumentError) leave the residual alone.
         """
-        asked = self._asked("accumulate_sparse")
-        where, memory = np.ascontiguousarray(indices), self._readable(values, "accumulate_sparse")
+        asked = self._arguments.asked("accumulate_sparse")
+        where, memory = np.ascontiguousarray(indices), self._arguments.readable(values, "accumulate_sparse")
         if where.size == 0 and not isinstance(indices, np.ndarray):
             where = where.astype(np.int64)  # numpy takes [] for floats
         if feedback is not None:
             self._check_feedback(feedback, op, "accumulate_sparse")
             if scale != 1.0:
                 raise InvalidArgumentError(f"{asked}: scale={scale!r} with feedback=: give it to top_k, which scales")
-        number = self._op(op, scale, "accumulate_sparse")
+        number = self._arguments.op(op, scale, "accumulate_sparse")
         if where.dtype != np.int64 or where.ndim != 1 or where.size != memory.count:
             raise InvalidArgumentError(
                 f"{asked}: {where.dtype}{list(where.shape)} indices for {memory.count} values; pass int64, one each"
@@ -341,11 +347,13 @@ class Buffer(Route):
         first, count = (int(where[0]), int(where[-1]) - int(where[0]) + 1) if where.size else (0, 0)
         if first < 0 or first + count > self.size or not (where[1:] > where[:-1]).all():
             raise InvalidArgumentError(f"{asked}: indices must ascend strictly, from 0 to {self.size - 1}")
+        itemsize = self._arguments.itemsize
+        request = Request(
+            _ACCUMULATE, first * itemsize, count * itemsize, memory.place, op=number, scale=scale, wire=SPARSE_WIRE,
+            indices=where,
+        )  # fmt: skip
         try:
-            self._call(
-                Opcode.ACCUMULATE, first, count, memory.place, op=number, scale=scale, fence=fence,
-                wire=SPARSE_WIRE, indices=where,
-            )  # fmt: skip
+            self._dispatcher.call(request, fence=fence)
         except BaseException as error:
             if feedback is not None:
                 taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
@@ -360,13 +368,15 @@ class Buffer(Route):
 
         `other` has the same placement: create one of the two with like= the other.
         """
-        number = self._op(op, scale, "accumulate_from")
+        number = self._arguments.op(op, scale, "accumulate_from")
         self._check_beside(other, "accumulate_from")
-        if other._info.versions > 1:
+        if other.info.versions > 1:
             raise InvalidArgumentError(
-                f"{self._asked('accumulate_from')}: {other!r} has two copies that take turns; read() it and accumulate"
+                f"{self._arguments.asked('accumulate_from')}: {other!r} has two copies that take turns; "
+                f"read() it and accumulate"
             )
-        self._call(Opcode.ACCUMULATE_FROM, 0, self.size, op=number, scale=scale, others=(other,), fence=fence)
+        request = Request(Opcode.ACCUMULATE_FROM, 0, self.nbytes, op=number, scale=scale)
+        self._dispatcher.call(request, fence=fence, others=(other._dispatcher,))
 
     def apply(self, rule: str, gradient: Buffer, *state: Buffer, fence: Lock | None = None, **hyper: float) -> None:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
@@ -390,30 +400,31 @@ class Buffer(Route):
         The servers do it, on the same host too: a chunk of weights and state changes as one, and once, whoever is
         killed in the middle. Blocks, and raises, as accumulate_from does.
         """
-        asked = self._asked("apply")
+        asked = self._arguments.asked("apply")
         known = rule_of(rule, asked)
         numbers = hyper_of(known, hyper, asked)
         if len(state) != len(known.states):
             wanted = f"{len(known.states)} ({', '.join(known.states)})" if known.states else "none"
             raise InvalidArgumentError(f"{asked}: rule {rule!r} has {wanted} as its state, but {len(state)} were given")
-        if self._dtype.name != "float32":
-            raise InvalidArgumentError(f"{asked}: it is {self._dtype.name}; rules are for float32 buffers")
-        if not self._plain:
+        if self._arguments.dtype.name != "float32":
+            raise InvalidArgumentError(f"{asked}: it is {self._arguments.dtype.name}; rules are for float32 buffers")
+        if not self._dispatcher.one_copy:
             raise InvalidArgumentError(f"{asked}: it has two copies that take turns (versions=2); use others")
         others = (gradient, *state)
         for other in others:
             self._check_beside(other, "apply")
-            if other._info.versions > 1:
+            if other.info.versions > 1:
                 raise InvalidArgumentError(f"{asked}: {other!r} has two copies that take turns (versions=2)")
-        if len({self._info.id, *(other._info.id for other in others)}) != 1 + len(others):
+        if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
             raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
-        self._call(Opcode.APPLY, 0, self.size, op=known.number, others=others, hyper=numbers, fence=fence)
+        request = Request(Opcode.APPLY, 0, self.nbytes, op=known.number, hyper=numbers)
+        self._dispatcher.call(request, fence=fence, others=tuple(other._dispatcher for other in others))
 
     @direct(Opcode.FETCH_ADD)
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
-        index, value = self._counter("fetch_add", index, value)
-        return signed(self._call(Opcode.FETCH_ADD, index, 1, argument=value & _MASK))
+        index, value = self._arguments.counter("fetch_add", index, value)
+        return signed(self._dispatcher.call(Request(Opcode.FETCH_ADD, 8 * index, 8, argument=value & _MASK)))
 
     @direct(Opcode.COMPARE_SWAP)
     def compare_swap(self, index: int, expected: int, new: int) -> int:
@@ -421,8 +432,9 @@ class Buffer(Route):
 
         It was done if and only if the result equals `expected`.
         """
-        index, expected, new = self._counter("compare_swap", index, expected, new)
-        return signed(self._call(Opcode.COMPARE_SWAP, index, 1, argument=new & _MASK, expected=expected & _MASK))
+        index, expected, new = self._arguments.counter("compare_swap", index, expected, new)
+        request = Request(Opcode.COMPARE_SWAP, 8 * index, 8, argument=new & _MASK, expected=expected & _MASK)
+        return signed(self._dispatcher.call(request))
 
     # ---- locks and versions
 
@@ -432,19 +444,19 @@ class Buffer(Route):
         As Client.lock; and its changes with fence= are refused once it is lost. It keeps nobody from changing the
         buffer without it.
         """
-        return Lock(self._sync_homes(), self._client.renewals, ttl, timeout, self)
+        return Lock(self._dispatcher.homes(), self._session.renewals, ttl, timeout, self._dispatcher)
 
     @property
     def version(self) -> int:
         """The version published last, 0 before the first. Asks the home server, unless it is on this host."""
-        return self._look()[0]
+        return self._versions.latest()[0]
 
     def pin(self, *, ttl: float = 5.0) -> Pin:
         """Hold the version published last of a buffer with versions=2, to read it piece by piece: `with buffer.pin() as
         pin: pin.read(...)`. Publishers wait for it, `ttl` seconds (at most 30) and no longer. See Pin.
         """
         self._check_versions("pin")
-        return Pin(self.name, self._sync_homes()[0], self._read_copy, ttl)
+        return Pin(self.name, self._dispatcher.homes()[0], self._read_copy, ttl)
 
     def publish(
         self, array: Any, *, timeout: float | None = None, ttl: float | None = None, readers: float | None = None
@@ -462,19 +474,19 @@ class Buffer(Route):
         A publisher that is killed in the middle keeps the next one waiting for `ttl` seconds (default: 10, or the
         client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.
         """
-        memory = self._readable(array, "publish")
+        memory = self._arguments.readable(array, "publish")
         if memory.count != self.size:
             raise InvalidArgumentError(
-                f"{self._asked('publish')}: {memory.count} elements for its {self.size}; give all"
+                f"{self._arguments.asked('publish')}: {memory.count} elements for its {self.size}; give all"
             )
-        if not self._turns.quiet.open:
-            self._wait_turn(_WRITE, 0, self.size, Deadline(self._client.timeout))
-        asked, homes = self._asked("publish"), self._sync_homes()
-        timeout = self._client.timeout if timeout is None else timeout
+        if not self._dispatcher.turns.quiet.open:
+            self._dispatcher.wait_turn(Request(_WRITE, 0, self.nbytes), Deadline(self._session.timeout))
+        asked = self._arguments.asked("publish")
+        timeout = self._session.timeout if timeout is None else timeout
         if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN is neither
             raise InvalidArgumentError(f"{asked}: timeout={timeout!r} is not between 0 and {_PUBLISH_WAIT_MAX_S:g} s")
         if ttl is None:
-            ttl = max(self._client.timeout, _PUBLISH_TTL_S)  # all below ends within the client's timeouts
+            ttl = max(self._session.timeout, _PUBLISH_TTL_S)  # all below ends within the client's timeouts
         if readers is None:
             readers = max(PIN_S_MAX, timeout - 1.0)
         if not 0.001 <= readers <= _PUBLISH_WAIT_MAX_S:
@@ -483,38 +495,14 @@ class Buffer(Route):
             )
         if not 0.001 <= ttl <= _PUBLISH_WAIT_MAX_S:
             raise InvalidArgumentError(f"{asked}: ttl={ttl!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s")
-        try:
-            turn = homes[0].ask(
-                asked,
-                AskOpcode.LOCK,
-                PUBLISHER_LOCK,
-                (round(1000 * ttl), wait_ms(timeout), 0, wait_ms(readers)),
-                wait=timeout,
-            )
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"
-            ) from error
-        token, version = turn.a, turn.b
-        try:
-            raise_fences(homes[1:], PUBLISHER_LOCK, token, asked)
-            base = self._copy_base(version)
-            self._call(Opcode.WRITE, base, self.size, memory.place, token=token)
-        except BaseException as error:
-            failure: Any = error
-            if not self._plain:  # only a copy that nobody reads was changed
-                failure.outcome, failure._account = NOT_APPLIED, Failed(self, range(self.size))
-            with contextlib.suppress(Error):  # the turn ends with its ttl, too, and the first error says more
-                homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
-            raise
-        return homes[0].ask(asked, AskOpcode.PUBLISH, 0, (token, version)).a
+        return self._versions.publish(memory.place, timeout, ttl, readers)
 
     def wait(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is published; return the latest. TimeoutError after `timeout` seconds."""
-        asked = self._asked(f"wait for version {version}")
+        asked = self._arguments.asked(f"wait for version {version}")
         if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
             raise InvalidArgumentError(f"{asked}: version and timeout={timeout!r} must not be negative")
-        home = self._sync_homes()[0]
+        home = self._dispatcher.homes()[0]
         return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout).a
 
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
@@ -529,26 +517,26 @@ class Buffer(Route):
         session's record. InvalidArgumentError where the error is of no call of this object, or of one whose arguments
         were refused: there is nothing to be done again then.
         """
-        asked = self._asked("settle")
+        asked = self._arguments.asked("settle")
         failed: Any = error  # KeyboardInterrupt in the middle of a call has an account and an outcome, too
         outcome = getattr(failed, "_account", None)
-        if not isinstance(outcome, Failed) or outcome.buffer is not self:
+        if not isinstance(outcome, Failed) or outcome.calls is not self._dispatcher:
             raise InvalidArgumentError(
                 f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
             )
-        if outcome.doubt is None:
+        if outcome.unknown is None:
             if failed.outcome == UNKNOWN:
                 raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
             return [] if outcome.settled or failed.outcome == APPLIED else [outcome.elements]
-        deadline = Deadline(self._client.timeout if timeout is None else timeout)
+        deadline = Deadline(self._session.timeout if timeout is None else timeout)
         try:
-            parts = self._client.engine.settle(outcome.doubt, deadline.left_ms())
+            parts = self._session.engine.resolve(outcome.unknown, deadline.left_ms())
         except EngineError as failure:
             raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
-        if any(state is DoubtState.UNKNOWN for _, _, state in parts):
+        if any(state is PartState.UNKNOWN for _, _, state in parts):
             raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
-        missing = [(at, length) for at, length, state in parts if state is DoubtState.NOT_APPLIED]
-        ranges = ranges_of(missing, self._dtype.itemsize)
+        missing = [(at, length) for at, length, state in parts if state is PartState.NOT_APPLIED]
+        ranges = ranges_of(missing, self._arguments.dtype.itemsize)
         if not ranges:
             failed.outcome = APPLIED
         elif sum(map(len, ranges)) == len(outcome.elements):
@@ -607,28 +595,28 @@ class Buffer(Route):
     def _submit(
         self, call: Callable[[], Result], offset: int, count: int | None, *, changes: bool = True
     ) -> Future[Result]:
-        self._client.check_open()
+        self._session.check_open()
         try:
-            start, elements = self._range(offset, count, "")
+            start, elements = self._arguments.range(offset, count, "")
         except InvalidArgumentError:
             start = elements = 0  # the call itself says why, and changes nothing
-        return self._client.calls.submit(call, self._turns, start, start + elements, changes=changes)
+        return self._session.calls.submit(call, self._dispatcher.turns, start, start + elements, changes=changes)
 
     def _check_beside(self, other: Buffer, call: str) -> None:
-        if not isinstance(other, Buffer) or other._client is not self._client:
+        if not isinstance(other, Buffer) or other._session is not self._session:
             raise InvalidArgumentError(
-                f"{self._asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
+                f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
             )
         if not _same_placement(self.layout, other.layout) or self.dtype != other.dtype:
             raise InvalidArgumentError(
-                f"{self._asked(call)}: {other!r} does not lie on the same servers in the same way; make it with "
-                f"like={self.name!r}"
+                f"{self._arguments.asked(call)}: {other!r} does not lie on the same servers in the same way; "
+                f"make it with like={self.name!r}"
             )
 
     def _check_feedback(self, feedback: ErrorFeedback, op: str, call: str) -> None:
         if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
             raise InvalidArgumentError(
-                f"{self._asked(call)}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
+                f"{self._arguments.asked(call)}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
             )
 
     def _leave_to_settle(self, error: BaseException, sending: Sending | SparseSending) -> bool:
@@ -647,111 +635,22 @@ class Buffer(Route):
         sending.put_back(missing)
         return True
 
-    def _copy_base(self, version: int) -> int:
-        """First element of the copy in which a version lies."""
-        return version % 2 * self._info.copy_stride_bytes // self._dtype.itemsize
-
-    def _look(self) -> tuple[int, int]:
-        """(version published, version being written), from the home's own memory where it is mapped."""
-        self._client.check_open()
-        self._handle or self._ensure(Deadline(self._client.timeout))
-        segment = self._ways[0].segment
-        if segment is not None:
-            return segment.version()
-        told = self._sync_homes()[0].ask(self._asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
-        return told.a, told.b
-
     def _check_versions(self, call: str) -> None:
-        if self._info.versions == 1:
-            raise InvalidArgumentError(f"{self._asked(call)}: it has one copy; create it with versions=2")
+        if self._dispatcher.info.versions == 1:
+            raise InvalidArgumentError(f"{self._arguments.asked(call)}: it has one copy; create it with versions=2")
 
     def _sink(self, offset: int, count: int | None, out: Any) -> tuple[int, int, Any, arrays.Memory]:
         """Return (offset, count, array to return, its memory) of a read."""
         whole = offset == 0 and count is None
-        offset, count = self._range(offset, self.size if whole else count, "read")
+        offset, count = self._arguments.range(offset, self.size if whole else count, "read")
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
-        return offset, count, result, self._writable(result, count, "read")
+        return offset, count, result, self._arguments.writable(result, count, "read")
 
     def _read_copy(self, version: int, offset: int, count: int | None, out: Any, wire: str | None) -> Array | None:
         """Read that version; None if a publisher has begun to overwrite it."""
-        number = self._wire if wire is None else self._wire_of(wire, "read")
+        number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
-        self._call(Opcode.READ, self._copy_base(version) + offset, count, sink=memory.place, wire=number)
-        return cast(Array, result) if max(self._look()) < version + 2 else None
-
-    def _read_published(self, offset: int, count: int, sink: Any, wire: int) -> int:
-        """Read from one version's copy, and return which: no byte of it changed if, after the read, publication version
-        + 2 has not begun.
-
-        In pieces, with a look in between where that takes a while: a read that takes longer than publications come is
-        pinned, and its pin renewed as long as its bytes flow. All of it within the client's timeout.
-        """
-        started = looked = time.monotonic()
-        deadline = Deadline(self._client.timeout, started)
-        if not self._turns.quiet.open:
-            self._wait_turn(_READ, offset, count, deadline)
-        home, asked = self._sync_homes()[0], self._asked("read")
-        version, done, lost = self._look()[0], 0, 0
-        pin: int | None = None
-        piece = _PIECE_BYTES // self._itemsize
-        try:
-            while True:
-                length = self._piece(self._copy_base(version) + offset + done, count - done, piece)
-                began = time.monotonic()
-                self._call(
-                    Opcode.READ, self._copy_base(version) + offset + done, length,
-                    sink=memory_at(address_of(sink) + done * self._itemsize), wire=wire, started=started,
-                )  # fmt: skip
-                done += length
-                now = time.monotonic()
-                piece = max(_PIECE_MIN, piece // 2 if now - began > _LOOK_S else min(4 * piece, self._size))
-                if done == count and max(self._look()) < version + 2:
-                    break
-                if done < count and now - looked < _LOOK_S:
-                    continue
-                looked = now
-                if pin is not None and self._renewed(home, asked, pin):
-                    if done < count:
-                        continue
-                    home.ask(asked, AskOpcode.UNPIN, 0, (pin,))  # a restarted server had forgotten it
-                    pin = None
-                if done == count:
-                    lost += 1
-                if deadline.left() == 0.0:
-                    raise TimeoutError(
-                        f"{asked}: not within {self._client.timeout:g} s: publishers went on in the middle of it; "
-                        f"give the client a longer timeout, or the publisher a larger readers="
-                    )
-                if done == count and lost < _LOOKS:
-                    version, done, pin = self._look()[0], 0, None
-                    continue
-                # Publishers are faster than we read: hold them back, for as long as they bear it.
-                told = home.ask(asked, AskOpcode.PIN)
-                pin = told.b
-                if told.a != version or done == count:
-                    version, done = told.a, 0
-        except BaseException:
-            if pin is not None:
-                home.tell(AskOpcode.UNPIN, (pin,))  # where that fails, its time ends it
-            raise
-        if pin is not None:
-            with contextlib.suppress(Error):  # all was read; so too
-                home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
-        return version
-
-    def _piece(self, start: int, left: int, most: int) -> int:
-        """How many elements to read at once: up to the end of a chunk, so that roundings are those of one read."""
-        if left <= most:
-            return left
-        chunk = self.layout.chunk_bytes // self._itemsize
-        return min(left, max((start + most) // chunk * chunk, (start // chunk + 1) * chunk) - start)
-
-    def _renewed(self, home: Home, asked: str, pin: int) -> bool:
-        try:
-            home.ask(asked, AskOpcode.PIN, 0, (0, pin))
-        except LockLostError:
-            return False  # a publisher would not wait any longer
-        return True
+        return cast(Array, result) if self._versions.read_copy(version, offset, count, memory.place, number) else None
 
 
 _MASK = 2**64 - 1

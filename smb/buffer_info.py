@@ -11,6 +11,7 @@ import numpy as np
 from smb.arrays.dtypes import DTYPES
 from smb.layout import Layout
 from smb.rpc import control_pb2 as pb
+from smb.rpc.metadata import unpack
 from smb.transport.base import SegmentPlace
 
 
@@ -59,5 +60,5 @@ class BufferInfo:
             buffer.versions or 1,
             buffer.copy_stride_bytes,
             buffer.wire or "exact",
-            buffer.metadata,
+            unpack(buffer.packed_metadata),
         )

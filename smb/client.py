@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import logging
 import numbers
 import operator
-import os
-import socket
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,27 +20,21 @@ from smb.arrays.dtypes import WIRES, dtype_of
 from smb.arrays.memory import whole_pages
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
-from smb.call.async_order import AsyncCalls, Turns
-from smb.call.lock_renewals import Renewals
-from smb.call.sync_requests import SESSION_ENDED, Home, wait_ms
+from smb.call.async_order import Turns
+from smb.call.cluster_session import ClusterSession
+from smb.call.sync_requests import Home, wait_ms
 from smb.config.parse import parse_addresses, parse_bytes
 from smb.config.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
-from smb.engine import AskOpcode, EngineClient, Link, Switch
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError, UnavailableError
+from smb.engine import AskOpcode
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError
 from smb.lock import Lock
 from smb.rpc import control_pb2 as pb
-from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
 from smb.tensors import METADATA_KEY, TensorTable
-from smb.transport.base import Deadline, SegmentPlace, Way
-from smb.transport.choose import choose, choose_gated, choose_waits, for_each, make_transports
-from smb.transport.reconnect import Links, Outages, Whereabouts
-from smb.transport.tcp import Tcp
-from smb.transport.tls import ClientTls
+from smb.transport.base import SegmentPlace
 from smb.transport.verbs.queue_pair import Settings
-from smb.transport.verbs.transport import Verbs
 
 if TYPE_CHECKING:
     from smb.daemon.process import Pages
@@ -127,7 +116,7 @@ def connect(
 
 
 class Client:
-    """One process's way into a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
+    """One process's membership of a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
 
     def __init__(
         self,
@@ -138,43 +127,26 @@ class Client:
         credentials: Credentials | None = None,
         verbs: Settings | None = None,
     ) -> None:
-        self.timeout = timeout
-        self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
-        self.name = f"{socket.gethostname()}:{os.getpid()}"
-        self._pid = os.getpid()
-        self._choice = transport
-        self._closed = False
-        self.switch = Switch()  # of its buffers' direct calls
-        self.switch.open = True
+        self.pages: Pages | None = None  # serve_metrics
+        self._session = ClusterSession(address, transport, timeout, checksum, credentials, verbs)
+        self._coordinator = self._session.coordinator
         self._lock = threading.Lock()
-        self.calls = AsyncCalls()
-        self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
-        self.pages: Pages | None = None
-        self.coordinator = Coordinator(address, credentials)
-        try:
-            session_id, lease, shared = self.coordinator.open_session(self.name, timeout)
-        except BaseException:
-            self.coordinator.close()
-            raise
-        self._session_id = session_id
-        checksums = shared.checksum if checksum is None else checksum
-        self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
-        weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
-        locate = functools.partial(_locate, weakref.ref(self))
-        self._links = Links(self.engine, locate, self.coordinator.tokens, ClientTls(credentials))
-        self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings(), credentials)
-        self._transports = make_transports(transport, self.engine, self._links, self.verbs)
-        self.renewals = Renewals()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
-        self.session_ended = False
-        self._stop = threading.Event()
-        self._renewal = threading.Thread(
-            target=_renew,
-            args=(weakref.ref(self), self._stop, self.coordinator, session_id, self.name, lease),
-            name="smb-session",
-            daemon=True,
-        )
-        self._renewal.start()
+
+    @property
+    def name(self) -> str:
+        """What the cluster calls this client: "host:pid"."""
+        return self._session.name
+
+    @property
+    def address(self) -> str:
+        """The coordinator's "host:port"."""
+        return self._coordinator.address
+
+    @property
+    def timeout(self) -> float:
+        """Seconds, of each call."""
+        return self._session.timeout
 
     # ---- buffers
 
@@ -205,9 +177,9 @@ class Client:
         two copies, so that a read never mixes what publish() replaces; such a buffer changes by publish alone, and
         takes twice the memory. `wire` is how its elements travel where a call does not say: "exact" (default), or for
         float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along. `metadata` is a JSON object, at most
-        1 MiB as text, that the coordinator keeps with the buffer: whoever opens it finds it in Buffer.metadata. It
-        never changes; like= does not take it along, and a buffer opened by exist_ok=True has the metadata that it was
-        created with.
+        4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever opens the buffer finds it in
+        Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by exist_ok=True has the
+        metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
@@ -247,7 +219,7 @@ class Client:
             like=model.name if model is not None else "",
             exist_ok=exist_ok,
             wire=wire or "",
-            metadata=encode(f"create {name!r}", metadata) if metadata is not None else "",
+            packed_metadata=encode(f"create {name!r}", metadata) if metadata is not None else b"",
         )
         if stripe is not None and request.stripe_bytes == 0:
             raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")
@@ -255,9 +227,9 @@ class Client:
             request.server_names.extend(_server_names(name, servers))
         elif servers is not None:
             request.server_count = _server_count(name, servers)
-        self.check_open()
+        self._session.check_open()
         try:
-            buffer = Buffer(self, BufferInfo.of(self.coordinator.create_buffer(request, self.timeout)))
+            buffer = Buffer(self._session, BufferInfo.of(self._coordinator.create_buffer(request, self.timeout)))
         except AlreadyExistsError:
             # Which tensors says more than how many bytes; where it was deleted meanwhile, that is what is told.
             if table is not None and exist_ok and (existing := self.open(name)).table:
@@ -272,18 +244,18 @@ class Client:
 
         Raises NotFoundError.
         """
-        self.check_open()
+        self._session.check_open()
         _check_name("open", name)
         if not isinstance(timeout, numbers.Real) or not 0 <= timeout <= _TIMEOUT_MAX_S:
             raise InvalidArgumentError(
                 f"open {name!r}: timeout={timeout!r} is no time in seconds, from 0 to {_TIMEOUT_MAX_S}"
             )
-        return Buffer(self, BufferInfo.of(self.coordinator.open_buffer(name, timeout, self.timeout)))
+        return Buffer(self._session, BufferInfo.of(self._coordinator.open_buffer(name, timeout, self.timeout)))
 
     def list(self) -> builtins.list[BufferInfo]:
         """Return all buffers of the cluster, sorted by name."""
-        self.check_open()
-        infos = [BufferInfo.of(buffer) for buffer in self.coordinator.list_buffers(self.timeout)]
+        self._session.check_open()
+        infos = [BufferInfo.of(buffer) for buffer in self._coordinator.list_buffers(self.timeout)]
         return sorted(infos, key=lambda info: info.name)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> np.ndarray[Any, Any]:
@@ -293,13 +265,13 @@ class Client:
 
         With transport="verbs" raises TransportError where RDMA can't be used, or so much memory can't be locked.
         """
-        self.check_open()
+        self._session.check_open()
         extents, element = _extents("empty", shape), dtype_of(dtype)
-        if self._choice in ("auto", "verbs") and 0 not in extents:
+        if self._session.transport in ("auto", "verbs") and 0 not in extents:
             try:
-                return self.verbs.memory().empty(extents, element.numpy)
+                return self._session.verbs.memory().empty(extents, element.numpy)
             except TransportError as error:
-                if self._choice == "verbs":
+                if self._session.transport == "verbs":
                     raise
                 _log.debug("%s", error)
         return whole_pages(extents, element.numpy)
@@ -309,9 +281,9 @@ class Client:
 
         Raises NotFoundError unless missing_ok.
         """
-        self.check_open()
+        self._session.check_open()
         _check_name("delete", name)
-        self.coordinator.delete_buffer(name, missing_ok, self.timeout)
+        self._coordinator.delete_buffer(name, missing_ok, self.timeout)
 
     def rename(self, name: str, new_name: str, *, replace: bool = False) -> None:
         """Give a buffer another name. Its memory stays where it is, and whoever has it open goes on.
@@ -332,14 +304,14 @@ class Client:
         self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=True, displaced_name=displaced_name))
 
     def _rename(self, request: pb.RenameBufferRequest) -> None:
-        self.check_open()
+        self._session.check_open()
         for name in (request.name, request.new_name):
             _check_name("rename", name)
-        self.coordinator.rename_buffer(request, self.timeout)
+        self._coordinator.rename_buffer(request, self.timeout)
 
     def servers(self) -> builtins.list[ServerInfo]:
         """Return all memory servers the coordinator knows, dead ones too, sorted by name."""
-        self.check_open()
+        self._session.check_open()
         infos = [
             ServerInfo(
                 name=server.name,
@@ -352,11 +324,9 @@ class Client:
                 metrics=server.metrics_address,
                 weight=server.weight or 1.0,  # an older coordinator tells none
             )
-            for server in self.coordinator.list_servers(self.timeout)
+            for server in self._coordinator.list_servers(self.timeout)
         ]
         return sorted(infos, key=lambda info: info.name)
-
-    # ---- life
 
     # ---- locks and barriers
 
@@ -367,7 +337,7 @@ class Client:
         how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
         the waiting (None: none); TimeoutError then. Who waited longest is next.
         """
-        return Lock((self._home(pb.LOCK, name),), self.renewals, ttl, timeout)
+        return Lock((self._home(pb.LOCK, name),), self._session.renewals, ttl, timeout)
 
     def barrier(self, name: str, parties: int, *, timeout: float | None = None) -> int:
         """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for
@@ -391,18 +361,18 @@ class Client:
     def _home(self, kind: pb.Kind, name: str) -> Home:
         word = pb.Kind.Name(kind).lower()
         _check_name(word, name)
-        self.check_open()
+        self._session.check_open()
         with self._lock:
             home = self._homes.get((kind, name))
         if home is None:
 
             def locate() -> SegmentPlace:
-                return BufferInfo.of(self.coordinator.place(kind, name, self.timeout)).layout.segments[0]
+                return BufferInfo.of(self._coordinator.place(kind, name, self.timeout)).layout.segments[0]
 
-            place = self.coordinator.place(kind, name, self.timeout)
+            place = self._coordinator.place(kind, name, self.timeout)
             info = BufferInfo.of(place)
             home = Home(
-                self,
+                self._session,
                 f"{word} {name!r}" if kind != pb.LOCK else repr(name),
                 info.layout.segments[0],
                 info.layout.epoch,
@@ -417,32 +387,10 @@ class Client:
         """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing.
 
         A memory server that is stopped is not waited for, a coordinator that is stopped 2 s at most, a thread that
-        looks up a name 10 s at most. A call in another thread that connects to a stopped server for the first time ends
-        with its own timeout.
+        looks up a name 10 s at most. Calls in other threads that are connecting to a server fail within 0.1 s.
         """
-        if self._pid != _current_pid:
-            return  # a child of fork has no part in its parent's session, and its locks may be held by nobody
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self.switch.open = False
-        self._stop.set()
-        if self.pages is not None:
+        if self._session.close() and self.pages is not None:
             self.pages.close()
-        self.renewals.close()
-        self.engine.close()
-        self.calls.close()
-        self._links.close()
-        for transport in {*self._transports, self.verbs}:
-            transport.close()
-        self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
-        try:
-            self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
-        except Error as error:
-            _log.debug("the session ends with its lease: %s", error)
-        self.coordinator.close()
-        self._links.join()  # what they asked for was closed: connections, queue pairs, the coordinator's channel
 
     def __enter__(self) -> Client:
         return self
@@ -453,49 +401,12 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<smb.Client of {self.coordinator.address}{', closed' if self._closed else ''}>"
-
-    # ---- for Buffer
-
-    def check_open(self) -> None:
-        """Raise UnavailableError where the client was closed, Error in a child of fork."""
-        if self._closed:
-            raise UnavailableError("the client is closed; call smb.connect again")
-        if self.session_ended:
-            raise UnavailableError(SESSION_ENDED)
-        if self._pid != _current_pid:
-            raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
-
-    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[Way, ...]:
-        """Return the way to each segment."""
-        return for_each(
-            places,
-            lambda place: choose(self._transports, place, epoch, deadline),
-            lambda way: way.transport == Tcp.name,
-        )
-
-    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
-        """Return a link on which changes of a segment go through its server."""
-        return choose_gated(self._transports, place, deadline)
-
-    def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
-        """Return the link for what waits at a segment's server."""
-        return choose_waits(self._transports, place, deadline)
+        return f"<smb.Client of {self.address}{', closed' if self._session.closed else ''}>"
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Run a call on a thread of the client's, in no order with others; Buffer.submit is for what has one."""
-        self.check_open()
-        return self.calls.submit(call, Turns(), 0, 0, changes=False)
-
-    def turns_of(self, buffer_id: int) -> Turns:
-        """Return the order of the async calls on a buffer: one for all objects of it."""
-        with self._lock:
-            turns = self._turns.get(buffer_id)
-            if turns is None:
-                turns = self._turns[buffer_id] = Turns()
-            return turns
-
-    # ---- for smb.metrics
+        self._session.check_open()
+        return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
 
     def serve_metrics(self, address: str) -> None:
         """Serve /metrics at "host:port" until close(). Where it can't be had that is logged, no more."""
@@ -505,42 +416,6 @@ class Client:
             self.pages = serve(self, address)
         except Error as error:
             _log.warning("no metrics of this client: %s", error)
-
-    def outages(self) -> Outages:
-        """Return which connections broke, and for how long."""
-        return self._links.outages()
-
-    def why_untrusted(self, server: str) -> str:
-        """See Links."""
-        return self._links.why_untrusted(server)
-
-
-# os.getpid() is a system call, and small operations ask for it every time.
-_current_pid = os.getpid()
-
-
-def _locate(client: weakref.ref[Client], server: str) -> Whereabouts | None:
-    """Ask the coordinator where a memory server is now."""
-    ours = client()
-    try:
-        servers = ours.coordinator.list_servers(_LOCATE_S) if ours is not None else []
-    except Error as error:
-        _log.debug("the coordinator does not say where %s is: %s", server, error)
-        return None
-    for found in servers:
-        if found.name == server:
-            return Whereabouts(
-                found.data_address, found.unix_path, found.instance_id, found.control_address, found.data_tls
-            )
-    return None
-
-
-def _after_fork() -> None:
-    global _current_pid
-    _current_pid = os.getpid()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _check_tensors(name: str, wanted: TensorTable, existing: Buffer) -> None:
@@ -592,38 +467,3 @@ def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     if any(not 0 <= extent < 2**56 for extent in extents):
         raise InvalidArgumentError(f"create {name!r}: shape {extents} has an extent that is negative, or absurd")
     return extents
-
-
-def _renew(
-    client: weakref.ref[Client],
-    stop: threading.Event,
-    coordinator: Coordinator,
-    session_id: int,
-    client_name: str,
-    lease: float,
-) -> None:
-    """Renew the session until the client is closed or forgotten. A coordinator that is away disturbs nothing else."""
-    renewed_at = time.monotonic()
-    while True:
-        due_s = max(0.0, renewed_at + lease / _RENEWALS_PER_LEASE - time.monotonic())
-        if stop.wait(min(due_s, coordinator.tokens.next_s())):
-            return
-        if client() is None:
-            coordinator.close()
-            return
-        coordinator.tokens.renew()
-        if time.monotonic() < renewed_at + lease / _RENEWALS_PER_LEASE:
-            continue
-        renewed_at = time.monotonic()
-        try:
-            lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
-        except SessionEndedError as error:
-            _log.error("%s", error)
-            ours = client()
-            if ours is not None:
-                ours.session_ended = True
-                ours.switch.open = False
-                ours.engine.close()
-            return
-        except Error as error:
-            _log.debug("the session was not renewed: %s", error)

@@ -68,4 +68,4 @@ class BrokenBarrierError(Error):
 
 
 class TransportError(Error):
-    """The way to the memory does not allow this, e.g. a zero-copy view of memory on another host."""
+    """The path to the memory does not allow this, e.g. a zero-copy view of memory on another host."""

@@ -1,4 +1,4 @@
-"""Error feedback: what rounding on the way leaves out of one accumulate goes along with the next."""
+"""Error feedback: what rounding for the wire leaves out of one accumulate goes along with the next."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from smb.call.lock_renewals import Renewals
-from smb.call.sync_requests import Home, raise_fences, wait_ms
-from smb.engine import Asking, AskOpcode
+from smb.call.sync_requests import USER_LOCK, Home, raise_fences, wait_ms
+from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -19,8 +19,6 @@ from smb.errors import (
     TimeoutError,  # noqa: A004 - the contract's name
 )
 
-USER_LOCK = 0
-PUBLISHER_LOCK = 1
 _TTL_MIN_S, _TTL_MAX_S = 0.01, 86400.0
 _RENEWALS_PER_TTL = 3
 
@@ -37,7 +35,7 @@ class Lock:
     """
 
     def __init__(
-        self, homes: Sequence[Home], renewals: Renewals, ttl: float, timeout: float | None, buffer: object = None
+        self, homes: Sequence[Home], renewals: Renewals, ttl: float, timeout: float | None, owner: object = None
     ) -> None:
         if not _TTL_MIN_S <= ttl <= _TTL_MAX_S:
             raise InvalidArgumentError(
@@ -53,7 +51,7 @@ class Lock:
         self._expires = 0.0
         self._lost = False
         self._released = False
-        self.buffer = buffer
+        self.owner = owner
 
     def __repr__(self) -> str:
         state = "lost" if self._lost else f"held, token {self._token}" if self._token else "not held"
@@ -79,12 +77,12 @@ class Lock:
             raise InvalidArgumentError(f"{asked}: it is taken already, by this object; make another one to wait for it")
         words = (self._ttl_ms, wait_ms(self._timeout), 0)
         try:
-            told = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
+            reply = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{asked}: not ours within {self._timeout:g} s: another holds it, or waited longer"
             ) from error
-        self._token, self._lost = told.a, False
+        self._token, self._lost = reply.a, False
         self._expires = time.monotonic() + self._ttl_ms / 1000
         if self._others:
             self._raise_fences(asked)
@@ -106,11 +104,11 @@ class Lock:
         if self._lost:
             raise self._lost_error("check")
         began = time.monotonic()
-        asking = self.start_renewal()
+        pending = self.start_renewal()
         try:
-            self.finish_renewal(asking, token, began)
+            self.finish_renewal(pending, token, began)
         finally:
-            asking.end()
+            pending.end()
 
     def __enter__(self) -> Lock:
         return self.acquire()
@@ -130,14 +128,14 @@ class Lock:
 
     # ---- for Renewals and Buffer
 
-    def start_renewal(self) -> Asking:
+    def start_renewal(self) -> PendingRequest:
         """Send a renewal."""
         return self._home.start(AskOpcode.RENEW, USER_LOCK, (self._token, self._ttl_ms))
 
-    def finish_renewal(self, asking: Asking, token: int, began: float) -> None:
+    def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
         """Take its answer. Raises LockLostError, UnavailableError."""
         try:
-            self._home.finish(f"renewal of lock {self._home.what}", asking, 0.0)
+            self._home.finish(f"renewal of lock {self._home.what}", pending, 0.0)
         except LockLostError:
             self.lose(token)
             raise

@@ -36,7 +36,7 @@ class Collector:
     def __init__(self, client: Client, name: str | None = None) -> None:
         self._client = client
         self._name = name or client.name
-        client.engine.count()
+        client._session.engine.count()
 
     def describe(self) -> list[Metric]:
         """Nothing beforehand: registering must not scrape."""
@@ -45,29 +45,29 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         yield from self._calls()
-        client, me = self._client, [self._name]
-        outages = client.outages()
+        session, me = self._client._session, [self._name]
+        outages = session.outages()
         seconds = histogram("smb_client_outage_duration_seconds")
         seconds.add_metric(me, cumulative(OUTAGE_EDGES, outages.counts), outages.sum_s)
         yield seconds
         for name, value in (
             ("smb_client_outages_total", outages.begun),
-            ("smb_client_locks_lost_total", client.renewals.lost),
+            ("smb_client_locks_lost_total", session.renewals.lost),
         ):
             family = counter(name)
             family.add_metric(me, value)
             yield family
         for name, now in (
-            ("smb_client_held_locks", client.renewals.held()),
-            ("smb_client_async_calls", client.calls.pending()),
-            ("smb_client_session_alive", not client.session_ended),
+            ("smb_client_held_locks", session.renewals.held()),
+            ("smb_client_async_calls", session.calls.pending()),
+            ("smb_client_session_alive", not session.session_ended),
         ):
             family_now = gauge(name)
             family_now.add_metric(me, now)
             yield family_now
 
     def _calls(self) -> Iterator[Metric]:
-        counters = self._client.engine.counters()
+        counters = self._client._session.engine.counters()
         for name, cells in (
             ("smb_client_operations_total", counters.operations),
             ("smb_client_transferred_bytes_total", counters.transferred_bytes),
@@ -111,4 +111,4 @@ def serve(client: Client, address: str = "127.0.0.1:0", *collectors: object) -> 
     token_file, insecure = text_of("cluster.metrics_token_file"), bool(switch_of("cluster.insecure"))
     admit = admission(address, Path(token_file) if token_file else None, insecure=insecure)
     health = {"role": "client", "name": client.name}
-    return Pages(address, registry, lambda: {"ok": not client.session_ended, **health}, admit=admit)
+    return Pages(address, registry, lambda: {"ok": not client._session.session_ended, **health}, admit=admit)

@@ -63,8 +63,8 @@ class Pin:
     def __enter__(self) -> Pin:
         if self._name is not None:
             raise InvalidArgumentError(f"{self._asked}: it is taken already")
-        told = self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms,))
-        self._version, self._name = told.a, told.b
+        reply = self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms,))
+        self._version, self._name = reply.a, reply.b
         return self
 
     def __exit__(

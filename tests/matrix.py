@@ -184,7 +184,7 @@ def try_python(python: Python, options: argparse.Namespace) -> Row:
 
     def install(trial: Trial) -> None:
         copy_sources(tree)
-        uv = [sys.executable, "-m", "uv", "--quiet"]
+        uv = [sys.executable, "-m", "uv", "--quiet", "--system-certs"]  # as pip: a company's own authority counts
         trial.call("venv", [*uv, "venv", "--clear", "--seed", "--python", python.path, str(venv)], 120)
         versions = ["--constraints", str(CONSTRAINTS), "--build-constraints", str(CONSTRAINTS)]
         if options.oldest:

@@ -60,7 +60,7 @@ FORMS = (
     Form("verbs", "verbs", 60, 30),
     Form("docs", "docs", 10, 4),
     Form("container", "container-test", 15, 8),
-    Form("bare", "bare", 30, 15),
+    Form("bare", "bare MATRIX=1", 50, 25),
     Form("perf", "perf PERF=--quick", 20, 10),
     Form("scaling", "scaling ARGS=--quick", 10, 5),
 )

@@ -1,11 +1,11 @@
-/* access.h: tokens of the data plane: how they are proved. docs/protocol.md, "Access"; docs/decisions/0013.
+/* access.h: tokens of the data plane, and how they are proved. docs/protocol.md, "Access"; docs/decisions/0013.
  *
- * A token is a few words that anybody may read (whose session, which segment, what for, until when), and a secret that only the
- * coordinator and the segment's server can make of them, with the key that the two share. The secret reaches the client over
- * TLS and never travels here: on each connection the client shows the words and proves the secret with an HMAC over what the
- * server said in its HELLO there. What somebody records is of no use on another connection.
+ * A token is a few public words (session, segment, rights, expiry) and a secret. Only the coordinator and the segment's server can
+ * make the secret, with a key that both have. The client gets it over TLS, and it never travels here. On each connection the client
+ * shows the words, and proves the secret with an HMAC over the server's HELLO. A recorded proof is of no use on another connection.
  *
- * Pure: no state, no I/O. What a server has been shown, and its keys, are in server/grants.h. */
+ * Pure: no state, no I/O. server/grants.h has a server's keys and the tokens that it was shown.
+ */
 #ifndef SMB_ACCESS_H
 #define SMB_ACCESS_H
 

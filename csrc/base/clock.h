@@ -1,4 +1,4 @@
-/* clock.h: nanoseconds of the two clocks that are used, and how long who waits for a peer looks before it sleeps. */
+/* clock.h: nanoseconds of the two clocks in use, and how long a thread polls for its peer before it sleeps. */
 #ifndef SMB_CLOCK_H
 #define SMB_CLOCK_H
 

@@ -1,5 +1,7 @@
 #include "base/layout.h"
 
+#include "base/assert.h"
+
 int smb_layout_check(const struct smb_layout *layout)
 {
     bool sound = layout->bytes > 0 && layout->bytes <= (uint64_t)1 << 56 && /* keeps every sum below inside 64 bits */
@@ -53,6 +55,7 @@ int smb_layout_piece(const struct smb_layout *layout, uint64_t buffer_offset, ui
 
 struct smb_cursor smb_cursor_make(const struct smb_layout *layout, uint32_t segment, uint64_t offset, uint64_t bytes)
 {
+    SMB_ASSERT(segment < layout->segment_count && bytes <= layout->bytes && offset <= layout->bytes - bytes);
     struct smb_cursor cursor = {.layout = layout, .position = offset, .end = offset + bytes, .segment = segment};
     uint64_t stripe = offset / layout->stripe_bytes;
     uint32_t first = (uint32_t)(stripe % layout->segment_count);

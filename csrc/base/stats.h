@@ -1,12 +1,14 @@
-/* stats.h: what is counted where it happens. One thread writes a tally, anybody reads it: plain loads and stores of one word
- * (relaxed), so that no bus lock and no other core's cache line is on the way of a request. A reader sees each word as it was at
- * some instant, not all of them as they were at the same one.
+/* stats.h: counters, kept where things happen. One thread writes a tally, and any thread reads it.
+ *
+ * Words are loaded and stored relaxed. So a request needs no bus lock and no other core's cache line. A reader sees each word as it
+ * was at some instant, not all words at the same one.
  */
 #ifndef SMB_STATS_H
 #define SMB_STATS_H
 
 #include <stdatomic.h>
 
+#include "base/assert.h"
 #include "smb.h"
 
 /* Side by side, so that what a request writes is one cache line. */
@@ -53,6 +55,7 @@ static inline uint64_t stats_read(const _Atomic uint64_t *word)
 
 static inline void tally_add(struct smb_tally *tally, int opcode, uint64_t bytes)
 {
+    SMB_ASSERT(opcode >= 0 && opcode < SMB_OPCODE_COUNT);
     stats_add(&tally->of[opcode].operations, 1);
     stats_add(&tally->of[opcode].bytes, bytes);
 }

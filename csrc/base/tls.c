@@ -56,9 +56,9 @@ struct tls {
 static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
 static const char *const user_roles[] = {"client", "reader", "operator"};
 
-/* What a certificate says; texts that are too long, or not printable, are none. */
+/* What a certificate says. */
 struct shown {
-    int roles;                     /* how many it has */
+    int roles;                     /* how many it has; those that are too long, or not printable, count, too */
     char role[32];
     char name[NAME_BYTES];
     bool is_expected;
@@ -76,11 +76,16 @@ static bool take_text(const char *bytes, size_t count, char *text, size_t room)
     return true;
 }
 
+/* Whether the URI begins so. What follows, if it can't be taken, is "?". */
 static bool take_after(const char *prefix, const ASN1_IA5STRING *uri, char *text, size_t room)
 {
     size_t length = strlen(prefix), bytes = (size_t)ASN1_STRING_length(uri);
     const char *data = (const char *)ASN1_STRING_get0_data(uri);
-    return bytes >= length && memcmp(data, prefix, length) == 0 && take_text(data + length, bytes - length, text, room);
+    if (bytes < length || memcmp(data, prefix, length) != 0)
+        return false;
+    if (!take_text(data + length, bytes - length, text, room))
+        strcpy(text, "?");
+    return true;
 }
 
 static void read_names(X509 *certificate, const char *expected, struct shown *shown)
@@ -90,11 +95,7 @@ static void read_names(X509 *certificate, const char *expected, struct shown *sh
     for (int i = 0; i < sk_GENERAL_NAME_num(names); i++) {
         const GENERAL_NAME *name = sk_GENERAL_NAME_value(names, i);
         if (name->type == GEN_URI) {
-            char role[sizeof shown->role];
-            if (take_after(role_uri, name->d.uniformResourceIdentifier, role, sizeof role)) {
-                memcpy(shown->role, role, sizeof role);
-                shown->roles++;
-            }
+            shown->roles += take_after(role_uri, name->d.uniformResourceIdentifier, shown->role, sizeof shown->role);
             take_after(name_uri, name->d.uniformResourceIdentifier, shown->name, sizeof shown->name);
         } else if (name->type == GEN_DNS) {
             char host[NAME_BYTES];
@@ -129,7 +130,8 @@ static int verify(int good, X509_STORE_CTX *chain)
         snprintf(tls->why, sizeof tls->why, "its certificate (role \"%s\", name \"%s\") is not good: %s", shown.role, shown.name,
                  X509_verify_cert_error_string(X509_STORE_CTX_get_error(chain)));
     } else {
-        snprintf(tls->why, sizeof tls->why, "it shows the certificate of role \"%s\", name \"%s\"", shown.role, shown.name);
+        snprintf(tls->why, sizeof tls->why, "it shows the certificate of role \"%s\"%s, name \"%s\"", shown.role,
+                 shown.roles > 1 ? " and others" : "", shown.name);
         X509_STORE_CTX_set_error(chain, X509_V_ERR_APPLICATION_VERIFICATION);
     }
     return 0;
@@ -144,18 +146,27 @@ static const char *last_error(void)
     return reason ? reason : "no reason given";
 }
 
+/* The next certificate of several; NULL: none follows, or, with *good false, what follows is damaged. */
+static X509 *next_certificate(BIO *pem, bool *good)
+{
+    X509 *one = PEM_read_bio_X509(pem, NULL, NULL, NULL);
+    unsigned long error = one ? 0 : ERR_peek_last_error();
+    *good = one || (ERR_GET_LIB(error) == ERR_LIB_PEM && ERR_GET_REASON(error) == PEM_R_NO_START_LINE);
+    if (!one && *good)
+        ERR_clear_error(); /* the end of the file */
+    return one;
+}
+
 static bool add_authorities(SSL_CTX *context, BIO *pem)
 {
     X509_STORE *store = SSL_CTX_get_cert_store(context);
     int count = 0;
-    for (X509 *one; (one = PEM_read_bio_X509(pem, NULL, NULL, NULL)); count++) {
-        bool added = X509_STORE_add_cert(store, one) == 1;
+    bool good = true;
+    for (X509 *one; good && (one = next_certificate(pem, &good)); count++) {
+        good = X509_STORE_add_cert(store, one) == 1;
         X509_free(one);
-        if (!added)
-            return false;
     }
-    ERR_clear_error(); /* the end of the file */
-    return count > 0;
+    return good && count > 0;
 }
 
 static bool use_chain(SSL_CTX *context, BIO *pem)
@@ -163,13 +174,11 @@ static bool use_chain(SSL_CTX *context, BIO *pem)
     X509 *own = PEM_read_bio_X509(pem, NULL, NULL, NULL);
     bool good = own && SSL_CTX_use_certificate(context, own) == 1;
     X509_free(own);
-    for (X509 *one; good && (one = PEM_read_bio_X509(pem, NULL, NULL, NULL));) {
+    for (X509 *one; good && (one = next_certificate(pem, &good));) {
         good = SSL_CTX_add0_chain_cert(context, one) == 1;
         if (!good)
             X509_free(one);
     }
-    if (good)
-        ERR_clear_error();
     return good;
 }
 
@@ -396,9 +405,9 @@ void tls_end(struct tls *tls)
     free(tls);
 }
 
-bool tls_has_unsent(const struct tls *tls)
+size_t tls_unsent_bytes(const struct tls *tls)
 {
-    return tls->left_start != tls->left_end;
+    return tls->left_end - tls->left_start;
 }
 
 const char *tls_why(const struct tls *tls)
@@ -442,7 +451,7 @@ int tls_handshake(struct tls *tls)
     size_t taken;
     if (tls->greeted)
         return SMB_OK;
-    if (tls_has_unsent(tls) && (!put(tls, NULL, 0, &taken) || tls_has_unsent(tls)))
+    if (tls_unsent_bytes(tls) && (!put(tls, NULL, 0, &taken) || tls_unsent_bytes(tls)))
         return tls->broken ? SMB_LINK_LOST : SMB_BUSY;
     tls->may_receive = true;
     tls->looks = 0;
@@ -503,12 +512,12 @@ ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count)
 {
     uint8_t gathered[GATHER_BYTES];
     size_t total = 0, taken;
-    if (tls_has_unsent(tls) && !put(tls, NULL, 0, &taken)) {
+    if (tls_unsent_bytes(tls) && !put(tls, NULL, 0, &taken)) {
         errno = tls->broken;
         return -1;
     }
     ERR_clear_error();
-    for (int i = 0; i < count && !tls_has_unsent(tls);) {
+    for (int i = 0; i < count && !tls_unsent_bytes(tls);) {
         size_t together = 0;
         int first = i;
         while (i < count && parts[i].iov_len <= sizeof gathered - together)
@@ -531,7 +540,7 @@ ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count)
             break;
         const uint8_t *bytes = parts[i].iov_base;
         size_t length = parts[i].iov_len;
-        for (size_t at = 0; at < length && (at == 0 || !tls_has_unsent(tls));) {
+        for (size_t at = 0; at < length && (at == 0 || !tls_unsent_bytes(tls));) {
             size_t piece = length - at < TLS_RECORD_BYTES ? length - at : TLS_RECORD_BYTES;
             if (!write_record(tls, bytes + at, piece, false))
                 return total > 0 ? (ssize_t)total : -1;

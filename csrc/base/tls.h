@@ -31,15 +31,15 @@ struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected);
 void tls_end(struct tls *tls);
 
 /* SMB_OK: both have shown who they are (what the server thinks of the client's certificate a client hears with its first read).
- * SMB_BUSY: once the socket can be read, or written where tls_has_unsent. SMB_UNTRUSTED: the other is not whom it should be, or
+ * SMB_BUSY: once the socket can be read, or written where tls_unsent_bytes. SMB_UNTRUSTED: the other is not whom it should be, or
  * speaks no TLS: tls_why. SMB_LINK_LOST: it has closed, or its connection broke. */
 int tls_handshake(struct tls *tls);
 
 /* As readv and writev of a socket that does not block. After EAGAIN of tls_read nothing that could be read is held back here. */
 ssize_t tls_read(struct tls *tls, const struct iovec *parts, int count);
 ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count);
-/* Of what tls_write took something has not gone: tls_write, of nothing as well, goes on with it. */
-bool tls_has_unsent(const struct tls *tls);
+/* Of what tls_write took so much has not gone, encrypted: tls_write, of nothing as well, goes on with it. */
+size_t tls_unsent_bytes(const struct tls *tls);
 /* What went wrong, for people; empty: nothing that is not the network's. */
 const char *tls_why(const struct tls *tls);
 

@@ -3,6 +3,8 @@
 #include <stdbool.h>
 #include <sys/random.h>
 
+#include "base/assert.h"
+
 uint64_t tree_random(void)
 {
     uint64_t drawn = 0;
@@ -62,6 +64,7 @@ void tree_add(struct tree *tree, struct tree_node *node, uint64_t high, uint64_t
 
 void tree_take(struct tree *tree, struct tree_node *node)
 {
+    SMB_ASSERT(tree->count > 0);
     while (node->left && node->right)
         rotate_up(tree, node->left->weight < node->right->weight ? node->left : node->right);
     struct tree_node *below = node->left ? node->left : node->right;

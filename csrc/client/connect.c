@@ -12,19 +12,34 @@
 #include <unistd.h>
 
 #include "base/address.h"
-#include "client/inflight.h"
+#include "base/channel.h"
+#include "base/clock.h"
+#include "client/call.h"
+#include "client/client.h"
+#include "client/link.h"
 
 enum { HANDSHAKES_TRIED = 7 /* within a quarter of a second */ };
 
-/* SMB_OK: the descriptor is ready for `events`. */
-static int wait_ready(int fd, short events, uint64_t deadline_ns)
+/* For how long a connection may take: to its deadline, or until the client is closed. */
+struct until {
+    const struct smb_client *client;
+    uint64_t deadline_ns;
+};
+
+static struct until until_in(const struct smb_client *client, uint32_t timeout_ms)
+{
+    return (struct until){client, smb_now_ns() + (uint64_t)timeout_ms * 1000000U};
+}
+
+/* SMB_OK: the descriptor is ready for `events`. SMB_DISCONNECTED: the client was closed. */
+static int wait_ready(int fd, short events, struct until until)
 {
     for (;;) {
         uint64_t now = smb_now_ns();
-        if (now >= deadline_ns)
+        if (now >= until.deadline_ns)
             return SMB_TIMEOUT;
         struct pollfd poller = {.fd = fd, .events = events};
-        uint64_t ms = (deadline_ns - now) / 1000000U + 1;
+        uint64_t ms = (until.deadline_ns - now) / 1000000U + 1;
         int count = poll(&poller, 1, ms < LOOK_MS ? (int)ms : LOOK_MS);
         if (count > 0)
             return SMB_OK;
@@ -32,10 +47,12 @@ static int wait_ready(int fd, short events, uint64_t deadline_ns)
             return SMB_SYSTEM;
         if (client_look())
             return SMB_TIMEOUT;
+        if (atomic_load_explicit(&until.client->closing, memory_order_relaxed))
+            return SMB_DISCONNECTED;
     }
 }
 
-static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uint64_t deadline_ns)
+static int connect_to(int fd, const struct sockaddr *name, socklen_t length, struct until until)
 {
     if (connect(fd, name, length) == 0)
         return SMB_OK;
@@ -43,7 +60,7 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uin
         return SMB_DISCONNECTED;
     if (errno != EINPROGRESS)
         return SMB_DISCONNECTED;
-    int status = wait_ready(fd, POLLOUT, deadline_ns);
+    int status = wait_ready(fd, POLLOUT, until);
     int failure = 0;
     socklen_t failure_length = sizeof failure;
     if (status == SMB_OK && getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &failure_length) != 0)
@@ -53,21 +70,21 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, uin
 }
 
 /* SMB_OK: `done` bytes more have been moved, maybe none. SMB_LINK_LOST: the connection is over. */
-static int after_move(const struct channel *channel, ssize_t done, bool receiving, uint64_t deadline_ns)
+static int after_move(const struct channel *channel, ssize_t done, bool receiving, struct until until)
 {
     if ((done == 0 && receiving) || channel_failed(done))
         return SMB_LINK_LOST;
-    if (done > 0 && (receiving || !channel_has_unsent(channel)))
+    if (done > 0 && (receiving || !channel_unsent_bytes(channel)))
         return SMB_OK;
-    return wait_ready(channel->fd, receiving ? POLLIN : POLLOUT, deadline_ns);
+    return wait_ready(channel->fd, receiving ? POLLIN : POLLOUT, until);
 }
 
-static int send_all(const struct channel *channel, const uint8_t *bytes, size_t count, uint64_t deadline_ns)
+static int send_all(const struct channel *channel, const uint8_t *bytes, size_t count, struct until until)
 {
-    for (size_t done = 0; done < count || channel_has_unsent(channel);) {
+    for (size_t done = 0; done < count || channel_unsent_bytes(channel);) {
         struct iovec part = {(uint8_t *)(uintptr_t)bytes + done, count - done};
         ssize_t n = channel_write(channel, &part, done < count ? 1 : 0);
-        int status = n == 0 && done == count && !channel_has_unsent(channel) ? SMB_OK : after_move(channel, n, false, deadline_ns);
+        int status = n == 0 && done == count && !channel_unsent_bytes(channel) ? SMB_OK : after_move(channel, n, false, until);
         if (status != SMB_OK)
             return status;
         done += n > 0 ? (size_t)n : 0;
@@ -97,7 +114,7 @@ static ssize_t receive_some(const struct channel *channel, uint8_t *bytes, size_
 /* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. It travels by record where that is
  * said. *passed_fd gets a descriptor that came along, or -1. */
 static int exchange(const struct channel *channel, const struct smb_frame *request, const uint8_t *body, bool by_record,
-                    uint64_t deadline_ns, struct smb_frame *reply, int *passed_fd)
+                    struct until until, struct smb_frame *reply, int *passed_fd)
 {
     uint8_t bytes[SMB_RECORD_BYTES] = {0};
     struct smb_frame asked = *request;
@@ -110,13 +127,13 @@ static int exchange(const struct channel *channel, const struct smb_frame *reque
     size_t whole = by_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + asked.payload;
     if (by_record)
         smb_store64(bytes + SMB_RECORD_ENDS_AT, SMB_NO_SLOT);
-    int status = send_all(channel, bytes, whole, deadline_ns);
+    int status = send_all(channel, bytes, whole, until);
     if (status != SMB_OK)
         return status;
     whole = SMB_FRAME_BYTES; /* until the header says more */
     for (size_t done = 0; done < whole;) {
         ssize_t n = receive_some(channel, bytes + done, whole - done, passed_fd);
-        status = after_move(channel, n, true, deadline_ns);
+        status = after_move(channel, n, true, until);
         if (status != SMB_OK)
             return status;
         done += n > 0 ? (size_t)n : 0;
@@ -136,7 +153,7 @@ static int exchange(const struct channel *channel, const struct smb_frame *reque
     return reply->status;
 }
 
-static int open_tcp(const char *address, uint16_t port, uint64_t deadline_ns, int *fd)
+static int open_tcp(const char *address, uint16_t port, struct until until, int *fd)
 {
     struct address peer;
     if (!address_parse(address, port, &peer))
@@ -146,10 +163,10 @@ static int open_tcp(const char *address, uint16_t port, uint64_t deadline_ns, in
         return SMB_SYSTEM;
     int on = 1;
     setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    return connect_to(*fd, &peer.name.any, peer.length, deadline_ns);
+    return connect_to(*fd, &peer.name.any, peer.length, until);
 }
 
-static int open_unix(const char *path, uint64_t deadline_ns, int *fd)
+static int open_unix(const char *path, struct until until, int *fd)
 {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     *fd = -1;
@@ -157,10 +174,10 @@ static int open_unix(const char *path, uint64_t deadline_ns, int *fd)
         return SMB_INVALID;
     strcpy(name.sun_path, path);
     *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, deadline_ns);
+    return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, until);
 }
 
-static int shake_hands(const struct channel *channel, const struct smb_client *client, uint16_t lane, uint64_t deadline_ns,
+static int shake_hands(const struct channel *channel, const struct smb_client *client, uint16_t lane, struct until until,
                        struct access_connection *proof, uint64_t *identity)
 {
     struct smb_frame hello = {.opcode = SMB_HELLO, .flags = client_frame_flags(client), .lane = lane, .session = client->session};
@@ -168,7 +185,7 @@ static int shake_hands(const struct channel *channel, const struct smb_client *c
     int passed = -1;
     if (client->wants_proof && getrandom(&hello.offset, sizeof hello.offset, 0) != sizeof hello.offset)
         return SMB_SYSTEM;
-    int status = exchange(channel, &hello, NULL, false, deadline_ns, &reply, &passed);
+    int status = exchange(channel, &hello, NULL, false, until, &reply, &passed);
     if (passed >= 0)
         close(passed);
     if (status != SMB_OK)
@@ -194,7 +211,7 @@ static void forget_token(struct smb_link *link, uint32_t at, const struct smb_to
 }
 
 static int show_token(struct smb_link *link, const struct channel *channel, bool by_reference, const struct smb_token *token,
-                      const struct access_connection *proof, uint64_t deadline_ns)
+                      const struct access_connection *proof, struct until until)
 {
     uint8_t body[SMB_AUTHORIZE_BYTES];
     struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = client_frame_flags(link->client), .lane = link->lane,
@@ -202,7 +219,7 @@ static int show_token(struct smb_link *link, const struct channel *channel, bool
     struct smb_frame reply;
     int passed = -1;
     access_store(token, proof, body);
-    int status = exchange(channel, &frame, body, by_reference, deadline_ns, &reply, &passed);
+    int status = exchange(channel, &frame, body, by_reference, until, &reply, &passed);
     if (passed >= 0)
         close(passed);
     if (status != SMB_OK || !link->client->wants_proof)
@@ -214,7 +231,7 @@ static int show_token(struct smb_link *link, const struct channel *channel, bool
 /* What the link was given so far, on a connection that is not the link's yet. One that the server does not take is no reason to
  * do without the others; but who is to prove who he is has taken at least one, and nobody's word before that counts. */
 static int show_tokens(struct smb_link *link, const struct channel *channel, bool by_reference, const struct access_connection *proof,
-                       uint64_t deadline_ns, bool *proven)
+                       struct until until, bool *proven)
 {
     int status = SMB_OK;
     uint32_t doubtful = 0;
@@ -224,13 +241,13 @@ static int show_tokens(struct smb_link *link, const struct channel *channel, boo
         pthread_mutex_lock(&link->client->mutex);
         if (i >= link->token_count && *proven && doubtful > 0)
             i = doubtful = 0; /* now they are shown to whom we believe */
-        bool more = i < link->token_count, had = link->had_tokens;
+        bool more = i < link->token_count, trusted = link->trusted;
         if (more)
             token = link->tokens[i];
         pthread_mutex_unlock(&link->client->mutex);
         if (!more)
-            return had && !*proven ? SMB_UNTRUSTED : SMB_OK;
-        status = show_token(link, channel, by_reference, &token, proof, deadline_ns);
+            return !*proven && (trusted || doubtful > 0) ? SMB_UNTRUSTED : SMB_OK;
+        status = show_token(link, channel, by_reference, &token, proof, until);
         if (status == SMB_DENIED && *proven) {
             forget_token(link, i, &token); /* the last one has its place now */
             status = SMB_OK;
@@ -247,14 +264,14 @@ static int show_tokens(struct smb_link *link, const struct channel *channel, boo
 }
 
 /* Closes the channel unless SMB_OK. */
-static int greet(struct smb_client *client, struct channel *channel, int status, uint16_t lane, uint64_t deadline_ns,
+static int greet(struct smb_client *client, struct channel *channel, int status, uint16_t lane, struct until until,
                  struct smb_link **link, uint64_t *instance)
 {
     uint64_t identity = 0;
     struct access_connection proof = {0};
     struct smb_link *made = NULL;
     if (status == SMB_OK)
-        status = shake_hands(channel, client, lane, deadline_ns, &proof, &identity);
+        status = shake_hands(channel, client, lane, until, &proof, &identity);
     *instance = proof.instance;
     if (status == SMB_OK && !(made = calloc(1, sizeof *made)))
         status = SMB_OUT_OF_MEMORY;
@@ -279,16 +296,11 @@ static int greet(struct smb_client *client, struct channel *channel, int status,
     return SMB_OK;
 }
 
-static uint64_t deadline_in(uint32_t timeout_ms)
-{
-    return smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
-}
-
 /* A new link over a channel that was opened with that status. */
-static int connect_over(struct smb_client *client, struct channel channel, int status, uint16_t lane, uint64_t deadline_ns,
+static int connect_over(struct smb_client *client, struct channel channel, int status, uint16_t lane, struct until until,
                         struct smb_link **link, uint64_t *instance)
 {
-    status = greet(client, &channel, status, lane, deadline_ns, link, instance);
+    status = greet(client, &channel, status, lane, until, link, instance);
     channel_close(&channel); /* none, if it is the link's */
     return status;
 }
@@ -296,19 +308,19 @@ static int connect_over(struct smb_client *client, struct channel channel, int s
 int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane, uint32_t timeout_ms,
                            struct smb_link **link, uint64_t *instance)
 {
-    uint64_t deadline_ns = deadline_in(timeout_ms);
+    struct until until = until_in(client, timeout_ms);
     struct channel channel = {.fd = -1};
-    int status = open_tcp(address, port, deadline_ns, &channel.fd);
-    return connect_over(client, channel, status, lane, deadline_ns, link, instance);
+    int status = open_tcp(address, port, until, &channel.fd);
+    return connect_over(client, channel, status, lane, until, link, instance);
 }
 
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
                             struct smb_link **link, uint64_t *instance)
 {
-    uint64_t deadline_ns = deadline_in(timeout_ms);
+    struct until until = until_in(client, timeout_ms);
     struct channel channel = {.fd = -1};
-    int status = open_unix(path, deadline_ns, &channel.fd);
-    status = connect_over(client, channel, status, lane, deadline_ns, link, instance);
+    int status = open_unix(path, until, &channel.fd);
+    status = connect_over(client, channel, status, lane, until, link, instance);
     if (status == SMB_OK)
         (*link)->local = true;
     return status;
@@ -324,14 +336,14 @@ static int take_fd(int fd)
 int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
                           uint64_t *instance)
 {
-    return connect_over(client, (struct channel){.fd = fd}, take_fd(fd), lane, deadline_in(timeout_ms), link, instance);
+    return connect_over(client, (struct channel){.fd = fd}, take_fd(fd), lane, until_in(client, timeout_ms), link, instance);
 }
 
 int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
                                  uint64_t *instance)
 {
     int status = client->checksums ? SMB_INVALID : take_fd(fd);
-    status = connect_over(client, (struct channel){.fd = fd}, status, lane, deadline_in(timeout_ms), link, instance);
+    status = connect_over(client, (struct channel){.fd = fd}, status, lane, until_in(client, timeout_ms), link, instance);
     if (status == SMB_OK)
         (*link)->by_reference = true; /* nothing is on its way yet */
     return status;
@@ -339,14 +351,14 @@ int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lan
 
 /* ---- inside TLS */
 
-static int secure_once(struct channel *channel, struct smb_tls *tls, const char *expected, uint64_t deadline_ns)
+static int secure_once(struct channel *channel, struct smb_tls *tls, const char *expected, struct until until)
 {
     channel->tls = tls_begin(tls, channel->fd, expected);
     int status = channel->tls ? SMB_BUSY : SMB_OUT_OF_MEMORY;
     while (status == SMB_BUSY) {
         status = tls_handshake(channel->tls);
         if (status == SMB_BUSY) {
-            int ready = wait_ready(channel->fd, channel_has_unsent(channel) ? POLLOUT : POLLIN, deadline_ns);
+            int ready = wait_ready(channel->fd, channel_unsent_bytes(channel) ? POLLOUT : POLLIN, until);
             status = ready == SMB_OK ? SMB_BUSY : ready;
         }
     }
@@ -354,20 +366,20 @@ static int secure_once(struct channel *channel, struct smb_tls *tls, const char 
 }
 
 /* A server that has more strangers than it bears closes some, and we may be one: it is tried again. */
-static int open_tls(const char *address, uint16_t port, struct smb_tls *tls, const char *expected, uint64_t deadline_ns,
+static int open_tls(const char *address, uint16_t port, struct smb_tls *tls, const char *expected, struct until until,
                     struct channel *channel, char *why)
 {
     int status = SMB_LINK_LOST;
     for (int i = 0; i < HANDSHAKES_TRIED && status == SMB_LINK_LOST; i++) {
         struct timespec pause = {.tv_nsec = i ? 2000000L << i : 0};
-        if (i > 0 && (smb_now_ns() + (uint64_t)pause.tv_nsec > deadline_ns || client_look()))
+        if (i > 0 && (smb_now_ns() + (uint64_t)pause.tv_nsec > until.deadline_ns || client_look()))
             break;
         if (i > 0)
             nanosleep(&pause, NULL);
         channel_close(channel);
-        status = open_tcp(address, port, deadline_ns, &channel->fd);
+        status = open_tcp(address, port, until, &channel->fd);
         if (status == SMB_OK)
-            status = secure_once(channel, tls, expected, deadline_ns);
+            status = secure_once(channel, tls, expected, until);
     }
     if (status == SMB_UNTRUSTED)
         snprintf(why, SMB_WHY_BYTES, "%s", tls_why(channel->tls));
@@ -386,11 +398,11 @@ static int refusal(const struct channel *channel, int status, char *why)
 int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
                            uint16_t lane, uint32_t timeout_ms, struct smb_link **link, uint64_t *instance, char why[SMB_WHY_BYTES])
 {
-    uint64_t deadline_ns = deadline_in(timeout_ms);
+    struct until until = until_in(client, timeout_ms);
     struct channel channel = {.fd = -1};
     why[0] = 0;
-    int status = open_tls(address, port, tls, expected, deadline_ns, &channel, why);
-    status = refusal(&channel, greet(client, &channel, status, lane, deadline_ns, link, instance), why);
+    int status = open_tls(address, port, tls, expected, until, &channel, why);
+    status = refusal(&channel, greet(client, &channel, status, lane, until, link, instance), why);
     channel_close(&channel);
     return status;
 }
@@ -398,13 +410,13 @@ int smb_client_connect_tls(struct smb_client *client, const char *address, uint1
 /* ---- connecting again */
 
 /* The channel is the link's from here on, if SMB_OK. */
-static int hand_over(struct smb_link *link, struct channel *channel, bool by_reference, uint64_t accept_instance, uint64_t deadline_ns,
+static int hand_over(struct smb_link *link, struct channel *channel, bool by_reference, uint64_t accept_instance, struct until until,
                      uint64_t *instance)
 {
     uint64_t identity = 0;
     struct access_connection proof = {0};
     bool proven;
-    int status = shake_hands(channel, link->client, link->lane, deadline_ns, &proof, &identity);
+    int status = shake_hands(channel, link->client, link->lane, until, &proof, &identity);
     *instance = proof.instance;
     if (status == SMB_OK && identity != link->identity && *instance != accept_instance)
         status = SMB_NOT_FOUND;
@@ -415,7 +427,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     link->proof = proof;
     link->proven = false;
     pthread_mutex_unlock(&link->client->mutex);
-    status = show_tokens(link, channel, by_reference, &proof, deadline_ns, &proven);
+    status = show_tokens(link, channel, by_reference, &proof, until, &proven);
     if (status != SMB_OK)
         return status;
     struct channel *fresh = malloc(sizeof *fresh);
@@ -425,6 +437,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     *channel = (struct channel){.fd = -1};
     pthread_mutex_lock(&link->client->mutex);
     link->proven |= proven;
+    link->trusted |= proven;
     pthread_mutex_unlock(&link->client->mutex);
     link->identity = identity;
     atomic_store(&link->fresh_by_reference, by_reference);
@@ -433,16 +446,16 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
         channel_close(older);
     free(older);
     client_want_link(link, false);
-    client_wake_driver(link->client);
+    client_wake_progress(link->client);
     return SMB_OK;
 }
 
 static int resume_over(struct smb_link *link, struct channel channel, bool by_reference, int status, uint64_t accept_instance,
-                       uint64_t deadline_ns, uint64_t *instance, char *why)
+                       struct until until, uint64_t *instance, char *why)
 {
     *instance = 0;
     if (status == SMB_OK)
-        status = hand_over(link, &channel, by_reference, accept_instance, deadline_ns, instance);
+        status = hand_over(link, &channel, by_reference, accept_instance, until, instance);
     if (why)
         status = refusal(&channel, status, why);
     if (status == SMB_SESSION_ENDED && link->client->wants_proof && !channel.tls && !link->local && !by_reference)
@@ -451,7 +464,7 @@ static int resume_over(struct smb_link *link, struct channel channel, bool by_re
     if (status == SMB_SESSION_ENDED) {
         atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
         atomic_store_explicit(&link->closing, true, memory_order_release); /* pairs with link_progress, which may be awake */
-        client_wake_driver(link->client);
+        client_wake_progress(link->client);
     }
     return status;
 }
@@ -459,40 +472,40 @@ static int resume_over(struct smb_link *link, struct channel channel, bool by_re
 int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t port, uint64_t accept_instance,
                         uint32_t timeout_ms, uint64_t *instance)
 {
-    uint64_t deadline_ns = deadline_in(timeout_ms);
+    struct until until = until_in(link->client, timeout_ms);
     struct channel channel = {.fd = -1};
-    int status = open_tcp(address, port, deadline_ns, &channel.fd);
-    return resume_over(link, channel, false, status, accept_instance, deadline_ns, instance, NULL);
+    int status = open_tcp(address, port, until, &channel.fd);
+    return resume_over(link, channel, false, status, accept_instance, until, instance, NULL);
 }
 
 int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
                         uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance, char why[SMB_WHY_BYTES])
 {
-    uint64_t deadline_ns = deadline_in(timeout_ms);
+    struct until until = until_in(link->client, timeout_ms);
     struct channel channel = {.fd = -1};
     why[0] = 0;
-    int status = open_tls(address, port, tls, expected, deadline_ns, &channel, why);
-    return resume_over(link, channel, false, status, accept_instance, deadline_ns, instance, why);
+    int status = open_tls(address, port, tls, expected, until, &channel, why);
+    return resume_over(link, channel, false, status, accept_instance, until, instance, why);
 }
 
 int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
                          uint64_t *instance)
 {
-    uint64_t deadline_ns = deadline_in(timeout_ms);
+    struct until until = until_in(link->client, timeout_ms);
     struct channel channel = {.fd = -1};
-    int status = open_unix(path, deadline_ns, &channel.fd);
-    return resume_over(link, channel, false, status, accept_instance, deadline_ns, instance, NULL);
+    int status = open_unix(path, until, &channel.fd);
+    return resume_over(link, channel, false, status, accept_instance, until, instance, NULL);
 }
 
 int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
 {
-    return resume_over(link, (struct channel){.fd = fd}, false, take_fd(fd), accept_instance, deadline_in(timeout_ms), instance, NULL);
+    return resume_over(link, (struct channel){.fd = fd}, false, take_fd(fd), accept_instance, until_in(link->client, timeout_ms), instance, NULL);
 }
 
 int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance)
 {
     int status = link->client->checksums ? SMB_INVALID : take_fd(fd);
-    return resume_over(link, (struct channel){.fd = fd}, true, status, accept_instance, deadline_in(timeout_ms), instance, NULL);
+    return resume_over(link, (struct channel){.fd = fd}, true, status, accept_instance, until_in(link->client, timeout_ms), instance, NULL);
 }
 
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
@@ -502,7 +515,10 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
                                 .sequence = link_next_sequence(link), .segment = segment_id, .epoch = epoch};
     struct smb_frame reply;
     int fd = -1;
-    int status = exchange(&link->channel, &request, NULL, false, smb_now_ns() + (uint64_t)timeout_ms * 1000000U, &reply, &fd);
+    int status = client_may_use(link);
+    if (status != SMB_OK)
+        return status;
+    status = exchange(&link->channel, &request, NULL, false, until_in(link->client, timeout_ms), &reply, &fd);
     if (status == SMB_OK && fd < 0)
         status = SMB_PROTOCOL;
     if (status == SMB_OK)
@@ -530,29 +546,28 @@ static int keep_token(struct smb_link *link, const struct smb_token *token)
     }
     link->tokens[at] = *token;
     link->token_count += at == link->token_count;
-    link->had_tokens = true;
     return SMB_OK;
 }
 
 /* As any other request, on the connection of now. If that is another one when it arrives, it was shown there already, or is
  * proved once more. */
 static int show_now(struct smb_link *link, const struct smb_token *token, const struct access_connection *proof,
-                    uint64_t deadline_ns, struct smb_told *told)
+                    uint64_t deadline_ns, struct smb_reply *reply)
 {
     uint8_t body[SMB_AUTHORIZE_BYTES];
     access_store(token, proof, body);
     struct smb_ask ask = {.opcode = SMB_AUTHORIZE, .segment = token->segment, .epoch = token->epoch};
     for (int i = 0; i < SMB_AUTHORIZE_WORDS; i++)
         ask.words[i] = smb_load64(body + 8 * i);
-    struct smb_asking *asking;
-    *told = (struct smb_told){.status = SMB_TIMEOUT};
-    int status = smb_ask_start(link, &ask, &asking);
+    struct smb_pending *pending;
+    *reply = (struct smb_reply){.status = SMB_TIMEOUT};
+    int status = smb_ask_start(link, &ask, &pending);
     if (status != SMB_OK)
         return status;
     uint64_t now_ns = smb_now_ns();
-    status = smb_ask_wait(asking, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, told);
-    smb_ask_end(asking);
-    return status == SMB_BUSY ? SMB_TIMEOUT : told->status;
+    status = smb_ask_wait(pending, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, reply);
+    smb_ask_end(pending);
+    return status == SMB_BUSY ? SMB_TIMEOUT : reply->status;
 }
 
 /* Whoever answers has not proved who he is, and did not take a good token, or has proved it wrongly: he is left. */
@@ -560,13 +575,13 @@ static int leave_unproven(struct smb_link *link, int status)
 {
     atomic_store_explicit(&link->closed_why, status == SMB_UNTRUSTED ? SMB_UNTRUSTED : SMB_LINK_LOST, memory_order_relaxed);
     atomic_store_explicit(&link->closing, true, memory_order_release);
-    client_wake_driver(link->client);
+    client_wake_progress(link->client);
     return status;
 }
 
 int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms, uint64_t *why)
 {
-    uint64_t deadline_ns = deadline_in(timeout_ms);
+    uint64_t deadline_ns = until_in(link->client, timeout_ms).deadline_ns;
     bool wants_proof = link->client->wants_proof;
     pthread_mutex_lock(&link->client->mutex);
     int status = keep_token(link, token);
@@ -574,11 +589,11 @@ int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uin
     struct access_connection proof = link->proof;
     pthread_mutex_unlock(&link->client->mutex);
     while (status == SMB_OK) {
-        struct smb_told told;
+        struct smb_reply reply;
         struct access_answer right = access_answer(token, &proof);
-        status = show_now(link, token, &proof, deadline_ns, &told);
-        *why = status == SMB_DENIED ? told.a : 0;
-        struct access_answer answer = {{told.a, told.b}};
+        status = show_now(link, token, &proof, deadline_ns, &reply);
+        *why = status == SMB_DENIED ? reply.a : 0;
+        struct access_answer answer = {{reply.a, reply.b}};
         bool good = status == SMB_OK && (!wants_proof || access_same_answer(&right, &answer));
         if (status != SMB_OK && status != SMB_DENIED)
             return status;
@@ -586,6 +601,7 @@ int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uin
         struct access_connection newest = link->proof;
         bool same = newest.nonce == proof.nonce && newest.instance == proof.instance && newest.client_nonce == proof.client_nonce;
         link->proven |= good && same;
+        link->trusted |= good;
         bool proven = link->proven;
         pthread_mutex_unlock(&link->client->mutex);
         if (good)

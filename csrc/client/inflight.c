@@ -1,126 +1,133 @@
-/* Requests on their way: made from streams, kept in lists. Driver only. */
 #include "client/inflight.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-void flights_free(struct flight *flight)
+#include "base/assert.h"
+#include "base/clock.h"
+#include "client/sparse.h"
+
+void inflight_free_all(struct inflight *inflight)
 {
-    while (flight) {
-        struct flight *next = flight->next;
-        if (flight->doubt)
-            smb_doubt_release(flight->doubt);
-        free(flight->encoded);
-        free(flight);
-        flight = next;
+    while (inflight) {
+        struct inflight *next = inflight->next;
+        if (inflight->unknown)
+            smb_unknown_release(inflight->unknown);
+        free(inflight->encoded);
+        free(inflight);
+        inflight = next;
     }
 }
 
-struct flight *flight_take(struct smb_link *link)
+struct inflight *inflight_take(struct smb_link *link)
 {
-    struct flight *flight = link->spare;
-    if (flight)
-        link->spare = flight->next;
+    struct inflight *inflight = link->spare;
+    if (inflight)
+        link->spare = inflight->next;
     else
-        flight = malloc(sizeof *flight);
-    return flight;
+        inflight = malloc(sizeof *inflight);
+    return inflight;
 }
 
-struct flight *flight_take_from(struct flight **at, struct flight ***end)
+struct inflight *inflight_take_from(struct inflight **at, struct inflight ***end)
 {
-    struct flight *flight = *at;
-    *at = flight->next;
-    if (*end == &flight->next)
+    SMB_ASSERT(*at);
+    struct inflight *inflight = *at;
+    *at = inflight->next;
+    if (*end == &inflight->next)
         *end = at;
-    return flight;
+    return inflight;
 }
 
-void flight_put_back(struct smb_link *link, struct flight *flight)
+void inflight_put_back(struct smb_link *link, struct inflight *inflight)
 {
-    link->flying--;
-    link->flying_bytes -= flight->length;
-    link->atomics_flying -= opcode_is_atomic(flight->opcode);
-    if (flight->doubt)
-        smb_doubt_release(flight->doubt);
-    flight->doubt = NULL;
-    free(flight->encoded);
-    flight->encoded = NULL;
-    flight->next = link->spare;
-    link->spare = flight;
+    SMB_ASSERT(link->in_flight > 0 && link->in_flight_bytes >= inflight->length);
+    link->in_flight--;
+    link->in_flight_bytes -= inflight->length;
+    link->atomics_in_flight -= opcode_is_atomic(inflight->opcode);
+    if (inflight->unknown)
+        smb_unknown_release(inflight->unknown);
+    inflight->unknown = NULL;
+    free(inflight->encoded);
+    inflight->encoded = NULL;
+    inflight->next = link->spare;
+    link->spare = inflight;
 }
 
-void flight_landed(struct smb_link *link, struct flight *flight)
+void inflight_landed(struct smb_link *link, struct inflight *inflight)
 {
-    struct stream *stream = flight->stream;
-    flight_put_back(link, flight);
+    SMB_ASSERT(!inflight->stream || inflight->stream->in_flight > 0);
+    struct stream *stream = inflight->stream;
+    inflight_put_back(link, inflight);
     if (stream && --stream->in_flight == 0 && !stream->have_piece && !stream->queued)
         call_stream_finished(stream);
 }
 
-void flight_seal(struct flight *flight)
+void inflight_seal(struct inflight *inflight)
 {
-    if (flight->checksum_bytes == 0)
+    if (inflight->checksum_bytes == 0)
         return;
-    uint32_t crc = smb_crc32c(0, flight->header, SMB_FRAME_BYTES);
-    crc = smb_crc32c(crc, flight->small, flight->small_bytes);
-    smb_store_checksum(flight->checksum, smb_crc32c(crc, flight->payload, flight->payload_bytes));
+    uint32_t crc = smb_crc32c(0, inflight->header, SMB_FRAME_BYTES);
+    crc = smb_crc32c(crc, inflight->small, inflight->small_bytes);
+    smb_store_checksum(inflight->checksum, smb_crc32c(crc, inflight->payload, inflight->payload_bytes));
 }
 
-void flight_encode(struct smb_link *link, struct flight *flight, struct smb_frame *frame)
+void inflight_encode(struct smb_link *link, struct inflight *inflight, struct smb_frame *frame)
 {
     frame->flags |= client_frame_flags(link->client);
-    flight->checksum_bytes = smb_frame_checksum_bytes(frame);
+    inflight->checksum_bytes = smb_frame_checksum_bytes(frame);
     frame->lane = link->lane;
-    frame->epoch = flight->epoch;
+    frame->epoch = inflight->epoch;
     frame->session = link->client->session;
-    frame->sequence = flight->sequence;
-    frame->segment = flight->segment_id;
-    frame->length = flight->length;
-    frame->payload = flight->small_bytes + flight->payload_bytes + flight->checksum_bytes;
-    smb_frame_encode(frame, flight->header);
-    flight_seal(flight);
+    frame->sequence = inflight->sequence;
+    frame->segment = inflight->segment_id;
+    frame->length = inflight->length;
+    frame->payload = inflight->small_bytes + inflight->payload_bytes + inflight->checksum_bytes;
+    smb_frame_encode(frame, inflight->header);
+    inflight_seal(inflight);
 }
 
-void flight_put_small(struct flight *flight, uint64_t word)
+void inflight_put_small(struct inflight *inflight, uint64_t word)
 {
-    smb_store64(flight->small + flight->small_bytes, word);
-    flight->small_bytes += 8;
+    SMB_ASSERT(inflight->small_bytes + 8 <= SMB_RECORD_SMALL_BYTES);
+    smb_store64(inflight->small + inflight->small_bytes, word);
+    inflight->small_bytes += 8;
 }
 
-static void make_ask(struct smb_link *link, struct stream *stream, struct flight *flight)
+static void make_ask(struct smb_link *link, struct stream *stream, struct inflight *inflight)
 {
     const struct smb_ask *ask = stream->ask;
     struct smb_frame frame = {.opcode = (uint8_t)ask->opcode, .argument = ask->argument};
-    flight->opcode = frame.opcode;
+    inflight->opcode = frame.opcode;
     for (int i = 0; i < (ask->opcode == SMB_AUTHORIZE ? (int)SMB_AUTHORIZE_WORDS : (int)SMB_SYNC_WORDS); i++)
-        flight_put_small(flight, ask->words[i]);
-    flight_encode(link, flight, &frame);
+        inflight_put_small(inflight, ask->words[i]);
+    inflight_encode(link, inflight, &frame);
     stream->have_piece = false;
 }
 
 /* Elements that travel encoded: made once, so that what is sent again is the same. Only where this fails is nothing done. */
-static bool make_encoded(const struct stream *stream, struct flight *flight)
+static bool make_encoded(const struct stream *stream, struct inflight *inflight)
 {
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
     uint32_t element = smb_dtype_bytes(stream->dtype);
     uint64_t bytes = request->wire == SMB_WIRE_SPARSE ? stream->entries * (SMB_WIRE_INDEX_BYTES + element)
                                                       : smb_wire_bytes(request->wire, piece->bytes / 4);
-    flight->encoded = malloc(bytes);
-    if (!flight->encoded)
+    inflight->encoded = malloc(bytes);
+    if (!inflight->encoded)
         return false;
-    flight->wire = (uint8_t)request->wire;
+    inflight->wire = (uint8_t)request->wire;
     if (request->opcode == SMB_READ) {
-        flight->answer_bytes = (uint32_t)bytes;
+        inflight->answer_bytes = (uint32_t)bytes;
         return true;
     }
     if (request->wire == SMB_WIRE_SPARSE)
-        sparse_encode(request, element, piece, stream->first_entry, stream->entries, flight->encoded);
+        sparse_encode(request, element, piece, stream->first_entry, stream->entries, inflight->encoded);
     else
         smb_kernel_encode(request->wire, (const uint8_t *)request->source + (piece->buffer_offset - request->offset),
-                          piece->bytes / 4, flight->encoded);
-    flight->payload = flight->encoded;
-    flight->payload_bytes = (uint32_t)bytes;
+                          piece->bytes / 4, inflight->encoded);
+    inflight->payload = inflight->encoded;
+    inflight->payload_bytes = (uint32_t)bytes;
     return true;
 }
 
@@ -141,22 +148,22 @@ void stream_advance(struct stream *stream)
     } while (!stream->have_piece);
 }
 
-static bool make_piece(struct smb_link *link, struct stream *stream, struct flight *flight)
+static bool make_piece(struct smb_link *link, struct stream *stream, struct inflight *inflight)
 {
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
     uint64_t within = piece->buffer_offset - request->offset; /* in the caller's memory */
     struct smb_frame frame = {.opcode = (uint8_t)request->opcode, .dtype = stream->dtype, .offset = piece->segment_offset,
                               .argument = request->argument};
-    flight->opcode = frame.opcode;
-    flight->length = flight->answer_bytes = (uint32_t)piece->bytes;
-    flight->buffer_offset = piece->buffer_offset;
-    if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, flight))
+    inflight->opcode = frame.opcode;
+    inflight->length = inflight->answer_bytes = (uint32_t)piece->bytes;
+    inflight->buffer_offset = piece->buffer_offset;
+    if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, inflight))
         return false;
     frame.flags |= (uint16_t)(request->wire << SMB_FLAG_WIRE_SHIFT);
     if (request->fenced) {
         frame.flags |= SMB_FLAG_FENCED;
-        flight_put_small(flight, request->token);
+        inflight_put_small(inflight, request->token);
     }
     switch (request->opcode) {
     case SMB_ACCUMULATE:
@@ -166,58 +173,59 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct flig
             frame.flags |= SMB_FLAG_FETCH;
         /* fall through */
     case SMB_WRITE:
-        if (flight->encoded)
+        if (inflight->encoded)
             break;
-        flight->payload = (const uint8_t *)request->source + within;
-        flight->payload_bytes = flight->length;
+        inflight->payload = (const uint8_t *)request->source + within;
+        inflight->payload_bytes = inflight->length;
         if (link->client->checksums) { /* a caller's array may change meanwhile: what is sent is what the checksum is of */
-            flight->encoded = malloc(flight->length);
-            if (!flight->encoded)
+            inflight->encoded = malloc(inflight->length);
+            if (!inflight->encoded)
                 return false;
-            memcpy(flight->encoded, flight->payload, flight->length);
-            flight->payload = flight->encoded;
+            memcpy(inflight->encoded, inflight->payload, inflight->length);
+            inflight->payload = inflight->encoded;
         }
         break;
     case SMB_ACCUMULATE_FROM:
         frame.op = (uint8_t)request->op;
         frame.argument = smb_bits_of(request->scale);
-        flight_put_small(flight, stream->source_ids[0]);
-        flight_put_small(flight, piece->segment_offset);
+        inflight_put_small(inflight, stream->source_ids[0]);
+        inflight_put_small(inflight, piece->segment_offset);
         break;
     case SMB_APPLY:
         frame.op = (uint8_t)request->op;
         for (int i = 0; i < SMB_APPLY_SEGMENTS; i++)
-            flight_put_small(flight, stream->source_ids[i]);
-        smb_store_hyper(flight->small + flight->small_bytes, &request->hyper);
-        flight->small_bytes += 8 * SMB_HYPER_WORDS;
+            inflight_put_small(inflight, stream->source_ids[i]);
+        smb_store_hyper(inflight->small + inflight->small_bytes, &request->hyper);
+        inflight->small_bytes += 8 * SMB_HYPER_WORDS;
         break;
-    case SMB_COMPARE_SWAP: flight_put_small(flight, request->expected); break;
+    case SMB_COMPARE_SWAP: inflight_put_small(inflight, request->expected); break;
     }
     if (request->sink)
-        flight->sink = (uint8_t *)request->sink + within;
-    flight_encode(link, flight, &frame);
+        inflight->sink = (uint8_t *)request->sink + within;
+    inflight_encode(link, inflight, &frame);
     stream_advance(stream);
     return true;
 }
 
-bool flight_make(struct smb_link *link, struct stream *stream)
+bool inflight_make(struct smb_link *link, struct stream *stream)
 {
-    struct flight *flight = flight_take(link);
-    if (!flight)
+    SMB_ASSERT(stream->have_piece);
+    struct inflight *inflight = inflight_take(link);
+    if (!inflight)
         return false;
-    *flight = (struct flight){.stream = stream, .sequence = link_next_sequence(link), .segment_id = stream->segment_id,
-                              .epoch = stream->epoch, .made_ns = smb_now_ns(), .fate = SMB_DOUBT_NOT_APPLIED};
+    *inflight = (struct inflight){.stream = stream, .sequence = link_next_sequence(link), .segment_id = stream->segment_id,
+                              .epoch = stream->epoch, .made_ns = smb_now_ns(), .fate = SMB_OUTCOME_NOT_APPLIED};
     if (stream->ask) {
-        make_ask(link, stream, flight);
-    } else if (!make_piece(link, stream, flight)) {
-        flight->next = link->spare;
-        link->spare = flight;
+        make_ask(link, stream, inflight);
+    } else if (!make_piece(link, stream, inflight)) {
+        inflight->next = link->spare;
+        link->spare = inflight;
         return false;
     }
-    flight_append(&link->unsent_end, flight);
-    link->flying++;
-    link->flying_bytes += flight->length;
-    link->atomics_flying += opcode_is_atomic(flight->opcode);
+    inflight_append(&link->unsent_end, inflight);
+    link->in_flight++;
+    link->in_flight_bytes += inflight->length;
+    link->atomics_in_flight += opcode_is_atomic(inflight->opcode);
     stream->in_flight++;
     return true;
 }

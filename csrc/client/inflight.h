@@ -1,96 +1,88 @@
-/* inflight.h: what link.c (frames out, connections), receive.c (what comes back), inflight.c (requests on their way), resume.c (a lane
- * goes on) and connect.c (new connections) share. Whoever drives the link only, but for connect.c. */
+/* inflight.h: requests in flight: made from streams, kept in lists. The progress thread's. */
 #ifndef SMB_INFLIGHT_H
 #define SMB_INFLIGHT_H
 
-#include "client/client.h"
+#include "base/frame.h"
+#include "client/call.h"
+#include "client/unknown.h"
+#include "client/link.h"
+#include "memory/records.h"
 
-static inline int link_state_of(const struct smb_link *link)
-{
-    return atomic_load_explicit(&link->state, memory_order_relaxed);
-}
+/* Of fetch_add and compare_swap; a record keeps the results of the last RECORD_RESULTS. */
+enum { ATOMICS_IN_FLIGHT_MAX = 4 };
+_Static_assert((int)ATOMICS_IN_FLIGHT_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
 
-static inline void link_enter(struct smb_link *link, enum link_state state)
-{
-    atomic_store_explicit(&link->state, state, memory_order_release);
-}
-
-/* Of the next frame on any of the client's links. A server takes a lane's change for one that it has made unless its number is above
- * those of all that were: so numbers go up for as long as the client lives, whatever links it makes meanwhile. */
-static inline uint64_t link_next_sequence(struct smb_link *link)
-{
-    link->made++;
-    return atomic_fetch_add_explicit(&link->client->sequences, 1, memory_order_relaxed) + 1;
-}
-
-/* Of every frame that the client sends. */
-static inline uint16_t client_frame_flags(const struct smb_client *client)
-{
-    return client->checksums ? SMB_FLAG_CHECKSUM : 0;
-}
-
-static inline uint32_t watermark_frame_bytes(const struct smb_link *link)
-{
-    return link->by_reference ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
-}
+/* A request on its way. */
+struct inflight {
+    struct inflight *next;           /* of the link's unsent or sent ones, or of its spare ones */
+    struct stream *stream;         /* NULL: its caller has left */
+    struct smb_unknown *unknown;       /* then: a reference, for a change */
+    uint32_t unknown_index;
+    uint64_t sequence;
+    uint64_t segment_id;
+    uint64_t buffer_offset;
+    uint64_t made_ns;
+    void *sink;                    /* where the answer's elements go */
+    uint8_t *encoded;              /* its own memory: what is sent, as often as it is, or the answer until it is decoded */
+    uint32_t answer_bytes;         /* of its payload, if there is one */
+    uint32_t epoch;
+    uint32_t length;
+    uint8_t opcode;
+    uint8_t wire;                  /* enum smb_wire */
+    bool was_sent;                 /* some of it, over any connection */
+    bool went_by_reference;        /* some time: a WRITE may have been made where no record of the server tells of it */
+    int fate;                      /* enum smb_outcome_state: what is known of a change by now */
+    const void *payload;           /* still to be sent after the header */
+    uint32_t payload_bytes;
+    uint8_t small[SMB_RECORD_SMALL_BYTES]; /* payload that is no caller's memory, or what comes before it */
+    uint32_t small_bytes;
+    uint8_t checksum[SMB_CHECKSUM_BYTES]; /* after the payload, if the client uses them */
+    uint32_t checksum_bytes;
+    uint8_t header[SMB_FRAME_BYTES];
+    uint8_t ends[SMB_RECORD_ENDS_BYTES]; /* of its record, on a connection by reference */
+};
 
 static inline bool opcode_is_atomic(int opcode)
 {
     return opcode == SMB_FETCH_ADD || opcode == SMB_COMPARE_SWAP;
 }
 
-static inline void flight_append(struct flight ***end, struct flight *flight)
+static inline void inflight_append(struct inflight ***end, struct inflight *inflight)
 {
-    flight->next = NULL;
-    **end = flight;
-    *end = &flight->next;
+    inflight->next = NULL;
+    **end = inflight;
+    *end = &inflight->next;
 }
 
 /* Where the answer's payload is received. */
-static inline uint8_t *flight_landing(const struct flight *flight)
+static inline uint8_t *inflight_landing(const struct inflight *inflight)
 {
-    return flight->opcode == SMB_READ && flight->encoded ? flight->encoded : flight->sink;
+    return inflight->opcode == SMB_READ && inflight->encoded ? inflight->encoded : inflight->sink;
 }
 
-static inline void flight_settle(struct flight *flight, int state)
+static inline void inflight_resolve(struct inflight *inflight, int state)
 {
-    if (flight->doubt)
-        doubt_settled(flight->doubt, flight->doubt_index, state);
+    if (inflight->unknown)
+        unknown_resolved(inflight->unknown, inflight->unknown_index, state);
 }
 
-/* ---- inflight.c */
 /* A spare one, or NULL. */
-struct flight *flight_take(struct smb_link *link);
+struct inflight *inflight_take(struct smb_link *link);
 /* Takes *at out of its list. */
-struct flight *flight_take_from(struct flight **at, struct flight ***end);
+struct inflight *inflight_take_from(struct inflight **at, struct inflight ***end);
 /* Out of its list, it is spare again. */
-void flight_put_back(struct smb_link *link, struct flight *flight);
+void inflight_put_back(struct smb_link *link, struct inflight *inflight);
 /* Out of its list, and over: its stream may be, too. */
-void flight_landed(struct smb_link *link, struct flight *flight);
-void flight_put_small(struct flight *flight, uint64_t word);
+void inflight_landed(struct smb_link *link, struct inflight *inflight);
+void inflight_put_small(struct inflight *inflight, uint64_t word);
 /* Completes the frame and writes the header; with checksums, seals it. */
-void flight_encode(struct smb_link *link, struct flight *flight, struct smb_frame *frame);
-void flight_seal(struct flight *flight);
+void inflight_encode(struct smb_link *link, struct inflight *inflight, struct smb_frame *frame);
+void inflight_seal(struct inflight *inflight);
 /* The stream's next frame, behind the unsent ones. false: no memory. */
-bool flight_make(struct smb_link *link, struct stream *stream);
-void flights_free(struct flight *flight);
+bool inflight_make(struct smb_link *link, struct stream *stream);
+void inflight_free_all(struct inflight *inflight);
 
-/* ---- resume.c */
-/* Begins to ask for the watermark of every segment that has changes in doubt. */
-int link_ask_watermarks(struct smb_link *link);
-int link_send_watermarks(struct smb_link *link, bool *moved);
-int link_take_watermark(struct smb_link *link, const struct smb_frame *reply);
-/* Every watermark is here: what was applied is answered, the rest is sent again. */
-void link_resume(struct smb_link *link);
-
-/* ---- receive.c */
-/* One look at the socket. SMB_LINK_LOST: the connection is broken. */
-int link_receive(struct smb_link *link, bool *moved);
-/* What was received, into answers. */
-int link_digest(struct smb_link *link);
-/* The request is answered with success, and `a` and `b`. */
-void link_take_success(struct smb_link *link, struct flight *flight, uint64_t a, uint64_t b);
-/* What came is not what was sent: counted; SMB_LINK_LOST. */
-int link_spoilt(struct smb_link *link);
+/* Goes on to the stream's next piece: have_piece, or not. */
+void stream_advance(struct stream *stream);
 
 #endif

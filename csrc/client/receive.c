@@ -1,5 +1,4 @@
-/* What comes back over a link: headers, and data straight to the caller's memory. */
-#include "client/inflight.h"
+#include "client/receive.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -7,10 +6,15 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "base/assert.h"
+#include "base/channel.h"
+#include "client/inflight.h"
+#include "client/resume.h"
+
 /* Answers come mostly in the order of the requests, so that the first look finds it. */
-static struct flight **find_sent(struct smb_link *link, uint64_t sequence)
+static struct inflight **find_sent(struct smb_link *link, uint64_t sequence)
 {
-    struct flight **at = &link->sent;
+    struct inflight **at = &link->sent;
     while (*at && (*at)->sequence != sequence)
         at = &(*at)->next;
     return at;
@@ -18,85 +22,85 @@ static struct flight **find_sent(struct smb_link *link, uint64_t sequence)
 
 static int state_after(int status)
 {
-    return status == SMB_OK ? SMB_DOUBT_APPLIED : status == SMB_EVICTED ? SMB_DOUBT_UNKNOWN : SMB_DOUBT_NOT_APPLIED;
+    return status == SMB_OK ? SMB_OUTCOME_APPLIED : status == SMB_EVICTED ? SMB_OUTCOME_UNKNOWN : SMB_OUTCOME_NOT_APPLIED;
 }
 
-static void take_failure(struct smb_link *link, struct flight *flight, int status)
+static void take_failure(struct smb_link *link, struct inflight *inflight, int status)
 {
-    struct stream *stream = flight->stream;
+    struct stream *stream = inflight->stream;
     /* What is known to have been applied was, also if the answer can't be had any more. */
-    int state = flight->fate == SMB_DOUBT_APPLIED ? SMB_DOUBT_APPLIED : state_after(status);
-    flight_settle(flight, state);
+    int state = inflight->fate == SMB_OUTCOME_APPLIED ? SMB_OUTCOME_APPLIED : state_after(status);
+    inflight_resolve(inflight, state);
     if (stream) {
-        if (smb_opcode_changes(flight->opcode))
-            call_doubt(stream->call, flight->buffer_offset, flight->length, state);
+        if (smb_opcode_changes(inflight->opcode))
+            call_note_unknown(stream->call, inflight->buffer_offset, inflight->length, state);
         call_failed(stream, status);
     }
-    flight_landed(link, flight);
+    inflight_landed(link, inflight);
 }
 
 /* A lock was granted to a caller that has left: it goes back at once. If the connection breaks first, its ttl ends it. */
-static void give_back(struct smb_link *link, const struct flight *lock, uint64_t token)
+static void give_back(struct smb_link *link, const struct inflight *lock, uint64_t token)
 {
-    struct flight *flight = flight_take(link);
-    if (!flight)
+    struct inflight *inflight = inflight_take(link);
+    if (!inflight)
         return;
-    *flight = (struct flight){.sequence = link_next_sequence(link), .segment_id = lock->segment_id, .epoch = lock->epoch,
-                              .opcode = SMB_UNLOCK, .fate = SMB_DOUBT_NOT_APPLIED};
+    *inflight = (struct inflight){.sequence = link_next_sequence(link), .segment_id = lock->segment_id, .epoch = lock->epoch,
+                              .opcode = SMB_UNLOCK, .fate = SMB_OUTCOME_NOT_APPLIED};
     struct smb_frame frame = {.opcode = SMB_UNLOCK, .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
-    flight_put_small(flight, token);
+    inflight_put_small(inflight, token);
     for (int i = 1; i < SMB_SYNC_WORDS; i++)
-        flight_put_small(flight, 0);
-    flight_encode(link, flight, &frame);
-    flight_append(&link->unsent_end, flight);
-    link->flying++;
+        inflight_put_small(inflight, 0);
+    inflight_encode(link, inflight, &frame);
+    inflight_append(&link->unsent_end, inflight);
+    link->in_flight++;
 }
 
-void link_take_success(struct smb_link *link, struct flight *flight, uint64_t a, uint64_t b)
+void link_take_success(struct smb_link *link, struct inflight *inflight, uint64_t a, uint64_t b)
 {
-    struct stream *stream = flight->stream;
-    if (!stream && flight->opcode == SMB_LOCK)
-        give_back(link, flight, a);
-    flight_settle(flight, SMB_DOUBT_APPLIED);
-    if (stream && stream->told) {
-        stream->told->a = a;
-        stream->told->b = b;
+    struct stream *stream = inflight->stream;
+    if (!stream && inflight->opcode == SMB_LOCK)
+        give_back(link, inflight, a);
+    inflight_resolve(inflight, SMB_OUTCOME_APPLIED);
+    if (stream && stream->reply) {
+        stream->reply->a = a;
+        stream->reply->b = b;
     } else if (stream) {
-        call_applied(stream, flight->length, a);
+        call_applied(stream, inflight->length, a);
     }
-    flight_landed(link, flight);
+    inflight_landed(link, inflight);
 }
 
-static bool wants_data(const struct flight *flight, const struct smb_frame *reply)
+static bool wants_data(const struct inflight *inflight, const struct smb_frame *reply)
 {
-    return flight->stream ? flight->sink != NULL : reply->payload > smb_frame_checksum_bytes(reply);
+    return inflight->stream ? inflight->sink != NULL : reply->payload > smb_frame_checksum_bytes(reply);
 }
 
 /* The header of an answer. */
 static int take_reply(struct smb_link *link, const struct smb_frame *reply)
 {
-    struct flight **at = find_sent(link, reply->sequence);
-    struct flight *flight = *at;
+    struct inflight **at = find_sent(link, reply->sequence);
+    struct inflight *inflight = *at;
     uint32_t elements = reply->payload - smb_frame_checksum_bytes(reply);
-    if (!flight || reply->opcode != flight->opcode ||
-        smb_frame_wire(reply) != flight->wire ||
-        (elements > 0 && (elements != flight->answer_bytes || (flight->stream && !flight->sink))))
+    if (!inflight || reply->opcode != inflight->opcode ||
+        smb_frame_wire(reply) != inflight->wire ||
+        (elements > 0 && (elements != inflight->answer_bytes || (inflight->stream && !inflight->sink))))
         return SMB_PROTOCOL;
-    bool data = reply->status == SMB_OK && wants_data(flight, reply);
+    bool data = reply->status == SMB_OK && wants_data(inflight, reply);
     if (data && elements == 0)
         return SMB_PROTOCOL; /* data was asked for, and success without data can't be */
     if (data) {
-        link->reading = flight; /* still in the list: if the connection breaks now it is asked for again */
-        link->reading_have = link->by_reference ? flight->answer_bytes : 0; /* by reference: it is there already */
+        link->reading = inflight; /* still in the list: if the connection breaks now it is asked for again */
+        link->reading_have = link->by_reference ? inflight->answer_bytes : 0; /* by reference: it is there already */
         return SMB_OK;
     }
-    flight_take_from(at, &link->sent_end);
+    inflight_take_from(at, &link->sent_end);
     if (reply->status == SMB_OK)
-        link_take_success(link, flight, reply->argument, reply->offset);
+        link_take_success(link, inflight, reply->argument, reply->offset);
     else {
-        if (flight->stream && flight->stream->told) /* of AUTHORIZE: why it is refused */
-            flight->stream->told->a = reply->argument;
-        take_failure(link, flight, reply->status);
+        if (inflight->stream && inflight->stream->reply) /* of AUTHORIZE: why it is refused */
+            inflight->stream->reply->a = reply->argument;
+        take_failure(link, inflight, reply->status);
     }
     return SMB_OK;
 }
@@ -131,36 +135,38 @@ static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t her
 
 static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t count)
 {
-    struct flight *flight = link->reading;
-    uint32_t missing = flight->answer_bytes - link->reading_have;
+    SMB_ASSERT(link->reading && link->reading_have <= link->reading->answer_bytes);
+    struct inflight *inflight = link->reading;
+    uint32_t missing = inflight->answer_bytes - link->reading_have;
     uint32_t take = count < missing ? count : missing;
-    if (flight->stream && bytes)
-        memcpy(flight_landing(flight) + link->reading_have, bytes, take);
+    if (inflight->stream && bytes)
+        memcpy(inflight_landing(inflight) + link->reading_have, bytes, take);
     if (link->client->checksums)
-        link->crc = smb_crc32c(link->crc, bytes ? bytes : flight_landing(flight) + link->reading_have, take);
+        link->crc = smb_crc32c(link->crc, bytes ? bytes : inflight_landing(inflight) + link->reading_have, take);
     link->reading_have += take;
     return take;
 }
 
 static void finish_reading(struct smb_link *link)
 {
-    struct flight *flight = link->reading;
+    SMB_ASSERT(link->reading);
+    struct inflight *inflight = link->reading;
     link->reading = NULL;
-    flight_take_from(find_sent(link, flight->sequence), &link->sent_end);
-    if (flight->stream && flight->opcode == SMB_READ && flight->encoded)
-        smb_kernel_apply_encoded(flight->wire, SMB_REPLACE, flight->sink, flight->encoded, 0, flight->length / 4, 1.0);
-    link_take_success(link, flight, 0, 0);
+    inflight_take_from(find_sent(link, inflight->sequence), &link->sent_end);
+    if (inflight->stream && inflight->opcode == SMB_READ && inflight->encoded)
+        smb_kernel_apply_encoded(inflight->wire, SMB_REPLACE, inflight->sink, inflight->encoded, 0, inflight->length / 4, 1.0);
+    link_take_success(link, inflight, 0, 0);
 }
 
 /* ---- several answers in one look: their data goes to its places before their headers are understood */
 
 /* Whether the answer has a place that no answer before it has, too: two threads may read to one place. */
-static bool lands_apart(const struct smb_link *link, const struct flight *flight)
+static bool lands_apart(const struct smb_link *link, const struct inflight *inflight)
 {
-    const uint8_t *place = flight_landing(flight);
-    for (const struct flight *before = link->sent; before != flight; before = before->next) {
-        const uint8_t *other = flight_landing(before);
-        if (other && place < other + before->answer_bytes && other < place + flight->answer_bytes)
+    const uint8_t *place = inflight_landing(inflight);
+    for (const struct inflight *before = link->sent; before != inflight; before = before->next) {
+        const uint8_t *other = inflight_landing(before);
+        if (other && place < other + before->answer_bytes && other < place + inflight->answer_bytes)
             return false;
     }
     return true;
@@ -175,13 +181,13 @@ static int await_answers(struct smb_link *link, struct iovec *parts)
     int count = 0;
     if (link->in_end > 0 || link->by_reference || link->client->checksums || (link->reading && link->reading != link->sent))
         return 0;
-    const struct flight *flight = link->reading ? link->reading->next : link->sent;
-    while (count < 2 * ANSWERS_AWAITED && flight && flight->opcode == SMB_READ && flight->stream &&
-           flight->answer_bytes >= LINK_IN_BYTES && lands_apart(link, flight)) {
+    const struct inflight *inflight = link->reading ? link->reading->next : link->sent;
+    while (count < 2 * ANSWERS_AWAITED && inflight && inflight->opcode == SMB_READ && inflight->stream &&
+           inflight->answer_bytes >= LINK_IN_BYTES && lands_apart(link, inflight)) {
         parts[count] = (struct iovec){link->awaited[count / 2], SMB_FRAME_BYTES};
-        parts[count + 1] = (struct iovec){flight_landing(flight), flight->answer_bytes};
+        parts[count + 1] = (struct iovec){inflight_landing(inflight), inflight->answer_bytes};
         count += 2;
-        flight = flight->next;
+        inflight = inflight->next;
     }
     return count;
 }
@@ -248,7 +254,7 @@ int link_receive(struct smb_link *link, bool *moved)
     uint32_t missing = 0;
     if (link->reading && link->reading->stream) { /* straight to the caller's memory, and what is behind it */
         missing = link->reading->answer_bytes - link->reading_have;
-        parts[count++] = (struct iovec){flight_landing(link->reading) + link->reading_have, missing};
+        parts[count++] = (struct iovec){inflight_landing(link->reading) + link->reading_have, missing};
     }
     if (!link->reading || missing > 0)
         awaited = await_answers(link, parts + count);

@@ -1,43 +1,48 @@
-/* A lane goes on over a new connection: how far each segment has come, and what is to be sent again. Driver only. */
+#include "client/resume.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 
+#include "base/assert.h"
+#include "base/channel.h"
 #include "client/inflight.h"
+#include "client/receive.h"
 
-static struct watermark *watermark_of(struct smb_link *link, const struct flight *flight)
+static struct watermark *watermark_of(struct smb_link *link, const struct inflight *inflight)
 {
     for (uint32_t i = 0; i < link->watermark_count; i++)
-        if (link->watermarks[i].segment_id == flight->segment_id && link->watermarks[i].epoch == flight->epoch)
+        if (link->watermarks[i].segment_id == inflight->segment_id && link->watermarks[i].epoch == inflight->epoch)
             return &link->watermarks[i];
     return NULL;
 }
 
-static bool in_doubt(const struct flight *flight)
+static bool is_unknown(const struct inflight *inflight)
 {
-    return flight->fate != SMB_DOUBT_NOT_APPLIED && smb_opcode_changes(flight->opcode);
+    return inflight->fate != SMB_OUTCOME_NOT_APPLIED && smb_opcode_changes(inflight->opcode);
 }
 
 int link_ask_watermarks(struct smb_link *link)
 {
     link->watermark_count = link->watermarks_answered = 0;
     link->watermark_bytes_sent = 0;
-    for (struct flight *flight = link->unsent; flight; flight = flight->next) {
-        if (!in_doubt(flight) || watermark_of(link, flight))
+    for (struct inflight *inflight = link->unsent; inflight; inflight = inflight->next) {
+        if (!is_unknown(inflight) || watermark_of(link, inflight))
             continue;
         if (!link->watermarks)
             link->watermarks = calloc(WINDOW_FRAMES, sizeof *link->watermarks);
         if (!link->watermarks || link->watermark_count == WINDOW_FRAMES)
             return SMB_OUT_OF_MEMORY;
         link->watermarks[link->watermark_count++] =
-            (struct watermark){.segment_id = flight->segment_id, .epoch = flight->epoch, .sequence = link_next_sequence(link)};
+            (struct watermark){.segment_id = inflight->segment_id, .epoch = inflight->epoch, .sequence = link_next_sequence(link)};
     }
     return SMB_OK;
 }
 
 int link_send_watermarks(struct smb_link *link, bool *moved)
 {
+    SMB_ASSERT(link->watermark_count > 0);
     uint8_t bytes[SMB_RECORD_BYTES] = {0};
     uint32_t each = watermark_frame_bytes(link);
     while (link->watermark_bytes_sent < link->watermark_count * (uint64_t)each) {
@@ -58,7 +63,7 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
         link->watermark_bytes_sent += (uint64_t)done;
     }
     /* All are encrypted; the socket may not have taken all of that. */
-    if (channel_has_unsent(&link->channel) && channel_failed(channel_write(&link->channel, NULL, 0)))
+    if (channel_unsent_bytes(&link->channel) && channel_failed(channel_write(&link->channel, NULL, 0)))
         return SMB_LINK_LOST;
     return SMB_OK;
 }
@@ -79,46 +84,46 @@ int link_take_watermark(struct smb_link *link, const struct smb_frame *reply)
     return SMB_PROTOCOL;
 }
 
-static void mark_repeated(const struct smb_link *link, struct flight *flight)
+static void mark_repeated(const struct smb_link *link, struct inflight *inflight)
 {
     struct smb_frame frame;
     /* Our own header: it parses. */
-    if (!flight->was_sent || smb_frame_parse(flight->header, &frame) != SMB_OK)
+    if (!inflight->was_sent || smb_frame_parse(inflight->header, &frame) != SMB_OK)
         return;
     atomic_fetch_add_explicit(&link->client->stats.repeated, 1, memory_order_relaxed);
     frame.flags |= SMB_FLAG_RETRY;
-    smb_frame_encode(&frame, flight->header);
-    if (flight->opcode == SMB_LOCK) /* it keeps its place in the queue */
-        smb_store64(flight->small + 16, smb_load64(flight->small + 16) + (smb_now_ns() - flight->made_ns) / 1000000U);
-    flight->made_ns = smb_now_ns();
-    flight_seal(flight);
+    smb_frame_encode(&frame, inflight->header);
+    if (inflight->opcode == SMB_LOCK) /* it keeps its place in the queue */
+        smb_store64(inflight->small + 16, smb_load64(inflight->small + 16) + (smb_now_ns() - inflight->made_ns) / 1000000U);
+    inflight->made_ns = smb_now_ns();
+    inflight_seal(inflight);
 }
 
 /* true: its fate is all that anybody wants of it. */
-static bool decided(struct smb_link *link, struct flight *flight)
+static bool decided(struct smb_link *link, struct inflight *inflight)
 {
-    if (!in_doubt(flight))
+    if (!is_unknown(inflight))
         return false;
-    const struct watermark *watermark = watermark_of(link, flight);
-    if (watermark->status != SMB_OK || flight->fate == SMB_DOUBT_UNKNOWN)
-        flight->fate = SMB_DOUBT_UNKNOWN; /* once forgotten, whatever the lane has done since */
-    else if (flight->sequence > watermark->value)
-        flight->fate = flight->opcode == SMB_WRITE && flight->went_by_reference ? SMB_DOUBT_UNKNOWN : SMB_DOUBT_NOT_APPLIED;
+    const struct watermark *watermark = watermark_of(link, inflight);
+    if (watermark->status != SMB_OK || inflight->fate == SMB_OUTCOME_UNKNOWN)
+        inflight->fate = SMB_OUTCOME_UNKNOWN; /* once forgotten, whatever the lane has done since */
+    else if (inflight->sequence > watermark->value)
+        inflight->fate = inflight->opcode == SMB_WRITE && inflight->went_by_reference ? SMB_OUTCOME_UNKNOWN : SMB_OUTCOME_NOT_APPLIED;
     else
-        flight->fate = flight->sequence > watermark->refused ? SMB_DOUBT_APPLIED : SMB_DOUBT_UNKNOWN; /* its repetition tells */
-    return !flight->stream || (flight->fate == SMB_DOUBT_APPLIED && !flight->sink && !opcode_is_atomic(flight->opcode));
+        inflight->fate = inflight->sequence > watermark->refused ? SMB_OUTCOME_APPLIED : SMB_OUTCOME_UNKNOWN; /* its repetition tells */
+    return !inflight->stream || (inflight->fate == SMB_OUTCOME_APPLIED && !inflight->sink && !opcode_is_atomic(inflight->opcode));
 }
 
 void link_resume(struct smb_link *link)
 {
-    for (struct flight **at = &link->unsent; *at;) {
+    for (struct inflight **at = &link->unsent; *at;) {
         if (decided(link, *at)) {
-            struct flight *flight = flight_take_from(at, &link->unsent_end);
-            if (flight->stream) {
-                link_take_success(link, flight, 0, 0);
+            struct inflight *inflight = inflight_take_from(at, &link->unsent_end);
+            if (inflight->stream) {
+                link_take_success(link, inflight, 0, 0);
             } else {
-                flight_settle(flight, flight->fate);
-                flight_landed(link, flight);
+                inflight_resolve(inflight, inflight->fate);
+                inflight_landed(link, inflight);
             }
         } else {
             mark_repeated(link, *at);

@@ -1,272 +1,18 @@
 /* One call on a buffer: checked once, cut into pieces, local pieces done here, the others put on their links. */
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
-#include "client/client.h"
+#include "base/clock.h"
+#include "client/buffer.h"
+#include "client/call.h"
+#include "client/unknown.h"
+#include "client/inflight.h"
+#include "client/local.h"
+#include "client/sparse.h"
 #include "client/views.h"
+#include "memory/change.h"
 
-enum {
-    STEP_WAIT_NS = 1000000, /* for a chunk's lock, before the links are looked after: this thread may move others' bytes */
-    STREAMS_ON_STACK = 8,
-    /* A call of this size and more goes around the caches. Measured against plain copies: 0.7 times at 4 MiB, 1.3 at 16. The
-     * size of the last cache is no guide: virtual machines report what they share with others. */
-    STREAMING_BYTES = 16 << 20
-};
-
-struct place {
-    uint64_t segment_id;
-    uint32_t epoch;
-    struct smb_link *link;       /* one of the two is set */
-    struct smb_segment *segment;
-};
-
-/* Complete before the first call and never changed afterwards, so that calls of many threads need no lock to read it. */
-struct smb_buffer {
-    struct smb_client *client;
-    struct smb_layout layout;
-    int dtype;
-    uint32_t element_bytes;      /* 1, 2, 4 or 8: a multiple is found without a division, which small calls feel */
-    struct place places[];
-};
-
-int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype, struct smb_buffer **buffer)
-{
-    if (smb_layout_check(layout) != SMB_OK || smb_dtype_bytes(dtype) == 0 || layout->bytes % smb_dtype_bytes(dtype) != 0)
-        return SMB_INVALID;
-    struct smb_buffer *made = calloc(1, sizeof *made + layout->segment_count * sizeof made->places[0]);
-    if (!made)
-        return SMB_OUT_OF_MEMORY;
-    made->client = client;
-    made->layout = *layout;
-    made->dtype = dtype;
-    made->element_bytes = smb_dtype_bytes(dtype);
-    *buffer = made;
-    return SMB_OK;
-}
-
-static bool is_set(const struct place *place)
-{
-    return place->link || place->segment;
-}
-
-int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id, uint32_t epoch, struct smb_link *link)
-{
-    if (index >= buffer->layout.segment_count || link->client != buffer->client || is_set(&buffer->places[index]))
-        return SMB_INVALID;
-    link_retain(link);
-    buffer->places[index] = (struct place){.segment_id = segment_id, .epoch = epoch, .link = link};
-    return SMB_OK;
-}
-
-int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment)
-{
-    struct smb_segment_info info;
-    smb_segment_info(segment, &info);
-    if (index >= buffer->layout.segment_count || is_set(&buffer->places[index]) || info.dtype != (uint32_t)buffer->dtype ||
-        info.chunk_bytes != buffer->layout.chunk_bytes ||
-        info.data_bytes != smb_layout_segment_bytes(&buffer->layout, index))
-        return SMB_INVALID;
-    smb_segment_retain(segment);
-    buffer->places[index] = (struct place){.segment_id = info.id, .epoch = info.epoch, .segment = segment};
-    return SMB_OK;
-}
-
-void smb_buffer_destroy(struct smb_buffer *buffer)
-{
-    for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
-        if (buffer->places[i].link)
-            link_release(buffer->places[i].link);
-        if (buffer->places[i].segment)
-            smb_segment_release(buffer->places[i].segment);
-    }
-    free(buffer);
-}
-
-/* ---- some elements only ------------------------------------------------------------------------------------------- */
-
-static uint64_t first_entry_from(const struct smb_request *request, uint64_t element)
-{
-    uint64_t low = 0, high = request->count;
-    while (low < high) {
-        uint64_t middle = low + (high - low) / 2;
-        if ((uint64_t)request->indices[middle] < element)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max, struct smb_piece *rest,
-                struct smb_piece *piece, uint64_t *first, uint64_t *entries)
-{
-    uint64_t start = rest->buffer_offset / element, end = start + rest->bytes / element;
-    *first = first_entry_from(request, start);
-    uint64_t last = first_entry_from(request, end);
-    if (last <= *first) {
-        rest->bytes = 0;
-        return false;
-    }
-    /* They were checked; but they are the caller's, who may change them meanwhile: no more than there is room for. */
-    uint64_t found = last - *first < rest->bytes / element ? last - *first : rest->bytes / element;
-    *entries = found < entries_max ? found : entries_max;
-    uint64_t skip = ((uint64_t)request->indices[*first] - start) * element;
-    uint64_t stop = ((uint64_t)request->indices[*first + *entries - 1] + 1 - start) * element;
-    *piece = (struct smb_piece){.segment = rest->segment, .segment_offset = rest->segment_offset + skip,
-                                .buffer_offset = rest->buffer_offset + skip, .bytes = stop - skip};
-    rest->segment_offset += stop, rest->buffer_offset += stop;
-    rest->bytes = *entries == found ? 0 : rest->bytes - stop;
-    return true;
-}
-
-void sparse_encode(const struct smb_request *request, uint32_t element, const struct smb_piece *piece, uint64_t first,
-                   uint64_t entries, uint8_t *to)
-{
-    const uint8_t *values = (const uint8_t *)request->source + first * element;
-    for (uint64_t i = 0; i < entries; i++, to += SMB_WIRE_INDEX_BYTES + element) {
-        uint32_t index = (uint32_t)((uint64_t)request->indices[first + i] - piece->buffer_offset / element);
-        memcpy(to, &index, sizeof index);
-        memcpy(to + SMB_WIRE_INDEX_BYTES, values + i * element, element);
-    }
-}
-
-/* The indices ascend, from the range's first element to its last. */
-static bool entries_are_sound(const struct smb_request *request, uint32_t element)
-{
-    if (!request->indices || request->count == 0 || !request->source || request->sink)
-        return false;
-    for (uint64_t i = 1; i < request->count; i++)
-        if (request->indices[i] <= request->indices[i - 1])
-            return false;
-    return request->indices[0] >= 0 && (uint64_t)request->indices[0] == request->offset / element &&
-           (uint64_t)request->indices[request->count - 1] + 1 == (request->offset + request->bytes) / element;
-}
-
-/* ---- local pieces ------------------------------------------------------------------------------------------------- */
-
-/* The local part of a call, one piece per step, so that the links can be looked after in between. */
-struct local_work {
-    struct smb_buffer *buffer;
-    const struct smb_request *request;
-    const struct call *call;
-    struct smb_outcome *outcome;
-    uint64_t deadline_ns;
-    uint32_t index;              /* of the segment */
-    bool walking;
-    struct smb_cursor cursor;
-    uint64_t bytes_here;         /* done on this segment */
-    uint8_t *scratch;            /* one chunk: of ACCUMULATE_FROM the source, else the piece as it would travel */
-};
-
-/* The piece, and those of the segment after it. The other segments still do their part. */
-static void local_failed(struct local_work *work, struct smb_piece piece, int status)
-{
-    struct call account = {.outcome = work->outcome};
-    if (work->outcome->status == SMB_OK) {
-        work->outcome->status = status;
-        work->outcome->segment = work->index;
-    }
-    bool more = true;
-    while (more && smb_opcode_changes(work->request->opcode)) {
-        call_doubt(&account, piece.buffer_offset, (uint32_t)piece.bytes, SMB_DOUBT_NOT_APPLIED);
-        more = smb_cursor_next(&work->cursor, &piece);
-    }
-    work->cursor.position = work->cursor.end;
-}
-
-static int local_piece(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
-{
-    const struct smb_request *request = work->request;
-    struct place *place = &work->buffer->places[work->index];
-    uint64_t within = piece->buffer_offset - request->offset;
-    struct smb_change change = {
-        .opcode = request->opcode,
-        .op = request->op,
-        .scale = request->scale,
-        .offset = piece->segment_offset,
-        .bytes = piece->bytes,
-        .source = request->source ? (const uint8_t *)request->source + within : NULL,
-        .sink = request->sink ? (uint8_t *)request->sink + within : NULL,
-        .argument = request->argument,
-        .expected = request->expected,
-        .streaming = request->bytes >= STREAMING_BYTES,
-    };
-    if (request->opcode == SMB_ACCUMULATE_FROM) {
-        struct smb_change read = {.opcode = SMB_READ, .offset = piece->segment_offset, .bytes = piece->bytes,
-                                  .sink = work->scratch};
-        int status = smb_segment_apply(request->other->places[work->index].segment, &read, deadline_ns);
-        if (status != SMB_OK)
-            return status;
-        change.source = work->scratch;
-    }
-    if (request->wire == SMB_WIRE_SPARSE) {
-        uint32_t element = smb_dtype_bytes(work->buffer->dtype);
-        struct smb_piece rest = *piece, touched;
-        uint64_t first, entries;
-        if (!sparse_cut(request, element, UINT64_MAX, &rest, &touched, &first, &entries))
-            return SMB_OK;
-        sparse_encode(request, element, &touched, first, entries, work->scratch);
-        change.offset = touched.segment_offset;
-        change.bytes = touched.bytes;
-        change.source_bytes = (uint32_t)(entries * (SMB_WIRE_INDEX_BYTES + element));
-        change.wire = request->wire;
-        change.source = work->scratch;
-    } else if (request->wire != SMB_WIRE_EXACT && request->opcode != SMB_READ) {
-        smb_kernel_encode(request->wire, change.source, piece->bytes / 4, work->scratch);
-        change.wire = request->wire;
-        change.source = work->scratch;
-    }
-    int status = smb_segment_apply(place->segment, &change, deadline_ns);
-    if (status == SMB_OK) {
-        if (request->wire != SMB_WIRE_EXACT && request->opcode == SMB_READ)
-            smb_kernel_round(request->wire, change.sink, piece->bytes / 4, piece->buffer_offset,
-                             work->buffer->layout.chunk_bytes, change.sink);
-        work->outcome->sent |= request->opcode != SMB_READ;
-        work->outcome->bytes_applied += piece->bytes;
-        work->outcome->result = change.result;
-        work->bytes_here += piece->bytes;
-    }
-    return status;
-}
-
-/* false: nothing left. */
-static bool local_step(void *argument)
-{
-    struct local_work *work = argument;
-    struct smb_buffer *buffer = work->buffer;
-    for (; work->index < buffer->layout.segment_count; work->index++, work->walking = false) {
-        struct place *place = &buffer->places[work->index];
-        if (!place->segment)
-            continue;
-        if (!work->walking) {
-            work->cursor = smb_cursor_make(&buffer->layout, work->index, work->request->offset, work->request->bytes);
-            work->walking = true;
-            work->bytes_here = 0;
-        }
-        struct smb_cursor here = work->cursor;
-        struct smb_piece piece;
-        if (smb_cursor_next(&work->cursor, &piece)) {
-            uint64_t step_end_ns = smb_now_ns() + STEP_WAIT_NS;
-            bool last_try = step_end_ns >= work->deadline_ns;
-            int status = work->call->stopped ? SMB_TIMEOUT
-                                             : local_piece(work, &piece, last_try ? work->deadline_ns : step_end_ns);
-            if (status == SMB_OK)
-                return true;
-            if (status == SMB_TIMEOUT && !last_try && !work->call->stopped) {
-                work->cursor = here; /* again, after a look at the links */
-                return true;
-            }
-            local_failed(work, piece, status);
-        }
-        if (work->bytes_here > 0)
-            smb_segment_count(place->segment, work->request->opcode, work->bytes_here);
-    }
-    return false;
-}
-
-/* ---- the call ----------------------------------------------------------------------------------------------------- */
+enum { STREAMS_ON_STACK = 8 };
 
 static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
 {
@@ -309,7 +55,7 @@ static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_r
         request->offset > buffer->layout.bytes - request->bytes || ((request->offset | request->bytes) & (element - 1)) != 0)
         return false;
     if (request->wire == SMB_WIRE_SPARSE)
-        return request->opcode == SMB_ACCUMULATE && entries_are_sound(request, element) &&
+        return request->opcode == SMB_ACCUMULATE && sparse_is_sound(request, element) &&
                smb_op_accepts(buffer->dtype, request->op, request->scale);
     if (request->wire != SMB_WIRE_EXACT &&
         (!smb_wire_is_dense(request->wire) || buffer->dtype != SMB_FLOAT32 ||
@@ -376,8 +122,8 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
         bool beside_the_gate = (request->fenced || request->opcode == SMB_APPLY) && place->segment;
         bool alike = true;
         for (int o = 0; o < count; o++)
-            alike = alike && is_set(&others[o]->places[i]) && !others[o]->places[i].segment == !place->segment;
-        if (!is_set(place) || !alike || beside_the_gate) {
+            alike = alike && place_is_set(&others[o]->places[i]) && !others[o]->places[i].segment == !place->segment;
+        if (!place_is_set(place) || !alike || beside_the_gate) {
             *missing = i;
             return false;
         }
@@ -385,14 +131,14 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     return true;
 }
 
-/* The local part's account into the call's, when the driver is done with that. */
+/* The local part's account into the call's, when the progress thread is done with that. */
 static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 {
     struct call account = {.outcome = sum};
-    for (uint32_t i = 0; part->doubt && i < part->doubt->count; i++)
-        call_doubt(&account, part->doubt->pieces[i].buffer_offset, part->doubt->pieces[i].bytes, part->doubt->pieces[i].state);
-    if (part->doubt)
-        smb_doubt_release(part->doubt);
+    for (uint32_t i = 0; part->unknown && i < part->unknown->count; i++)
+        call_note_unknown(&account, part->unknown->pieces[i].buffer_offset, part->unknown->pieces[i].bytes, part->unknown->pieces[i].state);
+    if (part->unknown)
+        smb_unknown_release(part->unknown);
     if (sum->status == SMB_OK && part->status != SMB_OK) {
         sum->status = part->status;
         sum->segment = part->segment;
@@ -402,8 +148,6 @@ static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
     sum->bytes_applied += part->bytes_applied;
     sum->sent |= part->sent;
 }
-
-/* ---- a buffer's own memory as source or sink ---- */
 
 /* Bytes at `source`. */
 static uint64_t source_bytes(const struct smb_buffer *buffer, const struct smb_request *request)
@@ -455,8 +199,6 @@ static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_r
     free(apart.sink);
     return outcome->status;
 }
-
-/* ---- the call, continued ---- */
 
 /* A call within one chunk that this process has mapped and whose lock is free: no account to be kept, no clock to be read.
  * false: nothing was done. `tally` is where to count it for this client, or NULL: before the segment's counters, whose bus locks
@@ -584,7 +326,7 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
     call.streams_left = call.stream_count;
     if (call.stream_count > 0) {
         *link = streams[0].link;
-        client_run(buffer->client, &call, local ? local_step : NULL, &work);
+        call_run(buffer->client, &call, local ? local_step : NULL, &work);
     } else {
         uint64_t look_ns = smb_now_ns() + LOOK_MS * 1000000U;
         while (local_step(&work)) {
@@ -607,51 +349,4 @@ int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t by
     struct smb_request request = {.opcode = opcode, .op = op, .scale = scale, .offset = offset, .bytes = bytes, .source = source,
                                   .sink = sink, .argument = argument, .expected = expected, .timeout_ms = timeout_ms};
     return smb_transfer(buffer, &request, outcome);
-}
-
-/* ---- a contiguous view -------------------------------------------------------------------------------------------- */
-
-static int map_stripe(struct smb_segment *segment, uint8_t *at, const struct smb_piece *piece)
-{
-    off_t offset = (off_t)(smb_segment_data_offset(segment) + piece->segment_offset);
-    void *mapped = mmap(at, piece->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, smb_segment_fd(segment), offset);
-    return mapped == MAP_FAILED ? SMB_SYSTEM : SMB_OK;
-}
-
-int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
-{
-    const struct smb_layout *layout = &buffer->layout;
-    for (uint32_t i = 0; i < layout->segment_count; i++)
-        if (!buffer->places[i].segment)
-            return SMB_INVALID;
-    uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN * SMB_CHUNK_BYTES_MIN;
-    /* The address range first, in one piece; then the stripes over it. */
-    uint8_t *base = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED)
-        return SMB_SYSTEM;
-    int status = SMB_OK;
-    for (uint64_t at = 0; at < layout->bytes && status == SMB_OK;) {
-        struct smb_piece piece;
-        status = smb_layout_piece(layout, at, layout->bytes, &piece);
-        if (status == SMB_OK)
-            status = map_stripe(buffer->places[piece.segment].segment, base + at, &piece);
-        at += piece.bytes;
-    }
-    if (status == SMB_OK)
-        status = views_add(base, whole, buffer->places[0].segment_id);
-    if (status != SMB_OK) {
-        int saved = errno;
-        munmap(base, whole);
-        errno = saved;
-        return status;
-    }
-    *address = base;
-    *bytes = whole;
-    return SMB_OK;
-}
-
-void smb_buffer_unmap(void *address, uint64_t bytes)
-{
-    views_remove(address); /* before its addresses may be somebody else's */
-    munmap(address, bytes);
 }

@@ -1,9 +1,13 @@
 #include "client/views.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
-#include "smb.h"
+#include "base/layout.h"
+#include "client/buffer.h"
+#include "memory/segment.h"
 
 struct view {
     struct view *next;
@@ -72,4 +76,51 @@ bool views_overlap(const void *memory, uint64_t bytes, uint64_t segment_id)
         found = view->segment_id == segment_id && start < view->start + view->bytes && view->start < start + bytes;
     unlock();
     return found;
+}
+
+/* ---- a contiguous view */
+
+static int map_stripe(struct smb_segment *segment, uint8_t *at, const struct smb_piece *piece)
+{
+    off_t offset = (off_t)(smb_segment_data_offset(segment) + piece->segment_offset);
+    void *mapped = mmap(at, piece->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, smb_segment_fd(segment), offset);
+    return mapped == MAP_FAILED ? SMB_SYSTEM : SMB_OK;
+}
+
+int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
+{
+    const struct smb_layout *layout = &buffer->layout;
+    for (uint32_t i = 0; i < layout->segment_count; i++)
+        if (!buffer->places[i].segment)
+            return SMB_INVALID;
+    uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN * SMB_CHUNK_BYTES_MIN;
+    /* The address range first, in one piece; then the stripes over it. */
+    uint8_t *base = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+        return SMB_SYSTEM;
+    int status = SMB_OK;
+    for (uint64_t at = 0; at < layout->bytes && status == SMB_OK;) {
+        struct smb_piece piece;
+        status = smb_layout_piece(layout, at, layout->bytes, &piece);
+        if (status == SMB_OK)
+            status = map_stripe(buffer->places[piece.segment].segment, base + at, &piece);
+        at += piece.bytes;
+    }
+    if (status == SMB_OK)
+        status = views_add(base, whole, buffer->places[0].segment_id);
+    if (status != SMB_OK) {
+        int saved = errno;
+        munmap(base, whole);
+        errno = saved;
+        return status;
+    }
+    *address = base;
+    *bytes = whole;
+    return SMB_OK;
+}
+
+void smb_buffer_unmap(void *address, uint64_t bytes)
+{
+    views_remove(address); /* before its addresses may be somebody else's */
+    munmap(address, bytes);
 }

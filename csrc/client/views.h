@@ -1,7 +1,7 @@
-/* views.h: which of this process's memory is the memory of a buffer: the contiguous mappings of smb_buffer_map.
+/* views.h: which memory of this process belongs to a buffer: the contiguous mappings of smb_buffer_map.
  *
- * They lie at other addresses than the segments' own mappings, so that a call on the buffer cannot tell from an address alone that it
- * reads what it writes. Any thread; one lock, which nothing is taken under. A child of fork has its own copy.
+ * They lie at other addresses than the segments' own mappings. So an address alone does not tell that a call reads what it writes. Any
+ * thread. The one lock is a leaf. A child of fork has its own copy.
  */
 #ifndef SMB_VIEWS_H
 #define SMB_VIEWS_H

@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/failpoint.h"
 
 enum {
@@ -101,6 +102,7 @@ static struct slot_words *words_of(const struct journal *journal, uint32_t numbe
 void slot_describe(struct journal *journal, const struct slot *slot, const struct smb_segment *segment,
                    const struct smb_change *change, const struct change_name *name)
 {
+    SMB_ASSERT(slot->number < JOURNAL_SLOTS_MAX && slot->payload);
     struct slot_words *words = words_of(journal, slot->number);
     words->segment = smb_segment_id(segment);
     words->session = name->session;
@@ -234,6 +236,7 @@ void slot_end(struct journal *journal, const struct slot *slot, struct smb_segme
 
 void slot_rest(struct journal *journal, const struct slot *slot)
 {
+    SMB_ASSERT(slot->number < JOURNAL_SLOTS_MAX);
     FAILPOINT("journal.unlocked");
     store_progress(words_of(journal, slot->number), 0);
     FAILPOINT("journal.rested");
@@ -510,6 +513,7 @@ uint64_t journal_identity(const struct journal *journal)
 
 int journal_take_slot(struct journal *journal, struct slot *slot)
 {
+    SMB_ASSERT(!slot->payload);
     pthread_mutex_lock(&journal->mutex);
     bool any = journal->free_count > 0;
     if (any) {
@@ -525,6 +529,7 @@ int journal_take_slot(struct journal *journal, struct slot *slot)
 
 void journal_give_slot(struct journal *journal, struct slot *slot)
 {
+    SMB_ASSERT(slot->payload);
     if (slot->number >= FREE_KEPT) {
         journal->ready_bytes[slot->number] = 0;
         fallocate(journal->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, slot_offset(slot->number), SLOT_BYTES);
@@ -545,6 +550,7 @@ void journal_slots(struct journal *journal, uint64_t *taken, uint64_t *most)
 
 int journal_reserve(struct journal *journal, struct slot *slot, uint32_t payload_bytes)
 {
+    SMB_ASSERT(slot->payload && payload_bytes <= SMB_CHUNK_BYTES_MAX);
     uint32_t whole = payload_bytes == 0 ? PAGE : (payload_bytes + PAGE - 1) / PAGE * PAGE;
     if (whole <= slot->ready_bytes)
         return SMB_OK;

@@ -21,13 +21,14 @@
  * daemon's directory (flock, memserver/memory_dir.py), which the kernel lets go of when the last thread has left, and each thread
  * passes full barriers on its way out. So the progress word is relaxed, with compiler fences around it: the compiler's order must hold.
  *
- * Not so towards local clients, which live on: they take a chunk from a recovery by its mark (release and acquire, segment.c).
+ * Not so towards local clients, which live on: they take a chunk from a recovery by its mark (release and acquire, chunk.c).
  *
  * Threads: taking and giving slots under the journal's mutex; a slot belongs to one connection.
  */
 #ifndef SMB_JOURNAL_H
 #define SMB_JOURNAL_H
 
+#include "memory/change.h"
 #include "memory/segment.h"
 
 enum { JOURNAL_SLOTS_MAX = 4096, JOURNAL_BLOCK_BYTES = 4096 };

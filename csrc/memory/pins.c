@@ -2,6 +2,8 @@
 
 #include <stdlib.h>
 
+#include "base/assert.h"
+
 struct pin *pins_find(const struct pins *pins, uint64_t session, uint64_t name)
 {
     return TREE_OWNER(tree_find(&pins->names, session, name), struct pin, by_name);
@@ -24,6 +26,7 @@ static bool has_most(const struct pins *pins, uint64_t session)
 
 struct pin *pins_add(struct pins *pins, uint64_t session, uint64_t name, uint64_t version, uint64_t expires_ns)
 {
+    SMB_ASSERT(!pins_find(pins, session, name));
     struct pin *pin = has_most(pins, session) ? NULL : calloc(1, sizeof *pin);
     if (!pin)
         return NULL;

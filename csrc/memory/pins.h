@@ -1,5 +1,7 @@
 /* pins.h: the pins of one segment: which session keeps which version from being overwritten, and until when. In the daemon only.
- * Nothing here is locked, or asks for the time: sync.c does. Each call takes logarithmic time, but for what it frees. */
+ *
+ * No locks and no clock in here: sync.c has both. Each call takes logarithmic time, plus the pins that it frees.
+ */
 #ifndef SMB_PINS_H
 #define SMB_PINS_H
 

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
 
@@ -52,6 +53,7 @@ static void write_word(_Atomic uint64_t *word, uint64_t value)
 
 static struct record *record_at(const struct records *records, uint32_t index)
 {
+    SMB_ASSERT(index < records->table.count);
     return &records->table.records[index];
 }
 
@@ -280,6 +282,7 @@ int records_take(struct records *records, uint64_t session, uint16_t lane, uint6
 
 void records_release(struct records *records, struct record *record)
 {
+    SMB_ASSERT(record >= records->table.records && record < records->table.records + records->table.count);
     pthread_mutex_lock(&records->mutex);
     records->entries[record - records->table.records].in_use--;
     pthread_mutex_unlock(&records->mutex);
@@ -318,6 +321,7 @@ void records_end_session(struct records *records, uint64_t session)
 
 void record_note(struct record *record, uint64_t sequence, bool with_result, uint64_t result)
 {
+    SMB_ASSERT(sequence > 0);
     if (with_result) {
         int place = 0;
         for (int i = 0; i < RECORD_RESULTS; i++) {

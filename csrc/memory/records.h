@@ -1,10 +1,9 @@
 /* records.h: completion records: how far each lane of each session has come on a segment. docs/decisions/0008.
  *
- * The table lies in the segment's file and survives the daemon. Only the daemon writes it. A record's watermark is written by
- * whoever carries out a change of its lane, one at a time (a lane has one connection, its changes are in order); which lane
- * a record belongs to changes under the mutex, and not while somebody uses it.
+ * The table lies in the segment's file and survives the daemon. Only the daemon writes it. One thread at a time writes a record's
+ * watermark: a lane has one connection, and its changes are in order. Under the mutex, a record that nobody uses may get another lane.
  *
- * The daemon may be killed between any two stores, and the next one reads the table: as with the journal (journal.h) the order of
+ * The daemon may be killed between any two stores, and the next one reads the table. As with the journal (journal.h), the order of
  * the program is what counts. Release stores and compiler fences keep it.
  */
 #ifndef SMB_RECORDS_H

@@ -25,10 +25,10 @@
  *                  before. OUT_OF_MEMORY: the session has very many.
  *   UNPIN          w: the pin's name. OK, also where there is none.
  *
- * Threads. Every function may be called from any thread; one mutex per struct sync guards the queues and the words (which
- * nobody else writes). Whatever is looked for among those who wait is found in logarithmic time: as many may wait as clients like,
- * and the loop that asks serves others. `answer` is called without that mutex, possibly on another thread than the one that asked, exactly
- * once for each waiter that was kept, unless sync_forget took it back.
+ * Threads. Every function may be called from any thread. One mutex per struct sync guards the queues and the words, which nobody
+ * else writes. Every search among the waiters takes logarithmic time: clients decide how many wait, and the loop has others to
+ * serve. `answer` is called without that mutex, possibly on another thread than the one that asked. It is called exactly once for
+ * each waiter that was kept, unless sync_forget took the waiter back.
  */
 #ifndef SMB_SYNC_H
 #define SMB_SYNC_H
@@ -38,9 +38,8 @@
 
 #include "base/frame.h"
 #include "base/tree.h"
+#include "memory/sync_words.h"
 #include "smb.h"
-
-enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 }; /* the lowest bit of every token of it */
 
 enum {
     SYNC_TTL_MS_MIN = 10,
@@ -51,28 +50,6 @@ enum {
     SYNC_PARTIES_MAX = 65536,  /* bounds what one ARRIVE, and a restart over garbage, looks through */
     SYNC_SEAT_BYTES = 16       /* session, sequence */
 };
-
-/* In the segment's header page. Zeroes: nothing was ever locked, published or awaited. Everything may hold garbage (recovery
- * trusts nothing): what is read from here is bounded before it is used. Times are CLOCK_BOOTTIME nanoseconds: the host's, so
- * they go on while no daemon runs. */
-struct sync_words {
-    struct sync_lock_words {
-        _Atomic uint64_t expires_ns;    /* 0: free. Written last when granted, first when released: decides alone */
-        _Atomic uint64_t token;         /* the last one granted; 0: none ever */
-        _Atomic uint64_t session;       /* of the holder */
-        _Atomic uint64_t request;       /* its sequence number */
-        _Atomic uint64_t released;      /* bit (token / 2 mod 64): that one was released by its holder */
-        _Atomic uint64_t fence;         /* lower tokens are refused */
-    } locks[SYNC_LOCKS];
-    _Atomic uint64_t version;           /* published */
-    _Atomic uint64_t writing;           /* a publication of this version has begun (it may never end); 0: none ever */
-    _Atomic uint64_t round;             /* of the barrier: round number << 24 | arrived */
-    _Atomic uint64_t parties;           /* of the round under way */
-    _Atomic uint64_t broken;            /* bit (round mod 64): that round was broken */
-    _Atomic uint64_t retired;           /* SYNC_RETIRED: nothing is asked of it any more; any other value means nothing */
-};
-static const uint64_t SYNC_RETIRED = 0x64656E7275746572; /* "returned" */
-_Static_assert(sizeof(struct sync_words) <= 512, "a place in the header page");
 
 struct sync_request {
     int opcode;
@@ -87,7 +64,7 @@ struct sync_answer {
     uint64_t a, b;
 };
 
-/* A parked request. The owner allocates it, hands it to sync_ask, and owns it again when `answer` is called or sync_forget
+/* A deferred request. The owner allocates it, hands it to sync_ask, and owns it again when `answer` is called or sync_forget
  * returned true. */
 struct waiter {
     struct tree_node by_turn, by_deadline, by_name; /* while it is kept */
@@ -124,7 +101,7 @@ int sync_retire(struct sync *sync, uint64_t idle_ns, uint64_t now_ns, uint64_t *
 /* The user's lock's next token will be higher than this one. SMB_INVALID for a token of another lock. */
 int sync_raise_token(struct sync *sync, uint64_t token);
 
-/* SMB_PARKED: `waiter` is kept and will be answered. Anything else: *answer is the answer, waiter is the caller's. May answer
+/* SMB_DEFERRED: `waiter` is kept and will be answered. Anything else: *answer is the answer, waiter is the caller's. May answer
  * other waiters before it returns. */
 int sync_ask(struct sync *sync, const struct sync_request *request, struct waiter *waiter, uint64_t now_ns,
              struct sync_answer *answer);

@@ -1,10 +1,10 @@
 /* direct.c: the calls of a buffer from Python in one step, as a CPython extension of its own (smb._direct).
  *
  * A small call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to 2 us. `Method` stands in
- * front of a Python method of a class that derives from `Place`: what is usual (a numpy array of the buffer's dtype, contiguous,
- * on a buffer whose segments are known) is handed to the engine from here, everything else goes to the Python method, with
- * nothing done. So the Python method is the definition, and this the short way to the same end. Where the engine says no, the
- * outcome goes to the object's `_go_on`, which decides and raises as it does for Python's own calls.
+ * front of a Python method of a class whose objects hold a `Place` in their slot `_place`. A usual call (a numpy array of the
+ * buffer's dtype, contiguous, on a buffer whose segments are known) is handed to the engine from here. Everything else goes to
+ * the Python method, with nothing done. The Python method is the definition, and this the short path to the same end. When the
+ * engine refuses a call, the place's `go_on` gets it and its outcome: it decides and raises as for Python's own calls.
  *
  * Threads. All fields are read and written with the GIL. A call that may wait or takes long releases it, with a reference
  * to the handle: another thread may disarm meanwhile. The engine's functions are pointers taken from smb._engine, whose library
@@ -23,7 +23,7 @@ enum { HOLD_GIL_BYTES = 64 << 10 }; /* up to here what can be done at once takes
 typedef int (*transfer_function)(struct smb_buffer *, const struct smb_request *, struct smb_outcome *);
 static transfer_function engine_transfer, engine_transfer_at_once;
 static PyTypeObject *array_type;             /* numpy.ndarray */
-static PyObject *name_offset, *name_count, *name_out, *name_scale, *name_go_on;
+static PyObject *name_offset, *name_count, *name_out, *name_scale;
 static unsigned long forks;                  /* how often this process is a child */
 
 /* ---- signals, while a call waits */
@@ -78,6 +78,7 @@ static PyTypeObject switch_type = {
 
 typedef struct {
     PyObject_HEAD
+    PyObject *go_on;                         /* called with a call that failed */
     PyObject *handle;                        /* keeps `buffer` alive; NULL: not armed */
     Switch *client;
     Switch *quiet;                           /* closed while the buffer has async calls, whose turn is first */
@@ -90,17 +91,25 @@ typedef struct {
 
 static int place_traverse(Place *self, visitproc visit, void *arg)
 {
+    Py_VISIT(self->go_on);
     Py_VISIT(self->handle);
     Py_VISIT(self->client);
     Py_VISIT(self->quiet);
     return 0;
 }
 
-static int place_clear(Place *self)
+static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
 {
     Py_CLEAR(self->handle);
     Py_CLEAR(self->client);
     Py_CLEAR(self->quiet);
+    Py_RETURN_NONE;
+}
+
+static int place_clear(Place *self)
+{
+    Py_DECREF(place_disarm(self, NULL));
+    Py_CLEAR(self->go_on);
     return 0;
 }
 
@@ -117,7 +126,7 @@ static PyObject *place_arm(Place *self, PyObject *args)
     unsigned long long buffer, size;
     unsigned int itemsize, timeout_ms;
     int format;
-    if (!PyArg_ParseTuple(args, "OO!O!KKICI:_arm", &handle, &switch_type, &client, &switch_type, &quiet, &buffer, &size, &itemsize,
+    if (!PyArg_ParseTuple(args, "OO!O!KKICI:arm", &handle, &switch_type, &client, &switch_type, &quiet, &buffer, &size, &itemsize,
                           &format, &timeout_ms))
         return NULL;
     self->buffer = (struct smb_buffer *)(uintptr_t)buffer; /* NOLINT: what cffi gives as a number */
@@ -135,27 +144,34 @@ static PyObject *place_arm(Place *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
+static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    place_clear(self);
-    Py_RETURN_NONE;
+    static char *names[] = {"go_on", NULL};
+    PyObject *callable;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O:Place", names, &callable))
+        return NULL;
+    Place *self = (Place *)type->tp_alloc(type, 0);
+    if (self)
+        self->go_on = Py_NewRef(callable);
+    return (PyObject *)self;
 }
 
 static PyMethodDef place_methods[] = {
-    {"_arm", (PyCFunction)place_arm, METH_VARARGS,
-     "_arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`,\n"
+    {"arm", (PyCFunction)place_arm, METH_VARARGS,
+     "arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`,\n"
      "which `handle` keeps alive, while both switches are on."},
-    {"_disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
+    {"disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
     {NULL},
 };
 
 static PyTypeObject place_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "smb._direct.Place",
-    .tp_doc = "Base of what has methods of Method.",
+    .tp_doc = "Place(go_on): where the direct calls of one object go. go_on(started, request, outcome) finishes a call that failed:\n"
+              "seconds of the monotonic clock, and the addresses of the engine's structs.",
     .tp_basicsize = sizeof(Place),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = place_new,
     .tp_dealloc = (destructor)place_dealloc,
     .tp_traverse = (traverseproc)place_traverse,
     .tp_clear = (inquiry)place_clear,
@@ -167,6 +183,8 @@ static PyTypeObject place_type = {
 typedef struct {
     PyObject_HEAD
     PyObject *function;                      /* the Python method */
+    PyTypeObject *owner;                     /* the class that has it; NULL outside of one: then Python does every call */
+    Py_ssize_t place_at;                     /* offset of the owner's slot `_place` */
     vectorcallfunc call;
     int opcode;
 } Method;
@@ -252,26 +270,8 @@ static bool array_of(const Place *place, const struct given *given, bool writabl
     return true;
 }
 
-/* The call in all its parts is the object's to finish: it failed. */
-static PyObject *go_on(PyObject *self, const struct smb_request *request, const struct smb_outcome *outcome, uint64_t started_ns)
+static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssize_t positional, PyObject *names, bool *taken)
 {
-    const Place *place = (const Place *)self;
-    PyObject *method = PyObject_GetAttr(self, name_go_on);
-    if (!method)
-        return NULL;
-    PyObject *result = PyObject_CallFunction(
-        method, "diKKKKidKKiIKiK", (double)started_ns / 1e9, request->opcode,
-        (unsigned long long)(request->offset / place->itemsize), (unsigned long long)(request->bytes / place->itemsize),
-        (unsigned long long)(uintptr_t)request->source, (unsigned long long)(uintptr_t)request->sink, request->op,
-        request->scale, (unsigned long long)request->argument, (unsigned long long)request->expected, outcome->status,
-        (unsigned int)outcome->segment, (unsigned long long)outcome->bytes_applied, outcome->sent, (unsigned long long)(uintptr_t)outcome->doubt);
-    Py_DECREF(method);
-    return result;
-}
-
-static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_ssize_t positional, PyObject *names, bool *taken)
-{
-    Place *place = (Place *)self;
     struct given given = {0};
     *taken = false;
     if (!place->handle || !place->client->open || !place->quiet->open || place->forks != forks ||
@@ -309,6 +309,7 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
     PyObject *handle = place->handle;
     struct smb_buffer *buffer = place->buffer;
     Py_INCREF(handle);
+    Py_INCREF(place);
     if (request.bytes > HOLD_GIL_BYTES || !engine_transfer_at_once(buffer, &request, &outcome)) {
         Py_BEGIN_ALLOW_THREADS;
         started_ns = smb_now_ns();
@@ -317,7 +318,8 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
     }
     PyObject *result = NULL;
     if (outcome.status != SMB_OK || interrupt)
-        result = go_on(self, &request, &outcome, started_ns);
+        result = PyObject_CallFunction(place->go_on, "dKK", (double)started_ns / 1e9, (unsigned long long)(uintptr_t)&request,
+                                       (unsigned long long)(uintptr_t)&outcome);
     else if (is_atomic(opcode))
         result = PyLong_FromLongLong((long long)outcome.result);
     else
@@ -325,6 +327,7 @@ static PyObject *call_of(int opcode, PyObject *self, PyObject *const *args, Py_s
     if (result && !is_atomic(opcode)) /* what was gone on with gives a number, as _call does */
         Py_SETREF(result, Py_NewRef(opcode == SMB_READ ? given.array : Py_None));
     Py_DECREF(handle);
+    Py_DECREF(place);
     if (view.obj)
         PyBuffer_Release(&view);
     return result;
@@ -334,9 +337,12 @@ static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, si
 {
     Method *method = (Method *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
-    if (count > 0 && PyObject_TypeCheck(args[0], &place_type)) {
+    PyObject *place = NULL;
+    if (count > 0 && method->owner && PyObject_TypeCheck(args[0], method->owner))
+        place = *(PyObject **)((char *)args[0] + method->place_at);
+    if (place && Py_TYPE(place) == &place_type) {
         bool taken;
-        PyObject *result = call_of(method->opcode, args[0], args + 1, count - 1, names, &taken);
+        PyObject *result = call_of(method->opcode, (Place *)place, args + 1, count - 1, names, &taken);
         if (taken)
             return result;
     }
@@ -364,12 +370,14 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
 static int method_traverse(Method *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->function);
+    Py_VISIT(self->owner);
     return 0;
 }
 
 static int method_clear(Method *self)
 {
     Py_CLEAR(self->function);
+    Py_CLEAR(self->owner);
     return 0;
 }
 
@@ -384,6 +392,34 @@ static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSE
 {
     return object ? PyMethod_New(self, object) : Py_NewRef(self);
 }
+
+/* Python calls it when the class is made. A slot lies at the same offset in every object of the class and its subclasses, so a
+ * call finds its place by one load. */
+static PyObject *method_set_name(Method *self, PyObject *args)
+{
+    PyObject *owner, *name;
+    if (!PyArg_ParseTuple(args, "O!O:__set_name__", &PyType_Type, &owner, &name))
+        return NULL;
+    PyObject *slot = PyObject_GetAttrString(owner, "_place");
+    if (!slot)
+        return NULL;
+    const PyMemberDef *member = Py_IS_TYPE(slot, &PyMemberDescr_Type) ? ((PyMemberDescrObject *)slot)->d_member : NULL;
+    bool usable = member && member->type == T_OBJECT_EX;
+    if (usable) {
+        self->place_at = member->offset;
+        Py_INCREF(owner);
+        Py_XSETREF(self->owner, (PyTypeObject *)owner);
+    }
+    Py_DECREF(slot);
+    if (!usable)
+        return PyErr_Format(PyExc_TypeError, "%S of %R: direct methods need a slot \"_place\"", name, owner);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef method_methods[] = {
+    {"__set_name__", (PyCFunction)method_set_name, METH_VARARGS, NULL},
+    {NULL},
+};
 
 /* Name, documentation and signature are the Python method's. */
 static PyObject *method_getattro(PyObject *self, PyObject *name)
@@ -423,6 +459,7 @@ static PyTypeObject method_type = {
     .tp_vectorcall_offset = offsetof(Method, call),
     .tp_descr_get = method_get,
     .tp_getattro = method_getattro,
+    .tp_methods = method_methods,
     .tp_getset = method_attributes,
     .tp_members = method_members,
 };
@@ -486,8 +523,7 @@ PyMODINIT_FUNC PyInit__direct(void)
     name_count = PyUnicode_InternFromString("count");
     name_out = PyUnicode_InternFromString("out");
     name_scale = PyUnicode_InternFromString("scale");
-    name_go_on = PyUnicode_InternFromString("_go_on");
-    if (!name_offset || !name_count || !name_out || !name_scale || !name_go_on)
+    if (!name_offset || !name_count || !name_out || !name_scale)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     for (size_t i = 0; made && i < sizeof types / sizeof types[0]; i++) {

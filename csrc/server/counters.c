@@ -1,8 +1,14 @@
 /* What the daemon counts, and how it is read. Loops count for themselves (stats.h); who asks adds up. A scrape takes the registry's
  * lock for reading and the lanes' lock, each for as long as it takes to copy; no request waits for more than that. */
+#include "server/counters.h"
+
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
+#include "base/clock.h"
+#include "server/connection.h"
+#include "server/loop.h"
 #include "server/server.h"
 
 /* ---- counting ----------------------------------------------------------------------------------------------------- */
@@ -21,6 +27,7 @@ static struct share *share_of(struct smb_segment *segment, const struct loop *lo
 
 void count_request(struct connection *connection, struct smb_segment *segment, int opcode, uint64_t bytes, uint64_t ns)
 {
+    SMB_ASSERT(opcode >= 0 && opcode < SMB_OPCODE_COUNT);
     struct loop *loop = connection->loop;
     struct share *share = segment ? share_of(segment, loop) : NULL;
     tally_add(&loop->stats.done[connection->transport], opcode, bytes);
@@ -178,8 +185,8 @@ void smb_server_counters(struct smb_server *server, struct smb_server_counters *
     counters->turned_away_total = stats_read(&server->turned_away);
     counters->strangers_now = stats_read(&server->strangers.now);
     counters->strangers_evicted_total = stats_read(&server->strangers_evicted);
-    counters->parked_now = stats_read(&server->parked_now);
-    counters->parked_total = stats_read(&server->parked_total);
+    counters->deferred_now = stats_read(&server->deferred_now);
+    counters->deferred_total = stats_read(&server->deferred_total);
     counters->waits_now = stats_read(&server->waits_now);
     counters->replayed_total = stats_read(&server->replayed_total);
     counters->locks_granted = stats_read(&server->waited.granted);

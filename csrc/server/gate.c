@@ -1,8 +1,15 @@
 /* The single door between frames and memory: nothing reaches a segment from a socket but through here. */
+#include "server/gate.h"
+
 #include <string.h>
 
+#include "base/assert.h"
 #include "base/failpoint.h"
+#include "memory/change.h"
+#include "server/connection.h"
+#include "server/counters.h"
 #include "server/server.h"
+#include "server/waits.h"
 
 static bool has_range(int opcode)
 {
@@ -248,6 +255,7 @@ static int change_now(struct smb_server *server, struct gate_request *request, c
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
                  uint8_t *scratch, uint8_t *sink, uint64_t *result)
 {
+    SMB_ASSERT(request->segment && (slot == NULL || slot->payload));
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
     struct sync *sync = served_of(request->segment)->sync;
     int status = take_record(request);
@@ -269,12 +277,14 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
 
 int gate_copy(const struct gate_request *request, uint8_t *to)
 {
+    SMB_ASSERT(request->segment);
     struct smb_change read = {.opcode = SMB_READ, .offset = request->frame.offset, .bytes = request->frame.length, .sink = to};
     return smb_segment_apply(request->segment, &read, patience(request));
 }
 
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
 {
+    SMB_ASSERT(request->segment);
     if (smb_segment_deleted(request->segment))
         return SMB_NOT_FOUND;
     int status = to_change ? take_record(request) : SMB_OK;
@@ -292,6 +302,7 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
 
 void gate_close(struct gate_request *request, bool to_change, bool done)
 {
+    SMB_ASSERT(request->segment);
     if (to_change && done)
         record_note(request->record, request->frame.sequence, false, 0);
     if (to_change)

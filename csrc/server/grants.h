@@ -1,6 +1,7 @@
-/* grants.h: a server's keys, and what a connection has shown of tokens (base/access.h).
+/* grants.h: a server's keys, and the tokens that a connection has shown (base/access.h).
  *
- * Threads. A connection's grants belong to its loop. The keys are under their lock; they change a few times a day. */
+ * Threads. A connection's grants belong to its loop. The keys have a lock of their own; they change a few times a day.
+ */
 #ifndef SMB_GRANTS_H
 #define SMB_GRANTS_H
 

@@ -1,4 +1,9 @@
 /* Which connection speaks for a lane of a session, and which loop serves it. */
+#include "server/lanes.h"
+
+#include "server/connection.h"
+#include "server/counters.h"
+#include "server/loop.h"
 #include "server/server.h"
 
 /* With the lanes' lock held. */

@@ -1,9 +1,15 @@
 /* The segments that a daemon serves, by id, and the books of its capacity. Control threads change it, loops look up in it. */
+#include "server/registry.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "base/clock.h"
+#include "server/counters.h"
+#include "server/loop.h"
 #include "server/server.h"
+#include "server/waits.h"
 
 static struct entry **bucket_of(struct smb_server *server, uint64_t id)
 {

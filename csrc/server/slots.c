@@ -1,7 +1,11 @@
 /* Slots that somebody outside fills: by an RDMA network card, which may reach them for as long as they are registered, whatever has
  * become of the connection. So they have references of their own, and go back to the journal with the last. */
+#include "server/slots.h"
+
 #include <stdlib.h>
 
+#include "base/assert.h"
+#include "memory/journal.h"
 #include "server/server.h"
 
 enum { SLOTS_MAX = 64 };
@@ -64,6 +68,7 @@ const struct slot *slots_at(const struct smb_slots *slots, uint64_t index)
 
 void slots_retain(struct smb_slots *slots)
 {
+    SMB_ASSERT(atomic_load_explicit(&slots->references, memory_order_relaxed) > 0);
     atomic_fetch_add_explicit(&slots->references, 1, memory_order_relaxed);
 }
 

@@ -3,9 +3,14 @@
  * They are all served by loop 0, which accepts them, so that nothing here is shared; a connection that has proved itself is no stranger
  * any more. No place in the table is any address's own: where it is full, the address that has the most loses its oldest. So whoever
  * comes from another address than the many is never the one to go; and of one address the newest has the longest time left. */
+#include "server/strangers.h"
+
 #include <string.h>
 
 #include "base/address.h"
+#include "base/assert.h"
+#include "server/connection.h"
+#include "server/loop.h"
 #include "server/server.h"
 
 /* Who could have sent it: of IPv6 the network, as one host has all of its addresses. */
@@ -32,6 +37,7 @@ static bool same_source(const struct stranger_source *one, const struct stranger
 
 void strangers_enter(struct connection *connection)
 {
+    SMB_ASSERT(!strangers_are_many(connection->loop->server) && !connection->counted_at);
     struct strangers *strangers = &connection->loop->server->strangers;
     struct stranger_source source = source_of(connection->channel.fd);
     struct stranger_count *free_place = NULL, *mine = NULL;

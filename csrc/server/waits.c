@@ -1,7 +1,15 @@
 /* What waits by nature, on the daemon's side of sync.h: requests taken off their connections, and the one thread that does
  * what time demands. An answer may come on any thread; it goes to the loop of its connection, and from there to the peer. */
+#include "server/waits.h"
+
 #include <stdlib.h>
 
+#include "base/assert.h"
+#include "base/clock.h"
+#include "server/connection.h"
+#include "server/counters.h"
+#include "server/lanes.h"
+#include "server/loop.h"
 #include "server/server.h"
 
 static void free_served(void *companion)
@@ -126,6 +134,7 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
 
 void waits_close(struct smb_segment *segment, int status)
 {
+    SMB_ASSERT(served_of(segment));
     struct served *served = served_of(segment);
     sync_close(served->sync, status);
     pthread_mutex_lock(&served->server->due_lock);
@@ -195,7 +204,7 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
     connection->waits_now++;
     server_count(&wait->loop->server->waits_now, 1);
     int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(), answer);
-    if (status != SMB_PARKED) {
+    if (status != SMB_DEFERRED) {
         unlink_wait(wait);
         wait_free(wait);
     }

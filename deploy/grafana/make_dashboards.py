@@ -144,7 +144,7 @@ ONE_SERVER: list[Panel] = [
     ),
     (
         "Waiting",
-        "Requests parked at a chunk's lock; those that wait for a lock, a publication, a barrier, a version.",
+        "Requests deferred at a chunk's lock; those that wait for a lock, a publication, a barrier, a version.",
         "short",
         [
             (f"smb_server_parked_requests{{{SERVER}}}", "{{server}} chunk"),

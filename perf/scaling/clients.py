@@ -15,7 +15,7 @@ import smb
 from perf.scaling.fleet import Fleet, Process, ask_all
 from perf.scaling.report import Answer, Column, Line
 from perf.scaling.runs import OPERATIONS, run_calls
-from smb.engine import BufferHandle, EngineClient, Lane, Link, Opcode, memory_at
+from smb.engine import BufferHandle, EngineClient, Lane, Link, Opcode, Request, memory_at
 
 MIB = 1 << 20
 PROCESSES_MAX = 8  # more clients than that are threads of these
@@ -127,15 +127,17 @@ def how_many_connections(quick: bool) -> Answer:
                 raise RuntimeError(f"a call over one of many connections failed: {result}")
 
         first, element = np.zeros(2, np.float32), np.zeros(2, np.float32)
+        read = Request(Opcode.READ, 0, 8, sink=memory_at(element.ctypes.data))
+        add = Request(Opcode.ACCUMULATE, 0, chunk, memory_at(source.ctypes.data), op=1)
         resident = {}
         for count in counts:
             before = fleet.server_resident_bytes("server0")
             fresh = [connect() for _ in range(count - len(handles))]
             for handle in fresh:  # an answer: it is accepted and has its state
-                check(handle.transfer(Opcode.READ, 0, 8, 20_000, sink=memory_at(element.ctypes.data)))
+                check(handle.transfer(read, 20_000))
             connected = fleet.server_resident_bytes("server0")
             for handle in fresh:  # the memory that a connection takes at its first addition, it keeps
-                check(handle.transfer(Opcode.ACCUMULATE, 0, chunk, 20_000, source=memory_at(source.ctypes.data), op=1))
+                check(handle.transfer(add, 20_000))
             used = fleet.server_resident_bytes("server0")
             handles += fresh
             if fresh:
@@ -160,7 +162,7 @@ def how_many_connections(quick: bool) -> Answer:
                 turns = (handles[i % len(handles)] for i in range(times + len(handles)))
                 in_turn = _latencies(
                     lambda turns=turns: check(  # type: ignore[misc]
-                        next(turns).transfer(Opcode.READ, 0, 8, 20_000, sink=memory_at(element.ctypes.data))
+                        next(turns).transfer(read, 20_000)
                     ),
                     times,
                 )

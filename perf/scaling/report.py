@@ -6,13 +6,15 @@ import functools
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perf.results import commit
+
 RESULTS = Path(__file__).parents[1] / "results"
+RAW = Path(__file__).parents[2] / "build" / "perf" / "results"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Answer:
 
 
 def save(answer: Answer, command: str, group: str = "scaling") -> None:
-    """Write GROUP-NAME.json, .md and, where matplotlib is there, .png into perf/results."""
+    """Write GROUP-NAME.md, .png where matplotlib is there, and every row as .json: of trainings into build/perf."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{group}-{answer.name}"
     whole = {
@@ -73,13 +75,15 @@ def save(answer: Answer, command: str, group: str = "scaling") -> None:
         "title": answer.title,
         "setup": answer.setup,
         "command": command,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": _machine(),
         "rows": list(answer.rows),
         "limit": answer.limit,
         **answer.also,
     }
-    path.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
+    raw = (RESULTS if group == "scaling" else RAW) / f"{path.name}.json"  # perf/model.py reads those of scaling
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    raw.write_text(json.dumps(whole, indent=1) + "\n")
     path.with_suffix(".md").write_text(answer.markdown(command))
     draw = answer.draw or (functools.partial(_plot, answer) if answer.lines else None)
     if draw:
@@ -119,17 +123,9 @@ def _plot(answer: Answer, path: Path) -> None:
 def _origin(command: str) -> str:
     machine = _machine()
     return (
-        f"`{command}` at {_commit()}, on {machine['processor']}, {machine['cores']} cores, Linux {machine['kernel']}. "
+        f"`{command}` at {commit()}, on {machine['processor']}, {machine['cores']} cores, Linux {machine['kernel']}. "
         f"Only ratios within one run travel."
     )
-
-
-def _commit() -> str:
-    """The commit, marked where the tree differs from it by more than results."""
-    git = ["git", "-C", str(RESULTS.parents[1])]
-    named = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=False)
-    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!perf/results"], check=False)
-    return (named.stdout.strip() or "no commit") + ("-dirty" if differs.returncode else "")
 
 
 def _machine() -> dict[str, Any]:

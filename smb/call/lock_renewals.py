@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import Protocol
 
-from smb.engine import Asking
+from smb.engine import PendingRequest
 from smb.errors import Error, InvalidArgumentError
 
 _log = logging.getLogger("smb")
@@ -25,10 +25,10 @@ class Renewed(Protocol):
     def held(self) -> bool:
         """Whether it is held, as far as is known here."""
 
-    def start_renewal(self) -> Asking:
+    def start_renewal(self) -> PendingRequest:
         """Send a renewal."""
 
-    def finish_renewal(self, asking: Asking, token: int, began: float) -> None:
+    def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
         """Take its answer. Raises LockLostError, UnavailableError."""
 
 
@@ -99,11 +99,11 @@ class Renewals:
     def _renew(self, key: int, lock: Renewed) -> None:
         try:
             began, token = time.monotonic(), lock.token
-            asking = lock.start_renewal()
+            pending = lock.start_renewal()
             try:
-                lock.finish_renewal(asking, token, began)
+                lock.finish_renewal(pending, token, began)
             finally:
-                asking.end()
+                pending.end()
         except InvalidArgumentError:
             pass  # released meanwhile
         except Error as error:

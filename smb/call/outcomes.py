@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from smb.call.sync_requests import SESSION_ENDED
-from smb.engine import Doubt, DoubtState, Opcode, Outcome, Status
+from smb.engine import Opcode, Outcome, PartState, Status, UnknownParts
 from smb.errors import (
     APPLIED,
     NOT_APPLIED,
@@ -42,9 +42,9 @@ class TakenOut(Protocol):
 class Failed:
     """A call that failed, of which its error tells settle."""
 
-    buffer: object  # that of which the call was
+    calls: object  # the dispatcher that made it
     elements: range  # all of the call
-    doubt: Doubt | None = None
+    unknown: UnknownParts | None = None
     sending: TakenOut | None = None  # what it took out of a residual; put back once
     settled: bool = False
 
@@ -61,12 +61,12 @@ def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
     return ranges
 
 
-def outcome_of(parts: Sequence[tuple[int, int, DoubtState]], confirmed_bytes: int, nbytes: int) -> CallOutcome:
+def outcome_of(parts: Sequence[tuple[int, int, PartState]], confirmed_bytes: int, nbytes: int) -> CallOutcome:
     """Return the outcome of a change of `nbytes`; `parts`, (offset, length, state), were not confirmed at once."""
     states = {state for _, _, state in parts}
-    if states == {DoubtState.NOT_APPLIED} and confirmed_bytes == 0:
+    if states == {PartState.NOT_APPLIED} and confirmed_bytes == 0:
         return NOT_APPLIED
-    if states == {DoubtState.APPLIED} and confirmed_bytes + sum(length for _, length, _ in parts) >= nbytes > 0:
+    if states == {PartState.APPLIED} and confirmed_bytes + sum(length for _, length, _ in parts) >= nbytes > 0:
         return APPLIED
     return UNKNOWN
 
@@ -93,7 +93,7 @@ def error_of(
     if outcome.status is Status.NAMESPACE:
         return UnavailableError(
             f"{asked}: {where} has moved to another PID namespace, so its memory can't be mapped any more; "
-            f"the next call looks for another way; {applied}"
+            f"the next call looks for another path; {applied}"
         )
     if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
         return UnavailableError(

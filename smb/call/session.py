@@ -9,7 +9,7 @@ from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.engine import EngineClient, Link, Switch
 from smb.rpc.coordinator_client import Coordinator
-from smb.transport.base import Deadline, SegmentPlace, Way
+from smb.transport.base import Deadline, SegmentPath, SegmentPlace
 from smb.transport.verbs.transport import Verbs
 
 
@@ -28,8 +28,8 @@ class Session(Protocol):
     def check_open(self) -> None:
         """Raise UnavailableError where it was closed, Error in a child of fork."""
 
-    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[Way, ...]:
-        """Return the way to each segment."""
+    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
+        """Return the path to each segment."""
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return a link on which changes of a segment go through its server."""
@@ -48,8 +48,8 @@ class Fence(Protocol):
     """The lock that a change is made under."""
 
     @property
-    def buffer(self) -> object:
-        """The buffer whose lock it is; None for a lock by itself."""
+    def owner(self) -> object:
+        """The dispatcher of the buffer whose lock it is; None for a lock by itself."""
 
     @property
     def token(self) -> int:

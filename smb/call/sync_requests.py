@@ -1,6 +1,6 @@
 """What waits at a segment's server, from the client's side: requests for locks, barriers and versions.
 
-A request that waits is parked at the server; here its thread waits in the engine, in short turns, so that Ctrl-C and
+A request that waits is deferred at the server. Its thread here waits in the engine, in short turns, so that Ctrl-C and
 close() get through. It survives a lost connection and a restart of the server: the link sends it again.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from smb.call.session import Session
-from smb.engine import Asking, AskOpcode, EngineError, Link, Status, Told
+from smb.engine import AskOpcode, EngineError, Link, PendingRequest, Reply, Status
 from smb.errors import (
     NOT_APPLIED,
     UNKNOWN,
@@ -28,11 +28,12 @@ from smb.errors import (
 )
 from smb.transport.base import Deadline, SegmentPlace
 
+USER_LOCK, PUBLISHER_LOCK = 0, 1  # of a segment: csrc/memory/sync.h
 FOREVER_MS = 2**64 - 1
 _TURN_MS = 200
 _RETRY_S = 0.05
-_WAITING_MAX = 4096  # csrc/server/server.h: WAITS_PER_CONNECTION
-_PINS_MAX = 1024  # csrc/memory/sync.c: SESSION_PINS_MAX
+_WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
+_PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
 
 
 def wait_ms(timeout: float | None) -> int:
@@ -64,14 +65,14 @@ class Home:
 
     def ask(
         self, asked: str, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, wait: float | None = 0.0
-    ) -> Told:
+    ) -> Reply:
         """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of
         that.
 
         Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
         server was not reached for the client's timeout).
         """
-        # Of a barrier that was freed meanwhile the round is not known any more: whoever asks for it is told so.
+        # Of a barrier that was freed meanwhile the round is not known any more: whoever asks for it gets an error.
         again = self.named and opcode is not AskOpcode.AWAIT_BARRIER
         opened, deadline = False, Deadline(self._client.timeout)
         while True:
@@ -93,12 +94,12 @@ class Home:
         if self._place.id == before:
             time.sleep(_RETRY_S)
 
-    def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Told:
-        asking = self.start(opcode, argument, words)
+    def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
+        pending = self.start(opcode, argument, words)
         try:
-            return self.finish(asked, asking, wait)
+            return self.finish(asked, pending, wait)
         finally:
-            asking.end()
+            pending.end()
 
     def _open_again(self) -> bool:
         """Get a newer token, which the next request shows. False: there is none, or it would give no more."""
@@ -111,7 +112,7 @@ class Home:
         self._link = None
         return True
 
-    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> Asking:
+    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> PendingRequest:
         """Send the request and return at once; `finish` it, then `end` it."""
         link = self._link
         if link is None or not link.alive():
@@ -125,25 +126,25 @@ class Home:
             with contextlib.suppress(EngineError):
                 link.ask(opcode, self._place.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
 
-    def finish(self, asked: str, asking: Asking, wait: float | None) -> Told:
+    def finish(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         """Return the answer. Raises as `ask`."""
-        told = asking.wait(_TURN_MS)
-        if told is None:
-            told = self._wait(asked, asking, wait)
-        if told.status is not Status.OK:
-            raise self._error(asked, told)
-        return told
+        reply = pending.wait(_TURN_MS)
+        if reply is None:
+            reply = self._wait(asked, pending, wait)
+        if reply.status is not Status.OK:
+            raise self._error(asked, reply)
+        return reply
 
-    def _wait(self, asked: str, asking: Asking, wait: float | None) -> Told:
+    def _wait(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         patience = self._client.timeout
         began = connected = time.monotonic()
         while True:
-            told = asking.wait(_TURN_MS)
-            if told is not None:
-                return told
+            reply = pending.wait(_TURN_MS)
+            if reply is not None:
+                return reply
             self._client.check_open()
             now = time.monotonic()
-            if asking.link.connected():
+            if pending.link.connected():
                 connected = now
             if now - connected > patience:
                 waiting = "" if wait == 0.0 else "; it may be waiting there"
@@ -173,8 +174,8 @@ class Home:
     def _where(self) -> str:
         return f"memory server {self._place.server} at {self._place.address}"
 
-    def _error(self, asked: str, told: Told) -> Error:
-        match told.status:
+    def _error(self, asked: str, reply: Reply) -> Error:
+        match reply.status:
             case Status.TIMEOUT:
                 return TimeoutError(f"{asked}: not within the time given")
             case Status.LOCK_LOST:
@@ -192,10 +193,10 @@ class Home:
             case Status.SESSION_ENDED:
                 return UnavailableError(f"{asked}: {SESSION_ENDED}")
             case Status.DISCONNECTED | Status.LINK_LOST:
-                outcome = "outcome unknown" if told.sent else "nothing was done"
+                outcome = "outcome unknown" if reply.sent else "nothing was done"
                 return UnavailableError(
                     f"{asked}: the connection to {self._where()} was lost; {outcome}",
-                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                    outcome=UNKNOWN if reply.sent else NOT_APPLIED,
                 )
             case Status.OUT_OF_MEMORY:
                 return OutOfMemoryError(
@@ -204,24 +205,24 @@ class Home:
                 )
             case _:
                 return TransportError(
-                    f"{asked}: {self._where()}: {EngineError(told.status, 0)}",
-                    outcome=UNKNOWN if told.sent else NOT_APPLIED,
+                    f"{asked}: {self._where()}: {EngineError(reply.status, 0)}",
+                    outcome=UNKNOWN if reply.sent else NOT_APPLIED,
                 )
 
 
 def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> None:
     """Have these segments refuse lower tokens from now on; all at once. Raises what Home.finish raises."""
-    askings: list[tuple[Home, Asking]] = []
+    pending_requests: list[tuple[Home, PendingRequest]] = []
     try:
-        askings.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
-        for home, asking in askings:
+        pending_requests.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
+        for home, pending in pending_requests:
             try:
-                home.finish(asked, asking, 0.0)
+                home.finish(asked, pending, 0.0)
             except PermissionDeniedError:
                 home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token
     finally:
-        for _, asking in askings:
-            asking.end()
+        for _, pending in pending_requests:
+            pending.end()
 
 
 SESSION_ENDED = (

@@ -56,7 +56,7 @@ class Committed:
     effects: tuple[Effect, ...]
 
 
-class Ledger:
+class CommitLog:
     """State and store. `commit` is the only way to change them."""
 
     def __init__(self, store: Store, state: State, clock: Callable[[], Instant]) -> None:
@@ -80,17 +80,17 @@ class Ledger:
         stripe_bytes: int = 0,
         quotas: Mapping[str, Quota] | None = None,
         clock: Callable[[], Instant] = read_clocks,
-    ) -> Ledger:
+    ) -> CommitLog:
         """Read the store and take back what was half done. `incarnation` is random, for this run of the coordinator.
 
         Raises StoreError for records that cannot be read.
         """
-        ledger = Ledger(store, _read(await store.load(), session_lease_s, stripe_bytes, quotas or {}), clock)
-        await ledger.commit(Restarted(incarnation))
-        return ledger
+        commit_log = CommitLog(store, _read(await store.load(), session_lease_s, stripe_bytes, quotas or {}), clock)
+        await commit_log.commit(Restarted(incarnation))
+        return commit_log
 
     def now(self) -> Instant:
-        """Return this moment, on the ledger's clocks."""
+        """Return this moment, on the commit log's clocks."""
         return self._clock()
 
     async def commit(self, event: Event) -> Committed:

@@ -68,7 +68,7 @@ class ServerCounted:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerDoubted:
+class ServerSuspected:
     """A memory server could not be told to drop segments: it must register again, so that it hears of them then."""
 
     name: str
@@ -147,7 +147,7 @@ Event = (
     | ServerRenewed
     | ServerLeft
     | ServerCounted
-    | ServerDoubted
+    | ServerSuspected
     | BufferWanted
     | BufferMade
     | BufferFailed
@@ -217,7 +217,7 @@ class MakeSegments:
 
 @dataclass(frozen=True, slots=True)
 class DropSegments:
-    """Have the servers drop these; report ServerDoubted for one that cannot be told."""
+    """Have the servers drop these; report ServerSuspected for one that cannot be told."""
 
     segments: tuple[SegmentRecord, ...]
 

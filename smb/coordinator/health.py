@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from smb.coordinator.commit_log import Ledger
+from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.store import Store
 
 # Since its last tick, of two a second: the loop hangs.
@@ -28,7 +28,7 @@ class Health:
         self._address = address
         self._clock = clock
         self._ticked_at = clock()
-        self._led: tuple[Ledger, Store, Callable[[], bool]] | None = None
+        self._led: tuple[CommitLog, Store, Callable[[], bool]] | None = None
         self._leader = ""
         self._trouble = ""
 
@@ -36,9 +36,9 @@ class Health:
         """Take note that the loop went round."""
         self._ticked_at = self._clock()
 
-    def lead(self, ledger: Ledger, store: Store, holds: Callable[[], bool]) -> None:
+    def lead(self, commit_log: CommitLog, store: Store, holds: Callable[[], bool]) -> None:
         """It leads, while `holds`."""
-        self._led, self._leader, self._trouble = (ledger, store, holds), self._address, ""
+        self._led, self._leader, self._trouble = (commit_log, store, holds), self._address, ""
 
     def stand_by(self, leader: str, trouble: str = "") -> None:
         """Another leads. `trouble`: why nobody knows whether one does, or why this one could not."""

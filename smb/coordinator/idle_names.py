@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import NamesFreed
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.records import Kind
@@ -32,13 +32,13 @@ class IdleNames:
 
     def __init__(
         self,
-        ledger: Ledger,
+        commit_log: CommitLog,
         servers: MemoryServers,
         drop: Callable[[Committed], Awaitable[None]],
         idle_s: float,
     ) -> None:
         """`idle_s`: how long a name must not have been used. `drop` drops the segments that an event left."""
-        self._ledger = ledger
+        self._commit_log = commit_log
         self._servers = servers
         self._drop = drop
         self._idle_s = idle_s
@@ -53,7 +53,7 @@ class IdleNames:
     async def free(self) -> None:
         """Free what is idle now. One server that does not answer costs the others nothing."""
         there: defaultdict[str, list[int]] = defaultdict(list)
-        for record in self._ledger.state.buffers.values():
+        for record in self._commit_log.state.buffers.values():
             if record.kind is not Kind.BUFFER and record.ready:
                 there[record.segments[0].server].append(record.segments[0].id)
         await asyncio.gather(*(self._free_on(name, ids) for name, ids in there.items()))
@@ -61,15 +61,15 @@ class IdleNames:
     async def _free_on(self, name: str, segment_ids: list[int]) -> None:
         try:
             # Of one change: the names, and their locks' last token.
-            most = min(ITEMS_MAX, (self._ledger.changes_max or ITEMS_MAX + 1) - 1)
+            most = min(ITEMS_MAX, (self._commit_log.changes_max or ITEMS_MAX + 1) - 1)
             for begin in range(0, len(segment_ids), most):
-                server = self._ledger.state.servers.get(name)
-                if server is None or not self._ledger.state.alive(name, self._ledger.now()):
+                server = self._commit_log.state.servers.get(name)
+                if server is None or not self._commit_log.state.alive(name, self._commit_log.now()):
                     return
                 some = segment_ids[begin : begin + most]
                 tokens = await self._servers.retire(server, some, self._idle_s)
                 if tokens:
-                    await self._drop(await self._ledger.commit(NamesFreed(tokens)))
+                    await self._drop(await self._commit_log.commit(NamesFreed(tokens)))
             self._told.pop(name, None)
         except Error as error:
             if self._told.get(name) != str(error):

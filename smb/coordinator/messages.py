@@ -38,7 +38,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         exist_ok=request.exist_ok,
         versions=request.versions or 1,
         wire=request.wire,
-        metadata=request.metadata,
+        metadata=request.packed_metadata,
         attempt_id=request.attempt_id,
     )
     return check_creation(creation, replicas=request.replicas)
@@ -91,7 +91,7 @@ def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) 
         versions=record.versions,
         wire=record.wire,
         copy_stride_bytes=record.copy_stride_bytes,
-        metadata="" if listed else record.metadata,
+        packed_metadata=b"" if listed else record.metadata,
     )
 
 

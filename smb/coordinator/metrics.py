@@ -47,7 +47,7 @@ class CallMetrics:
 
 
 class LeaseMetrics:
-    """Counts leases that ran out. `saw` is for Ledger.on_commit."""
+    """Counts leases that ran out. `saw` is for CommitLog.on_commit."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lost = Counter(*_described("smb_coordinator_leases_lost_total"), registry=registry)

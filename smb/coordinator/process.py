@@ -80,7 +80,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     def answered(method: str, code: grpc.StatusCode, seconds: float) -> None:
         call_metrics.count(method, code, seconds)
         if code is grpc.StatusCode.INTERNAL and shown.leading is not None:
-            shown.leading.watch.failed(method, shown.leading.ledger.now())
+            shown.leading.watch.failed(method, shown.leading.commit_log.now())
 
     guards = [] if options.credentials is None else [AioGuard()]
     server = grpc.aio.server(interceptors=[Answers(answered, front), *guards], options=GRPC_SERVER_OPTIONS)
@@ -109,7 +109,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         shown.leading = await Leading.open(around, store, lambda: True, 1, leaving)
         await server.start()
         leaving.push_async_callback(server.stop, STOP_GRACE_S)
-        leaving.callback(shown.leading.ledger.stop_waiting)
+        leaving.callback(shown.leading.commit_log.stop_waiting)
     elif place is not None:
         contender = Contender(place, access, options.leader_lease_s, around, shown)
         leaving.push_async_callback(contender.close)
@@ -141,7 +141,7 @@ async def _settled(contender: Contender, contending: asyncio.Task[None]) -> None
 
 async def _stop_answering(server: grpc.aio.Server, shown: Shown) -> None:
     if shown.leading is not None:
-        shown.leading.ledger.stop_waiting()
+        shown.leading.commit_log.stop_waiting()
     await server.stop(STOP_GRACE_S)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
+
+from smb.rpc.metadata import pack
 
 
 class Kind(str, Enum):
@@ -59,7 +62,7 @@ class BufferRecord:
     kind: Kind = Kind.BUFFER  # from here on the defaults are those of records that were stored without it
     versions: int = 1
     wire: str = "exact"
-    metadata: str = ""  # a JSON object, checked; empty: {}
+    metadata: bytes = b""  # a JSON object, checked, and packed; empty: {}
     attempt_id: int = 0  # of the creation, where it may be asked for again
 
     @property
@@ -82,6 +85,7 @@ class BufferRecord:
         fields = asdict(self)
         if not self.attempt_id:  # as coordinators wrote it that know of none
             del fields["attempt_id"]
+        fields["metadata"] = b64encode(self.metadata).decode()
         return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod
@@ -91,6 +95,8 @@ class BufferRecord:
         fields["shape"] = tuple(fields["shape"])
         fields["segments"] = tuple(SegmentRecord(**segment) for segment in fields["segments"])
         fields["kind"] = Kind(fields.get("kind", Kind.BUFFER))
+        stored = fields.get("metadata", "")  # a text as it stands, from a coordinator that did not pack them
+        fields["metadata"] = pack(stored) if stored.startswith("{") else b64decode(stored)
         return BufferRecord(**fields)
 
 

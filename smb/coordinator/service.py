@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.events import (
@@ -31,9 +31,9 @@ from smb.coordinator.events import (
     DropSegments,
     MakeSegments,
     ServerCounted,
-    ServerDoubted,
     ServerLeft,
     ServerRenewed,
+    ServerSuspected,
     SessionClosed,
     SessionRenewed,
 )
@@ -48,7 +48,7 @@ from smb.coordinator.messages import (
     without_session,
 )
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
-from smb.coordinator.session_end_notifier import Endings
+from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
@@ -90,9 +90,9 @@ class CoordinatorService(CoordinatorServicer):
 
     def __init__(
         self,
-        ledger: Ledger,
+        commit_log: CommitLog,
         servers: MemoryServers,
-        endings: Endings,
+        endings: SessionEndNotifier,
         watch: Watch,
         overview: Overview,
         shared: pb.SharedSettings | None = None,
@@ -100,15 +100,16 @@ class CoordinatorService(CoordinatorServicer):
     ) -> None:
         """`tokens`: with credentials."""
         self._tokens = tokens
-        self._ledger = ledger
+        self._commit_log = commit_log
         self._servers = servers
-        self._endings = endings
+        self._session_ends = endings
         self._watch = watch
         self._overview = overview
         self._shared = shared or pb.SharedSettings()
-        self._session_lease_ms = int(ledger.state.session_leases.duration_s * 1000)
+        self._session_lease_ms = int(commit_log.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
+        self._parsing = asyncio.Lock()
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -121,7 +122,7 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto."""
         session_id = new_id()
         name = request.client_name or "a client without a name"
-        await self._ledger.commit(SessionRenewed(session_id, name, caller().key))
+        await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
         failpoint("coordinator.session.opened")
         reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
         if self._tokens is not None:
@@ -134,14 +135,14 @@ class CoordinatorService(CoordinatorServicer):
         self._check_session(request)
         name = request.client_name or "a client without a name"
         failpoint("coordinator.session.renewal_asked")
-        await self._ledger.commit(SessionRenewed(request.session_id, name, caller().key))
+        await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
         """See control.proto."""
         self._check_session(request)
-        self._endings.tell(await self._ledger.commit(SessionClosed(request.session_id)))
+        self._session_ends.tell(await self._commit_log.commit(SessionClosed(request.session_id)))
         return pb.CloseSessionReply()
 
     # Memory servers
@@ -150,13 +151,13 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto. A run of the same name whose lease runs is asked: it keeps the name if it answers."""
         failpoint("coordinator.register.asked")
         event = registration_of(request)
-        rival = self._ledger.state.rival(event, self._ledger.now())
+        rival = self._commit_log.state.rival(event, self._commit_log.now())
         if rival and rival.control_address != event.server.control_address and await self._servers.answers(rival):
             raise AlreadyExistsError(
                 f'a memory server "{rival.name}" runs already at {rival.data_address}; '
                 f"give this one another --name, or stop that one"
             )
-        committed = await self._ledger.commit(event)
+        committed = await self._commit_log.commit(event)
         drops = next(effect.segment_ids for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
         return pb.RegisterServerReply(
@@ -169,10 +170,10 @@ class CoordinatorService(CoordinatorServicer):
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         """See control.proto."""
         failpoint("coordinator.renew.asked")
-        committed = await self._ledger.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
+        committed = await self._commit_log.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):
-            self._watch.told(request.name, request.instance_id, request.load, self._ledger.now())
+            self._watch.told(request.name, request.instance_id, request.load, self._commit_log.now())
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
@@ -183,12 +184,12 @@ class CoordinatorService(CoordinatorServicer):
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
         """See control.proto."""
-        await self._ledger.commit(ServerLeft(request.name, request.instance_id))
+        await self._commit_log.commit(ServerLeft(request.name, request.instance_id))
         return pb.LeaveServerReply()
 
     async def ListServers(self, request: pb.ListServersRequest, context: Context) -> pb.ListServersReply:
         """See control.proto. By name."""
-        state, now = self._ledger.state, self._ledger.now()
+        state, now = self._commit_log.state, self._commit_log.now()
         servers = sorted(state.servers.values(), key=lambda server: server.name)
         return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
 
@@ -213,8 +214,18 @@ class CoordinatorService(CoordinatorServicer):
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
-        record = await asyncio.shield(self._begun(creation_of(without_session(request))))
+        record = await asyncio.shield(self._begun(await self._checked(request)))
         return self._opened(request, record)
+
+    async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
+        """Return the creation. Metadata is parsed aside, as servers lose their leases while the loop stands still, and
+        one at a time, as it takes many times its size.
+        """
+        asked = without_session(request)
+        if not asked.packed_metadata:
+            return creation_of(asked)
+        async with self._parsing:
+            return await asyncio.to_thread(creation_of, asked)
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""
@@ -222,9 +233,9 @@ class CoordinatorService(CoordinatorServicer):
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
         if request.id and kind is Kind.BUFFER:
-            known = self._ledger.state.find(kind, request.name)
+            known = self._commit_log.state.find(kind, request.name)
             if known is None or known.id != request.id:
-                renamed = self._ledger.state.find_id(request.id)
+                renamed = self._commit_log.state.find_id(request.id)
                 if renamed is not None:
                     if not caller().may_see(renamed.name):
                         raise PermissionDeniedError(
@@ -240,14 +251,14 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
         """See control.proto. By name."""
-        state, who = self._ledger.state, caller()
+        state, who = self._commit_log.state, caller()
         shown = (record for record in state.listed() if who.may_see(record.name))
         return pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""
         failpoint("coordinator.delete.asked")
-        committed = await self._ledger.commit(BufferDeleted(request.name, request.missing_ok))
+        committed = await self._commit_log.commit(BufferDeleted(request.name, request.missing_ok))
         failpoint("coordinator.delete.erased")
         await self.drop(committed)
         failpoint("coordinator.delete.dropped")
@@ -257,7 +268,7 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto."""
         failpoint("coordinator.rename.asked")
         event = BufferRenamed(request.name, request.new_name, request.replace, request.displaced_name, request.folder)
-        committed = await self._ledger.commit(event)
+        committed = await self._commit_log.commit(event)
         failpoint("coordinator.rename.stored")
         await self.drop(committed)
         return pb.RenameBufferReply()
@@ -272,7 +283,7 @@ class CoordinatorService(CoordinatorServicer):
 
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
-        message = buffer_message(self._ledger.state, record)
+        message = buffer_message(self._commit_log.state, record)
         if self._tokens is not None and request.session_id:
             self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
         return message
@@ -295,11 +306,11 @@ class CoordinatorService(CoordinatorServicer):
     async def _await_ready(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            record = self._ledger.state.find(kind, name)
+            record = self._commit_log.state.find(kind, name)
             if record is not None:
                 return record
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not await self._ledger.wait(key_of(kind, name), remaining_s):
+            if remaining_s <= 0 or not await self._commit_log.wait(key_of(kind, name), remaining_s):
                 return None
 
     def _begun(self, creation: Creation) -> asyncio.Task[BufferRecord]:
@@ -311,17 +322,17 @@ class CoordinatorService(CoordinatorServicer):
     async def _create(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S
         while True:
-            committed = await self._ledger.commit(BufferWanted(creation, new_id))
+            committed = await self._commit_log.commit(BufferWanted(creation, new_id))
             for effect in committed.effects:
                 if isinstance(effect, MakeSegments):
                     failpoint("coordinator.create.pending_stored")
                     return await self._make(committed, effect.record, creation.asked)
-            record = self._ledger.state.buffers.get(creation.key)
+            record = self._commit_log.state.buffers.get(creation.key)
             if record is not None and record.ready:
                 return record
             # Another client is at it: what becomes of it decides.
             remaining_s = deadline - time.monotonic()
-            if record is not None and not await self._ledger.wait(creation.key, remaining_s):
+            if record is not None and not await self._commit_log.wait(creation.key, remaining_s):
                 raise UnavailableError(
                     f"{creation.asked}: another client is at it, and it does not get ready; try again"
                 )
@@ -330,9 +341,9 @@ class CoordinatorService(CoordinatorServicer):
         try:
             await self._make_segments(committed, record, asked)
             failpoint("coordinator.create.segments_made")
-            made = (await self._ledger.commit(BufferMade(record.key))).state.buffers[record.key]
+            made = (await self._commit_log.commit(BufferMade(record.key))).state.buffers[record.key]
         except BaseException:
-            failed = await self._ledger.commit(BufferFailed(record.key))
+            failed = await self._commit_log.commit(BufferFailed(record.key))
             failpoint("coordinator.create.taken_back")
             await self.drop(failed)
             raise
@@ -349,7 +360,7 @@ class CoordinatorService(CoordinatorServicer):
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, int):
-                await self._ledger.commit(ServerCounted(server.name, server.instance_id, answer))
+                await self._commit_log.commit(ServerCounted(server.name, server.instance_id, answer))
         for answer in answers:
             if isinstance(answer, Error):
                 raise type(answer)(f"{asked}: {answer}; nothing was created") from answer
@@ -372,15 +383,15 @@ class CoordinatorService(CoordinatorServicer):
     async def _drop_segment(self, committed: Committed, segment: SegmentRecord) -> None:
         server = committed.state.servers.get(segment.server)
         # A server without a lease must register before anything else, and hears of it then.
-        if server is None or not committed.state.alive(server.name, self._ledger.now()):
+        if server is None or not committed.state.alive(server.name, self._commit_log.now()):
             return
         try:
             used_bytes = await self._servers.drop(server, segment.id)
             failpoint("coordinator.delete.segment_dropped")
-            await self._ledger.commit(ServerCounted(server.name, server.instance_id, used_bytes))
+            await self._commit_log.commit(ServerCounted(server.name, server.instance_id, used_bytes))
         except UnavailableError as error:
             _log.warning("%s; it will be told when it registers again", error)
-            await self._ledger.commit(ServerDoubted(server.name))
+            await self._commit_log.commit(ServerSuspected(server.name))
 
     def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
         self._creations.discard(creation)

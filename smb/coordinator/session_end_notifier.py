@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from smb.coordinator.commit_log import Committed, Ledger
+from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import TellEnded
 from smb.coordinator.memserver_client import MemoryServers
 from smb.daemon.failpoint import failpoint
@@ -17,11 +17,11 @@ from smb.errors import UnavailableError
 _log = logging.getLogger("coordinator")
 
 
-class Endings:
+class SessionEndNotifier:
     """What is still to be told to whom. `close` it."""
 
-    def __init__(self, ledger: Ledger, servers: MemoryServers) -> None:
-        self._ledger = ledger
+    def __init__(self, commit_log: CommitLog, servers: MemoryServers) -> None:
+        self._commit_log = commit_log
         self._servers = servers
         self._untold: dict[str, list[int]] = {}  # by server; there while a call to it is under way
         self._calls: set[asyncio.Task[None]] = set()
@@ -32,7 +32,7 @@ class Endings:
         if not ended:
             return
         failpoint("coordinator.session.end_stored")
-        now = self._ledger.now()
+        now = self._commit_log.now()
         for name in [name for name in committed.state.servers if committed.state.alive(name, now)]:
             if name in self._untold:
                 self._untold[name] += ended
@@ -53,7 +53,7 @@ class Endings:
         try:
             while session_ids := self._untold[name]:
                 self._untold[name] = []
-                server = self._ledger.state.servers.get(name)
+                server = self._commit_log.state.servers.get(name)
                 if server is None:
                     return
                 await self._servers.end_sessions(server, session_ids)

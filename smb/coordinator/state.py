@@ -38,10 +38,10 @@ from smb.coordinator.events import (
     SaveSession,
     SaveTokenFloor,
     ServerCounted,
-    ServerDoubted,
     ServerLeft,
     ServerRegistered,
     ServerRenewed,
+    ServerSuspected,
     SessionClosed,
     SessionRenewed,
     TellEnded,
@@ -64,7 +64,7 @@ BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536
 SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that the holder of one leaves places for others
-METADATA_BYTES_MAX = 16 << 20  # of all buffers: it is held in memory, and read whole at every start
+METADATA_BYTES_MAX = 16 << 20  # of all buffers, packed: it is held in memory, and read whole at every start
 FIRST_EPOCH = 1
 
 Key = TypeVar("Key")
@@ -91,7 +91,7 @@ class State:
     servers: Mapping[str, ServerRecord] = field(default_factory=dict)
     allocated: Mapping[str, Allocation] = field(default_factory=dict)
     # Servers that must register again before they may renew: their list of segments is not known to be right.
-    doubted: frozenset[str] = frozenset()
+    suspected: frozenset[str] = frozenset()
     server_leases: Leases[str] = field(default_factory=lambda: Leases(SERVER_LEASE_S))
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
     client_names: Mapping[int, str] = field(default_factory=dict)
@@ -202,11 +202,11 @@ def _restarted(state: State, event: Restarted, now: Instant) -> Step:
     session_leases = state.session_leases
     for session_id in state.client_names:
         session_leases = session_leases.grant(session_id, now.monotonic)
-    # Alive for one lease, so that creates go on; doubted, so that each tells again what it holds.
+    # Alive for one lease, so that creates go on; suspected, so that each tells again what it holds.
     state = replace(
         state,
         server_leases=leases,
-        doubted=frozenset(state.servers),
+        suspected=frozenset(state.servers),
         session_leases=session_leases,
         ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
     )
@@ -268,14 +268,14 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
         state,
         servers={**state.servers, server.name: server},
         server_leases=state.server_leases.grant(server.name, now.monotonic),
-        doubted=state.doubted - {server.name},
+        suspected=state.suspected - {server.name},
     )
     return state, tuple(effects)
 
 
 def _server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
     server = _registered(state, event.name, event.instance_id)
-    if event.name in state.doubted or not state.alive(event.name, now):
+    if event.name in state.suspected or not state.alive(event.name, now):
         raise NotFoundError(f'memory server "{event.name}" must register again')
     if event.used_bytes > state.allocation(event.name).nbytes:
         # It holds what no buffer has, e.g. a segment that was made after its creation was given up.
@@ -303,8 +303,8 @@ def _server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
     return replace(state, servers={**state.servers, event.name: server}), ()
 
 
-def _server_doubted(state: State, event: ServerDoubted, _: Instant) -> Step:
-    return replace(state, doubted=state.doubted | {event.name}), ()
+def _server_suspected(state: State, event: ServerSuspected, _: Instant) -> Step:
+    return replace(state, suspected=state.suspected | {event.name}), ()
 
 
 def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
@@ -473,7 +473,7 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     ServerRenewed: _server_renewed,
     ServerLeft: _server_left,
     ServerCounted: _server_counted,
-    ServerDoubted: _server_doubted,
+    ServerSuspected: _server_suspected,
     BufferWanted: _buffer_wanted,
     BufferMade: _buffer_made,
     BufferFailed: _buffer_failed,
@@ -553,18 +553,13 @@ def _check_quota(state: State, there: Iterable[BufferRecord], wanted: BufferReco
 
 
 def _check_room_for_metadata(state: State, creation: Creation) -> None:
-    there = sum(_metadata_bytes(record.metadata) for record in state.buffers.values())
-    wanted = _metadata_bytes(creation.metadata)
+    there = sum(len(record.metadata) for record in state.buffers.values())
+    wanted = len(creation.metadata)
     if there + wanted > METADATA_BYTES_MAX:
         raise OutOfMemoryError(
-            f"{creation.asked}: no room for {wanted} bytes of metadata: the buffers that are there "
+            f"{creation.asked}: no room for {wanted} bytes of metadata, packed: the buffers that are there "
             f"have {there} of {METADATA_BYTES_MAX} bytes; delete some, or keep it in a buffer"
         )
-
-
-def _metadata_bytes(text: str) -> int:
-    """What it takes of memory: four bytes for each character where one of them is no ASCII."""
-    return len(text) if text.isascii() else 4 * len(text)
 
 
 def _check_room_of_certificate(state: State, event: SessionRenewed) -> None:

@@ -34,7 +34,7 @@ class Creation:
     versions: int = 1
     kind: Kind = Kind.BUFFER
     wire: str = ""
-    metadata: str = ""
+    metadata: bytes = b""  # packed
     attempt_id: int = 0
 
     @property

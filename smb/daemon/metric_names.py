@@ -54,13 +54,13 @@ def _histogram(name: str, text: str, *labels: str) -> Description:
 SERVER: tuple[Description, ...] = (
     _counter(
         "smb_server_operations_total",
-        "Operations done, by kind and by the way they came; shm: by local clients on their own mapping.",
+        "Operations done, by kind and transport; shm: by local clients on their own mapping.",
         "transport",
         "kind",
     ),
     _counter(
         "smb_server_transferred_bytes_total",
-        "Bytes of data read, written or accumulated, by kind and by the way they came.",
+        "Bytes of data read, written or accumulated, by kind and transport.",
         "transport",
         "kind",
     ),
@@ -204,7 +204,7 @@ SECURED: tuple[Description, ...] = (
 CLIENT: tuple[Description, ...] = (
     _counter(
         "smb_client_operations_total",
-        "Calls done, by kind and by the way they took; one that took several servers, or both ways, counts once, "
+        "Calls done, by kind and transport; one that took several servers, or several transports, counts once, "
         "for the network.",
         "client",
         "transport",

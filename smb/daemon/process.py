@@ -97,12 +97,12 @@ def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> No
     Raises UnavailableError where it cannot be written.
     """
     text = json.dumps({"address": address, "metrics": metrics, "name": name, "pid": os.getpid()})
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(text + "\n")
-        draft.replace(path)
+        staged.write_text(text + "\n")
+        staged.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise UnavailableError(f"cannot write the ready file {path}: {error.strerror}") from None
 
 

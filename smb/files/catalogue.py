@@ -23,7 +23,7 @@ _SERVERS_FRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All buffers by path, and every directory on the way to one."""
+    """All buffers by path, and every directory above one."""
 
     infos: Mapping[str, BufferInfo] = field(default_factory=dict)
     folders: frozenset[str] = frozenset()
@@ -52,8 +52,8 @@ class Catalogue:
         self._listing = Listing()
         self._read_at = float("-inf")
         self._cost = 0.0
-        self._asking: list[list[dict[str, BufferInfo | None]]] = []  # of each listing under way: what changed since
-        self._buffers: dict[int, Buffer] = {}  # one handle for each buffer: its ways to the servers are found once
+        self._pending: list[list[dict[str, BufferInfo | None]]] = []  # of each listing under way: what changed since
+        self._buffers: dict[int, Buffer] = {}  # one handle for each buffer: its paths to the servers are found once
         self._space: tuple[float, int, int] = (float("-inf"), 0, 0)
 
     def listing(self, *, missed: bool = False) -> Listing:
@@ -66,7 +66,7 @@ class Catalogue:
             if age < (missed_s if missed else FRESH_S):
                 return self._listing
             changes: list[dict[str, BufferInfo | None]] = []
-            self._asking.append(changes)
+            self._pending.append(changes)
             begun = time.monotonic()
         try:
             infos = {self._path(info): info for info in self._client.list()}
@@ -87,7 +87,7 @@ class Catalogue:
             return self._listing
 
     def _end(self, changes: list[dict[str, BufferInfo | None]]) -> None:
-        self._asking = [others for others in self._asking if others is not changes]  # two of them may be equal
+        self._pending = [others for others in self._pending if others is not changes]  # two of them may be equal
 
     def _path(self, info: BufferInfo) -> str:
         """Return the path of a buffer that was listed: of one with a digest for a name its metadata says it."""
@@ -170,7 +170,7 @@ class Catalogue:
         return capacity, free
 
     def _show(self, change: dict[str, BufferInfo | None]) -> None:
-        for changes in self._asking:
+        for changes in self._pending:
             changes.append(change)
         infos = dict(self._listing.infos)
         _change(infos, change)

@@ -92,7 +92,7 @@ def restore(
             )
         plan = _plan(path.name, name, source)
         checked = source if sums is None else _Checked(source, sums.blocks, str(path))
-        with state_of(path, f"{client.coordinator.address} {name}") as state:
+        with state_of(path, f"{client.address} {name}") as state:
             if state is None:
                 return _into_buffer(client, checked, plan, name, replace, progress)
             return _restored(client, checked, plan, name, replace, progress, state)

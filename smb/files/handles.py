@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, cast
 from smb.errors import Error
 from smb.files.contents import FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, os_error, refuse
-from smb.files.staged_file import Draft
+from smb.files.staged_file import StagedFile
 
 if TYPE_CHECKING:
     from smb.files.namespace import Tree
 
 
 class Node:
-    """A file that is open, or a draft that is not a buffer yet. All handles of one path share it."""
+    """A file that is open, or a staged file that is not a buffer yet. All handles of one path share it."""
 
-    def __init__(self, path: str, content: Live | Draft, modified: int) -> None:
+    def __init__(self, path: str, content: Live | StagedFile, modified: int) -> None:
         self.path = path
         self.content = content
         self.modified = modified
         self.written = 0  # when, 0: not since it was opened
-        self.changed = False  # a draft that is not in the cluster
+        self.changed = False  # a staged file that is not in the cluster
         self.handles = 0
         self.removed = False  # no path leads to it any more
-        self.short = False  # a write into the draft found no room: it is no whole file any more
+        self.short = False  # a write into the staged file found no room: it is no whole file any more
         self.displaced = ""  # the name that its buffer has since
-        self.base_bytes = 0  # of the file that the draft replaces: it needs no more room than that
+        self.base_bytes = 0  # of the file that the staged file replaces: it needs no more room than that
         self.lock = threading.RLock()
 
 
@@ -117,7 +117,7 @@ class OpenFile:
                 self._tree.commit(self._node)
 
     def discard(self) -> None:
-        """Give up a draft: what was there before stays."""
+        """Give up a staged file: what was there before stays."""
         if self._node is not None:
             self._tree.discard_node(self._node)
 
@@ -129,7 +129,7 @@ class OpenFile:
                 self._tree.close_node(self._node)
 
     @property
-    def _content(self) -> Live | Draft | FrozenFile:
+    def _content(self) -> Live | StagedFile | FrozenFile:
         if self._frozen is not None:
             return self._frozen
         assert self._node is not None

@@ -361,12 +361,12 @@ def serve(
     on_ready: Callable[[], None],
     allow_other: bool = False,
     umask: int = 0o022,
-    drafts: str | None = None,
+    staged_files: str | None = None,
 ) -> None:
     """Mount, and serve until somebody unmounts it or a signal ends this process. Blocks; calls `on_ready` once it is
     there. Raises Error where it can't be mounted.
     """
-    tree = Tree(client, drafts)
+    tree = Tree(client, staged_files)
     tree.sweep()
 
     mounted = threading.Event()
@@ -383,7 +383,7 @@ def serve(
             raw_fi=True,
             foreground=True,
             nothreads=False,
-            fsname=f"softmem:{client.coordinator.address}",
+            fsname=f"softmem:{client.address}",
             subtype="smb",
             default_permissions=True,
             allow_other=allow_other,

@@ -1,11 +1,8 @@
 """The files of a cluster, for one process: names and what is open. All that shows buffers as files is thin on this.
 
-A new file, or one whose size changes, is a draft on this host until flush() or close(); then it becomes a buffer as a
-whole, under its name in one step. All other writes are at the servers when they return. Paths have no leading slash; ""
-is the root. Methods raise OSError, with smb's message.
-
-Locks: Tree._lock (names), then a node's, then the catalogue's. None is held while bytes are read; a node's is while
-they are written, and a name's change waits for the draft that it moves.
+A new file, or one whose size changes, is a staged file on this host until flush() or close(). Then it becomes a buffer
+as a whole, under its name in one step. All other writes are at the servers when they return. Paths have no leading
+slash; "" is the root. Methods raise OSError, with smb's message.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from smb.files.names import (
     name_of,
     parent_of,
 )
-from smb.files.staged_file import Draft
+from smb.files.staged_file import StagedFile
 from smb.files.temporary_names import create, left_by_dead, private_name
 
 _COPY_BYTES = 8 << 20
@@ -98,14 +95,14 @@ class _Hidden:
 class Tree:
     """The files of a client's cluster. Thread-safe.
 
-    `drafts` is a directory of this host for files that are being made. With make_folders a new file makes the
+    `staged files` is a directory of this host for files that are being made. With make_folders a new file makes the
     directories that it is in.
     """
 
-    def __init__(self, client: Client, drafts: str | None = None, *, make_folders: bool = False) -> None:
+    def __init__(self, client: Client, staged_files: str | None = None, *, make_folders: bool = False) -> None:
         self.client = client
         self._make_folders = make_folders
-        self._drafts = drafts
+        self._staged_files = staged_files
         self._catalogue = Catalogue(client)
         self._lock = threading.RLock()
         self._nodes: dict[str, Node] = {}
@@ -139,10 +136,10 @@ class Tree:
         with as_os_errors():
             if not self._is_folder(path):
                 raise refuse(errno.ENOTDIR, path) if self._find(path) else refuse(errno.ENOENT, path)
-            # Before the catalogue: a draft that becomes a buffer meanwhile is in the one or in the other.
+            # Before the catalogue: a staged file that becomes a buffer meanwhile is in the one or in the other.
             with self._lock:
                 nodes = [node for node in self._nodes.values() if not node.removed]
-                drafts = [node.path for node in nodes if isinstance(node.content, Draft)]
+                staged_files = [node.path for node in nodes if isinstance(node.content, StagedFile)]
                 own, hidden = set(self._folders), self._hidden_ids()
             listing = self._catalogue.listing(missed=True)
             folders, buffers = entries(path, listing.infos)
@@ -154,16 +151,16 @@ class Tree:
                 info = listing.infos[start + last]
                 if info.id not in hidden:
                     shown[self._listed(start + last, info, listing.infos, own)[len(start) :]] = False
-            for draft in drafts:
-                if parent_of(draft) == path:
-                    shown.setdefault(draft.rpartition("/")[2], False)
+            for staged in staged_files:
+                if parent_of(staged) == path:
+                    shown.setdefault(staged.rpartition("/")[2], False)
             return sorted(shown.items())
 
     def buffer(self, path: str) -> tuple[Buffer, Shown]:
         """Return the buffer that a path shows, and how. ENOENT; EISDIR; ENODATA for a file that is none yet."""
         with as_os_errors():
             node = self._nodes.get(path)
-            if node is not None and isinstance(node.content, Draft) and not self._find(path):
+            if node is not None and isinstance(node.content, StagedFile) and not self._find(path):
                 raise refuse(errno.ENODATA, f"{path!r} becomes a buffer when it is closed")
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
@@ -228,7 +225,7 @@ class Tree:
         now = time.time_ns()
         if found is None:
             self._check_new(path)
-            node = Node(path, Draft(self._drafts), now)
+            node = Node(path, StagedFile(self._staged_files), now)
             node.changed = True
             return node
         buffer = self._catalogue.open(found.shown.name)
@@ -239,7 +236,7 @@ class Tree:
         node = Node(path, Live(buffer, view), modified)
         node.base_bytes = view.nbytes
         if truncate:
-            node.content, node.changed, node.modified = Draft(self._drafts), True, now
+            node.content, node.changed, node.modified = StagedFile(self._staged_files), True, now
         elif buffer.versions > 1:
             self._detach(node, FrozenFile(Frozen(buffer, None), view))
         return node
@@ -586,14 +583,14 @@ class Tree:
             end = offset + data.size
             if isinstance(node.content, Live) and end > node.content.nbytes:
                 self._detach(node, node.content)
-            if isinstance(node.content, Draft):
+            if isinstance(node.content, StagedFile):
                 if end > node.content.nbytes:
                     self._check_room(node, end)
                 node.changed = True
             try:
                 node.content.write(offset, data)
             except OSError:
-                node.short |= isinstance(node.content, Draft)
+                node.short |= isinstance(node.content, StagedFile)
                 raise
             node.modified = node.written = time.time_ns()
 
@@ -603,9 +600,9 @@ class Tree:
             if nbytes == node.content.nbytes:
                 return
             if isinstance(node.content, Live):
-                draft = Draft(self._drafts)
-                _draw(node.content, draft, nbytes)
-                node.content = draft
+                staged = StagedFile(self._staged_files)
+                _draw(node.content, staged, nbytes)
+                node.content = staged
             self._check_room(node, nbytes)
             node.content.truncate(nbytes)
             node.short = False
@@ -613,31 +610,31 @@ class Tree:
             node.modified = time.time_ns()
 
     def commit(self, node: Node, *, empty: bool = False) -> None:
-        """Make a draft a buffer: that of its name where it has the same size, else a new one in its place. One
+        """Make a staged file a buffer: that of its name where it has the same size, else a new one in its place. One
         without a byte only if `empty`: a shell closes copies of its descriptor before a program writes to it.
         """
         with node.lock:
-            draft = node.content
-            if not node.changed or node.removed or not isinstance(draft, Draft) or not (draft.nbytes or empty):
+            staged = node.content
+            if not node.changed or node.removed or not isinstance(staged, StagedFile) or not (staged.nbytes or empty):
                 return
             if node.short:
                 raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
             # To end what is hidden takes the lock that comes before the node's.
             found = self._look(node.path) if node.path not in self._hidden else None
             live, target = None, ""
-            if found is not None and found.view.nbytes == draft.nbytes:
+            if found is not None and found.view.nbytes == staged.nbytes:
                 live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name
-            if live is None or not draft.nbytes or not live.takes(draft):
-                plan = self._plan(node.path, draft)
-                name = self._filled(draft, plan)
+            if live is None or not staged.nbytes or not live.takes(staged):
+                plan = self._plan(node.path, staged)
+                name = self._filled(staged, plan)
                 if node.removed:  # meanwhile
                     self.client.delete(name, missing_ok=True)
                     return
                 live, target = self._named(name, plan, found, None), plan.name
             elif live.buffer.versions == 1:
-                _copy(draft, live)
+                _copy(staged, live)
             else:
-                live.publish(draft)
+                live.publish(staged)
             if live.buffer.versions == 1:
                 node.content = live
             node.changed = False
@@ -682,14 +679,14 @@ class Tree:
         return Live(buffer, plan.view)
 
     def discard_node(self, node: Node) -> None:
-        """Forget a draft that is not in the cluster."""
+        """Forget a staged file that is not in the cluster."""
         with self._lock, node.lock:
             if node.changed:
                 self._nodes.pop(node.path, None)
                 node.removed = True
 
     def close_node(self, node: Node) -> None:
-        """One handle less. A draft that could not become a buffer is given up with the last one."""
+        """One handle less. A staged file that could not become a buffer is given up with the last one."""
         with as_os_errors(), self._lock:
             node.handles -= 1
             if node.handles:
@@ -711,9 +708,9 @@ class Tree:
                     self.client.delete(displaced, missing_ok=True)
 
     def _detach(self, node: Node, source: Live | FrozenFile) -> None:
-        draft = Draft(self._drafts)
-        _draw(source, draft, source.nbytes)
-        node.content = draft
+        staged = StagedFile(self._staged_files)
+        _draw(source, staged, source.nbytes)
+        node.content = staged
 
     def _check_room(self, node: Node, nbytes: int) -> None:
         if nbytes > node.base_bytes and nbytes > self._catalogue.space()[1]:
@@ -802,14 +799,14 @@ def _head(source: Reads, nbytes: int) -> bytes:
 
 def _copy(source: Reads, live: Live) -> None:
     """Write all of a file into a buffer that takes it."""
-    for offset, data in source.pieces() if isinstance(source, Draft) else _pieces(source, source.nbytes):
+    for offset, data in source.pieces() if isinstance(source, StagedFile) else _pieces(source, source.nbytes):
         live.write(offset, data)
 
 
-def _draw(source: Live | FrozenFile, draft: Draft, nbytes: int) -> None:
-    """Copy a file's first bytes into an empty draft."""
+def _draw(source: Live | FrozenFile, staged: StagedFile, nbytes: int) -> None:
+    """Copy a file's first bytes into an empty staged file."""
     for offset, data in _pieces(source, min(nbytes, source.nbytes)):
-        draft.write(offset, data)
+        staged.write(offset, data)
 
 
 def _pieces(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:

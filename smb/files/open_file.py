@@ -64,8 +64,8 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
     own = None
     if client is None:
         own = client = smb.client.connect(address)
-    elif address is not None and address != client.coordinator.address:
-        raise InvalidArgumentError(f"open_file {name!r}: the client is of {client.coordinator.address}; leave one out")
+    elif address is not None and address != client.address:
+        raise InvalidArgumentError(f"open_file {name!r}: the client is of {client.address}; leave one out")
     try:
         return BufferFile(
             Tree(client, make_folders=True).open(path, flags), name, mode, own, append=bool(flags & os.O_APPEND)
@@ -212,7 +212,7 @@ class BufferFile(io.RawIOBase):
             self._file.flush()
 
     def close(self) -> None:
-        """Flush and close. Where flush fails the file is closed all the same, and nothing of the draft is kept."""
+        """Flush and close. If flush fails the file is closed all the same, and nothing of the staged file is kept."""
         if self.closed:
             return
         try:
@@ -223,7 +223,7 @@ class BufferFile(io.RawIOBase):
                 self._client.close()
 
     def discard(self) -> None:
-        """Close without making a draft a buffer."""
+        """Close without making a staged file a buffer."""
         if not self.closed:
             self._file.discard()
         self.close()

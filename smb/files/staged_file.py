@@ -1,7 +1,8 @@
 """A file whose size is not known yet, on this host until it becomes a buffer.
 
 Its beginning lies in memory of this process: huge pages are made faster than those of a file, and are given to the
-engine as they are. What has no room there, of this draft or beside all others, lies in a temporary file without a name.
+engine as they are. What has no room there, of this staged file or beside all others, lies in a temporary file
+without a name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from smb.files.contents import Octets
 
-MEMORY_BYTES_MAX = 1 << 30  # of all drafts of this process
+MEMORY_BYTES_MAX = 1 << 30  # of all staged files of this process
 _STEP_BYTES = 16 << 20
 _HUGE_BYTES = 2 << 20  # the first of them in small pages: most files are small
 _KEPT_BYTES = 256 << 20
@@ -28,7 +29,7 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # linux/mman.h; Python 3.10
 
 
 class _Region:
-    """Addresses for all that a draft may have in memory, zeros as far as nobody wrote."""
+    """Addresses for all that a staged file may have in memory, zeros as far as nobody wrote."""
 
     def __init__(self) -> None:
         """Raises OSError where this process may have no more of them."""
@@ -36,7 +37,7 @@ class _Region:
         self._map = mmap.mmap(-1, MEMORY_BYTES_MAX, flags=flags)
         with contextlib.suppress(AttributeError, OSError):  # a kernel without them, or a C library
             self._map.madvise(mmap.MADV_HUGEPAGE, _HUGE_BYTES)
-        self.kept = False  # for some draft before: it has pages, wherever its next one writes
+        self.kept = False  # for some staged file before: it has pages, wherever its next one writes
         self.octets: Octets = np.frombuffer(self._map, np.uint8)
 
     def clear(self, first: int, last: int) -> None:
@@ -48,7 +49,7 @@ class _Region:
 
 
 class _Regions:
-    """Memory of all drafts of this process, up to MEMORY_BYTES_MAX. Thread-safe.
+    """Memory of all staged files of this process, up to MEMORY_BYTES_MAX. Thread-safe.
 
     The pages of the last one are kept for the next, zeroed, for a moment: where files follow each other, the kernel
     need not make them anew.
@@ -60,13 +61,13 @@ class _Regions:
 
     def forked(self) -> None:
         """Begin in a new process: the thread that would forget what is kept is not there, nor who has the lock."""
-        # Reentrant: a draft may end wherever the interpreter collects garbage, also in here.
+        # Reentrant: a staged file may end wherever the interpreter collects garbage, also in here.
         self._changed = threading.Condition(threading.RLock())
         self._kept: _Region | None = None
         self._keepings = 0
 
     def claim(self, nbytes: int) -> bool:
-        """Count so many bytes for a draft, if they are left."""
+        """Count so many bytes for a staged file, if they are left."""
         with self._changed:
             fits = self._taken + nbytes <= MEMORY_BYTES_MAX
             self._taken += nbytes if fits else 0
@@ -85,12 +86,12 @@ class _Regions:
             return None
 
     def give_back(self, region: _Region | None, claimed: int, used: int) -> None:
-        """Take back what a draft had; it is done with it."""
+        """Take back what a staged file had; it is done with it."""
         with self._changed:
             self._taken -= claimed
         if region is not None and (region.kept or used > _HUGE_BYTES):
             with contextlib.suppress(RuntimeError):  # no more threads: then it is not kept
-                threading.Thread(target=self._keep, args=(region, used), name="smb-draft", daemon=True).start()
+                threading.Thread(target=self._keep, args=(region, used), name="smb-staged", daemon=True).start()
 
     def _keep(self, region: _Region, used: int) -> None:
         if used > _KEPT_BYTES:
@@ -114,7 +115,7 @@ os.register_at_fork(after_in_child=lambda: _regions.forked())
 
 
 class _Memory:
-    """What of a draft lies in memory: its first `nbytes`, all that was claimed."""
+    """What of a staged file lies in memory: its first `nbytes`, all that was claimed."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -147,7 +148,7 @@ class _Memory:
         _regions.give_back(region, self.nbytes, self.used)
 
 
-class Draft:
+class StagedFile:
     """The file. A write at its end makes it longer; its user keeps writes apart from each other and from the rest."""
 
     def __init__(self, directory: str | None) -> None:
@@ -222,7 +223,7 @@ class Draft:
         if self._fd < 0:
             self._memory.grow(nbytes)
         if nbytes > self._memory.nbytes and self._fd < 0:
-            self._fd, path = tempfile.mkstemp(prefix="smb-draft-", dir=self._directory)
+            self._fd, path = tempfile.mkstemp(prefix="smb-staged-", dir=self._directory)
             # When nobody holds it any more: a read by another thread must not find the number with another file.
             weakref.finalize(self, os.close, self._fd)
             Path(path).unlink()

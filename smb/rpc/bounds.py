@@ -22,7 +22,7 @@ ITEMS_MAX = 256  # of a list or a map
 
 # What needs more, and where that number comes from.
 _MORE: Mapping[str, int] = {
-    "smb.v1.CreateBufferRequest.metadata": metadata.BYTES_MAX * 3 // 2,  # past its own bound, which says more
+    "smb.v1.CreateBufferRequest.packed_metadata": metadata.PACKED_BYTES_MAX,
     "smb.v1.CreateBufferRequest.server_names": 1024,  # as many servers as a buffer can have
     "smb.v1.RegisterServerRequest.segment_ids": 131_072,  # twice the mappings that Linux gives a process
     "smb.v1.EndSessionsRequest.session_ids": 65_536,  # as many ended sessions as the coordinator remembers
@@ -44,7 +44,7 @@ def _check(message: Message, where: str) -> None:
         if isinstance(value, str):
             _count(at, len(value), _MORE.get(field.full_name, CHARACTERS_MAX), "characters")
         elif isinstance(value, bytes):
-            _count(at, len(value), BYTES_MAX, "bytes")
+            _count(at, len(value), _MORE.get(field.full_name, BYTES_MAX), "bytes")
         elif isinstance(value, Message):
             _check(value, at)
         elif not isinstance(value, (int, float)):

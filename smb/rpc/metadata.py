@@ -1,9 +1,14 @@
-"""What is stored with a buffer beside its elements: a JSON object, as text. Pure; clients and coordinator share it."""
+"""What is stored with a buffer beside its elements: a JSON object. Pure; clients and coordinator share it.
+
+It travels, and is kept, packed: its text through zlib, as tables of tensors shrink to a tenth. Whoever unpacks it stops
+at the bound of the text, however much would come out.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,12 +17,14 @@ from smb.errors import InvalidArgumentError
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
-BYTES_MAX = 1 << 20  # of one buffer's, as text: each open carries it
+TEXT_BYTES_MAX = 4 << 20  # of one buffer's: the coordinator parses it once
+PACKED_BYTES_MAX = 1 << 20  # of one buffer's: each open carries it
+PARTS_MAX = 1 << 18  # brackets and commas in its text: to parse more takes the coordinator long
 NESTING_MAX = 64  # whoever opens the buffer must be able to parse it, however deep its own stack is
 
 
-def encode(asked: str, metadata: Mapping[str, JSON]) -> str:
-    """Return the text that `decode` turns back into an equal dict (tuples into lists); "" for no entries.
+def encode(asked: str, metadata: Mapping[str, JSON]) -> bytes:
+    """Return, packed, the text that `decode` turns back into an equal dict (tuples into lists); b"" for no entries.
 
     Raises InvalidArgumentError for what is no JSON (a key that is no str, NaN, an array, ...), naming where it is, and
     for too much of it. `asked` begins the message.
@@ -25,21 +32,50 @@ def encode(asked: str, metadata: Mapping[str, JSON]) -> str:
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(f"{asked}: metadata={type(metadata).__name__} is no mapping of names to JSON values")
     if not metadata:
-        return ""
+        return b""
     plain = _plain(asked, "metadata", metadata, 0)
     try:
         text = json.dumps(plain, separators=(",", ":"))
     except ValueError as error:  # an integer too long to be written
         raise InvalidArgumentError(f"{asked}: metadata: {error}") from error
-    _check_size(asked, len(text))
-    return text
+    _check_size(asked, len(text), "as JSON", TEXT_BYTES_MAX)
+    _check_parts(asked, text)
+    packed = pack(text)
+    _check_size(asked, len(packed), "packed", PACKED_BYTES_MAX)
+    return packed
 
 
-def check(asked: str, text: str) -> None:
-    """Raise InvalidArgumentError unless `decode` gives a dict for the text, in any process, and it is short enough."""
-    _check_size(asked, len(text.encode()))
-    if not text:
+def pack(text: str) -> bytes:
+    """Return what `unpack` turns back; b"" for no text."""
+    return zlib.compress(text.encode()) if text else b""
+
+
+def unpack(packed: bytes) -> str:
+    """Return the text. Raises ValueError for what is none, or is followed by anything, or has more than its bound."""
+    if not packed:
+        return ""
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(packed, TEXT_BYTES_MAX + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if len(text) > TEXT_BYTES_MAX:
+        raise ValueError(f"more than {format_bytes(TEXT_BYTES_MAX)}")
+    if not stream.eof or stream.unused_data:
+        raise ValueError("cut off, or something follows it")
+    return text.decode()
+
+
+def check(asked: str, packed: bytes) -> None:
+    """Raise InvalidArgumentError unless `decode` gives a dict for its text, in any process, and it is short enough."""
+    _check_size(asked, len(packed), "packed", PACKED_BYTES_MAX)
+    if not packed:
         return
+    try:
+        text = unpack(packed)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{asked}: metadata can't be unpacked: {error}") from None
+    _check_parts(asked, text)
     try:
         metadata = json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -48,7 +84,15 @@ def check(asked: str, text: str) -> None:
         raise InvalidArgumentError(f"{asked}: metadata is no JSON: {error}") from None
     if not isinstance(metadata, dict):
         raise InvalidArgumentError(f"{asked}: metadata is no JSON object")
-    _plain(asked, "metadata", metadata, 0)
+    level: list[Any] = [metadata]  # all values so deep: one after the other would take the coordinator seconds
+    for _ in range(NESTING_MAX + 1):
+        if math.inf in level or -math.inf in level:  # as 1e999 is read
+            raise InvalidArgumentError(f"{asked}: metadata has a number that is infinite, for which JSON has none")
+        level = [each for each in level if isinstance(each, (dict, list))]
+        if not level:
+            return
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    raise _too_deep(asked, "metadata")
 
 
 def decode(text: str) -> dict[str, Any]:
@@ -87,9 +131,17 @@ def _too_deep(asked: str, where: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{asked}: {where} nests deeper than {NESTING_MAX} levels")
 
 
-def _check_size(asked: str, nbytes: int) -> None:
-    if nbytes > BYTES_MAX:
+def _check_parts(asked: str, text: str) -> None:
+    if (count := text.count("[") + text.count("{") + text.count(",")) > PARTS_MAX:
         raise InvalidArgumentError(
-            f"{asked}: {format_bytes(nbytes)} of metadata as JSON; there is room for {format_bytes(BYTES_MAX)}: keep "
-            f"more than that in a buffer of its own"
+            f"{asked}: metadata with {count} commas and opening brackets as JSON; there is room for {PARTS_MAX}: keep "
+            f"what has more parts in a buffer of its own"
+        )
+
+
+def _check_size(asked: str, nbytes: int, form: str, most: int) -> None:
+    if nbytes > most:
+        raise InvalidArgumentError(
+            f"{asked}: {format_bytes(nbytes)} of metadata {form}; there is room for {format_bytes(most)}: keep more "
+            f"than that in a buffer of its own"
         )

@@ -10,8 +10,8 @@ Taxonomy: data parallel; central; asynchronous with a fixed staleness; each work
 
 Turns. One word in the group's table says whose turn it is, how many updates there were, and whether its owner is at
 it; compare_swap alone changes it. The owner adds its delta and gets the sums in the same round trip, then passes the
-turn to the next live slot. Workers wait parked, each for the version of the group's tick at which its turn comes: a
-pass wakes one.
+turn to the next live slot. Workers wait at the server, each for the version of the group's tick at which its turn
+comes: a pass wakes one.
 
 Gaps. Worker 0 (the lowest live slot) measures T, the mean of `warmup` iterations without their waiting, and measures
 anew after as many. A turn is passed on T / (1.2 N) after its update began, or when that is done if it takes longer; N

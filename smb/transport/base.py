@@ -43,7 +43,7 @@ class SegmentPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SegmentPath:
     """How one segment is reached. `why` is for the log line; one of link and segment is set."""
 
     transport: str
@@ -59,23 +59,23 @@ class Way:
             handle.set_link(index, place.id, epoch, self.link)
 
 
-class NoWayError(TransportError):
+class NoPathError(TransportError):
     """This transport does not lead to that segment; another one may."""
 
 
-class NoAnswerError(NoWayError):
+class NoAnswerError(NoPathError):
     """It does not lead there now, but may once the server is back."""
 
 
 class Transport(Protocol):
-    """One way to reach segments. Methods may be called from any thread and block up to the deadline."""
+    """Reaches segments by one kind of path. Methods may be called from any thread and block up to the deadline."""
 
     name: str
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
-        """Return the way to a segment.
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
+        """Return the path to a segment.
 
-        Raises NoWayError where this transport does not lead there, NoAnswerError where that may be because the server
+        Raises NoPathError where this transport does not lead there, NoAnswerError where that may be because the server
         is down, UnavailableError where it does lead there but the server does not answer, NotFoundError where the
         server answers but has no such segment.
         """

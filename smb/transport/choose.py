@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from smb.engine import EngineClient, Link
 from smb.errors import TransportError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Transport, Way
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, Transport
 from smb.transport.reconnect import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
@@ -37,7 +37,7 @@ def for_each(
 ) -> tuple[Found, ...]:
     """Return what `ask` gives for each place, in order; if the first is `far`, the others are asked at the same time.
 
-    On this host a way is there sooner than a thread; over a network it takes round trips, which should not add up.
+    On this host a path is found sooner than a thread; over a network it takes round trips, which should not add up.
     Raises what the first place in order does that fails, once all that were asked have answered.
     """
     first = ask(places[0])
@@ -52,16 +52,16 @@ def for_each(
         return (first, *answers)
 
 
-def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
-    """Return the way to a segment.
+def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
+    """Return the path to a segment.
 
     Raises TransportError if none of the transports leads there, UnavailableError if that may be because the server is
     down, and what reach raises.
     """
-    way, refusals = _first(transports, place, lambda transport: transport.reach(place, epoch, deadline))
+    path, refusals = _first(transports, place, lambda transport: transport.reach(place, epoch, deadline))
     if refusals:
-        way = Way(way.transport, f"{way.why} ({'; '.join(refusals)})", way.link, way.segment)
-    return way
+        path = SegmentPath(path.transport, f"{path.why} ({'; '.join(refusals)})", path.link, path.segment)
+    return path
 
 
 def choose_gated(transports: Sequence[Transport], place: SegmentPlace, deadline: Deadline) -> Link:
@@ -83,7 +83,7 @@ def _first(
     for transport in transports:
         try:
             return ask(transport), refusals
-        except NoWayError as error:
+        except NoPathError as error:
             refusals.append(str(error))
             may_come_back |= isinstance(error, NoAnswerError)
     names = " or ".join(transport.name for transport in transports)
@@ -93,11 +93,11 @@ def _first(
     raise TransportError(f"{text}{TRY_AUTO}")
 
 
-def describe(ways: Sequence[tuple[SegmentPlace, Way]]) -> str:
+def describe(paths: Sequence[tuple[SegmentPlace, SegmentPath]]) -> str:
     """Return "shm to a, b (same host); tcp to c (10.0.0.2:7071 ...)": what was chosen and why, each server once."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for place, way in ways:
-        servers = groups.setdefault((way.transport, way.why), [])
+    for place, path in paths:
+        servers = groups.setdefault((path.transport, path.why), [])
         if place.server not in servers:
             servers.append(place.server)
     return "; ".join(f"{transport} to {', '.join(servers)}: {why}" for (transport, why), servers in groups.items())

@@ -1,6 +1,6 @@
 """The client's links to servers, and the threads that give them a new connection when theirs broke.
 
-A link is a lane of the session to a server (csrc/client/client.h): the calls on it stay in progress while it has no
+A link is a lane of the session to a server (csrc/client/link.h): the calls on it stay in progress while it has no
 connection. One thread waits until some link has calls but no connection; for each such link a thread looks for the
 server, at its last address and where the coordinator says, until it answers or nobody waits for it any more.
 """
@@ -53,7 +53,7 @@ class Dialer(Protocol):
     """Makes connections of a lane that are neither TCP nor Unix."""
 
     def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
-        """Return a link and the server's instance. Raises EngineError, NoWayError."""
+        """Return a link and the server's instance. Raises EngineError, NoPathError."""
 
     def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
         """Give the link a new connection and return the server's instance; None: it should have one over TCP.
@@ -139,9 +139,8 @@ class Links:
             self._dialers.clear()  # they have these links themselves, and who is in a circle goes late
 
     def join(self) -> None:
-        """Wait until no thread here is at work any more, after `close`, and after all that they wait for was closed,
-        but for one attempt to connect, of 1 s at most. One that still looks a name up after 10 s is left to itself:
-        what it finds is closed.
+        """Wait until no thread here is at work any more, after `close`, and after all that they wait for was closed.
+        One that still looks a name up after 10 s is left to itself: what it finds is closed.
         """
         deadline = Deadline(_JOIN_S)
         with self._lock:

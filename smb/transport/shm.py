@@ -15,7 +15,7 @@ from pathlib import Path
 
 from smb.engine import EngineClient, EngineError, Lane, Link, Segment, Status
 from smb.errors import NotFoundError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Way
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
 from smb.transport.reconnect import Links
 
 
@@ -33,13 +33,13 @@ class SharedMemory:
         self._links: dict[int, Link] = {}  # for attaching, by the server's instance
         self._mapped: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
         """See Transport."""
         with self._lock:
             segment = self._mapped.get(place.id)
             if segment is None or not segment.shared():
                 if self._resumable.tokens.read_only(place.id):
-                    raise NoWayError("who may only read is not given the memory itself")
+                    raise NoPathError("who may only read is not given the memory itself")
                 link = self._link(place, deadline)
                 try:
                     self._resumable.tokens.show(link, place.id, deadline.left_ms())
@@ -48,10 +48,10 @@ class SharedMemory:
                     if error.status in (Status.NOT_FOUND, Status.STALE_EPOCH):
                         raise NotFoundError(f"server {place.server} has no such segment: {error}") from error
                     self._links.pop(place.instance_id, None)
-                    refusal = NoAnswerError if error.status in (Status.LINK_LOST, Status.TIMEOUT) else NoWayError
+                    refusal = NoAnswerError if error.status in (Status.LINK_LOST, Status.TIMEOUT) else NoPathError
                     raise refusal(f"{place.unix_path} did not hand out the segment: {error}") from error
                 self._mapped[place.id] = segment
-        return Way(self.name, "same host", segment=segment)
+        return SegmentPath(self.name, "same host", segment=segment)
 
     def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """See Transport."""
@@ -70,7 +70,7 @@ class SharedMemory:
         link = self._links.get(place.instance_id)
         if link is not None and link.alive():
             return link
-        with self._asking(place):
+        with self._pending(place):
             link, instance_id = self._client.connect_unix(place.unix_path, Lane.UNIX_ATTACH, deadline.left_ms())
         if instance_id != place.instance_id:
             # It was restarted, and the coordinator will know; or it belongs to another server.
@@ -79,21 +79,21 @@ class SharedMemory:
         return link
 
     def _resume(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
-        with self._asking(place):
+        with self._pending(place):
             try:
                 return self._resumable.reach(place, lane, deadline)
             except UnavailableError as error:
                 raise NoAnswerError(str(error)) from error
 
     @contextlib.contextmanager
-    def _asking(self, place: SegmentPlace) -> Iterator[None]:
+    def _pending(self, place: SegmentPlace) -> Iterator[None]:
         """Say why a socket does not let us in."""
         if not place.unix_path or not Path(place.unix_path).exists():
-            raise NoWayError(f"no socket at {place.unix_path or 'any path'} on this host")
+            raise NoPathError(f"no socket at {place.unix_path or 'any path'} on this host")
         try:
             yield
         except EngineError as error:
             # What a killed server leaves: a socket without a listener, or a connection that it never accepted.
             if error.status is Status.TIMEOUT or error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
                 raise NoAnswerError(f"nobody answers at the socket {place.unix_path}: {error}") from error
-            raise NoWayError(f"the socket at {place.unix_path} does not let us in: {error}") from error
+            raise NoPathError(f"the socket at {place.unix_path} does not let us in: {error}") from error

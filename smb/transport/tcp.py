@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smb.engine import EngineError, Lane, Link
-from smb.transport.base import Deadline, SegmentPlace, Way
+from smb.transport.base import Deadline, SegmentPath, SegmentPlace
 from smb.transport.reconnect import Links, refused
 
 
@@ -15,9 +15,9 @@ class Tcp:
     def __init__(self, links: Links) -> None:
         self._links = links
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:  # noqa: ARG002 - frames carry it
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:  # noqa: ARG002 - frames carry it
         """See Transport."""
-        return Way(self.name, place.address, link=self._link(place, Lane.TCP_DATA, deadline))
+        return SegmentPath(self.name, place.address, link=self._link(place, Lane.TCP_DATA, deadline))
 
     def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """See Transport."""

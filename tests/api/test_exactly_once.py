@@ -131,7 +131,7 @@ def test_what_became_of_a_failed_call_is_found_out(cluster: smb.LocalCluster) ->
 
 
 def test_an_acknowledged_call_has_nothing_to_settle(cluster: smb.LocalCluster) -> None:
-    """An error that names no call in doubt is refused; a call that was refused outright leaves nothing to find out."""
+    """An error without a call of unknown outcome is refused; a call that was refused leaves nothing to find out."""
     with smb.connect(cluster.address, transport=FAR) as client:
         buffer = client.create("w", 10, "int64")
         with pytest.raises(smb.InvalidArgumentError) as caught:

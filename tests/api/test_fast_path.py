@@ -15,6 +15,7 @@ import pytest
 
 import smb
 from smb import engine
+from smb.call.dispatcher import Dispatcher
 from tests.conftest import Connect
 
 COUNT = 1000
@@ -50,7 +51,7 @@ def long_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     transfer = engine.BufferHandle.transfer
 
     def counted(*args: Any, **named: Any) -> Any:
-        calls.append(args[1])
+        calls.append(args[1].opcode)
         return transfer(*args, **named)
 
     monkeypatch.setattr(engine.BufferHandle, "transfer", counted)
@@ -246,13 +247,13 @@ def test_a_deleted_buffer_is_found_out(buffer: smb.Buffer, client: smb.Client) -
 def test_a_call_that_was_gone_on_with_returns_what_the_method_returns(
     buffer: smb.Buffer, counter: smb.Buffer, client: smb.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's refusals end well in `_go_on`, as after a server has moved; its number is a counter's alone."""
+    """The dispatcher finishes what the engine refuses, as after a server has moved; its number is a counter's alone."""
     array = np.ones(COUNT, np.float32)
     buffer.write(array)
     counter.fetch_add(0, 1)
     client.delete("direct")
     client.delete("direct-counter")
-    monkeypatch.setattr(smb.Buffer, "_go_on", lambda *_: 7)
+    monkeypatch.setattr(Dispatcher, "call", lambda *_, **__: 7)
     assert buffer.write(array) is None
     assert buffer.accumulate(array) is None
     assert buffer.read(out=array) is array
@@ -265,7 +266,7 @@ def test_a_call_that_was_gone_on_with_returns_what_the_method_returns(
 def test_nothing_is_kept_or_lost(buffer: smb.Buffer, counter: smb.Buffer) -> None:
     """Arrays, integers and the buffer have as many references after many calls as before."""
     array, out = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)
-    handle = buffer._handle
+    handle = buffer._dispatcher._handle
 
     def counts() -> list[int]:
         gc.collect()
@@ -304,7 +305,7 @@ def test_threads_call_while_ways_are_forgotten(buffer: smb.Buffer) -> None:
         thread.start()
     start.wait()
     while any(thread.is_alive() for thread in threads):
-        buffer._forget(buffer._handle)
+        buffer._dispatcher._forget(buffer._dispatcher._handle)
         buffer.read(0, 1)
     assert failures == []
     assert buffer.read().tolist() == [3.0 * rounds] * COUNT

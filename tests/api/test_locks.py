@@ -132,7 +132,7 @@ def test_a_stopped_holder_that_wakes_is_refused(cluster: smb.LocalCluster, conne
 def test_a_lock_that_was_lost_is_told_on_leaving(client: smb.Client, connect: Connect) -> None:
     """Without renewal it runs out: check and release say so, and the lock is another's."""
     lock = client.lock("short", ttl=0.2).acquire()
-    client.renewals.remove(lock)
+    client._session.renewals.remove(lock)
     with connect(FAR).lock("short", timeout=20):
         with pytest.raises(smb.LockLostError, match="short"):
             lock.check()

@@ -248,13 +248,13 @@ def test_too_many_waits_name_their_bound(client: smb.Client) -> None:
     """While 4096 requests of a connection wait, the next is refused, with the bound; what does not wait goes on."""
     buffer = client.create("w", 8, versions=2)
     lock = buffer.lock().acquire()
-    waiting = [buffer._sync_homes()[0].start(AskOpcode.AWAIT_VERSION, 0, (99, 600_000)) for _ in range(4096)]
+    waiting = [buffer._dispatcher.homes()[0].start(AskOpcode.AWAIT_VERSION, 0, (99, 600_000)) for _ in range(4096)]
     assert waiting[0].wait(1) is None  # whoever waits sends what is to be sent
     with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there"):
         buffer.wait(99, timeout=600)
     lock.release()
-    for asking in waiting:
-        asking.end()
+    for pending in waiting:
+        pending.end()
 
 
 def test_too_many_pins_name_their_bound(client: smb.Client) -> None:

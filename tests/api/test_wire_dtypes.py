@@ -216,7 +216,7 @@ def test_a_call_that_was_refused_leaves_the_residual(client: smb.Client, connect
     before = feedback.residual
     assert np.abs(before).max() > 0
     lock = buffer.lock(ttl=0.2).acquire()
-    client.renewals.remove(lock)
+    client._session.renewals.remove(lock)
     with connect(FAR).open("fenced").lock(timeout=20):
         add = (
             functools.partial(buffer.accumulate_sparse, *feedback.top_k(np.zeros(1000, np.float32), 100))
@@ -265,7 +265,7 @@ def test_checksums_of_an_array_that_changes(cluster: smb.LocalCluster) -> None:
             writer.join(20)
         client.delete("changing")
         assert spoilt_frames(cluster) == before
-        assert client.engine.spoilt() == 0
+        assert client._session.engine.spoilt() == 0
 
 
 def spoilt_frames(cluster: smb.LocalCluster) -> list[str]:

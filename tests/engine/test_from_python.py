@@ -24,6 +24,7 @@ from smb.engine import (
     Link,
     Opcode,
     Outcome,
+    Request,
     Segment,
     Status,
     memory_of,
@@ -75,13 +76,13 @@ class Reach:
     def add(self, array: np.ndarray, offset: int = 0) -> None:
         at = offset * array.itemsize
         result = self.handle.transfer(
-            Opcode.ACCUMULATE, at, array.nbytes, TIMEOUT_MS, source=memory_of(array), op=Op.SUM, scale=1.0
+            Request(Opcode.ACCUMULATE, at, array.nbytes, memory_of(array), op=Op.SUM), TIMEOUT_MS
         )
         assert result == 0
 
     def read(self, dtype: np.dtype, count: int) -> np.ndarray:
         array = np.empty(count, dtype)
-        assert self.handle.transfer(Opcode.READ, 0, array.nbytes, TIMEOUT_MS, sink=memory_of(array)) == 0
+        assert self.handle.transfer(Request(Opcode.READ, 0, array.nbytes, sink=memory_of(array)), TIMEOUT_MS) == 0
         return array
 
 
@@ -225,7 +226,7 @@ def test_waiting_holds_no_lock_of_python(silent: tuple[SilentServer, EngineClien
     outcomes: list[Outcome | int] = []
     start = time.monotonic()
     waiting = threading.Thread(
-        target=lambda: outcomes.append(handle.transfer(Opcode.READ, 0, 16, 400, sink=memory_of(sink)))
+        target=lambda: outcomes.append(handle.transfer(Request(Opcode.READ, 0, 16, sink=memory_of(sink)), 400))
     )
     waiting.start()
     assert server.asked.wait(10)
@@ -237,7 +238,7 @@ def test_waiting_holds_no_lock_of_python(silent: tuple[SilentServer, EngineClien
     assert turns > 10
     assert outcomes == [Outcome(Status.TIMEOUT, 0, 0, True)]
     client.close()
-    later = handle.transfer(Opcode.READ, 0, 16, TIMEOUT_MS, sink=memory_of(sink))
+    later = handle.transfer(Request(Opcode.READ, 0, 16, sink=memory_of(sink)), TIMEOUT_MS)
     assert later == Outcome(Status.DISCONNECTED, 0, 0, False)
 
 
@@ -247,7 +248,7 @@ def test_close_ends_calls_in_progress(silent: tuple[SilentServer, EngineClient, 
     sink = np.zeros(16, np.uint8)
     outcomes: list[Outcome | int] = []
     waiting = threading.Thread(
-        target=lambda: outcomes.append(handle.transfer(Opcode.READ, 0, 16, 60_000, sink=memory_of(sink)))
+        target=lambda: outcomes.append(handle.transfer(Request(Opcode.READ, 0, 16, sink=memory_of(sink)), 60_000))
     )
     waiting.start()
     assert server.asked.wait(10)

@@ -52,7 +52,7 @@ class Worker:
         try:
             with smb.connect(self._address, transport="tcp", timeout=60, checksum=self._checksum) as client:
                 self._work(client)
-                self.spoilt = client.engine.spoilt()
+                self.spoilt = client._session.engine.spoilt()
         except BaseException as error:  # noqa: BLE001 - raised again by the test
             self.failure = error
 
@@ -220,7 +220,7 @@ def test_flipped_bits_with_checksums(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(floats.read(), wanted + turn)
                 floats.accumulate(np.ones(5000, np.float32), wire="int8")
                 np.testing.assert_array_equal(floats.read(wire="exact"), wanted + turn + 1)
-            answers_spoilt = client.engine.spoilt()
+            answers_spoilt = client._session.engine.spoilt()
         worker.thread.join()
         plan.quiet = True
         if worker.failure is not None:

@@ -104,7 +104,7 @@ def test_killed_servers(
         values = np.zeros(SIZE, np.float32)
         with smb.connect(cluster.address, transport="tcp", timeout=30) as client:
             worker = smb.train.join(client, "run", values, scheme, lease=30.0)
-            client.timeout, client.timeout_ms = timeout, round(1000 * timeout)
+            client._session.timeout, client._session.timeout_ms = timeout, round(1000 * timeout)
 
             def insist(call: Callable[[], Any]) -> None:
                 nonlocal errors
@@ -119,7 +119,7 @@ def test_killed_servers(
                 insist(worker.step)
                 steps[number] += 1
             insist(worker.flush)
-            client.timeout, client.timeout_ms = 30.0, 30000
+            client._session.timeout, client._session.timeout_ms = 30.0, 30000
             worker.close()
 
     def kill() -> None:

@@ -119,7 +119,10 @@ class Crowd:
                     mark = found
         except smb.NotFoundError:
             answer = MISSING
-        except smb.AlreadyExistsError:
+        except smb.AlreadyExistsError as error:
+            # A name whose buffer is being made is taken, and nobody can open it yet: that says nothing of an order.
+            if kind == "rename" or "is being created" in str(error):
+                return Call("read", "nothing", MISSING, begin, now())
             answer = EXISTS
         except smb.UnavailableError as error:
             if kind == "read":

@@ -104,7 +104,7 @@ def test_a_snapshot_goes_on_where_it_was_interrupted(client: smb.Client, tmp_pat
 
 def kill(what: str, client: smb.Client, path: Path, name: str, last: int) -> None:
     """SIGKILL to a process that snapshots or restores, after so many blocks."""
-    command = [sys.executable, "-c", _KILLED, what, client.coordinator.address, str(path), name, str(last)]
+    command = [sys.executable, "-c", _KILLED, what, client.address, str(path), name, str(last)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"

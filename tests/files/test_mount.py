@@ -288,7 +288,7 @@ def test_a_rename_is_one_step_for_readers(files: Path, client: smb.Client) -> No
     (files / "ckpt").write_bytes(bytes(1000))
     stop: list[bool] = []
     process = subprocess.Popen(
-        [sys.executable, "-c", _READER, client.coordinator.address], stdout=subprocess.PIPE, stdin=subprocess.PIPE,
+        [sys.executable, "-c", _READER, client.address], stdout=subprocess.PIPE, stdin=subprocess.PIPE,
         text=True, cwd=SOURCES,
     )  # fmt: skip
     assert process.stdout is not None

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 
 import smb
 from smb.files import open_file as opened
-from smb.files import staged_file as draft
+from smb.files import staged_file as staged
 from smb.files.contents import BufferBytes, Octets
 from smb.files.handles import OpenFile
 from smb.files.namespace import Tree
@@ -321,18 +321,18 @@ def test_first_reads_of_many_threads_are_of_one_file(client: smb.Client, connect
 
 def test_a_draft_without_room_on_this_host(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENOSPC at the write and at the flush, as not all is there that was written: what had the name before stays, and
-    so it does where the draft was to begin with a copy of it.
+    so it does where the staged file was to begin with a copy of it.
     """
     client.create("w", 10, "uint8").fill(1)
 
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(draft._regions, "claim", lambda _: False)
+    monkeypatch.setattr(staged._regions, "claim", lambda _: False)
     with smb.open_file("w", "w", client=client) as file:
         file.write(b"22")
         with monkeypatch.context() as full:
-            full.setattr(draft.os, "pwrite", refuse)
+            full.setattr(staged.os, "pwrite", refuse)
             with pytest.raises(OSError, match="No space"):
                 file.write(b"333")
         file.write(b"44")
@@ -342,7 +342,7 @@ def test_a_draft_without_room_on_this_host(client: smb.Client, monkeypatch: pyte
         file.discard()
     with smb.open_file("w", "r+", client=client) as file:
         with monkeypatch.context() as full:
-            full.setattr(draft.os, "pwrite", refuse)
+            full.setattr(staged.os, "pwrite", refuse)
             with pytest.raises(OSError, match="No space"):
                 file.truncate(5)
         assert file.read() == b"\1" * 10

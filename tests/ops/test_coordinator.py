@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import socket
 import sqlite3
@@ -21,6 +22,7 @@ import pytest
 from smb.coordinator.store import FILE_NAME
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.rpc.metadata import pack, unpack
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 from tests.support.memory_server import FakeMemoryServer, coordinator_stub, fake_memory_servers
 
@@ -156,10 +158,10 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
         ({"stripe_bytes": 1000}, "multiple of 4096"),
         ({"replicas": 2}, "replication is not there yet"),
         ({"versions": 3}, "a buffer has 1 version, or 2"),
-        ({"metadata": "[1]"}, 'create of "w": metadata is no JSON object'),
-        ({"metadata": '{"a":' * 100_000}, "nests deeper than 64"),
-        ({"metadata": " " * (1 << 20) + "{}"}, "there is room for 1 MiB"),
-        ({"kind": pb.LOCK, "metadata": "{}"}, 'lock "w": the coordinator decides its form and place'),
+        ({"packed_metadata": pack("[1]")}, 'create of "w": metadata is no JSON object'),
+        ({"packed_metadata": pack('{"a":' * 100_000)}, "nests deeper than 64"),
+        ({"packed_metadata": pack(" " * (4 << 20) + "{}")}, "metadata can't be unpacked: more than 4 MiB"),
+        ({"kind": pb.LOCK, "packed_metadata": pack("{}")}, 'lock "w": the coordinator decides its form and place'),
         ({"kind": pb.LOCK}, 'lock "w": the coordinator decides its form and place'),
         ({"kind": 7}, "there is no kind 7"),
         ({"server_names": ["a", "x"]}, 'no memory server "x"'),
@@ -272,36 +274,39 @@ def test_everything_comes_back_after_a_kill(
     create(coordinator, "half")
 
 
-def test_metadata_outlives_a_kill_and_old_state_has_none(
+def test_metadata_outlives_a_kill_and_old_state_is_read(
     daemons: Daemons, daemon: Daemon, coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
 ) -> None:
-    """1 MiB of it is opened as it was created, after kill -9 too, and not listed; a file written by a coordinator that
-    knew of none is read, and its buffers have none.
+    """As much of it as may be is opened as it was created, after kill -9 too, and not listed. Records of a coordinator
+    that knew of none are read, and those of one that did not pack it.
     """
-    text = json.dumps({"a": "x" * ((1 << 20) - 20)})
-    made, plain = create(coordinator, "w", metadata=text), create(coordinator, "v")
-    assert (made.metadata, plain.metadata) == (text, "")
-    assert create(coordinator, "w", metadata='{"b":1}', exist_ok=True) == made
+    packed = pack(json.dumps({"a": random.Random(1).randbytes(900_000).hex()}))
+    made, plain = create(coordinator, "w", packed_metadata=packed), create(coordinator, "v")
+    assert (made.packed_metadata, plain.packed_metadata) == (packed, b"")
+    assert create(coordinator, "w", packed_metadata=pack('{"b":1}'), exist_ok=True) == made
     address, file = daemon.address, daemons.directory / "state" / FILE_NAME
     daemon.kill()
     again = daemons.coordinator(listen=address)
     assert names(coordinator) == ["v", "w"]
     assert open_buffer(coordinator, "w") == made
     listed = coordinator.ListBuffers(pb.ListBuffersRequest(), timeout=10).buffers
-    assert [buffer.metadata for buffer in listed] == ["", ""]
+    assert [buffer.packed_metadata for buffer in listed] == [b"", b""]
     again.stop()
     with closing(sqlite3.connect(file)) as database, database:
         rows = database.execute("SELECT key, text FROM records WHERE key LIKE 'buffer/%'").fetchall()
         assert len(rows) == 2
         for key, old in rows:
             fields = json.loads(old)
-            del fields["metadata"]
+            if fields["name"] == "w":
+                del fields["metadata"]
+            else:
+                fields["metadata"] = '{"b":1}'
             database.execute("UPDATE records SET text = ? WHERE key = ?", (json.dumps(fields), key))
     daemons.coordinator(listen=address)
     assert names(coordinator) == ["v", "w"]
-    assert open_buffer(coordinator, "v") == plain
-    assert open_buffer(coordinator, "w").metadata == ""
-    create(coordinator, "u", metadata=text)
+    assert unpack(open_buffer(coordinator, "v").packed_metadata) == '{"b":1}'
+    assert open_buffer(coordinator, "w").packed_metadata == b""
+    create(coordinator, "u", packed_metadata=packed)
 
 
 def test_a_deleted_buffer_of_a_server_that_is_away_is_dropped_at_its_return(

@@ -186,16 +186,17 @@ def _page(daemon: Daemon) -> str:
 
 
 def test_what_no_transaction_takes_is_refused_by_name(etcd: EtcdCluster, daemons: Daemons) -> None:
-    """Metadata beyond etcd's request, and a folder with more buffers than its transaction: refused, nothing changed,
-    and the coordinator is as well as before. Very many sessions that end at once all end.
+    """A rename of more metadata than fits etcd's request, and of a folder with too many buffers: refused, nothing
+    changed, and the coordinator is as well as before. Very many sessions that end at once all end.
     """
     with coordinators(daemons, etcd, "limits", 1, "--session-lease", "2", "--idle-names", "2") as one:
         ready(daemons, one.address, "a")
         with smb.connect(one.address, timeout=TIMEOUT_S) as client:
-            # Each quote is two characters in a record, whose metadata is a text within JSON.
-            with pytest.raises(smb.OutOfMemoryError, match='record of "buffer/large"'):
-                client.create("large", 10, metadata={"quotes": '"' * 400_000})
-            client.create("large", 10, metadata={"letters": "x" * 900_000})
+            for name in ("large", "larger"):
+                client.create(name, 10, metadata={"noise": os.urandom(600_000).hex()})
+            with pytest.raises(smb.OutOfMemoryError, match='record of "buffer/'):
+                client.displace("large", "larger", "largest")
+            client.delete("larger")
             for number in range(64):
                 client.create(f"folder/{number}", 1)
             with pytest.raises(smb.OutOfMemoryError, match="128 records at once"):
@@ -205,7 +206,7 @@ def test_what_no_transaction_takes_is_refused_by_name(etcd: EtcdCluster, daemons
             assert {info.name for info in client.list()} == {"large"} | {f"other/{n}" for n in range(1, 64)}
             assert one.health(0)["store"] == "ok"
             for _ in range(300):  # sessions that nobody renews
-                client.coordinator.open_session("silent", TIMEOUT_S)
+                client._coordinator.open_session("silent", TIMEOUT_S)
             wait_for(
                 lambda: one.running[0].metric('smb_coordinator_leases_lost_total{of="client"}') == 300,
                 "300 lost leases",
@@ -224,7 +225,7 @@ def test_a_full_etcd_refuses_what_adds(daemons: Daemons) -> None:
 
                 def fill() -> None:
                     for number in range(40):
-                        client.create(f"big/{number}", 1, metadata={"letters": "x" * 400_000})
+                        client.create(f"big/{number}", 1, metadata={"noise": os.urandom(300_000).hex()})
 
                 with pytest.raises(smb.Error, match="space exceeded"):
                     fill()

@@ -164,7 +164,7 @@ def test_locks_and_barriers(small: smb.LocalCluster) -> None:
 
         def stop_renewing() -> None:
             lock = client.lock("expires", ttl=0.1).acquire()
-            client.renewals.remove(lock)
+            client._session.renewals.remove(lock)
 
         moves(server, "smb_server_locks_lost_total", stop_renewing, reason="expired")
         leaver = smb.connect(small.address)
@@ -225,7 +225,7 @@ def test_a_client_counts_itself(small: smb.LocalCluster, monkeypatch: pytest.Mon
         )
         lock = client.lock("mine", ttl=0.2).acquire()
         assert value(here, "smb_client_held_locks") == 1
-        client.renewals.remove(lock)
+        client._session.renewals.remove(lock)
         wait_for(lambda: not lock.held, "its end")
 
         def check() -> None:

@@ -67,7 +67,7 @@ def test_calls_that_do_not_overlap_run_side_by_side(connect: Callable[..., smb.C
         meeting = threading.Barrier(2, timeout=_PATIENCE_S)
         a, b, c, d = ranges
         calls = [
-            client.calls.submit(meeting.wait, buffer._turns, start, stop, changes=changes)
+            client._session.calls.submit(meeting.wait, buffer._dispatcher.turns, start, stop, changes=changes)
             for start, stop in ((a, b), (c, d))
         ]
         assert sorted(call.result(_PATIENCE_S) for call in calls) == [0, 1]
@@ -77,7 +77,7 @@ def test_a_blocking_call_of_others_elements_does_not_wait(connect: Callable[...,
     """While an async call on the first half has not ended, the second half is read; the first after it has."""
     client = connect("tcp")
     buffer, gate = client.create("w", 1000), threading.Event()
-    held = client.calls.submit(lambda: gate.wait(_PATIENCE_S), buffer._turns, 0, 500, changes=True)
+    held = client._session.calls.submit(lambda: gate.wait(_PATIENCE_S), buffer._dispatcher.turns, 0, 500, changes=True)
     behind = buffer.write_async(np.ones(10, np.float32), 490)
     try:
         assert buffer.read(500, 500).sum() == 0
@@ -93,7 +93,7 @@ def test_one_that_is_too_late_says_so(connect: Callable[..., smb.Client]) -> Non
     """A blocking call waits for its turn as long as the client's timeout, and nothing was applied then."""
     client = connect("shm", timeout=0.2)
     buffer, gate = client.create("w", 1000), threading.Event()
-    held = client.calls.submit(lambda: gate.wait(_PATIENCE_S), buffer._turns, 0, 500, changes=True)
+    held = client._session.calls.submit(lambda: gate.wait(_PATIENCE_S), buffer._dispatcher.turns, 0, 500, changes=True)
     try:
         with pytest.raises(smb.TimeoutError, match="earlier async call"):
             buffer.write(np.ones(1000, np.float32))
@@ -112,7 +112,7 @@ def test_closing_cancels_those_whose_turn_did_not_come(connect: Callable[..., sm
         begun.set()
         return gate.wait(_PATIENCE_S)
 
-    held = client.calls.submit(hold, buffer._turns, 0, 500, changes=True)
+    held = client._session.calls.submit(hold, buffer._dispatcher.turns, 0, 500, changes=True)
     behind = [buffer.write_async(np.ones(10, np.float32)) for _ in range(20)]
     assert begun.wait(_PATIENCE_S)
     behind[-1].add_done_callback(lambda _: gate.set())

@@ -7,13 +7,33 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import smb
+from smb.security.lab_ca import Holder, make_set
+from smb.security.roles import Role
 
 COUNT = 1 << 20
+LATE_S = 5.0
+
+
+@contextlib.contextmanager
+def stopped(*processes: Any) -> Iterator[None]:
+    """Daemons that neither run nor end, for that long."""
+    pids: Sequence[int] = [process.pid for process in processes]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -24,10 +44,7 @@ def test_close_ends_beside_stopped_daemons(transport: str) -> None:
         buffer = client.create("w", COUNT)
         buffer.write(np.ones(COUNT, np.float32))
         buffer.wait(0)  # connects
-        pids = [cluster.servers[0].pid, cluster.coordinator.pid]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(cluster.servers[0], cluster.coordinator):
 
             def wait() -> None:
                 with contextlib.suppress(smb.Error):
@@ -39,12 +56,45 @@ def test_close_ends_beside_stopped_daemons(transport: str) -> None:
             writing = buffer.write_async(np.ones(COUNT, np.float32))
             begun = time.monotonic()
             client.close()
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < LATE_S
             for thread in waiting:
-                thread.join(5)
+                thread.join(LATE_S)
                 assert not thread.is_alive()
             with contextlib.suppress(smb.Error):
-                writing.result(5)
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+                writing.result(LATE_S)
+
+
+@pytest.mark.parametrize("way", ["connect_tcp", "connect_unix", "connect_tls"])
+def test_close_ends_calls_that_connect_for_the_first_time(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is stopped before anybody has connected to it: the kernel accepts, nobody says HELLO. The calls end
+    with the client, not with their own timeout.
+    """
+    credentials = None
+    if way == "connect_tls":
+        credentials = tmp_path / "credentials"
+        make_set(credentials, [Holder(Role.COORDINATOR, ""), Holder(Role.SERVER, "server-0"), Holder(Role.CLIENT, "")])
+        credentials = credentials / "client"
+    transport = "shm" if way == "connect_unix" else "tcp"
+    with smb.LocalCluster(
+        servers=1, capacity="64MiB", credentials=tmp_path / "credentials" if credentials else None
+    ) as cluster:
+        client = smb.connect(cluster.address, transport=transport, timeout=60, credentials=credentials)
+        buffer = client.create("w", 1024)
+        connecting, real = threading.Event(), getattr(client.engine, way)
+
+        def connect(*given: object) -> object:
+            connecting.set()
+            return real(*given)
+
+        monkeypatch.setattr(client.engine, way, connect)
+        with stopped(cluster.servers[0]), ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(buffer.read), threads.submit(buffer.wait, 1, timeout=60)]
+            assert connecting.wait(20)
+            client.close()
+            begun = time.monotonic()
+            for call in calls:
+                with pytest.raises(smb.Error):
+                    call.result(LATE_S)
+            assert time.monotonic() - begun < LATE_S

@@ -93,7 +93,7 @@ def test_nothing_is_at_work_once_close_returns(transport: str) -> None:
                 def reconnects(client: smb.Client = client, caller: threading.Thread = caller) -> int:
                     assert caller.is_alive(), failures
                     break_connections(port, place.unix_path)
-                    return client._links.outages().begun
+                    return client._session.outages().begun
 
                 wait_for(reconnects, "reconnection")
             closer = threading.Thread(target=client.close)
@@ -102,7 +102,7 @@ def test_nothing_is_at_work_once_close_returns(transport: str) -> None:
                 break_connections(port, place.unix_path)
             closer.join()
             assert at_work() == []
-            begun += client._links.outages().begun
+            begun += client._session.outages().begun
             caller.join(20)
             assert not caller.is_alive()
         with smb.connect(cluster.address, transport=transport) as client:

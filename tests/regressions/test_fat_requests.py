@@ -4,8 +4,10 @@ more when its session had ended.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from smb.coordinator.state import State, load, step
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import check_bounds
 from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
+from smb.rpc.metadata import PACKED_BYTES_MAX, PARTS_MAX, pack
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory, server_name
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import RULES, Caller, Role
@@ -67,7 +70,7 @@ def fattened(make: Callable[[], Any], where: tuple[str, ...] = ()) -> Iterator[t
             setattr(part, field.name, "x" * (2 << 20))
             yield field.name, whole
         elif isinstance(value, bytes):
-            setattr(part, field.name, b"x" * 256)
+            setattr(part, field.name, b"x" * (2 << 20))
             yield field.name, whole
         elif hasattr(value, "update"):  # a map
             value.update({str(i): i for i in range(257)})
@@ -92,7 +95,9 @@ def test_every_field_of_every_request_has_a_bound(request_type: Any) -> None:
 
 def test_a_text_within_a_list_or_map_has_a_bound() -> None:
     """Server names and reasons of errors are texts, too; what is at its bound passes."""
-    check_bounds(pb.CreateBufferRequest(name="x" * 255, server_names=["x" * 255] * 1024, metadata="x" * (1 << 20)))
+    check_bounds(
+        pb.CreateBufferRequest(name="x" * 255, server_names=["x" * 255] * 1024, packed_metadata=bytes(1 << 20))
+    )
     with pytest.raises(errors.InvalidArgumentError, match="an item of CreateBuffer: server_names has 256 characters"):
         check_bounds(pb.CreateBufferRequest(server_names=["x" * 256]))
     with pytest.raises(errors.InvalidArgumentError, match="an item of RenewServer: load: errors has 256"):
@@ -212,7 +217,10 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     secured = ("--credentials", str(certificates / "server-0"), "--capacity", "4GiB")
     assert daemons.memory_server(address, "server-0", *secured).address
     memory, state = resident_mib(coordinator), state_mib(daemons)
-    metadata = '{"a":"' + "x" * ((1 << 20) - 8) + '"}'
+    packed = pack(json.dumps({"a": base64.b64encode(random.Random(1).randbytes(1_036_000)).decode()}))
+    assert 1_036_000 < len(packed) <= PACKED_BYTES_MAX
+    # What takes most room, and time, when it is looked at.
+    dense = pack('{"a":[' + "[]," * (PARTS_MAX // 2 - 2) + "[]]}")
 
     def session(_: int) -> Any:
         return pb.OpenSessionRequest(client_name="\N{GRINNING FACE}" * 255)
@@ -221,7 +229,10 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
         return pb.CreateBufferRequest(name=f"{number:08d}{'x' * 247}", shape=[1] * 32, dtype="uint8")
 
     def described(number: int) -> Any:
-        return pb.CreateBufferRequest(name=f"m{number}", shape=[1], dtype="uint8", metadata=metadata)
+        return pb.CreateBufferRequest(name=f"m{number}", shape=[1], dtype="uint8", packed_metadata=packed)
+
+    def looked_at(number: int) -> Any:
+        return pb.CreateBufferRequest(name=f"d{number}", shape=[1], dtype="uint8", packed_metadata=dense)
 
     reader, client = certificates / "reader", certificates / "client"
     for characters in (1 << 20, 15 << 20):
@@ -231,8 +242,12 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     assert asked(address, reader, "OpenSession", session, REQUESTS) == {"OK": REQUESTS}
     buffers = REQUESTS // 2  # a server maps each, and Linux lets it map so many
     assert asked(address, client, "CreateBuffer", buffer, buffers) == {"OK": buffers}
+    assert asked(address, client, "CreateBuffer", looked_at, 40) == {"OK": 40}
     codes = asked(address, client, "CreateBuffer", described, REQUESTS)
-    assert codes == {"OK": states.METADATA_BYTES_MAX >> 20, "RESOURCE_EXHAUSTED": REQUESTS - codes["OK"]}
+    assert codes == {
+        "OK": (states.METADATA_BYTES_MAX - 40 * len(dense)) // len(packed),
+        "RESOURCE_EXHAUSTED": REQUESTS - codes["OK"],
+    }
 
     wait_for(lambda: resident_mib(coordinator) < memory + MORE_MIB, f"less than {memory + MORE_MIB:.0f} MiB", 60)
     print(f"memory {memory:.0f} -> {resident_mib(coordinator):.0f} MiB, state {state:.1f} -> {state_mib(daemons):.1f}")

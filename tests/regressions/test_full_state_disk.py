@@ -23,7 +23,7 @@ import grpc
 import pytest
 
 from smb.coordinator import process
-from smb.coordinator.commit_log import Ledger
+from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import (
     BufferDeleted,
     BufferFailed,
@@ -82,33 +82,33 @@ def test_a_creations_clean_up_is_owed_until_it_is_stored() -> None:
 
     async def work() -> None:
         store = BrokenStore()
-        ledger = await Ledger.open(store, 1)
+        commit_log = await CommitLog.open(store, 1)
         server = ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0)
-        await ledger.commit(ServerRegistered(server, frozenset()))
+        await commit_log.commit(ServerRegistered(server, frozenset()))
         for name in ("w", "v"):
-            await ledger.commit(wanted(name))
+            await commit_log.commit(wanted(name))
         store.fails = True
         for name in ("w", "v"):
             with pytest.raises(StoreError):
-                await ledger.commit(BufferMade(name))
-            await ledger.commit(BufferFailed(name))
-        assert not ledger.state.buffers
-        assert ledger.state.allocation("a").nbytes == 0
-        assert ledger.store_error
+                await commit_log.commit(BufferMade(name))
+            await commit_log.commit(BufferFailed(name))
+        assert not commit_log.state.buffers
+        assert commit_log.state.allocation("a").nbytes == 0
+        assert commit_log.store_error
         with pytest.raises(StoreError, match="nothing was changed"):
-            await ledger.commit(wanted("w"))
-        assert not ledger.state.buffers
-        await ledger.commit(Ticked())
+            await commit_log.commit(wanted("w"))
+        assert not commit_log.state.buffers
+        await commit_log.commit(Ticked())
         assert {"buffer/w", "buffer/v"} <= store.texts.keys()
         store.fails = False
-        await ledger.commit(wanted("w"))
+        await commit_log.commit(wanted("w"))
         assert "buffer/w" in store.texts
         assert "buffer/v" not in store.texts
-        assert not ledger.store_error
+        assert not commit_log.store_error
         store.fails = True
-        await ledger.commit(BufferFailed("w"))
+        await commit_log.commit(BufferFailed("w"))
         store.fails = False
-        await ledger.commit(Ticked())
+        await commit_log.commit(Ticked())
         assert "buffer/w" not in store.texts
 
     asyncio.run(work())
@@ -119,15 +119,17 @@ def test_a_failing_store_is_tried_until_it_works() -> None:
 
     async def work() -> None:
         store = BrokenStore()
-        ledger = await Ledger.open(store, 1)
+        commit_log = await CommitLog.open(store, 1)
         store.fails = True
         with pytest.raises(StoreError):
-            await ledger.commit(ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1, 0, 0.0), frozenset()))
-        await ledger.commit(Ticked())
-        assert ledger.store_error
+            await commit_log.commit(
+                ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1, 0, 0.0), frozenset())
+            )
+        await commit_log.commit(Ticked())
+        assert commit_log.store_error
         store.fails = False
-        await ledger.commit(Ticked())
-        assert not ledger.store_error
+        await commit_log.commit(Ticked())
+        assert not commit_log.store_error
 
     asyncio.run(work())
 
@@ -141,13 +143,13 @@ def test_a_tick_that_cannot_be_stored_is_told_once(
     async def work() -> None:
         store = BrokenStore()
         clock = [Instant(0.0, 0.0)]
-        ledger = await Ledger.open(store, 1, session_lease_s=1.0, clock=lambda: clock[0])
-        await ledger.commit(SessionRenewed(1, "one", ""))
+        commit_log = await CommitLog.open(store, 1, session_lease_s=1.0, clock=lambda: clock[0])
+        await commit_log.commit(SessionRenewed(1, "one", ""))
         store.fails = True
         clock[0] = Instant(100.0, 100.0)
         ticked: list[float] = []
         health = SimpleNamespace(ticked=lambda: ticked.append(0.0))
-        ticking = asyncio.create_task(_tick(ledger, SimpleNamespace(tell=lambda _: None), health))  # type: ignore[arg-type]
+        ticking = asyncio.create_task(_tick(commit_log, SimpleNamespace(tell=lambda _: None), health))  # type: ignore[arg-type]
 
         async def until(is_so: Callable[[], bool]) -> None:
             while not is_so():
@@ -156,9 +158,9 @@ def test_a_tick_that_cannot_be_stored_is_told_once(
 
         try:
             await asyncio.wait_for(until(lambda: len(ticked) > 5), 20)
-            assert 1 in ledger.state.client_names
+            assert 1 in commit_log.state.client_names
             store.fails = False
-            await asyncio.wait_for(until(lambda: 1 not in ledger.state.client_names), 20)
+            await asyncio.wait_for(until(lambda: 1 not in commit_log.state.client_names), 20)
         finally:
             ticking.cancel()
 
@@ -341,15 +343,17 @@ def test_deleting_needs_no_tick() -> None:
 
     async def work() -> None:
         store = BrokenStore()
-        ledger = await Ledger.open(store, 1)
-        await ledger.commit(ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), frozenset()))
-        await ledger.commit(wanted("w"))
-        await ledger.commit(BufferMade("w"))
-        await ledger.commit(wanted("v"))
+        commit_log = await CommitLog.open(store, 1)
+        await commit_log.commit(
+            ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), frozenset())
+        )
+        await commit_log.commit(wanted("w"))
+        await commit_log.commit(BufferMade("w"))
+        await commit_log.commit(wanted("v"))
         store.fails = True
-        await ledger.commit(BufferFailed("v"))
+        await commit_log.commit(BufferFailed("v"))
         store.fails = False
-        await ledger.commit(BufferDeleted("w", False))
+        await commit_log.commit(BufferDeleted("w", False))
         assert not [key for key in store.texts if key.startswith("buffer/")]
 
     asyncio.run(work())

@@ -16,7 +16,7 @@ import pytest
 
 import smb
 from smb.coordinator import process
-from smb.coordinator.commit_log import Ledger
+from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.idle_names import IdleNames
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.process import Options
@@ -169,8 +169,8 @@ def test_a_lock_that_is_retired_and_still_recorded(cluster: smb.LocalCluster) ->
         with client.lock("ours") as lock:
             first = lock.token
         with client.lock("held", ttl=600):
-            (server,) = client.coordinator.list_servers(10)
-            records = [client.coordinator.place(pb.LOCK, name, 10) for name in ("ours", "held")]
+            (server,) = client._session.coordinator.list_servers(10)
+            records = [client._session.coordinator.place(pb.LOCK, name, 10) for name in ("ours", "held")]
             ours, held = (record.layout.segments[0].id for record in records)
             cluster.coordinator.kill()
             with grpc.insecure_channel(server.control_address) as channel:
@@ -222,7 +222,7 @@ def test_a_server_that_frees_nothing_is_told_of_once(caplog: pytest.LogCaptureFi
 
     state = SimpleNamespace(servers={"a": object()}, alive=lambda *_: True)
     names = IdleNames(
-        cast("Ledger", SimpleNamespace(state=state, now=lambda: 0)),
+        cast("CommitLog", SimpleNamespace(state=state, now=lambda: 0)),
         cast("MemoryServers", SimpleNamespace(retire=retire)), None, 1.0,  # type: ignore[arg-type]
     )  # fmt: skip
     for _ in range(3):

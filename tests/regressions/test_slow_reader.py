@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import smb
-import smb.buffer
+from smb.call import versions
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
 from tests.support.daemons import wait_for
@@ -22,21 +22,21 @@ _SIZE = 1 << 20  # float32 elements
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read is looked at after each chunk, as a slow one is."""
-    monkeypatch.setattr(smb.buffer, "_LOOK_S", 0.0)
-    monkeypatch.setattr(smb.buffer, "_PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(versions, "_LOOK_S", 0.0)
+    monkeypatch.setattr(versions, "_PIECE_BYTES", 64 << 10)
 
 
 def _slow(buffer: smb.Buffer, monkeypatch: pytest.MonkeyPatch, between: Callable[[], Any]) -> list[int]:
     """Do something between the pieces of its reads; return where they began."""
-    call, begun = buffer._call, []
+    call, begun = buffer._dispatcher.call, []
 
-    def slow(opcode: Any, offset: int, count: int, *rest: Any, **named: Any) -> int:
-        begun.append(offset)
-        result = call(opcode, offset, count, *rest, **named)
+    def slow(request: Any, **named: Any) -> int:
+        begun.append(request.offset)
+        result = call(request, **named)
         between()
         return result
 
-    monkeypatch.setattr(buffer, "_call", slow)
+    monkeypatch.setattr(buffer._dispatcher, "call", slow)
     return begun
 
 

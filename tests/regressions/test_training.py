@@ -145,7 +145,7 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
     class Stopped(t.Table):
         def add(self, row: int, column: int, value: int) -> int:
             if not found:
-                client.renewals.close()  # as in a stopped process
+                client._session.renewals.close()  # as in a stopped process
                 wait_for(is_free, "the end of the lease")
                 found.append(smb.train.join(other, "run", _ones()))
             return super().add(row, column, value)
@@ -221,7 +221,7 @@ def test_the_dead_have_no_part_in_the_elastic_force(connect: Connect) -> None:
         other = connect()
         dead = smb.train.join(other, "run", _ones())
         dead.step()
-        other.renewals.close()  # as in a dead process
+        other._session.renewals.close()  # as in a dead process
         wait_for(lambda: worker.step() or worker.members == 1, "the one who is left to be alone")
         worker.flush()
         shared = worker.shared()

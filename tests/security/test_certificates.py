@@ -6,6 +6,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from smb.engine import EngineError, Lane, Status
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import is_loopback, load_directory
+from smb.security.lab_ca import Authority, Holder, make_set
+from smb.security.roles import Role
 from tests.support.daemons import wait_for
 
 ConnectAs = Callable[..., smb.Client]
@@ -151,15 +154,19 @@ def test_tokens_are_renewed_and_daemons_restarted(short: smb.LocalCluster, certi
             wait_for(lambda: failures or done[0] >= goal, "more calls")
             assert not failures
 
-        first = client.coordinator.tokens._opened[pb.BUFFER, counter.info.id]
-        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, counter.info.id] is not first, "renewed token")
+        opened, key = client._session.coordinator.tokens._opened, (pb.BUFFER, counter.info.id)
+        first = opened[key]
+        wait_for(lambda: opened[key] is not first, "renewed token")
         cluster.servers[0].kill()
         cluster.servers[0].start()
         goes_on(100)
         cluster.coordinator.kill()
         cluster.coordinator.start()
-        second = client.coordinator.tokens._opened[pb.BUFFER, counter.info.id]
-        wait_for(lambda: client.coordinator.tokens._opened[pb.BUFFER, counter.info.id] is not second, "renewed token")
+        second = opened[key]
+        wait_for(
+            lambda: opened[key] is not second,
+            "renewed token",
+        )
         goes_on(100)
         stop.set()
         thread.join()
@@ -169,8 +176,8 @@ def test_tokens_are_renewed_and_daemons_restarted(short: smb.LocalCluster, certi
 
 def stopped_renewing(client: smb.Client) -> smb.Client:
     """Its thread is dead, as of a process that was stopped: from here on its tokens run out."""
-    client._stop.set()
-    client._renewal.join()
+    client._session._stop.set()
+    client._session._renewal.join()
     return client
 
 
@@ -187,11 +194,11 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
         for use in (values.read, lambda: counter.fetch_add(0, 1), published.read, lock.acquire, lock.release):
             use()
         stopped_renewing(client)
-        secrets = dict(client.coordinator.tokens._tokens)
+        secrets = dict(client._session.coordinator.tokens._tokens)
 
         def expired() -> bool:
             place = values.layout.segments[0]
-            link = client._links._entries[place.server, Lane.TCP_DATA].link
+            link = client._session._links._entries[place.server, Lane.TCP_DATA].link
             try:
                 link.authorize(secrets[place.id], 1000)
             except EngineError as error:
@@ -200,7 +207,7 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
 
         for _ in range(2):
             wait_for(expired, "end of the tokens")
-            secrets = dict(client.coordinator.tokens._tokens)
+            secrets = dict(client._session.coordinator.tokens._tokens)
             values.fill(1)
             values.accumulate(np.ones(40_000, np.float32))
             assert values.read().sum() == 80_000
@@ -210,7 +217,7 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
             assert published.read().sum() == 4
             with lock:
                 pass
-            secrets = dict(client.coordinator.tokens._tokens)
+            secrets = dict(client._session.coordinator.tokens._tokens)
         cluster.coordinator.kill()
         wait_for(expired, "end of the tokens")
         for refused in (
@@ -234,7 +241,7 @@ def test_renamed_buffers_keep_their_tokens(short: smb.LocalCluster, certificates
         lock = one.lock(ttl=60)
         with lock:
             pass
-        tokens = client.coordinator.tokens
+        tokens = client._session.coordinator.tokens
         seen: dict[int, set[float]] = {one.info.id: set(), other.info.id: set()}
         client.rename("team/one", "team/aside")
         client.rename("team/other", "team/one")
@@ -246,7 +253,7 @@ def test_renamed_buffers_keep_their_tokens(short: smb.LocalCluster, certificates
                 generations.add(tokens._opened[pb.BUFFER, number].renew_at)
             return all(len(generations) >= 4 for generations in seen.values())
 
-        client.coordinator.open_buffer = refused_to_data(client.coordinator.open_buffer)  # type: ignore[method-assign]
+        client._session.coordinator.open_buffer = refused_to_data(client._session.coordinator.open_buffer)  # type: ignore[method-assign]
         wait_for(renewed, "renewed tokens of both")
         assert (one.read().tolist(), other.read().tolist()) == ([1] * 4, [2] * 4)
         with lock:
@@ -284,9 +291,9 @@ def test_no_secret_is_told(certificates: Path, tmp_path: Path) -> None:
         seen = ""
         with smb.connect(cluster.address, transport="tcp", credentials=certificates / "client") as client:
             client.create("b", (4,)).fill(1)
-            tokens = client.coordinator.tokens
+            tokens = client._session.coordinator.tokens
             told = [token.secret for token in tokens._tokens.values()]
-            told.append(client.coordinator._session_secret)
+            told.append(client._session.coordinator._session_secret)
             assert len(told) == 2
             assert all(len(secret) == 32 for secret in told)
             seen += repr(tokens._tokens) + repr(load_directory(certificates / "client"))
@@ -370,3 +377,35 @@ def test_the_directory_of_all_credentials_is_no_credential(certificates: Path) -
         smb.InvalidArgumentError, match=r"cannot read .*; name one of its directories: .*client, .*reader"
     ):
         load_directory(certificates)
+
+
+def test_a_client_takes_its_new_certificate_without_a_restart(tmp_path: Path) -> None:
+    """The files are replaced under a client that is connected, here by a reader's: it is one from then on. A call that
+    was under way ends over the connection that it began on."""
+    roles = (Role.COORDINATOR, Role.CLIENT, Role.OPERATOR)
+    make_set(tmp_path, [*(Holder(role, "") for role in roles), Holder(Role.SERVER, "server-0")])
+    ours = tmp_path / "client"
+    with (
+        smb.LocalCluster(servers=1, capacity="32MiB", credentials=tmp_path, session_lease=3.0) as cluster,
+        smb.connect(cluster.address, credentials=ours) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        waiting = thread.submit(client.open, "late", timeout=60.0)
+        client.create("w", 10).write(np.ones(10, np.float32))
+        Authority.load(tmp_path / "ca").issue(Holder(Role.READER, ""), tmp_path / "new")
+        for name in ("key.pem", "cert.pem"):
+            (tmp_path / "new" / name).rename(ours / name)
+
+        def is_reader() -> bool:
+            try:
+                client.delete("nothing", missing_ok=True)
+            except smb.PermissionDeniedError:
+                return True
+            return False
+
+        wait_for(is_reader, "its new certificate")
+        assert client.open("w").read().sum() == 10
+        assert not waiting.done()
+        with smb.connect(cluster.address, credentials=tmp_path / "operator") as operator:
+            operator.create("late", 10)
+        assert waiting.result(30).name == "late"

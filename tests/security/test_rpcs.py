@@ -220,7 +220,7 @@ def test_names_are_changed_inside_the_own_namespaces(connect_as: Any, team: smb.
 
 
 def test_files_stay_in_the_own_namespaces(connect_as: Any, team: smb.Client, tmp_path: Path) -> None:
-    """Drafts, copies, snapshots and what is removed while it is open lie in the namespace of their name, so that who is
+    """Staged files, copies, snapshots and what is removed while it is open lie in the namespace of their name: who is
     limited to one has files as everybody else; and none is left.
     """
     everybody = connect_as("client")

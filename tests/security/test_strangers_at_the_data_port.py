@@ -26,7 +26,7 @@ from tests.support.daemons import cluster_metric, wait_for
 from tests.support.transports import SLOWNESS
 
 SPAWN = multiprocessing.get_context("spawn")
-STRANGERS_MAX = 512  # csrc/server/server.h
+STRANGERS_MAX = 512  # csrc/server/strangers.h
 LONG = os.environ.get("SMB_LONG") == "1"
 STRANGERS, CALLS = (5000, 50_000) if LONG else (700, 2000)
 # The beginning of a ClientHello: a record of 512 bytes, of which a few come.

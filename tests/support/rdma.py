@@ -14,7 +14,7 @@ import numpy as np
 
 from memserver.engine import Engine, SegmentForm
 from memserver.rdma_target import Rdma
-from smb.engine import NOWHERE, BufferHandle, EngineClient, EngineError, Lane, Link, Opcode, memory_of
+from smb.engine import NOWHERE, BufferHandle, EngineClient, EngineError, Lane, Link, Opcode, Request, memory_of
 from smb.errors import UnavailableError
 from smb.transport.devices import Port
 from smb.transport.verbs.progress_thread import Progress
@@ -112,7 +112,9 @@ class RdmaClient:
         self, opcode: Opcode, offset: int, nbytes: int, source: Any = NOWHERE, sink: Any = NOWHERE, op: int = 0,
         argument: int = 0, timeout_ms: int = _DEADLINE_MS,
     ) -> int:  # fmt: skip
-        done = self.handle.transfer(opcode, offset * 8, nbytes, timeout_ms, source, sink, op, 1.0, argument, 0)
+        done = self.handle.transfer(
+            Request(opcode, offset * 8, nbytes, source, sink, op, argument=argument), timeout_ms
+        )
         assert isinstance(done, int), done
         return done
 

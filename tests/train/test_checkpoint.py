@@ -41,7 +41,7 @@ def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
 def run_ranks(phases: str, client: smb.Client, place: Path, number: int, name: str = "run/ckpt") -> str:
     """What ranks print: see tests/support/checkpoints.py."""
     command = [sys.executable, "-m", "tests.support.checkpoints", phases, str(place / "store")]
-    command += [client.coordinator.address, name, str(number)]
+    command += [client.address, name, str(number)]
     done = subprocess.run(command, cwd=SOURCES, text=True, capture_output=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -338,7 +338,7 @@ def test_other_models_and_settings_are_refused(connect: Connect) -> None:
         with pytest.raises(smb.InvalidArgumentError, match="every: settings belong to a scheme that is given by its"):
             smb.torch.join(other, sgd(other), "run", every=3, client=client)
         with pytest.raises(smb.InvalidArgumentError, match="coordinator= or client="):
-            smb.torch.join(other, sgd(other), "run", client=client, coordinator=client.coordinator.address)
+            smb.torch.join(other, sgd(other), "run", client=client, coordinator=client.address)
         assert sum(worker.alive for worker in smb.train.status(client, "run").workers) == 1
     with pytest.raises(smb.NotFoundError, match="there is none; who joins first says which scheme"):
         smb.torch.join(model, sgd(model), "nobody", client=client)

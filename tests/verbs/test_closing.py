@@ -31,10 +31,10 @@ def cluster(ports: tuple[Port, Port]) -> Iterator[smb.LocalCluster]:
 
 def break_queue_pairs(client: smb.Client) -> int:
     """Close those that there are, as if they had failed; return how many there were."""
-    carriers = client.verbs.carriers()
+    carriers = client._session.verbs.carriers()
     for carrier in carriers:
         with contextlib.suppress(smb.TransportError):  # the client is closed
-            client.verbs._moving().close_pump(carrier)
+            client._session.verbs._moving().close_relay(carrier)
     return len(carriers)
 
 
@@ -68,7 +68,7 @@ def test_nothing_is_at_work_once_close_returns(cluster: smb.LocalCluster) -> Non
             wait_for(answered.is_set, "answer")
         wait_for(lambda client=client: break_queue_pairs(client), "queue pair")
         if reconnects:
-            wait_for(lambda client=client: client._links.outages().begun > 0, "reconnection")
+            wait_for(lambda client=client: client._session.outages().begun > 0, "reconnection")
         client.close()
         assert at_work() == []
         caller.join(20 * SLOWNESS)

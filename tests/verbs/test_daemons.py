@@ -127,7 +127,7 @@ def test_a_server_that_dies_owing_an_answer(cluster: smb.LocalCluster, ports: tu
     with smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S) as client:
         buffer = client.create("w", COUNT, "int64", servers=["server-0"])
         buffer.accumulate(ones)
-        (carrier,) = client.verbs.carriers()
+        (carrier,) = client._session.verbs.carriers()
         stop(cluster.servers[0].pid)
         future = buffer.accumulate_async(ones)
         wait_for(carrier.awaits, "request under way")
@@ -146,7 +146,7 @@ def test_after_a_restart_it_is_verbs_again(cluster: smb.LocalCluster, ports: tup
     with smb.connect(cluster.address, transport="verbs", timeout=TIMEOUT_S) as client:
         buffer = client.create("w", COUNT, "int64", servers=["server-0"])
         buffer.write(np.arange(COUNT))
-        old = client.verbs.carriers()
+        old = client._session.verbs.carriers()
         restart(cluster, 0, ports[0])
         np.testing.assert_array_equal(buffer.read(), np.arange(COUNT))
         buffer.accumulate(np.ones(COUNT, np.int64))
@@ -156,7 +156,7 @@ def test_after_a_restart_it_is_verbs_again(cluster: smb.LocalCluster, ports: tup
 
 
 def _one_sided(client: smb.Client, old: object) -> bool:
-    return any(c.one_sided_bytes for c in client.verbs.carriers() if c not in old)  # type: ignore[operator]
+    return any(c.one_sided_bytes for c in client._session.verbs.carriers() if c not in old)  # type: ignore[operator]
 
 
 @pytest.mark.verbs("TCP where the link is gone, and verbs for those that come when it is back")
@@ -175,7 +175,7 @@ def test_without_a_link_it_goes_on_over_tcp(
             buffer.accumulate(ones)
             np.testing.assert_array_equal(buffer.read(), 2 * ones)
         assert "going on over TCP" in caplog.text
-        assert not client.verbs.carriers()
+        assert not client._session.verbs.carriers()
         with smb.connect(cluster.address, timeout=TIMEOUT_S) as other, hidden_socket(other, "server-0"):
             caplog.clear()
             with caplog.at_level(logging.INFO, "smb"):
@@ -212,7 +212,7 @@ def test_more_than_can_be_staged_at_once(cluster: smb.LocalCluster) -> None:
             buffer.write(np.arange(buffer.size) + round_)
             np.testing.assert_array_equal(buffer.read(), np.arange(buffer.size) + round_)
             buffer.accumulate(np.ones(buffer.size, np.int64))
-        assert not client.verbs.memory().registered_bytes
+        assert not client._session.verbs.memory().registered_bytes
         client.delete("w")
 
 

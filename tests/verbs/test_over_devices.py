@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from smb.engine import NOWHERE, BufferHandle, EngineClient, Lane, Link, Opcode, memory_of
+from smb.engine import BufferHandle, EngineClient, Lane, Link, Opcode, Request, memory_of
 from smb.errors import UnavailableError
 from smb.transport.devices import Port
 from smb.transport.verbs.queue_pair import Queue, Work
@@ -140,7 +140,7 @@ def test_mixed_sums_are_exact(server: RdmaServer, ports: tuple[Port, Port]) -> N
         delta = (np.arange(offset, offset + count) % 251 + 1).astype(np.int64)
         for _ in range(rounds):
             done = handles[which].transfer(
-                Opcode.ACCUMULATE, offset * 8, delta.nbytes, 120_000, memory_of(delta), NOWHERE, 1, 1.0, 0, 0
+                Request(Opcode.ACCUMULATE, offset * 8, delta.nbytes, memory_of(delta), op=1), 120_000
             )
             if not isinstance(done, int):
                 failures.append(done)
@@ -238,7 +238,7 @@ def test_an_ended_session_reaches_nothing(client: RdmaClient) -> None:
     server.rdma.end_session(client.session)
     assert server.rdma.connections() == 0
     array = np.ones(64, np.int64)
-    done = client.handle.transfer(Opcode.READ, 0, 512, 3_000, NOWHERE, memory_of(array), 0, 1.0, 0, 0)
+    done = client.handle.transfer(Request(Opcode.READ, 0, 512, sink=memory_of(array)), 3_000)
     assert not isinstance(done, int)
     assert (array == 1).all()
     with pytest.raises(UnavailableError, match="no RDMA connection"):

@@ -14,7 +14,7 @@ from smb.coordinator.state import State
 
 LATE_S = 3.5  # a server renews every 2 s: one renewal was lost
 NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
-PARKED_S = 4.0  # longer than any healthy holder of a chunk's lock
+DEFERRED_S = 4.0  # longer than any healthy holder of a chunk's lock
 HELD_S = 60.0  # a lock that others wait for
 PENDING_S = 30.0
 STATE_LOW_BYTES = 64 << 20  # of the coordinator's disk; deploy/prometheus/alerts.yml has the same
@@ -119,11 +119,11 @@ def _of_live_server(seen: Seen, server: ServerRecord, now: Instant) -> Iterator[
             title = f"{server.name} refused {count} requests: {reason.replace('_', ' ')}"
             action = "A program repeats a call that fails: see the clients' messages."
             yield Problem(WARNING, title, "In the last minute.", action, about)
-    if watch.load.parked_requests and now.monotonic - watch.parked_since >= PARKED_S:
+    if watch.load.parked_requests and now.monotonic - watch.deferred_since >= DEFERRED_S:
         title = f"{server.name}: {watch.load.parked_requests} requests wait for a chunk's lock"
         detail = "For some seconds now. A local client was stopped, or hangs, in the middle of a change."
         action = "On its host, look for a stopped process (state T in ps) that uses the buffer: continue or kill it."
-        yield Problem(WARNING, title, detail, action, about, now.wall - (now.monotonic - watch.parked_since))
+        yield Problem(WARNING, title, detail, action, about, now.wall - (now.monotonic - watch.deferred_since))
 
 
 def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:

@@ -152,7 +152,7 @@ class Bins:
 @dataclass(frozen=True, slots=True)
 class ServerWatch:
     """What one run of a server told last. `rates` are per second, between its last two renewals; None after the first.
-    `errors_recently` are those of the last minute, by reason. `parked_since` is monotonic; 0: nothing is parked.
+    `errors_recently` are those of the last minute, by reason. `deferred_since` is monotonic; 0: nothing is deferred.
     """
 
     instance_id: int
@@ -161,7 +161,7 @@ class ServerWatch:
     amounts: Amounts
     rates: Amounts | None = None
     errors_recently: Mapping[str, int] = field(default_factory=dict)
-    parked_since: float = 0.0
+    deferred_since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Watch:
             else:
                 self._errors[name] = deque([(now.monotonic, dict(load.errors))], maxlen=int(RECENT_S / STEP_S) + 2)
             if load.parked_requests:
-                fresh = replace(fresh, parked_since=(known.parked_since if known else 0.0) or now.monotonic)
+                fresh = replace(fresh, deferred_since=(known.deferred_since if known else 0.0) or now.monotonic)
             held = self._held.get(name, {})
             keys = [(wait.segment_id, wait.kind, wait.token if wait.session_id else 0) for wait in load.waits]
             self._held[name] = {key: held.get(key, now.monotonic) for key in keys}

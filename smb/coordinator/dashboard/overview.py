@@ -208,7 +208,7 @@ def _totals(view: View, servers: list[Json], buffers: tuple[BufferRecord, ...]) 
         "clients": len(view.state.client_names),
         "rates": {key: sum(rate[key] for rate in rates) for key in ("operations", "in", "out", "within")},
         "connections": sum(server["connections"] for server in alive),
-        "parked": sum(server["parked"] for server in alive),
+        "parked": sum(server["parked"] for server in alive),  # codespell:ignore parked - a public name
         "waiting": sum(server["waiting"] for server in alive),
     }
 
@@ -229,7 +229,7 @@ def _server(view: View, server: ServerRecord) -> Json:
         "last_seen": view.seen.left.get(server.name, server.last_seen_at),
         "rates": _rates(current.rates) if current and current.rates else None,
         "connections": sum(load.connections.values()),
-        "parked": load.parked_requests,
+        "parked": load.parked_requests,  # codespell:ignore parked
         "waiting": load.waiting_requests,
         "errors_recently": sum(current.errors_recently.values()) if current else 0,
     }

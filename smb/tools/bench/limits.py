@@ -49,7 +49,7 @@ class SocketLimit:
     def __call__(self, operation: str, array: Array, stack: ExitStack) -> Contenders:
         """Return one round with the peer; for accumulate two, adding when all has arrived and adding piece by piece."""
         if operation == "read":
-            return {"bare socket": self._asking(array, stack)}
+            return {"bare socket": self._pending(array, stack)}
         if operation != "accumulate":  # for fetch_add too: 8 bytes there, an answer back
             return {"bare socket": self._telling(peer.WRITE, array, stack)}
         calls: Contenders = {"bare socket, add": self._telling(peer.ADD_WHOLE, array, stack)}
@@ -72,7 +72,7 @@ class SocketLimit:
 
         return one_round
 
-    def _asking(self, array: Array, stack: ExitStack) -> Callable[[], object]:
+    def _pending(self, array: Array, stack: ExitStack) -> Callable[[], object]:
         connection, view = self._connect(peer.READ, array.nbytes, stack), array.data.cast("B")
 
         def one_round() -> None:

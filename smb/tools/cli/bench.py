@@ -25,7 +25,7 @@ def bench(
         typer.Option(
             "--transport",
             help="auto, shm, verbs (RDMA) or tcp; may be repeated. Default: shm and tcp; where --coordinator or "
-            "SMB_COORDINATOR names a cluster: auto, the way that clients take by themselves.",
+            "SMB_COORDINATOR names a cluster: auto, the path that clients take by themselves.",
             show_default=False,
         ),
     ] = None,

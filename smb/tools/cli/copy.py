@@ -110,7 +110,7 @@ def _at(stack: ExitStack, word: str, coordinator: str | None, known: Client | No
 
     address, name = split_url(word)
     address = address or coordinator
-    if known is not None and known.coordinator.address == address:
+    if known is not None and known.address == address:
         return known, name
     return stack.enter_context(connect(address)), name
 

@@ -32,7 +32,7 @@ def mount(
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds that a call waits for a server that is away.")
     ] = 120.0,
-    drafts: Annotated[
+    staged_files: Annotated[
         Path | None, typer.Option("--drafts", metavar="DIR", help="Where new files lie until they are closed.")
     ] = None,
     log: Annotated[
@@ -74,7 +74,7 @@ def mount(
             on_ready=lambda: _say_ready(directory, ready_fd, log),
             allow_other=allow_other,
             umask=rights,
-            drafts=str(drafts) if drafts is not None else None,
+            staged_files=str(staged_files) if staged_files is not None else None,
         )
 
 

@@ -33,7 +33,7 @@ def stat(
     from smb.tools.cli.describe import buffer_json
 
     with connect(coordinator) as client:
-        buffer = client.open(name)  # looks for no way to its bytes yet: its servers may be down
+        buffer = client.open(name)  # looks for no path to its bytes yet: its servers may be down
         addresses = {server.name: (server.address, server.alive) for server in client.servers()}
         reached = all(addresses.get(segment.server, ("", False))[1] for segment in buffer.layout.segments)
         version = _version(buffer) if reached else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from smb.tools.cli.connection import connect
+from smb.tools.cli.connection import connect, coordinator_at
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, counted, format_ago, print_json, table
 
@@ -25,10 +25,11 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """
     from smb.tools.cli.describe import server_json
 
+    with coordinator_at(coordinator) as all_of_them:
+        coordinators = [_role(*each) for each in all_of_them.look(_LOOK_S)]
     with connect(coordinator) as client:
         servers = sorted(client.servers(), key=lambda server: server.name)
         buffers = client.list()
-        coordinators = [_role(*each) for each in client.coordinator.look(_LOOK_S)]
     alive = [server for server in servers if server.alive]
     totals = {
         "servers": len(servers),

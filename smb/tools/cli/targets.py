@@ -54,7 +54,7 @@ def targets(
 def _read(metrics: str) -> str:
     url = f"http://{metrics}/targets"
     try:
-        with urllib.request.urlopen(_asking(url), timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http, as above
+        with urllib.request.urlopen(_pending(url), timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http, as above
             text: str = answer.read().decode()
         json.loads(text)
     except (urllib.error.URLError, OSError, ValueError) as error:
@@ -64,17 +64,17 @@ def _read(metrics: str) -> str:
     return text
 
 
-def _asking(url: str) -> urllib.request.Request:
+def _pending(url: str) -> urllib.request.Request:
     token_file = text_of("cluster.metrics_token_file")
     headers = {"Authorization": f"Bearer {read_token(Path(token_file))}"} if token_file else {}
     return urllib.request.Request(url, headers=headers)  # noqa: S310 - http: it says so itself
 
 
 def _write(output: Path, text: str) -> None:
-    draft = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    staged = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(text)
-        draft.replace(output)
+        staged.write_text(text)
+        staged.replace(output)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise UnavailableError(f"cannot write {output}: {error.strerror}") from None

@@ -72,7 +72,7 @@ def _watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
         def screen() -> Group:
             return Group(*render(shown, out.encoding, out.height, lost))
 
-        with Live(screen(), console=out, screen=True, auto_refresh=False) as live, _asking(look, interval_s) as news:
+        with Live(screen(), console=out, screen=True, auto_refresh=False) as live, _pending(look, interval_s) as news:
             while True:
                 ready, _, _ = select.select([news.fileno(), *keys], [], [])
                 if news.fileno() in ready:
@@ -111,7 +111,7 @@ class _News:
 
 
 @contextlib.contextmanager
-def _asking(look: Callable[[], dict[str, Any]], interval_s: float) -> Iterator[_News]:
+def _pending(look: Callable[[], dict[str, Any]], interval_s: float) -> Iterator[_News]:
     """Ask again and again in a thread, so that a coordinator that does not answer keeps nobody from leaving."""
     news, leaving = _News(), threading.Event()
 

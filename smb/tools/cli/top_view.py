@@ -115,7 +115,7 @@ def _servers(rows: Sequence[Json], shown: Json) -> Table:
     for row in rows:
         state, rates = str(row["state"]), row["rates"] or {}
         alive = state in ("alive", "late")
-        waiting = row["parked"] + row["waiting"]
+        waiting = row["parked"] + row["waiting"]  # codespell:ignore parked
         made.add_row(
             row["name"],
             _STATES.get(state, state) + ("" if alive else f" {_age(shown['now'] - row['last_seen'])}"),

@@ -56,7 +56,7 @@ def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[
     trips, offsets = [], []
     for _ in range(5):
         began, before = time.time(), time.monotonic()
-        told = client.coordinator.clock(client.timeout)
+        told = client._session.coordinator.clock(client.timeout)
         trips.append(time.monotonic() - before)
         offsets.append((told - began - trips[-1] / 2, trips[-1]) if told else (0.0, 0.0))
     trip_s = statistics.median(trips)

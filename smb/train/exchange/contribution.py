@@ -110,7 +110,7 @@ def missed(buffer: Buffer, part: range, error: Error) -> list[range]:
     try:
         return buffer.settle(error)
     except InvalidArgumentError:
-        return [part]  # it was refused, or never sent: no outcome is in doubt
+        return [part]  # it was refused, or never sent: no outcome is of unknown outcome
     except UnavailableError as unknown:
         _log.warning("a contribution may have been lost in part: %s", unknown)
         return []

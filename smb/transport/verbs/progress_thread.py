@@ -24,7 +24,7 @@ PROBE_S = 1.0
 _log = logging.getLogger("smb")
 
 
-class Pump(Protocol):
+class Relay(Protocol):
     """What is moved. All of it is called by the progress thread, until `closed`."""
 
     closed: bool
@@ -51,7 +51,7 @@ class Pump(Protocol):
         """Called when queue_fd is readable."""
 
     def short(self) -> bool:
-        """Return whether its last turn ended for want of what other pumps have in use."""
+        """Return whether its last turn ended for want of what other relays have in use."""
 
     def awaits(self) -> bool:
         """Return whether the peer owes an answer."""
@@ -69,10 +69,10 @@ class Progress:
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
-        self._pumps: dict[int, Pump] = {}  # by both descriptors
-        self._active: dict[Pump, float] = {}  # and when it last moved something
-        self._reading: dict[Pump, bool] = {}
-        self._short: set[Pump] = set()  # asleep, until another one moves something
+        self._relays: dict[int, Relay] = {}  # by both descriptors
+        self._active: dict[Relay, float] = {}  # and when it last moved something
+        self._reading: dict[Relay, bool] = {}
+        self._short: set[Relay] = set()  # asleep, until another one moves something
         self._probe_at = 0.0
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -82,16 +82,16 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, pump: Pump) -> None:
+    def add(self, relay: Relay) -> None:
         """Move this one too, from now on; once all are closed, close it."""
-        self._call(lambda: self._take(pump))
+        self._call(lambda: self._take(relay))
 
-    def close_pump(self, pump: Pump, timeout: float = 10.0) -> None:
+    def close_relay(self, relay: Relay, timeout: float = 10.0) -> None:
         """Close it, and return when it is: its memory is not touched any more. Not by the thread itself."""
         done = threading.Event()
 
         def close() -> None:
-            self._drop(pump)
+            self._drop(relay)
             done.set()
 
         self._call(close)
@@ -113,27 +113,27 @@ class Progress:
                 return
         call()  # nobody else touches anything any more
 
-    def _take(self, pump: Pump) -> None:
+    def _take(self, relay: Relay) -> None:
         if self._ended:
-            pump.close()
+            relay.close()
             return
-        for fd in (pump.queue_fd(), pump.socket_fd()):
-            self._pumps[fd] = pump
-        self._epoll.register(pump.queue_fd(), select.EPOLLIN)
-        self._epoll.register(pump.socket_fd(), select.EPOLLIN | select.EPOLLRDHUP)
-        self._reading[pump] = True
-        self._active[pump] = time.monotonic()
+        for fd in (relay.queue_fd(), relay.socket_fd()):
+            self._relays[fd] = relay
+        self._epoll.register(relay.queue_fd(), select.EPOLLIN)
+        self._epoll.register(relay.socket_fd(), select.EPOLLIN | select.EPOLLRDHUP)
+        self._reading[relay] = True
+        self._active[relay] = time.monotonic()
 
-    def _drop(self, pump: Pump) -> None:
-        for fd in [fd for fd, owner in self._pumps.items() if owner is pump]:
-            del self._pumps[fd]
+    def _drop(self, relay: Relay) -> None:
+        for fd in [fd for fd, owner in self._relays.items() if owner is relay]:
+            del self._relays[fd]
             with contextlib.suppress(OSError):  # one that has closed itself is out of it already
                 self._epoll.unregister(fd)
-        self._active.pop(pump, None)
-        self._reading.pop(pump, None)
-        self._short.discard(pump)
-        if not pump.closed:
-            pump.close()
+        self._active.pop(relay, None)
+        self._reading.pop(relay, None)
+        self._short.discard(relay)
+        if not relay.closed:
+            relay.close()
         self._wake_short()
 
     def _run(self) -> None:
@@ -146,8 +146,8 @@ class Progress:
                 calls = self._calls
             for call in calls:
                 call()
-            for pump in set(self._pumps.values()):
-                self._drop(pump)
+            for relay in set(self._relays.values()):
+                self._drop(relay)
             self._epoll.close()
             os.close(self._wake)
 
@@ -160,67 +160,67 @@ class Progress:
                 for call in calls:
                     call()
                 continue
-            pump = self._pumps.get(fd)
-            if pump is not None and pump.closed:  # by what came before in this round
-                self._drop(pump)
-            elif pump is not None:
-                if fd == pump.queue_fd():
-                    pump.take_event()
+            relay = self._relays.get(fd)
+            if relay is not None and relay.closed:  # by what came before in this round
+                self._drop(relay)
+            elif relay is not None:
+                if fd == relay.queue_fd():
+                    relay.take_event()
                 elif events & (select.EPOLLRDHUP | select.EPOLLHUP):
-                    pump.hang_up()
-                self._active[pump] = time.monotonic()
+                    relay.hang_up()
+                self._active[relay] = time.monotonic()
         now = time.monotonic()
         if now >= self._probe_at:
             self._probe(now)
-        for pump, since in list(self._active.items()):
-            if self._turn(pump):
-                self._active[pump] = now
-            elif pump.closed:
-                self._drop(pump)
+        for relay, since in list(self._active.items()):
+            if self._turn(relay):
+                self._active[relay] = now
+            elif relay.closed:
+                self._drop(relay)
             elif now - since > _SPIN_S:
-                pump.arm()
-                if not self._turn(pump):  # what came before it was armed
-                    self._active.pop(pump, None)
-                    if pump.short():
-                        self._short.add(pump)
-                if pump.closed:
-                    self._drop(pump)
+                relay.arm()
+                if not self._turn(relay):  # what came before it was armed
+                    self._active.pop(relay, None)
+                    if relay.short():
+                        self._short.add(relay)
+                if relay.closed:
+                    self._drop(relay)
         if self._active:
             time.sleep(0)
 
     def _wake_short(self) -> None:
-        """What one pump gives back may be what others wait for, and nothing of their own will tell them."""
+        """What one relay gives back may be what others wait for, and nothing of their own will tell them."""
         now = time.monotonic()
-        for pump in self._short:
-            self._active[pump] = now
+        for relay in self._short:
+            self._active[relay] = now
         self._short.clear()
 
     def _patience(self) -> float:
         """Return how long to sleep at most, in seconds; -1: until something happens."""
-        if not any(pump.awaits() for pump in self._pumps.values()):
+        if not any(relay.awaits() for relay in self._relays.values()):
             return -1
         return max(0.0, self._probe_at - time.monotonic())
 
     def _probe(self, now: float) -> None:
         self._probe_at = now + PROBE_S
-        for pump in set(self._pumps.values()):
-            if not pump.closed and pump.awaits():
-                pump.probe()
-                self._active[pump] = now
+        for relay in set(self._relays.values()):
+            if not relay.closed and relay.awaits():
+                relay.probe()
+                self._active[relay] = now
 
-    def _turn(self, pump: Pump) -> bool:
-        if pump.closed:
+    def _turn(self, relay: Relay) -> bool:
+        if relay.closed:
             return False
         try:
-            moved = pump.turn()
+            moved = relay.turn()
         except Exception:  # noqa: BLE001 - a fault of ours must not stop the others
             _log.exception("an RDMA connection is closed after a fault")
-            pump.close()
+            relay.close()
             return False
         if moved:
             self._wake_short()
-        if not pump.closed and pump.wants_socket() != self._reading[pump]:
-            self._reading[pump] = not self._reading[pump]
-            events = select.EPOLLRDHUP | (select.EPOLLIN if self._reading[pump] else 0)
-            self._epoll.modify(pump.socket_fd(), events)
+        if not relay.closed and relay.wants_socket() != self._reading[relay]:
+            self._reading[relay] = not self._reading[relay]
+            events = select.EPOLLRDHUP | (select.EPOLLIN if self._reading[relay] else 0)
+            self._epoll.modify(relay.socket_fd(), events)
         return moved

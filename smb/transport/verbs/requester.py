@@ -97,7 +97,7 @@ class _Pending(NamedTuple):
 
 
 class Carrier:
-    """A progress.Pump."""
+    """A progress.Relay."""
 
     def __init__(self, queue: Queue, slots: Sequence[Place], rights: dict[int, Right], memory: ClientMemory) -> None:
         """`rights`, by segment, may be added to while it runs. Raises TransportError."""
@@ -124,46 +124,46 @@ class Carrier:
         self._short = False
         queue.on_message = self._take_message
 
-    # ---- progress.Pump
+    # ---- progress.Relay
 
     def queue_fd(self) -> int:
-        """See Pump."""
+        """See Relay."""
         return self._queue.fd
 
     def socket_fd(self) -> int:
-        """See Pump."""
+        """See Relay."""
         return self._socket.fileno()
 
     def hang_up(self) -> None:
-        """See Pump: the engine wants its memory back."""
+        """See Relay: the engine wants its memory back."""
         self.close()
 
     def wants_socket(self) -> bool:
-        """See Pump."""
+        """See Relay."""
         return len(self._items) < 2 * MESSAGES
 
     def arm(self) -> None:
-        """See Pump."""
+        """See Relay."""
         self._queue.arm()
 
     def take_event(self) -> None:
-        """See Pump."""
+        """See Relay."""
         self._queue.take_event()
 
     def short(self) -> bool:
-        """See Pump: of blocks, which all carriers of a client share."""
+        """See Relay: of blocks, which all carriers of a client share."""
         return self._short
 
     def awaits(self) -> bool:
-        """See Pump."""
+        """See Relay."""
         return self._unanswered > 0
 
     def probe(self) -> None:
-        """See Pump."""
+        """See Relay."""
         self._queue.probe()
 
     def turn(self) -> bool:
-        """See Pump."""
+        """See Relay."""
         if self.closed:
             return False
         moved = self._queue.poll() > 0
@@ -181,7 +181,7 @@ class Carrier:
         return moved
 
     def close(self) -> None:
-        """See Pump."""
+        """See Relay."""
         if self.closed:
             return
         self.closed = True

@@ -1,10 +1,10 @@
 """RDMA: one queue pair to each server for data; what waits has a TCP link of its own.
 
 The control service of a memory server makes its end of the queue pair and gives the keys; that both ends reach each
-other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client/client.h): when the queue pair
+other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client/link.h): when the queue pair
 breaks, the lane goes on over another one, or, where none can be made, over TCP, until it breaks the next time.
 
-Nothing of RDMA is imported, opened or started before the first segment is reached this way.
+Nothing of RDMA is imported, opened or started before the first segment is reached by it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, NotFoundError, TransportError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
-from smb.security.credentials import Credentials, channel, server_name
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Way
+from smb.security.credentials import Credentials, Current, channel, server_name
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
 from smb.transport.reconnect import Links, Whereabouts, refused
 from smb.transport.verbs.progress_thread import Progress
 from smb.transport.verbs.queue_pair import Device, Domain, End, NoDeviceError, Queue, Settings
@@ -49,6 +49,7 @@ class _Server:
 
     name: str
     channel_address: str = ""
+    credentials: Credentials | None = None  # those of the channel
     channel: Any = None
     stub: Any = None
     carrier: Carrier | None = None
@@ -103,7 +104,7 @@ class Verbs:
         self._links = links
         self._session_id = session_id
         self._settings = settings
-        self._credentials = credentials
+        self._current = Current(credentials) if credentials is not None else None
         self._servers: dict[str, _Server] = {}
         self._device: Device | None = None
         self._why_not = ""
@@ -116,25 +117,25 @@ class Verbs:
 
     # ---- Transport
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
         """See Transport."""
         device = self._open_device()
         server = self._server(place.server)
         if server.refused_until > time.monotonic():
-            raise NoWayError(server.refusal)
+            raise NoPathError(server.refusal)
         if not place.control_address:
-            raise NoWayError(f"the coordinator does not say where {place.server}'s control service is")
+            raise NoPathError(f"the coordinator does not say where {place.server}'s control service is")
         link = self._link(place, deadline)
         if not self._over_tcp(server):
             self._open_segment(server, place, epoch, deadline)
-        return Way(self.name, f"by {device}", link=link)
+        return SegmentPath(self.name, f"by {device}", link=link)
 
     def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """See Transport. The same link: what is fenced passes the server's gate."""
         self._open_device()
         server = self._server(place.server)
         if server.refused_until > time.monotonic():
-            raise NoWayError(server.refusal)
+            raise NoPathError(server.refusal)
         return self._link(place, deadline)
 
     def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
@@ -151,16 +152,16 @@ class Verbs:
     # ---- for the client
 
     def memory(self) -> ClientMemory:
-        """Return the client's registered memory. Raises NoWayError where RDMA can't be used."""
+        """Return the client's registered memory. Raises NoPathError where RDMA can't be used."""
         device = self._open_device()
         with self._lock:
             if self._parts.closed:
-                raise NoWayError("the client is closed")
+                raise NoPathError("the client is closed")
             if self._parts.memory is None:
                 try:
                     self._parts.memory = ClientMemory(Domain(device))
                 except TransportError as error:
-                    raise NoWayError(str(error)) from error
+                    raise NoPathError(str(error)) from error
             return self._parts.memory
 
     def note(self, array: Any) -> None:
@@ -192,7 +193,7 @@ class Verbs:
                     return None, link.resume_reference(fd, accept_instance, ms)
 
                 _, instance_id = self._carry(known, where, max(timeout_ms, _HELLO_MS), resume)
-            except NoWayError as error:
+            except NoPathError as error:
                 known.failures += not isinstance(error, NoAnswerError)
                 raise UnavailableError(f"{server}: {error}") from error
             known.failures = 0
@@ -217,7 +218,7 @@ class Verbs:
                     except NoDeviceError as error:
                         self._why_not = str(error)
             if self._device is None:
-                raise NoWayError(f"no RDMA here: {self._why_not}")
+                raise NoPathError(f"no RDMA here: {self._why_not}")
             return self._device
 
     def _server(self, name: str) -> _Server:
@@ -233,7 +234,7 @@ class Verbs:
             return self._links.reach(place, Lane.VERBS_DATA, deadline)
         except NoAnswerError:
             raise
-        except NoWayError as error:
+        except NoPathError as error:
             server.refusal, server.refused_until = str(error), time.monotonic() + _REFUSED_S
             raise
         except UnavailableError as error:
@@ -255,13 +256,13 @@ class Verbs:
             carrier = Carrier(queue, slots, server.rights, memory)
         except BaseException as error:
             queue.close()
-            if not isinstance(error, Error) or isinstance(error, NoWayError):
+            if not isinstance(error, Error) or isinstance(error, NoPathError):
                 raise
-            raise NoWayError(str(error)) from error
+            raise NoPathError(str(error)) from error
         try:
             progress = self._moving()
             progress.add(carrier)
-        except NoWayError:
+        except NoPathError:
             carrier.close()
             raise
         server.carrier = carrier
@@ -270,12 +271,12 @@ class Verbs:
         except EngineError as error:
             self._tell_closed(server, where.control_address)
             if carrier.why:
-                raise NoWayError(f"no way by RDMA to memory server {server.name}: {carrier.why}") from error
+                raise NoPathError(f"no path by RDMA to memory server {server.name}: {carrier.why}") from error
             if error.status in (Status.TIMEOUT, Status.DISCONNECTED):
-                raise NoWayError(f"memory server {server.name} did not answer over RDMA: {error}") from error
+                raise NoPathError(f"memory server {server.name} did not answer over RDMA: {error}") from error
             raise
         except BaseException:  # as Ctrl-C: the engine's end may stay open, and nobody else would close ours
-            progress.close_pump(carrier)
+            progress.close_relay(carrier)
             self._tell_closed(server, where.control_address)
             raise
 
@@ -310,12 +311,12 @@ class Verbs:
         try:
             return Queue(memory.domain)
         except TransportError as error:
-            raise NoWayError(str(error)) from error
+            raise NoPathError(str(error)) from error
 
     def _moving(self) -> Progress:
         with self._lock:
             if self._parts.closed:
-                raise NoWayError("the client is closed")
+                raise NoPathError("the client is closed")
             if self._parts.progress is None:
                 self._parts.progress = Progress("smb-rdma")
             return self._parts.progress
@@ -333,7 +334,7 @@ class Verbs:
             except _NotConnectedError:
                 # It was restarted while nothing was under way: the queue pair does not know, and would never be remade.
                 if carrier is not None:
-                    self._moving().close_pump(carrier)
+                    self._moving().close_relay(carrier)
                 raise
             server.opened[place.id] = epoch
 
@@ -364,12 +365,14 @@ class Verbs:
     def _stub(self, server: _Server, address: str) -> Any:
         with self._lock:
             if self._parts.closed:
-                raise NoWayError("the client is closed")
-            if server.channel_address != address:
+                raise NoPathError("the client is closed")
+            credentials = self._current.now() if self._current is not None else None
+            if server.channel_address != address or server.credentials is not credentials:
                 if server.channel is not None:
                     server.channel.close()
                     self._parts.channels.remove(server.channel)
-                server.channel = channel(address, server_name(server.name), self._credentials)
+                server.channel = channel(address, server_name(server.name), credentials)
+                server.credentials = credentials
                 self._parts.channels.append(server.channel)
                 server.stub = MemoryServerStub(server.channel)  # type: ignore[no-untyped-call]
                 server.channel_address = address
@@ -377,7 +380,7 @@ class Verbs:
 
     def _ask(self, server: _Server, address: str, method: str, request: Any, deadline: Deadline | None = None) -> Any:
         if not address:
-            raise NoWayError(f"the coordinator does not say where {server.name}'s control service is")
+            raise NoPathError(f"the coordinator does not say where {server.name}'s control service is")
         timeout = min(_HELLO_MS / 1000, deadline.left()) if deadline is not None else _HELLO_MS / 1000
         try:
             return getattr(self._stub(server, address), method)(request, timeout=timeout)
@@ -387,7 +390,7 @@ class Verbs:
             if code is grpc.StatusCode.NOT_FOUND:
                 raise NotFoundError(text) from None
             if code is grpc.StatusCode.UNIMPLEMENTED:
-                raise NoWayError(f"memory server {server.name} knows no RDMA") from None
+                raise NoPathError(f"memory server {server.name} knows no RDMA") from None
             # It was restarted, and has not heard of us, or of our queue pair's successor, yet; or it is slow.
             if code is grpc.StatusCode.FAILED_PRECONDITION:
                 raise _NotConnectedError(text) from None
@@ -395,9 +398,9 @@ class Verbs:
                 raise NoAnswerError(text) from None
             if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
                 raise NoAnswerError(text) from None
-            raise NoWayError(text) from None
+            raise NoPathError(text) from None
         except ValueError as error:  # a closed channel
-            raise NoWayError("the client is closed") from error
+            raise NoPathError("the client is closed") from error
 
 
 def _connect_request(session_id: int, queue: Queue, token: pb.TokenProof | None) -> pb.ConnectVerbsRequest:

@@ -1,5 +1,5 @@
 /* A remote client's additions under crashes of the daemon, cuts of the connection and resumption, beside a local client that adds
- * to the same chunk. The steps are those of csrc/memory/journal.c, gate.c, segment.c, link.c and resume.c; a crash may come between any two.
+ * to the same chunk. The steps are those of csrc/memory/journal.c, gate.c, chunk.c, link.c and resume.c; a crash may come between any two.
  *
  * The chunk has two blocks, whose contents differ: a block put back in the other's place must not go unseen. The remote client
  * adds 1 to each, the local one 16; while a block is half added it holds HALF more. What the processes share (the segment and the journal in tmpfs) survives a crash; the daemon's own state does not.

@@ -33,10 +33,10 @@ from smb.coordinator.events import (
     SaveServer,
     SaveSession,
     ServerCounted,
-    ServerDoubted,
     ServerLeft,
     ServerRegistered,
     ServerRenewed,
+    ServerSuspected,
     SessionClosed,
     SessionRenewed,
     TellEnded,
@@ -173,7 +173,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.do(ServerRenewed(name, instance_id, used))
         if self.state is not before:
             assert used <= self.state.allocation(name).nbytes
-            assert name not in self.state.doubted
+            assert name not in self.state.suspected
             self.hear(name)
 
     def hear(self, name: str) -> None:
@@ -193,7 +193,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(name=SERVERS)
     def doubt(self, name: str) -> None:
-        self.do(ServerDoubted(name))
+        self.do(ServerSuspected(name))
 
     # Buffers, locks and barriers
 

@@ -15,7 +15,7 @@ from tests.support.engine_server import SCRATCH, EngineServer, engine_server, wh
 from tests.support.raw import Frame, Opcode, RawClient, Status, next_session
 
 READ = whole(Opcode.READ, SCRATCH, 0, 8)
-HELLO_DEADLINE_S = 5.0  # csrc/server/server.h
+HELLO_DEADLINE_S = 5.0  # csrc/server/connection.h
 SLOW = 200
 
 

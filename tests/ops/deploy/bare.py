@@ -1,13 +1,15 @@
 """`make demo` on bare distributions: a chroot of each, with no more than the packages that README names.
 
-    python -m tests.ops.deploy.bare [SUITE...]        as root, with mmdebstrap; 3 to 5 minutes and up to 6 GB for each
+    python -m tests.ops.deploy.bare [--matrix] [SUITE...]    as root, with mmdebstrap; 3 to 5 minutes, 6 GB for each
 
+With --matrix each system's Python is then tested as `make matrix` does it: for those that this machine has not itself.
 Each first has `make` alone, then Python and gcc alone too, where `make demo` must name all that is missing and leave
 nothing behind. Packages of Debian and of Python come from where this machine gets them; the tree is HEAD's.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import re
@@ -22,7 +24,7 @@ from tests.ops.deploy.chroot import ROOT, Chroot, base_system
 
 # The oldest that README's Python allows, the stable one, and the one to come, whose Python is newer.
 SUITES = {"bookworm": "debian", "trixie": "debian", "forky": "debian", "jammy": "ubuntu", "noble": "ubuntu"}
-DEMO_SECONDS_MAX = 1800  # PyTorch brings 3 GB where there is no build without CUDA
+MAKE_SECONDS_MAX = 1800  # PyTorch brings 3 GB where there is no build without CUDA
 LINES_SHOWN = 12
 TREE = "src"
 
@@ -55,9 +57,9 @@ def lend_pip_sources(chroot: Chroot) -> None:
         chroot.mount(Path(cache), "rw")
 
 
-def make_demo(chroot: Chroot, log: Path) -> int:
-    """`make demo` in the tree there; both its outputs go into the log."""
-    command = chroot.command(["timeout", "--kill-after=30", str(DEMO_SECONDS_MAX), "make", "demo"])
+def make(chroot: Chroot, log: Path, *targets: str) -> int:
+    """`make` in the tree there; both its outputs go into the log."""
+    command = chroot.command(["timeout", "--kill-after=30", str(MAKE_SECONDS_MAX), "make", *targets])
     with log.open("w") as output:
         return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT).returncode
 
@@ -71,7 +73,7 @@ def check_refusal(chroot: Chroot, log: Path, there: set[str]) -> None:
     """Just the lines of csrc/check-build-needs.sh, in them README's packages that are not there; the tree as it was."""
     tree, temporary = chroot.root / TREE, chroot.root / "tmp"
     before = sorted(tree.rglob("*"))
-    status = make_demo(chroot, log)
+    status = make(chroot, log, "demo")
     print(log.read_text(), flush=True)
     lines = log.read_text().splitlines()
     starts = ("Soft Memory Box cannot be built", "  missing: ", "on Debian and Ubuntu: ", "on Fedora: ", "make: ***")
@@ -85,8 +87,8 @@ def check_refusal(chroot: Chroot, log: Path, there: set[str]) -> None:
         raise BareError("the check left something behind")
 
 
-def run(suite: str, work: Path) -> str:
-    """Set up the system, see it refused, then see the demo train; returns its Python's version."""
+def run(suite: str, work: Path, matrix: bool) -> str:
+    """Set up the system, see it refused, then see the demo train, and test; returns what to tell of it."""
     root, log = work / suite, work / f"{suite}.log"
     base_system(root, ["make", "ca-certificates"], suite, SUITES[suite])
     chroot = Chroot(root)
@@ -104,25 +106,30 @@ def run(suite: str, work: Path) -> str:
         raise BareError("git is there, which a bare system lacks")
     lend_pip_sources(chroot)
     version = subprocess.run(chroot.command(["python3", "-V"]), capture_output=True, text=True, check=True).stdout
-    status = make_demo(chroot, log)
-    shown = LINES_SHOWN if status == 0 else 5 * LINES_SHOWN
-    print("".join(f"  {line}\n" for line in log.read_text().splitlines()[-shown:]), flush=True)
-    if status != 0:
-        raise BareError(f"{version.strip()}: make demo ended with {status}")
-    return version.strip()
+    for targets in (["demo"], ["matrix", "MATRIX=python3"])[: 1 + matrix]:
+        status = make(chroot, log, *targets)
+        shown = LINES_SHOWN if status == 0 else 5 * LINES_SHOWN
+        print("".join(f"  {line}\n" for line in log.read_text().splitlines()[-shown:]), flush=True)
+        if status != 0:
+            raise BareError(f"{version.strip()}: make {targets[0]} ended with {status}")
+    return f"{version.strip()}: the demo reached its target" + (", the tests passed" if matrix else "")
 
 
 def main() -> None:
     """Each suite in turn, its directory removed before the next; then a table. 1 if one failed."""
     if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
         sys.exit("needs root and Debian's mmdebstrap")
-    if unknown := set(sys.argv[1:]) - set(SUITES):
-        sys.exit(f"no such suite: {' '.join(sorted(unknown))}; there are {' '.join(SUITES)}")
+    parser = argparse.ArgumentParser(prog="python -m tests.ops.deploy.bare", description=__doc__.splitlines()[0])
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {' '.join(SUITES)}; default: all")
+    parser.add_argument("--matrix", action="store_true", help="then make matrix there, on the system's Python")
+    options = parser.parse_args()
+    if unknown := set(options.suites) - set(SUITES):
+        parser.error(f"no such suite: {' '.join(sorted(unknown))}; there are {' '.join(SUITES)}")
     rows, failed = [], False
     work = Path(tempfile.mkdtemp(prefix="smb-bare-", dir=os.environ.get("TMPDIR", "/var/tmp")))
     work.chmod(0o755)
     try:
-        for suite in sys.argv[1:] or SUITES:
+        for suite in options.suites or SUITES:
             keys = Path(f"/usr/share/keyrings/{SUITES[suite]}-archive-keyring.gpg")
             if not keys.exists():
                 rows.append((suite, f"not tried: this machine's apt does not know {SUITES[suite].title()}'s keys", "-"))
@@ -130,7 +137,7 @@ def main() -> None:
             print(f"--- {suite}", flush=True)
             start = time.monotonic()
             try:
-                result = f"{run(suite, work)}: the demo reached its target"
+                result = run(suite, work, options.matrix)
             except (BareError, subprocess.SubprocessError) as error:
                 failed, result = True, f"FAILED: {error}"
             rows.append((suite, result, f"{time.monotonic() - start:.0f} s"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -168,9 +169,8 @@ def test_what_the_compiler_lacks(machine: Machine, compiler: str | None, said: s
         assert "missing: openssl/ssl.h, of OpenSSL's headers, for TLS in the engine; package libssl-dev" in lines[1]
 
 
-def test_make_asks_before_it_makes_anything(machine: Machine) -> None:
-    """`make demo` in a copy of the tree on such a machine fails with these lines, and leaves the tree as it was."""
-    tree = machine.work / "tree"
+def copy_build_files(tree: Path) -> Path:
+    """What `make install` and `make demo` read before they build anything."""
     (tree / "csrc").mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "setup.cfg"):
         shutil.copy2(ROOT / name, tree / name)
@@ -178,6 +178,12 @@ def test_make_asks_before_it_makes_anything(machine: Machine) -> None:
     for name in ("csrc/build_engine.py", "smb/rpc/control.proto", "examples/demo-requirements.txt"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def test_make_asks_before_it_makes_anything(machine: Machine) -> None:
+    """`make demo` in a copy of the tree on such a machine fails with these lines, and leaves the tree as it was."""
+    tree = copy_build_files(machine.work / "tree")
     before = sorted(tree.rglob("*"))
     make = shutil.which("make")
     assert make is not None
@@ -189,3 +195,39 @@ def test_make_asks_before_it_makes_anything(machine: Machine) -> None:
     assert failed.startswith("make: ***")
     assert run.stdout == ""
     assert sorted(tree.rglob("*")) == before
+
+
+# In place of Python: makes an environment whose pip notes what it does, and does what the variable PIP_DOES says.
+FAKE_PYTHON = """#!/bin/sh
+mkdir -p "$3/bin"
+cat >"$3/bin/python" <<'END'
+#!/bin/sh
+echo one package >>.venv/packages
+eval "$PIP_DOES"
+END
+chmod +x "$3/bin/python"
+"""
+
+
+def test_make_uses_no_half_environment(tmp_path: Path) -> None:
+    """After an installation that was killed the environment is made anew; after one that failed, gone on with."""
+    tree = copy_build_files(tmp_path)
+    for path, text in (("csrc/check-build-needs.sh", "#!/bin/sh\n"), ("python", FAKE_PYTHON)):
+        (tree / path).write_text(text)
+        (tree / path).chmod(0o755)
+
+    def install(pip_does: str) -> tuple[int, int]:
+        """Return make's exit status, and how many packages the environment then has."""
+        run = subprocess.run(
+            ["make", "--no-print-directory", "install", "CONSTRAINTS="], cwd=tree, capture_output=True, text=True,
+            env={"PATH": os.environ["PATH"], "PYTHON": "./python", "PIP_DOES": pip_does}, timeout=60,
+        )  # fmt: skip
+        assert ("failed at this step" in run.stderr) == (pip_does == "exit 1" and run.returncode != 0), run.stderr
+        return run.returncode, len((tree / ".venv/packages").read_text().splitlines())
+
+    assert install("exit 1") == (2, 1)
+    assert install("kill -KILL $PPID") == (2, 2)
+    assert install("kill -INT $PPID; exit 1") == (2, 1)
+    assert install("exit 1") == (2, 1)
+    assert install("true") == (0, 2)
+    assert install("exit 1") == (0, 2)  # all is there: pip is not asked

@@ -30,7 +30,7 @@ def root_log() -> Iterator[logging.Logger]:
 
 
 def test_a_ready_file_is_there_whole(tmp_path: Path) -> None:
-    """It has the four keys, replaces what was there, and leaves no draft; a place that is none is an error."""
+    """It has the four keys, replaces what was there, and leaves no staged file; a place that is none is an error."""
     path = tmp_path / "ready"
     path.write_text("old")
     write_ready_file(path, address="h:1", metrics="h:2", name="n")

@@ -17,6 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smb._engine import ffi, lib
+from smb.engine import EngineClient
+from smb.errors import InvalidArgumentError
 from tests.support.kernels import ISAS, OPS, Array, deterministic, every_isa, pointer, reference
 from tests.support.kernels import best_isa_afterwards as best_isa_afterwards
 
@@ -196,7 +198,7 @@ def expected_isas() -> tuple[list[str], str]:
 
 def run_with_isa(isa: str | None) -> subprocess.CompletedProcess[str]:
     """Load the engine in a process of its own and print the instruction set that it uses."""
-    script = "from smb._engine import ffi, lib; import smb; "
+    script = "from smb._engine import ffi, lib; from smb.engine import check_isa; check_isa(); "
     script += "print(ffi.string(lib.smb_isa_name(lib.smb_isa_current())).decode())"
     variables = {key: value for key, value in os.environ.items() if key != "SMB_ISA"}
     if isa is not None:
@@ -221,6 +223,25 @@ def test_smb_isa_chooses_the_instruction_set() -> None:
         refused = run_with_isa(name)
         assert refused.returncode != 0
         assert f"SMB_ISA={name}: on this processor it is one of {', '.join(ISAS)}" in refused.stderr
+
+
+def test_a_daemon_with_an_unknown_smb_isa_ends_with_one_line(tmp_path: Path) -> None:
+    """No traceback; its last line names the variable, its value and what there is instead."""
+    command = [sys.executable, "-m", "memserver", "--coordinator", "127.0.0.1:1", "--memory-dir", str(tmp_path)]
+    refused = subprocess.run(
+        [*command, "--metrics", "127.0.0.1:0", "--listen", "127.0.0.1:0"],
+        capture_output=True, text=True, env=os.environ | {"SMB_ISA": "avx9"}, timeout=60, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "Traceback" not in refused.stderr
+    assert "ERROR memserver: SMB_ISA=avx9: on this processor it is one of generic" in refused.stderr.splitlines()[-1]
+
+
+def test_a_client_with_an_unknown_smb_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error of ours, which commands print as one line, not by the import."""
+    monkeypatch.setenv("SMB_ISA", "avx9")
+    with pytest.raises(InvalidArgumentError, match="SMB_ISA=avx9"):
+        EngineClient(1)
 
 
 def test_isa_selection_is_checked() -> None:

@@ -404,7 +404,23 @@ def test_a_run_measures_us_beside_the_limit_and_compares_with_itself(tmp_path: P
     }
     assert all(found.ratio(case, found.best(case)) for case in found.cases())
     assert found.to_json() == json.loads((tmp_path / "results.json").read_text())
-    assert "## Ours / limit" in (tmp_path / "table.md").read_text()
+    assert "## All cells" in (tmp_path / "table.md").read_text()
+    run.publish(found, tmp_path, tmp_path / "published")
+    assert {path.name for path in (tmp_path / "published").iterdir()} >= {"table.md", "ratios.json"}
+    table = (tmp_path / "published" / "table.md").read_text()
+    assert "## Ours / limit" in table
+    assert "## All cells" not in table
+    ratios = json.loads((tmp_path / "published" / "ratios.json").read_text())
+    assert ratios["ratios"] == found.to_json()["ratios"]
+    assert "cells" not in ratios
+
+
+def test_a_whole_run_publishes_and_a_look_does_not() -> None:
+    """Samples stay in the folder that git ignores."""
+    assert run.parse([]).publish
+    assert run.parse([]).output == run.RAW
+    assert not run.parse(["--quick"]).publish
+    assert not run.parse(["--output", "elsewhere"]).publish
 
 
 def test_the_limits_refuse_what_makes_no_sense() -> None:

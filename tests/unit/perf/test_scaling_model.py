@@ -24,8 +24,8 @@ MIB = 1 << 20
     [
         ("csrc/base/frame.h", "SMB_FRAME_BYTES", model.FRAME_BYTES),
         ("csrc/smb.h", "SMB_CHUNK_BYTES_DEFAULT", model.CHUNK_BYTES),
-        ("csrc/client/client.h", "WINDOW_FRAMES", model.WINDOW_FRAMES),
-        ("csrc/server/server.h", "CONNECTIONS_MAX", model.CONNECTIONS_MAX),
+        ("csrc/client/link.h", "WINDOW_FRAMES", model.WINDOW_FRAMES),
+        ("csrc/server/listener.h", "CONNECTIONS_MAX", model.CONNECTIONS_MAX),
         ("csrc/memory/records.h", "RECORD_BYTES", model.RECORD_BYTES),
         ("csrc/memory/records.h", "RECORDS_MIN", model.RECORDS_MIN),
         ("csrc/memory/records.h", "RECORDS_MAX", model.RECORDS_MAX),

@@ -204,8 +204,8 @@ def test_the_search_knows_leases_that_ran_out_and_tokens() -> None:
         with pytest.raises(BadHistoryError, match="no order"):
             search_lock_order(bad)
     # Killed while it asked: it may have had the lock in between, or not.
-    asking = [LockEvent(9, "acquire", 3.0, float("inf")), LockEvent(9, "lost", 3.0, float("inf"))]
-    search_lock_order([*events, *asking])
+    pending = [LockEvent(9, "acquire", 3.0, float("inf")), LockEvent(9, "lost", 3.0, float("inf"))]
+    search_lock_order([*events, *pending])
 
 
 @given(st.data())

@@ -16,7 +16,7 @@ class Weights:
 
     def __init__(self, size: int) -> None:
         self.values = np.zeros(size, np.float32)
-        self.fails: list[int | None] = []  # None: nothing is in doubt, nothing was applied
+        self.fails: list[int | None] = []  # None: nothing is of unknown outcome, nothing was applied
         self.away = self.forgotten = False
         self.name = "weights"
         self._missing: list[range] | None = None
@@ -36,7 +36,7 @@ class Weights:
         if self.forgotten:
             raise smb.UnavailableError("it can't be known")
         if self._missing is None:
-            raise smb.InvalidArgumentError("nothing is in doubt")
+            raise smb.InvalidArgumentError("nothing is of unknown outcome")
         return self._missing
 
     def read(self, *, out: Any) -> None:

@@ -10,18 +10,18 @@ import pytest
 
 from smb.config.transports import CHOICES, check_choice
 from smb.errors import InvalidArgumentError, TransportError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace, Way
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
 from smb.transport.choose import choose, describe, for_each
 
 
 class Fixed:
     """A transport with one answer."""
 
-    def __init__(self, name: str, answer: Way | Exception) -> None:
+    def __init__(self, name: str, answer: SegmentPath | Exception) -> None:
         self.name = name
         self._answer = answer
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> Way:
+    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer
@@ -34,21 +34,21 @@ def place(server: str) -> SegmentPlace:
     return SegmentPlace(1, server, 8, "10.0.0.2:7071", "/dev/shm/x.sock", 5)
 
 
-FAR = Way("tcp", "10.0.0.2:7071")
-NEAR = Way("shm", "same host")
+FAR = SegmentPath("tcp", "10.0.0.2:7071")
+NEAR = SegmentPath("shm", "same host")
 
 
 def test_the_first_way_is_taken_and_the_others_refusals_told() -> None:
     """A transport that leads there wins; one that does not is passed over, and its reason goes into the log line."""
     deadline = Deadline(1)
     assert choose([Fixed("shm", NEAR), Fixed("tcp", FAR)], place("a"), 1, deadline) is NEAR
-    chosen = choose([Fixed("shm", NoWayError("no socket")), Fixed("tcp", FAR)], place("a"), 1, deadline)
+    chosen = choose([Fixed("shm", NoPathError("no socket")), Fixed("tcp", FAR)], place("a"), 1, deadline)
     assert (chosen.transport, chosen.why) == ("tcp", "10.0.0.2:7071 (no socket)")
 
 
 def test_no_way_names_all_reasons_and_a_server_that_is_down_ends_the_search() -> None:
     """Without any way the error lists why; a server that does not answer is no reason to try something else."""
-    ways = [Fixed("shm", NoWayError("no socket")), Fixed("tcp", NoWayError("no network"))]
+    ways = [Fixed("shm", NoPathError("no socket")), Fixed("tcp", NoPathError("no network"))]
     with pytest.raises(TransportError, match="server a can't be reached over shm or tcp: no socket; no network"):
         choose(ways, place("a"), 1, Deadline(1))
     with pytest.raises(UnavailableError, match="down"):
@@ -57,7 +57,7 @@ def test_no_way_names_all_reasons_and_a_server_that_is_down_ends_the_search() ->
 
 def test_a_server_that_may_come_back_is_unavailable() -> None:
     """Where a transport may lead there later, another one is taken now, and with none at all it is worth waiting."""
-    down, none = Fixed("shm", NoAnswerError("nobody answers")), Fixed("tcp", NoWayError("no network"))
+    down, none = Fixed("shm", NoAnswerError("nobody answers")), Fixed("tcp", NoPathError("no network"))
     assert choose([down, Fixed("tcp", FAR)], place("a"), 1, Deadline(1)).why == "10.0.0.2:7071 (nobody answers)"
     for ways in ([down], [down, none], [none, down]):
         with pytest.raises(UnavailableError, match=r"server a can't be reached over .*nobody answers"):

@@ -19,7 +19,7 @@ from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError, NotFoundError, TransportError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
-from smb.transport.base import Deadline, NoAnswerError, NoWayError, SegmentPlace
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPlace
 from smb.transport.reconnect import Links, Whereabouts
 from smb.transport.tls import ClientTls
 from smb.transport.verbs import queue_pair as queues
@@ -67,9 +67,9 @@ def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = threading.active_count()
     for _ in range(2):
-        with pytest.raises(NoWayError, match="no RDMA here: "):
+        with pytest.raises(NoPathError, match="no RDMA here: "):
             verbs.reach(place, 1, Deadline(1))
-    with pytest.raises(NoWayError, match="no RDMA here: "):
+    with pytest.raises(NoPathError, match="no RDMA here: "):
         verbs.gated(place, Deadline(1))
     verbs.note(np.zeros(1 << 20))
     assert threading.active_count() == before
@@ -191,7 +191,7 @@ def test_empty_memory_lives_with_its_last_view() -> None:
 
 
 class Echo:
-    """A pump that sends back what it gets, and counts how often it is asked."""
+    """A relay that sends back what it gets, and counts how often it is asked."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair()
@@ -252,30 +252,30 @@ class Echo:
 def test_the_thread_sleeps_wakes_and_outlives_faults() -> None:
     """It moves what comes, is not asked while nothing does, closes one that fails or is hung up, and goes on."""
     progress = Progress("test")
-    pumps = [Echo() for _ in range(4)]
-    for pump in pumps:
-        progress.add(pump)
-        pump.theirs.settimeout(_DEADLINE_S)
-        pump.theirs.send(b"a")
-        assert pump.theirs.recv(1) == b"a"
-    pumps[0].fails = True
-    pumps[0].theirs.send(b"b")
+    relays = [Echo() for _ in range(4)]
+    for relay in relays:
+        progress.add(relay)
+        relay.theirs.settimeout(_DEADLINE_S)
+        relay.theirs.send(b"a")
+        assert relay.theirs.recv(1) == b"a"
+    relays[0].fails = True
+    relays[0].theirs.send(b"b")
     with contextlib.suppress(ConnectionResetError):  # it had not read what we sent
-        assert pumps[0].theirs.recv(1) == b""
-    pumps[1].theirs.shutdown(socket.SHUT_WR)
-    assert pumps[1].theirs.recv(1) == b""
-    progress.close_pump(pumps[2])
-    assert pumps[2].closed
+        assert relays[0].theirs.recv(1) == b""
+    relays[1].theirs.shutdown(socket.SHUT_WR)
+    assert relays[1].theirs.recv(1) == b""
+    progress.close_relay(relays[2])
+    assert relays[2].closed
     for _ in range(3):
-        pumps[3].theirs.send(b"c")
-        assert pumps[3].theirs.recv(1) == b"c"
-    turns = pumps[3].turns
+        relays[3].theirs.send(b"c")
+        assert relays[3].theirs.recv(1) == b"c"
+    turns = relays[3].turns
     assert turns < 100_000
-    assert not pumps[3].probed.is_set()
+    assert not relays[3].probed.is_set()
     progress.close()
-    assert all(pump.closed for pump in pumps)
-    for pump in pumps:
-        pump.theirs.close()
+    assert all(relay.closed for relay in relays)
+    for relay in relays:
+        relay.theirs.close()
 
 
 def test_a_peer_that_owes_an_answer_is_probed_again_and_again() -> None:
@@ -284,25 +284,25 @@ def test_a_peer_that_owes_an_answer_is_probed_again_and_again() -> None:
     progress = Progress("test")
     owing, other = Echo(), Echo()
     owing.owed = True
-    for pump in (owing, other):
-        progress.add(pump)
+    for relay in (owing, other):
+        progress.add(relay)
     for _ in range(2):
         assert owing.probed.wait(_DEADLINE_S)
         owing.probed.clear()
     progress.close()
     assert not other.probed.is_set()
-    for pump in (owing, other):
-        pump.theirs.close()
+    for relay in (owing, other):
+        relay.theirs.close()
 
 
 def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
-    """A pump that waits for what another one has in use, and that nothing of its own will wake, has its turn again."""
+    """A relay that waits for what another one has in use, and that nothing of its own will wake, has its turn again."""
     progress = Progress("test")
     wanting, other = Echo(), Echo()
     wanting.wanting = threading.Event()
-    for pump in (wanting, other):
-        pump.theirs.settimeout(_DEADLINE_S)
-        progress.add(pump)
+    for relay in (wanting, other):
+        relay.theirs.settimeout(_DEADLINE_S)
+        progress.add(relay)
     wanting.theirs.send(b"a")
     other.theirs.send(b"b")
     assert other.theirs.recv(1) == b"b"
@@ -312,8 +312,8 @@ def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
     assert other.theirs.recv(1) == b"c"
     assert wanting.theirs.recv(1) == b"a"
     progress.close()
-    for pump in (wanting, other):
-        pump.theirs.close()
+    for relay in (wanting, other):
+        relay.theirs.close()
 
 
 @pytest.mark.parametrize(
@@ -321,8 +321,8 @@ def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
     [
         (grpc.StatusCode.FAILED_PRECONDITION, NoAnswerError),  # as after a restart
         (grpc.StatusCode.DEADLINE_EXCEEDED, NoAnswerError),
-        (grpc.StatusCode.UNIMPLEMENTED, NoWayError),
-        (grpc.StatusCode.INVALID_ARGUMENT, NoWayError),
+        (grpc.StatusCode.UNIMPLEMENTED, NoPathError),
+        (grpc.StatusCode.INVALID_ARGUMENT, NoPathError),
         (grpc.StatusCode.NOT_FOUND, NotFoundError),
     ],
 )
@@ -417,7 +417,7 @@ def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypa
     def connect() -> None:
         try:
             verbs._carry(verbs._server("a"), Whereabouts("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, _never)
-        except NoWayError as error:
+        except NoPathError as error:
             told.append(str(error))
 
     connecting = threading.Thread(target=connect)
@@ -432,7 +432,7 @@ def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypa
     connecting.join()
     assert happened == ["made", "closed", "freed"]
     assert told == ["the client is closed"]
-    with pytest.raises(NoWayError, match="closed"):
+    with pytest.raises(NoPathError, match="closed"):
         verbs.memory()
     client.close()
 

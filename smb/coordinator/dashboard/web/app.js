@@ -43,7 +43,7 @@ const servers = new Table($("servers"), {
     { head: "In", number: true, sort: (s) => number(s.rates?.in), cell: (s) => f.rate(s.rates?.in) },
     { head: "Out", number: true, sort: (s) => number(s.rates?.out), cell: (s) => f.rate(s.rates?.out) },
     { head: "Connections", number: true, sort: (s) => s.connections, cell: (s) => (alive(s) ? f.count(s.connections) : "–") },
-    { head: "Parked", number: true, sort: (s) => s.parked, cell: (s) => (alive(s) ? f.count(s.parked) : "–") },
+    { head: "Deferred", number: true, sort: (s) => s.parked, cell: (s) => (alive(s) ? f.count(s.parked) : "–") },
     { head: "Waiting", number: true, sort: (s) => s.waiting, cell: (s) => (alive(s) ? f.count(s.waiting) : "–") },
     { head: "Errors/min", number: true, sort: (s) => s.errors_recently, cell: (s) => (alive(s) ? f.count(s.errors_recently) : "–") },
   ],
@@ -183,7 +183,7 @@ function showTotals() {
     ["Out", f.rate(totals.rates.out), ""],
     ["Buffers", f.count(totals.buffers), f.bytes(totals.buffer_bytes)],
     ["Clients", f.count(totals.clients), f.plural(totals.connections, "connection")],
-    ["Waiting", f.count(totals.waiting), totals.parked ? `${f.count(totals.parked)} parked` : ""],
+    ["Waiting", f.count(totals.waiting), totals.parked ? `${f.count(totals.parked)} deferred` : ""],
   ];
   const list = $("totals");
   if (!list.children.length) list.append(...tiles.map(([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "quiet" }))));

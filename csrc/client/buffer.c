@@ -1,0 +1,56 @@
+#include "client/buffer.h"
+
+#include <stdlib.h>
+
+#include "memory/segment.h"
+
+int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype, struct smb_buffer **buffer)
+{
+    if (smb_layout_check(layout) != SMB_OK || smb_dtype_bytes(dtype) == 0 || layout->bytes % smb_dtype_bytes(dtype) != 0)
+        return SMB_INVALID;
+    struct smb_buffer *made = calloc(1, sizeof *made + layout->segment_count * sizeof made->places[0]);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    made->client = client;
+    made->layout = *layout;
+    made->dtype = dtype;
+    made->element_bytes = smb_dtype_bytes(dtype);
+    *buffer = made;
+    return SMB_OK;
+}
+
+int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id, uint32_t epoch, struct smb_link *link)
+{
+    if (index >= buffer->layout.segment_count || link->client != buffer->client || place_is_set(&buffer->places[index]))
+        return SMB_INVALID;
+    int may = client_may_use(link);
+    if (may != SMB_OK)
+        return may;
+    link_retain(link);
+    buffer->places[index] = (struct place){.segment_id = segment_id, .epoch = epoch, .link = link};
+    return SMB_OK;
+}
+
+int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment)
+{
+    struct smb_segment_info info;
+    smb_segment_info(segment, &info);
+    if (index >= buffer->layout.segment_count || place_is_set(&buffer->places[index]) || info.dtype != (uint32_t)buffer->dtype ||
+        info.chunk_bytes != buffer->layout.chunk_bytes ||
+        info.data_bytes != smb_layout_segment_bytes(&buffer->layout, index))
+        return SMB_INVALID;
+    smb_segment_retain(segment);
+    buffer->places[index] = (struct place){.segment_id = info.id, .epoch = info.epoch, .segment = segment};
+    return SMB_OK;
+}
+
+void smb_buffer_destroy(struct smb_buffer *buffer)
+{
+    for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
+        if (buffer->places[i].link)
+            link_release(buffer->places[i].link);
+        if (buffer->places[i].segment)
+            smb_segment_release(buffer->places[i].segment);
+    }
+    free(buffer);
+}

@@ -1,0 +1,30 @@
+/* buffer.h: a buffer as a client has it: its layout, and how each segment is reached. */
+#ifndef SMB_BUFFER_H
+#define SMB_BUFFER_H
+
+#include "client/client.h"
+#include "client/link.h"
+#include "smb.h"
+
+struct place {
+    uint64_t segment_id;
+    uint32_t epoch;
+    struct smb_link *link;       /* one of the two is set */
+    struct smb_segment *segment;
+};
+
+/* Complete before the first call and never changed afterwards, so that calls of many threads need no lock to read it. */
+struct smb_buffer {
+    struct smb_client *client;
+    struct smb_layout layout;
+    int dtype;
+    uint32_t element_bytes;      /* 1, 2, 4 or 8: a multiple is found without a division, which small calls feel */
+    struct place places[];
+};
+
+static inline bool place_is_set(const struct place *place)
+{
+    return place->link || place->segment;
+}
+
+#endif

@@ -1,0 +1,118 @@
+#include "client/local.h"
+
+#include "base/clock.h"
+#include "client/unknown.h"
+#include "client/sparse.h"
+#include "memory/change.h"
+
+enum {
+    STEP_WAIT_NS = 1000000, /* for a chunk's lock, before the links are looked after: this thread may move others' bytes */
+    /* A call of this size and more goes around the caches. Measured against plain copies: 0.7 times at 4 MiB, 1.3 at 16. The
+     * size of the last cache is no guide: virtual machines report what they share with others. */
+    STREAMING_BYTES = 16 << 20
+};
+
+/* The piece, and those of the segment after it. The other segments still do their part. */
+static void local_failed(struct local_work *work, struct smb_piece piece, int status)
+{
+    struct call account = {.outcome = work->outcome};
+    if (work->outcome->status == SMB_OK) {
+        work->outcome->status = status;
+        work->outcome->segment = work->index;
+    }
+    bool more = true;
+    while (more && smb_opcode_changes(work->request->opcode)) {
+        call_note_unknown(&account, piece.buffer_offset, (uint32_t)piece.bytes, SMB_OUTCOME_NOT_APPLIED);
+        more = smb_cursor_next(&work->cursor, &piece);
+    }
+    work->cursor.position = work->cursor.end;
+}
+
+static int local_piece(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
+{
+    const struct smb_request *request = work->request;
+    struct place *place = &work->buffer->places[work->index];
+    uint64_t within = piece->buffer_offset - request->offset;
+    struct smb_change change = {
+        .opcode = request->opcode,
+        .op = request->op,
+        .scale = request->scale,
+        .offset = piece->segment_offset,
+        .bytes = piece->bytes,
+        .source = request->source ? (const uint8_t *)request->source + within : NULL,
+        .sink = request->sink ? (uint8_t *)request->sink + within : NULL,
+        .argument = request->argument,
+        .expected = request->expected,
+        .streaming = request->bytes >= STREAMING_BYTES,
+    };
+    if (request->opcode == SMB_ACCUMULATE_FROM) {
+        struct smb_change read = {.opcode = SMB_READ, .offset = piece->segment_offset, .bytes = piece->bytes,
+                                  .sink = work->scratch};
+        int status = smb_segment_apply(request->other->places[work->index].segment, &read, deadline_ns);
+        if (status != SMB_OK)
+            return status;
+        change.source = work->scratch;
+    }
+    if (request->wire == SMB_WIRE_SPARSE) {
+        uint32_t element = smb_dtype_bytes(work->buffer->dtype);
+        struct smb_piece rest = *piece, touched;
+        uint64_t first, entries;
+        if (!sparse_cut(request, element, UINT64_MAX, &rest, &touched, &first, &entries))
+            return SMB_OK;
+        sparse_encode(request, element, &touched, first, entries, work->scratch);
+        change.offset = touched.segment_offset;
+        change.bytes = touched.bytes;
+        change.source_bytes = (uint32_t)(entries * (SMB_WIRE_INDEX_BYTES + element));
+        change.wire = request->wire;
+        change.source = work->scratch;
+    } else if (request->wire != SMB_WIRE_EXACT && request->opcode != SMB_READ) {
+        smb_kernel_encode(request->wire, change.source, piece->bytes / 4, work->scratch);
+        change.wire = request->wire;
+        change.source = work->scratch;
+    }
+    int status = smb_segment_apply(place->segment, &change, deadline_ns);
+    if (status == SMB_OK) {
+        if (request->wire != SMB_WIRE_EXACT && request->opcode == SMB_READ)
+            smb_kernel_round(request->wire, change.sink, piece->bytes / 4, piece->buffer_offset,
+                             work->buffer->layout.chunk_bytes, change.sink);
+        work->outcome->sent |= request->opcode != SMB_READ;
+        work->outcome->bytes_applied += piece->bytes;
+        work->outcome->result = change.result;
+        work->bytes_here += piece->bytes;
+    }
+    return status;
+}
+
+bool local_step(void *argument)
+{
+    struct local_work *work = argument;
+    struct smb_buffer *buffer = work->buffer;
+    for (; work->index < buffer->layout.segment_count; work->index++, work->walking = false) {
+        struct place *place = &buffer->places[work->index];
+        if (!place->segment)
+            continue;
+        if (!work->walking) {
+            work->cursor = smb_cursor_make(&buffer->layout, work->index, work->request->offset, work->request->bytes);
+            work->walking = true;
+            work->bytes_here = 0;
+        }
+        struct smb_cursor here = work->cursor;
+        struct smb_piece piece;
+        if (smb_cursor_next(&work->cursor, &piece)) {
+            uint64_t step_end_ns = smb_now_ns() + STEP_WAIT_NS;
+            bool last_try = step_end_ns >= work->deadline_ns;
+            int status = work->call->stopped ? SMB_TIMEOUT
+                                             : local_piece(work, &piece, last_try ? work->deadline_ns : step_end_ns);
+            if (status == SMB_OK)
+                return true;
+            if (status == SMB_TIMEOUT && !last_try && !work->call->stopped) {
+                work->cursor = here; /* again, after a look at the links */
+                return true;
+            }
+            local_failed(work, piece, status);
+        }
+        if (work->bytes_here > 0)
+            smb_segment_count(place->segment, work->request->opcode, work->bytes_here);
+    }
+    return false;
+}

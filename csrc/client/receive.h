@@ -1,0 +1,16 @@
+/* receive.h: answers: headers, and data straight to the caller's memory. The progress thread's. */
+#ifndef SMB_RECEIVE_H
+#define SMB_RECEIVE_H
+
+#include "client/inflight.h"
+
+/* One look at the socket. SMB_LINK_LOST: the connection is broken. */
+int link_receive(struct smb_link *link, bool *moved);
+/* What was received, into answers. */
+int link_digest(struct smb_link *link);
+/* The request is answered with success, and `a` and `b`. */
+void link_take_success(struct smb_link *link, struct inflight *inflight, uint64_t a, uint64_t b);
+/* What came is not what was sent: counted; SMB_LINK_LOST. */
+int link_spoilt(struct smb_link *link);
+
+#endif

@@ -1,0 +1,153 @@
+#include "memory/chunk.h"
+
+#include <errno.h>
+
+#include "base/assert.h"
+#include "memory/mapping.h"
+
+enum { LOCK_SPINS = 2000, MARKED_RETRY_NS = 1000000 };
+
+/* Whoever died in the lock has left the chunk, element by element, old or new. If it was the daemon in the middle of a
+ * journalled change, the chunk stays as it is for its recovery: marked, and with the count odd. */
+static int revive(struct smb_segment *segment, struct chunk_state *chunk)
+{
+    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
+    /* Relaxed: where recovery makes the count even between these two looks, both store the same; smb_segment_lock looks again. */
+    if (sequence % 2 == 1 && atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
+        atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
+    atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
+    return pthread_mutex_consistent(&chunk->lock);
+}
+
+static int lock_once(struct smb_segment *segment, struct chunk_state *chunk, uint64_t deadline_ns)
+{
+    /* Held for microseconds as a rule: a short spin is cheaper than sleeping and being woken. */
+    int failure = pthread_mutex_trylock(&chunk->lock);
+    for (int i = 0; failure == EBUSY && i < LOCK_SPINS && deadline_ns != SMB_TRY_ONCE; i++) {
+        pause_cpu();
+        if (i % 16 == 15)
+            failure = pthread_mutex_trylock(&chunk->lock);
+    }
+    if (failure == EBUSY) {
+        if (deadline_ns <= SMB_TRY_ONCE)
+            return SMB_BUSY;
+        struct timespec deadline = {.tv_sec = (time_t)(deadline_ns / 1000000000U),
+                                    .tv_nsec = (long)(deadline_ns % 1000000000U)};
+        failure = pthread_mutex_clocklock(&chunk->lock, CLOCK_MONOTONIC, &deadline);
+        if (failure == ETIMEDOUT)
+            return SMB_TIMEOUT;
+    }
+    if (failure == EOWNERDEAD)
+        failure = revive(segment, chunk);
+    if (failure != 0) {
+        errno = failure;
+        return SMB_SYSTEM;
+    }
+    return SMB_OK;
+}
+
+int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+{
+    struct chunk_state *chunk = chunk_at(segment, offset);
+    for (;;) {
+        int status = lock_once(segment, chunk, deadline_ns);
+        /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so the lock does not bring its bytes and
+         * its even count. */
+        if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_acquire) == 0)
+            return status;
+        /* The daemon was killed while it changed this chunk. Started again, it finishes what it began. */
+        pthread_mutex_unlock(&chunk->lock);
+        if (deadline_ns <= SMB_TRY_ONCE)
+            return SMB_BUSY;
+        if (smb_now_ns() >= deadline_ns)
+            return SMB_TIMEOUT;
+        nanosleep(&(struct timespec){.tv_nsec = MARKED_RETRY_NS}, NULL);
+    }
+}
+
+int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset, uint64_t deadline_ns)
+{
+    SMB_ASSERT(count > 0);
+    SMB_ASSERT(deadline_ns <= SMB_TRY_ONCE);
+    int first = 0; /* the one that is waited for, while none is held */
+    for (int round = 0; round <= count; round++) {
+        int held = 0, status = SMB_OK;
+        for (; held < count && status == SMB_OK; held += status == SMB_OK)
+            status = smb_segment_lock(targets[(first + held) % count], offset, held == 0 ? deadline_ns : SMB_TRY_ONCE);
+        if (status == SMB_OK)
+            return SMB_OK;
+        for (int i = 0; i < held; i++)
+            smb_segment_unlock(targets[(first + i) % count], offset);
+        if (status != SMB_BUSY || held == 0)
+            return status;
+        first = (first + held) % count;
+    }
+    return SMB_BUSY;
+}
+
+void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
+{
+    pthread_mutex_unlock(&chunk_at(segment, offset)->lock);
+}
+
+/* A network card that reads counts and bytes (RDMA) is no processor: on ARM release orders stores for the inner shareable domain, and
+ * devices may lie outside of it. As the kernel's dma_wmb. On x86 devices see stores in order. */
+static inline void order_for_devices(void)
+{
+#if defined(__aarch64__)
+    __asm__ volatile("dmb oshst" ::: "memory");
+#endif
+}
+
+void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
+{
+    struct chunk_state *chunk = chunk_at(segment, offset);
+    /* Made odd and not one more, here, and even below: whatever it was found as, it is right from the next change on. */
+    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U;
+    atomic_store_explicit(&chunk->sequence, sequence, memory_order_relaxed);
+    /* The odd count is seen before any changed byte; pairs with the acquire fence in read_unlocked. */
+    atomic_thread_fence(memory_order_release);
+    order_for_devices();
+}
+
+void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
+{
+    struct chunk_state *chunk = chunk_at(segment, offset);
+    uint32_t sequence = (atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U) + 1;
+    order_for_devices();
+    /* Pairs with the acquire load at the start of read_unlocked. */
+    atomic_store_explicit(&chunk->sequence, sequence, memory_order_release);
+}
+
+void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
+{
+    /* Release: pairs with the acquire in smb_segment_lock. Whoever finds the mark of a recovery gone finds its bytes and the even
+     * count. For the daemon's death it also keeps the compiler from moving an unmarking before the count and the record. */
+    atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_release);
+}
+
+uint32_t smb_segment_marked(const struct smb_segment *segment, uint64_t offset)
+{
+    return atomic_load_explicit(&chunk_at(segment, offset)->mark, memory_order_relaxed);
+}
+
+bool smb_segment_changing(const struct smb_segment *segment, uint64_t offset)
+{
+    return atomic_load_explicit(&chunk_at(segment, offset)->sequence, memory_order_relaxed) % 2 == 1;
+}
+
+uint64_t smb_segment_clear_marks(struct smb_segment *segment)
+{
+    uint64_t cleared = 0;
+    uint64_t chunks = format_chunk_count(segment->data_bytes, segment->chunk_bytes);
+    for (uint64_t i = 0; i < chunks; i++) {
+        uint64_t offset = i * segment->chunk_bytes;
+        if (smb_segment_marked(segment, offset) == 0)
+            continue;
+        if (smb_segment_changing(segment, offset))
+            smb_segment_change_end(segment, offset);
+        smb_segment_mark(segment, offset, 0);
+        cleared++;
+    }
+    return cleared;
+}

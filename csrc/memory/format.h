@@ -1,0 +1,91 @@
+/* format.h: the file of a segment, in tmpfs. Checked and computed here; mapped by segment.c.
+ *
+ * The file (tmpfs):
+ *   [0, 4096)             header: who it is; written once, except the words marked _Atomic
+ *   [2048, 2560) of it    what waits: sync.h
+ *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock, sequence count, mark
+ *   [records_offset, ..)  completion records: records.h
+ *   [data_offset, ..)     the bytes, page aligned
+ */
+#ifndef SMB_FORMAT_H
+#define SMB_FORMAT_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "memory/records.h"
+#include "memory/sync_words.h"
+#include "smb.h"
+
+enum {
+    PAGE = 4096,
+    CHUNK_STATE_BYTES = 64,
+    FORMAT_VERSION = 3,
+    FORMAT_WITHOUT_NAMESPACE = 2, /* has fewer records, too, and 0 or 1 where the namespace is */
+    SYNC_OFFSET = 2048
+};
+
+static const uint64_t FORMAT_MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
+
+/* Locks of another C library, or of another word size, lie differently in memory: such a process must not share them. */
+#if defined(__GLIBC__)
+#define LIBC_ID 1U
+#else
+#define LIBC_ID 2U
+#endif
+static const uint32_t LOCK_ABI = LIBC_ID << 16 | (uint32_t)sizeof(pthread_mutex_t);
+
+struct header {
+    uint64_t magic;
+    uint32_t format_version;
+    uint32_t lock_abi;
+    uint64_t id;
+    uint32_t epoch;
+    uint32_t dtype;
+    uint64_t data_bytes;
+    uint64_t file_bytes;
+    uint64_t chunks_offset;
+    uint64_t records_offset;
+    uint64_t data_offset;
+    uint32_t chunk_bytes;
+    uint32_t record_count;
+    _Atomic uint64_t evictions;       /* of completion records whose session had not ended */
+    _Atomic uint32_t deleted;         /* release by the daemon; acquire by everyone before each operation */
+    _Atomic uint32_t pid_namespace;   /* in which the locks hold; release by the daemon, acquire by everyone before each operation */
+    _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
+    _Atomic uint64_t operations[32];  /* by local clients, per opcode */
+    _Atomic uint64_t bytes[32];
+    _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
+};
+_Static_assert(sizeof(struct header) <= SYNC_OFFSET && SYNC_OFFSET + sizeof(struct sync_words) <= PAGE, "the header is one page");
+_Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opcode");
+
+struct chunk_state {
+    pthread_mutex_t lock;
+    _Atomic uint32_t sequence; /* odd while the chunk changes */
+    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by who has the lock */
+    uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
+};
+_Static_assert(sizeof(struct chunk_state) == CHUNK_STATE_BYTES, "one cache line per chunk");
+
+static inline uint64_t format_round_up_to_page(uint64_t bytes)
+{
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+/* The kernel's number of this process's PID namespace, 0 where /proc does not tell. A robust lock holds its owner's thread id as that
+ * is inside the namespace: of two that share a segment, each with a thread 1, the kernel would take one's death for the other's. */
+uint32_t format_own_pid_namespace(void);
+uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes);
+/* Of a file with so many records. */
+uint64_t format_records_offset(uint64_t data_bytes, uint32_t chunk_bytes);
+uint64_t format_data_offset(uint64_t data_bytes, uint32_t chunk_bytes, uint32_t record_count);
+/* Made in this format or the one before, and of one piece. `real_bytes`: of the file. */
+bool format_is_sound(const struct header *header, uint64_t real_bytes);
+/* Whether this process may take the locks. */
+int format_check_sharing(const struct header *header);
+/* The same of a daemon that finds the segments of its earlier run. That one may have lived in another namespace, or have had the
+ * format before: `header` becomes what it will be. */
+int format_check_taking_over(struct header *header);
+
+#endif

@@ -1,0 +1,21 @@
+/* sync_lock.h: the two locks of a segment: who holds them, who is next, fencing. */
+#ifndef SMB_SYNC_LOCK_H
+#define SMB_SYNC_LOCK_H
+
+#include "memory/sync_state.h"
+
+uint64_t lock_released_bit(uint64_t token);
+bool lock_is_held(const struct sync_lock_words *lock, uint64_t now_ns);
+bool lock_is_holder(const struct sync_lock_words *lock, uint64_t token, uint64_t now_ns);
+/* No fenced change is under way while somebody stops or begins to hold. */
+void lock_set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t expires_ns);
+/* Whoever is first, if the lock is free; else it is due when it may be. */
+void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news);
+void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *news);
+/* Requests; see sync.h. */
+int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply, struct news *news);
+int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news);
+int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news);
+int lock_ask_fence(struct sync *sync, const struct sync_request *request);
+
+#endif

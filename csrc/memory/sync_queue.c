@@ -1,0 +1,108 @@
+#include "memory/sync_queue.h"
+
+#include "base/assert.h"
+#include "memory/sync_version.h"
+
+struct waiter *queue_first(const struct queue *queue)
+{
+    return TREE_OWNER(tree_first(&queue->turns), struct waiter, by_turn);
+}
+
+struct waiter *queue_first_of_session(const struct queue *queue, uint64_t session)
+{
+    struct waiter *waiter = TREE_OWNER(tree_from(&queue->names, session, 0), struct waiter, by_name);
+    return waiter && waiter->request.session == session ? waiter : NULL;
+}
+
+struct waiter *queue_first_deadline(const struct queue *queue)
+{
+    return TREE_OWNER(tree_first(&queue->deadlines), struct waiter, by_deadline);
+}
+
+void queue_take_out(struct queue *queue, struct waiter *waiter)
+{
+    SMB_ASSERT(waiter->kept);
+    tree_take(&queue->turns, &waiter->by_turn);
+    tree_take(&queue->deadlines, &waiter->by_deadline);
+    tree_take(&queue->names, &waiter->by_name);
+    waiter->kept = false;
+}
+
+struct queue *queue_of(struct sync *sync, const struct waiter *waiter)
+{
+    switch (waiter->request.opcode) {
+    case SMB_LOCK: return &sync->locks[waiter->request.argument];
+    case SMB_AWAIT_BARRIER: return &sync->barrier;
+    default: return &sync->versions;
+    }
+}
+
+void queue_keep(struct sync *sync, struct waiter *waiter, uint64_t turn, uint64_t timeout_ms, uint64_t now_ns,
+                 struct news *news)
+{
+    SMB_ASSERT(!waiter->kept);
+    struct queue *queue = queue_of(sync, waiter);
+    const struct sync_request *request = &waiter->request;
+    waiter->deadline_ns = timeout_ms == UINT64_MAX ? UINT64_MAX : clock_later(now_ns, timeout_ms);
+    waiter->kept = true;
+    waiter->sync = sync;
+    tree_add(&queue->turns, &waiter->by_turn, turn, sync->kept++, &sync->weights);
+    tree_add(&queue->deadlines, &waiter->by_deadline, waiter->deadline_ns, 0, &sync->weights);
+    tree_add(&queue->names, &waiter->by_name, request->session, request->sequence, &sync->weights);
+    news_due(news, waiter->deadline_ns);
+}
+
+void queue_answer(struct sync *sync, struct waiter *waiter, struct sync_answer ready, struct news *news)
+{
+    queue_take_out(queue_of(sync, waiter), waiter);
+    waiter->ready = ready;
+    waiter->next = NULL;
+    *(news->last ? &news->last->next : &news->answered) = waiter;
+    news->last = waiter;
+}
+
+void queue_answer_all(struct sync *sync, struct queue *queue, int status, struct news *news)
+{
+    for (struct waiter *waiter = queue_first(queue); waiter; waiter = queue_first(queue))
+        queue_answer(sync, waiter, (struct sync_answer){.status = status}, news);
+}
+
+void queue_answer_session(struct sync *sync, struct queue *queue, uint64_t session, struct news *news)
+{
+    struct waiter *waiter = queue_first_of_session(queue, session);
+    for (; waiter; waiter = queue_first_of_session(queue, session))
+        queue_answer(sync, waiter, (struct sync_answer){.status = SMB_SESSION_ENDED}, news);
+}
+
+void queue_time_out(struct sync *sync, struct queue *queue, uint64_t now_ns, struct news *news)
+{
+    struct waiter *waiter = queue_first_deadline(queue);
+    for (; waiter && waiter->deadline_ns <= now_ns; waiter = queue_first_deadline(queue)) {
+        if (waiter->request.opcode == SMB_LOCK)
+            counter_add(&sync->counters->timed_out);
+        queue_answer(sync, waiter, version_answer(sync, SMB_TIMEOUT), news);
+    }
+    if (waiter)
+        news_due(news, waiter->deadline_ns);
+}
+
+void sync_release(struct sync *sync, struct news *news)
+{
+    bool sooner = sync->sooner && news->due_ns < sync->due_ns && !sync->closed;
+    if (sooner)
+        sync->due_ns = news->due_ns;
+    pthread_mutex_unlock(&sync->mutex);
+    if (sooner)
+        sync->sooner(sync->sooner_argument, news->due_ns);
+    for (struct waiter *waiter = news->answered; waiter;) {
+        struct waiter *next = waiter->next;
+        waiter->answer(waiter, waiter->ready);
+        waiter = next;
+    }
+}
+
+struct news sync_acquire(struct sync *sync)
+{
+    pthread_mutex_lock(&sync->mutex);
+    return (struct news){.due_ns = UINT64_MAX};
+}

@@ -1,0 +1,17 @@
+/* sync_version.h: versions that are published, those who wait for one, and pins. */
+#ifndef SMB_SYNC_VERSION_H
+#define SMB_SYNC_VERSION_H
+
+#include "memory/sync_state.h"
+
+struct sync_answer version_answer(const struct sync *sync, int status);
+/* Requests; see sync.h. */
+int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,
+                      struct news *news);
+int version_ask_publish(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                        struct sync_answer *reply, struct news *news);
+int version_ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *reply,
+                    struct news *news);
+void version_unpin(struct sync *sync, uint64_t session, uint64_t name, uint64_t now_ns);
+
+#endif

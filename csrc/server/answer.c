@@ -1,0 +1,187 @@
+#include "server/answer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "base/clock.h"
+#include "base/failpoint.h"
+#include "server/counters.h"
+#include "server/loop.h"
+#include "server/output.h"
+#include "server/read.h"
+#include "server/server.h"
+#include "server/staging.h"
+
+void answer_count(struct connection *connection, const struct gate_request *request)
+{
+    struct loop *loop = connection->loop;
+    loop->clock_ns = smb_now_ns();
+    count_request(connection, request->segment, request->frame.opcode, request->frame.length, loop->clock_ns - connection->begun_ns);
+}
+
+void answer_finish(struct connection *connection, bool done)
+{
+    SMB_ASSERT(connection->have_request);
+    const struct smb_frame *frame = &connection->request.frame;
+    if (done)
+        answer_count(connection, &connection->request);
+    connection->replies_held += frame->length >= BULK_BYTES;
+    connection->loop->bulk |= frame->length >= SPIN_BYTES_MAX;
+    gate_done(&connection->request);
+    connection->have_request = false;
+}
+
+uint8_t *answer_chunk_memory(uint8_t **memory)
+{
+    if (!*memory)
+        *memory = aligned_alloc(4096, SMB_CHUNK_BYTES_MAX + 4096);
+    return *memory;
+}
+
+enum step answer_defer(struct connection *connection)
+{
+    connection->retried = true;
+    gate_done(&connection->request);
+    return output_wait_for(connection, WAIT_DEFERRED);
+}
+
+enum step answer_failure(struct connection *connection, int status)
+{
+    if (smb_opcode_changes(connection->request.frame.opcode))
+        gate_refused(connection->loop->server, &connection->request);
+    server_count(&connection->loop->server->errors[status], 1);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
+    output_put(connection, &reply);
+    answer_finish(connection, false);
+    return STEP_ON;
+}
+
+static enum step answer_attach(struct connection *connection)
+{
+    if (connection->transport != SMB_TRANSPORT_UNIX)
+        return answer_failure(connection, SMB_DENIED);
+    if (smb_segment_deleted(connection->request.segment))
+        return answer_failure(connection, SMB_NOT_FOUND);
+    /* A descriptor arrives with the first byte of what is sent along with it: earlier answers must be gone. */
+    if (output_flush(connection) == STEP_CLOSE)
+        return STEP_CLOSE;
+    if (!output_all_sent(connection)) {
+        connection->wait = WAIT_OUTPUT;
+        return STEP_WAIT;
+    }
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
+    output_put(connection, &reply);
+    connection->pass_segment = smb_segment_retain(connection->request.segment);
+    connection->pass_fd = smb_segment_fd(connection->pass_segment);
+    answer_finish(connection, true);
+    return output_flush(connection);
+}
+
+static enum step answer_change(struct connection *connection)
+{
+    struct gate_request *request = &connection->request;
+    const struct smb_frame *frame = &request->frame;
+    bool fetch = frame->flags & SMB_FLAG_FETCH;
+    if (fetch && !answer_chunk_memory(&connection->tail))
+        return connection_refuse(connection, SMB_OUT_OF_MEMORY);
+    uint64_t result = 0;
+    const uint8_t *payload = connection->staging;
+    if (staging_is_from_segments(frame->opcode)) {
+        if (!connection->from_kept)
+            memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES, SMB_TOKEN_BYTES + smb_frame_body(frame));
+        connection->from_kept = true;
+        payload = connection->from + SMB_TOKEN_BYTES;
+    }
+    int status = gate_execute(connection->loop->server, request, staging_slot(connection), payload,
+                              connection->staging, fetch ? connection->tail : NULL, &result);
+    if (status == SMB_BUSY)
+        return answer_defer(connection);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    FAILPOINT("connection.changed");
+    struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+    reply.argument = result;
+    if (fetch && connection->named) { /* the payload is not needed any more */
+        reply.length = frame->length;
+        memcpy(connection->named->payload, connection->tail, frame->length);
+        output_put_by_reference(connection, &reply, frame->length);
+    } else if (fetch) {
+        reply.length = frame->length;
+        output_put_with_tail(connection, &reply, frame->length);
+    } else {
+        output_put(connection, &reply);
+    }
+    answer_finish(connection, true);
+    return STEP_ON;
+}
+
+static enum step answer_watermark(struct connection *connection)
+{
+    uint64_t watermark, refused;
+    int status = gate_watermark(&connection->request, &watermark, &refused);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
+    reply.argument = watermark;
+    reply.offset = refused;
+    output_put(connection, &reply);
+    answer_finish(connection, true);
+    return STEP_ON;
+}
+
+static void put_answer(struct connection *connection, const struct smb_frame *request, struct smb_segment *segment,
+                       uint64_t begun_ns, struct sync_answer answer)
+{
+    if (answer.status == SMB_OK)
+        count_request(connection, segment, request->opcode, 0, smb_now_ns() - begun_ns);
+    else
+        server_count(&connection->loop->server->errors[answer.status], 1);
+    struct smb_frame reply = smb_frame_reply(request, answer.status);
+    reply.argument = answer.a;
+    reply.offset = answer.b;
+    output_put(connection, &reply);
+}
+
+/* It is answered, or leaves the connection and is answered later; either way the next request is looked at. */
+static enum step answer_sync(struct connection *connection)
+{
+    struct sync_answer answer = {0};
+    int status = waits_ask(connection, &connection->request, connection->staging, &answer);
+    if (status != SMB_DEFERRED) {
+        answer.status = status;
+        put_answer(connection, &connection->request.frame, connection->request.segment, connection->begun_ns, answer);
+    }
+    gate_done(&connection->request);
+    connection->have_request = false;
+    return STEP_ON;
+}
+
+void answer_put_late(struct connection *connection)
+{
+    /* Not between a header and its data, nor before an answer that brings a descriptor. */
+    if (connection->tail_end > 0 || connection->pass_fd >= 0)
+        return;
+    while (connection->answered && connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES) {
+        struct wait *wait = connection->answered;
+        connection->answered = wait->next;
+        put_answer(connection, &wait->frame, wait->segment, wait->begun_ns, wait->answer);
+        wait_free(wait);
+    }
+}
+
+enum step answer_request(struct connection *connection)
+{
+    SMB_ASSERT(connection->have_request && connection->payload_have == connection->request.frame.payload);
+    if (connection->admitted == SMB_OK && !connection->request.segment)
+        connection->admitted = gate_admit(connection->loop->server, &connection->request.frame, &connection->request);
+    connection->request.retried = connection->retried;
+    if (connection->admitted != SMB_OK)
+        return answer_failure(connection, connection->admitted);
+    switch (connection->request.frame.opcode) {
+    case SMB_READ: return answer_read(connection);
+    case SMB_ATTACH: return answer_attach(connection);
+    case SMB_WATERMARK: return answer_watermark(connection);
+    default: return smb_opcode_changes(connection->request.frame.opcode) ? answer_change(connection) : answer_sync(connection);
+    }
+}

@@ -1,0 +1,32 @@
+/* counters.h: what the daemon counts, beside what each loop counts for itself (base/stats.h). */
+#ifndef SMB_COUNTERS_H
+#define SMB_COUNTERS_H
+
+#include <stdatomic.h>
+
+#include "smb.h"
+
+struct connection;
+struct smb_server;
+
+/* What a session's closed connections had done: it goes on counting when it connects again. */
+struct past {
+    struct past *next;
+    struct smb_share share;
+};
+
+enum { PASTS_MAX = 4096 };        /* a session without one counts from its next connection on */
+
+/* By the loop's thread: a request of the connection is answered, in that time. `segment` may be NULL. */
+void count_request(struct connection *connection, struct smb_segment *segment, int opcode, uint64_t bytes, uint64_t ns);
+/* With the lanes' lock held: what the connection did stays known, as the session's. */
+void count_past(struct smb_server *server, const struct connection *connection);
+/* The session is over, and nobody asks for what it did. */
+void forget_past(struct smb_server *server, uint64_t session);
+
+static inline void server_count(_Atomic uint64_t *counter, uint64_t by)
+{
+    atomic_fetch_add_explicit(counter, by, memory_order_relaxed);
+}
+
+#endif

@@ -1,0 +1,111 @@
+#include "server/handshake.h"
+
+#include <sys/random.h>
+
+#include "base/assert.h"
+#include "base/channel.h"
+#include "base/clock.h"
+#include "server/counters.h"
+#include "server/lanes.h"
+#include "server/loop.h"
+#include "server/output.h"
+#include "server/server.h"
+
+enum step handshake_secure(struct connection *connection)
+{
+    struct channel *channel = &connection->channel;
+    if (!channel->tls && !(channel->tls = tls_begin(connection->secures, channel->fd, NULL)))
+        return connection_refuse(connection, SMB_OUT_OF_MEMORY);
+    int status = tls_handshake(channel->tls);
+    if (status == SMB_BUSY) {
+        connection->wait = channel_unsent_bytes(channel) ? WAIT_OUTPUT : WAIT_INPUT;
+        return STEP_WAIT;
+    }
+    if (status != SMB_OK)
+        return status == SMB_UNTRUSTED ? connection_refuse(connection, SMB_UNTRUSTED) : STEP_CLOSE;
+    smb_tls_release(connection->secures);
+    connection->secures = NULL;
+    return STEP_ON;
+}
+
+static void speak_for_lane(struct connection *connection)
+{
+    SMB_ASSERT(!connection->proven && connection->loop->not_greeted > 0);
+    connection->proven = true;
+    strangers_leave(connection);
+    connection->loop->not_greeted--;
+    lanes_enter(connection);
+}
+
+/* The peer learns why before it is closed. */
+static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame, int status)
+{
+    if (connection->out_end + SMALL_REPLY_BYTES <= OUT_BYTES) {
+        struct smb_frame reply = smb_frame_reply(frame, status);
+        output_put(connection, &reply);
+        output_flush(connection);
+    }
+    return connection_refuse(connection, status);
+}
+
+enum step handshake_greet(struct connection *connection, const struct smb_frame *frame)
+{
+    if (frame->opcode != SMB_HELLO || connection->greeted)
+        return connection_refuse(connection, SMB_PROTOCOL);
+    struct smb_server *server = connection->loop->server;
+    if (server->guarded && !access_ready(&server->keys)) /* it has not heard of the coordinator yet; the peer tries again */
+        return connection_refuse(connection, SMB_DENIED);
+    if (server->guarded && getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
+        return connection_refuse(connection, SMB_SYSTEM);
+    connection->greeted = true;
+    connection->checksums = frame->flags & SMB_FLAG_CHECKSUM;
+    connection->session = frame->session;
+    connection->lane = frame->lane;
+    connection->client_nonce = frame->offset;
+    connection->request.grants = &connection->grants;
+    /* Where tokens are asked for, a session's name alone must shut nobody out. */
+    if (!server->guarded)
+        speak_for_lane(connection);
+    /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences this connection. */
+    if (session_has_ended(server, frame->session))
+        return refuse_hello(connection, frame, SMB_SESSION_ENDED);
+    struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+    reply.offset = connection->nonce;
+    reply.segment = server->instance;
+    reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
+    output_put(connection, &reply);
+    count_request(connection, NULL, SMB_HELLO, 0, smb_now_ns() - connection->opened_ns);
+    return STEP_ON;
+}
+
+enum step handshake_authorize(struct connection *connection, const struct smb_frame *frame, const uint8_t *payload)
+{
+    struct smb_server *server = connection->loop->server;
+    struct access_connection self = {.nonce = connection->nonce, .client_nonce = connection->client_nonce, .instance = server->instance, .session = connection->session,
+                                     .lane = connection->lane};
+    struct grant grant;
+    struct access_answer answer = {0};
+    uint64_t why = 0;
+    int status = server->guarded ? access_check(&server->keys, &self, frame, payload, &grant, &answer, &why) : SMB_OK;
+    if (status == SMB_OK && !connection->proven) {
+        speak_for_lane(connection);
+        if (session_has_ended(server, frame->session))
+            return refuse_hello(connection, frame, SMB_SESSION_ENDED);
+    }
+    if (status == SMB_OK && server->guarded)
+        status = grants_put(&connection->grants, &grant);
+    if (status == SMB_OK)
+        count_request(connection, NULL, SMB_AUTHORIZE, 0, 0);
+    else
+        server_count(&server->errors[status], 1);
+    struct smb_frame reply = smb_frame_reply(frame, status);
+    reply.argument = status == SMB_OK ? answer.words[0] : why;
+    reply.offset = status == SMB_OK ? answer.words[1] : 0;
+    output_put(connection, &reply);
+    return STEP_ON;
+}
+
+enum step handshake_refuse_version(struct connection *connection)
+{
+    return refuse_hello(connection, &(struct smb_frame){.opcode = SMB_HELLO}, SMB_VERSION);
+}

@@ -1,0 +1,212 @@
+#include "server/input.h"
+
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/uio.h>
+
+#include "base/assert.h"
+#include "base/channel.h"
+#include "base/clock.h"
+#include "server/answer.h"
+#include "server/handshake.h"
+#include "server/loop.h"
+#include "server/output.h"
+#include "server/server.h"
+#include "server/staging.h"
+
+/* *have: bytes read. STEP_WAIT: nothing there now. */
+static enum step receive(struct connection *connection, struct iovec *parts, int count, size_t *have)
+{
+    if (connection->drained) { /* epoll will say: one system call less before the answers go out */
+        connection->drained = false;
+        return output_wait_for(connection, WAIT_INPUT);
+    }
+    ssize_t done = channel_read(&connection->channel, parts, count);
+    if (done > 0) {
+        size_t room = 0;
+        for (int i = 0; i < count; i++)
+            room += parts[i].iov_len;
+        *have = (size_t)done;
+        connection->drained = *have < room;
+        return STEP_ON;
+    }
+    if (done < 0 && !channel_failed(done))
+        return output_wait_for(connection, WAIT_INPUT);
+    return STEP_CLOSE;
+}
+
+static enum step receive_more(struct connection *connection)
+{
+    uint32_t left = connection->in_end - connection->in_start;
+    memmove(connection->in, connection->in + connection->in_start, left);
+    connection->in_start = 0;
+    connection->in_end = left;
+    struct iovec part = {connection->in + left, IN_BYTES - left};
+    size_t have = 0;
+    enum step step = receive(connection, &part, 1, &have);
+    if (step == STEP_ON)
+        connection->in_end += (uint32_t)have;
+    return step;
+}
+
+enum step input_next_request(struct connection *connection)
+{
+    SMB_ASSERT(!connection->have_request && connection->in_start <= connection->in_end && connection->in_end <= IN_BYTES);
+    uint32_t here = connection->in_end - connection->in_start;
+    bool is_record = connection->slots && connection->greeted;
+    uint32_t header_bytes = is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES;
+    if (here < header_bytes)
+        return receive_more(connection);
+    struct smb_frame frame;
+    const uint8_t *header = connection->in + connection->in_start;
+    int status = smb_frame_parse(header, &frame);
+    if (status == SMB_VERSION)
+        return handshake_refuse_version(connection);
+    if (status != SMB_OK || frame.flags & SMB_FLAG_REPLY)
+        return connection_refuse(connection, SMB_PROTOCOL);
+    bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
+    if (connection->greeted &&
+        (frame.session != connection->session || frame.lane != connection->lane || checksum != connection->checksums))
+        return connection_refuse(connection, SMB_PROTOCOL);
+    connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
+    if (!connection->greeted || frame.opcode == SMB_HELLO) {
+        if (frame.opcode == SMB_HELLO && here < SMB_FRAME_BYTES + frame.payload)
+            return receive_more(connection); /* no more than a checksum */
+        connection->in_start += SMB_FRAME_BYTES + (frame.opcode == SMB_HELLO ? frame.payload : 0);
+        if (frame.opcode == SMB_HELLO && checksum && !smb_checksum_is(header + SMB_FRAME_BYTES, connection->crc))
+            return connection_refuse(connection, SMB_CHECKSUM);
+        return handshake_greet(connection, &frame);
+    }
+    if (frame.opcode == SMB_AUTHORIZE) {
+        uint32_t bytes = frame.payload - smb_frame_checksum_bytes(&frame);
+        const uint8_t *payload = header + SMB_FRAME_BYTES;
+        if (here < SMB_FRAME_BYTES + frame.payload)
+            return receive_more(connection);
+        connection->in_start += is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload; /* of a record the small part */
+        if (checksum && !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
+            return connection_refuse(connection, SMB_CHECKSUM);
+        return handshake_authorize(connection, &frame, payload);
+    }
+    connection->in_start += header_bytes;
+
+    connection->admitted = gate_admit(connection->loop->server, &frame, &connection->request);
+    if (connection->admitted == SMB_OK && is_record)
+        connection->admitted = staging_take_record(connection, header);
+    else if (connection->admitted == SMB_OK && staging_is_needed(&frame))
+        connection->admitted = staging_make(connection, staging_bytes(&frame));
+    /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
+    gate_done(&connection->request);
+    connection->have_request = true;
+    connection->begun_ns = connection->loop->clock_ns;
+    if (frame.flags & SMB_FLAG_RETRY)
+        stats_add(&connection->loop->stats.repeated, 1);
+    connection->retried = connection->from_kept = false;
+    connection->payload_have = is_record ? frame.payload : 0;
+    return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL) : STEP_ON;
+}
+
+static bool has_arrived(const struct connection *connection)
+{
+    uint32_t here = connection->in_end - connection->in_start;
+    int queued = 0;
+    return !connection->channel.tls && ioctl(connection->channel.fd, FIONREAD, &queued) == 0 && (uint64_t)here + (uint64_t)queued >= connection->request.frame.length;
+}
+
+/* A chunk to be written that has arrived whole goes from the socket straight to its place, under the chunk's lock: the copy
+ * can't stall, since every byte is here. One that is still on its way is staged, so that no lock waits for a network. */
+static enum step receive_in_place(struct connection *connection, bool *done)
+{
+    struct gate_request *request = &connection->request;
+    uint32_t length = request->frame.length, here = connection->in_end - connection->in_start;
+    *done = false;
+    uint8_t *place;
+    if (gate_admit(connection->loop->server, &request->frame, request) != SMB_OK)
+        return STEP_ON;
+    if (gate_open(request, true, &place) != SMB_OK) {
+        gate_done(request);
+        return STEP_ON;
+    }
+    uint32_t have = here < length ? here : length;
+    memcpy(place, connection->in + connection->in_start, have);
+    connection->in_start += have;
+    enum step step = STEP_ON;
+    while (have < length && step == STEP_ON) {
+        struct iovec parts[2] = {{place + have, length - have}, {connection->in, IN_BYTES}};
+        ssize_t got = channel_read(&connection->channel, parts, 2);
+        if (got <= 0) {
+            step = STEP_CLOSE; /* the bytes were there: the connection is broken */
+            break;
+        }
+        connection->drained = (size_t)got < length - have + IN_BYTES;
+        uint32_t ours = got < (ssize_t)(length - have) ? (uint32_t)got : length - have;
+        have += ours;
+        connection->in_start = 0;
+        connection->in_end = (uint32_t)got - ours;
+    }
+    gate_close(request, true, step == STEP_ON);
+    if (step == STEP_ON) {
+        *done = true;
+        connection->payload_have = length;
+        struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+        output_put(connection, &reply);
+        answer_finish(connection, true);
+    }
+    return step;
+}
+
+/* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or answered: the header may be, too. */
+static enum step take_payload(struct connection *connection, const uint8_t *bytes, uint32_t count)
+{
+    SMB_ASSERT(count <= connection->request.frame.payload - connection->payload_have);
+    const struct smb_frame *frame = &connection->request.frame;
+    uint32_t checksum = smb_frame_checksum_bytes(frame);
+    if (checksum > 0 && connection->payload_have < frame->payload - checksum)
+        connection->crc = smb_crc32c(connection->crc, bytes, count);
+    connection->payload_have += count;
+    if (checksum > 0 && connection->payload_have == frame->payload && !smb_checksum_is(connection->checksum, connection->crc))
+        return connection_refuse(connection, SMB_CHECKSUM);
+    return STEP_ON;
+}
+
+enum step input_receive_payload(struct connection *connection)
+{
+    SMB_ASSERT(connection->have_request && connection->payload_have < connection->request.frame.payload);
+    const struct smb_frame *frame = &connection->request.frame;
+    if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
+        frame->length >= BULK_BYTES && frame->payload == frame->length) { /* as it is, and nothing beside it */
+        bool done = false;
+        enum step step = has_arrived(connection) ? receive_in_place(connection, &done) : STEP_ON;
+        if (done || step != STEP_ON)
+            return step;
+    }
+    /* Inside TLS the next record is never far: the peer takes as long to make one as we to open it. */
+    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX && !connection->channel.tls;
+    uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
+    bool in_checksum = connection->payload_have >= elements;
+    uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;
+    /* Of a request that is refused the payload is read all the same, to nowhere in particular. */
+    uint8_t nowhere[IN_BYTES];
+    bool wanted = connection->admitted == SMB_OK;
+    if (!wanted && missing > sizeof nowhere)
+        missing = sizeof nowhere;
+    uint8_t *to = in_checksum ? connection->checksum + (connection->payload_have - elements)
+                  : wanted    ? connection->staging - staging_token_bytes(frame) + connection->payload_have
+                              : nowhere;
+    uint32_t here = connection->in_end - connection->in_start;
+    if (here > 0) {
+        uint32_t take = here < missing ? here : missing;
+        memcpy(to, connection->in + connection->in_start, take);
+        connection->in_start += take;
+        return take_payload(connection, to, take);
+    }
+    /* The rest of the payload to its place, and the headers behind it in the same call. */
+    struct iovec parts[2] = {{to, missing}, {connection->in, IN_BYTES}};
+    size_t have = 0;
+    enum step step = receive(connection, parts, 2, &have);
+    if (step != STEP_ON)
+        return step;
+    uint32_t ours = have < missing ? (uint32_t)have : missing;
+    connection->in_start = 0;
+    connection->in_end = (uint32_t)have - ours;
+    return take_payload(connection, to, ours);
+}

@@ -1,0 +1,187 @@
+#include "server/listener.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "base/address.h"
+#include "server/connection.h"
+#include "server/counters.h"
+#include "server/loop.h"
+#include "server/server.h"
+
+enum { ACCEPTS_PER_TURN = 4 }; /* then the loop's connections have their turn */
+
+static bool peer_is_ours(int fd)
+{
+    struct ucred peer;
+    socklen_t length = sizeof peer;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && (peer.uid == geteuid() || peer.uid == 0);
+}
+
+/* Out of descriptors: a listener that stays ready would keep the loop spinning, so the peer is let in and closed at once. */
+static bool turn_away(struct listener *listener)
+{
+    struct smb_server *server = listener->server;
+    server_count(&server->errors[SMB_SYSTEM], 1);
+    server_count(&server->turned_away, 1);
+    if (server->spare_fd >= 0)
+        close(server->spare_fd);
+    int fd = accept4(listener->fd, NULL, NULL, SOCK_CLOEXEC);
+    if (fd >= 0)
+        close(fd);
+    server->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    return fd >= 0;
+}
+
+static uint64_t connections_now(const struct smb_server *server)
+{
+    uint64_t now = 0;
+    for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
+        now += atomic_load_explicit(&server->now[t], memory_order_relaxed);
+    return now;
+}
+
+/* Gives a connected descriptor to one of the loops, which closes it with the connection. */
+static int let_in(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
+{
+    struct loop *loop = &server->loops[atomic_fetch_add(&server->next_loop, 1) % (uint32_t)server->loop_count];
+    struct connection *connection = connections_now(server) < CONNECTIONS_MAX ? connection_create(loop, fd, transport) : NULL;
+    if (!connection)
+        return SMB_OUT_OF_MEMORY;
+    connection->slots = slots;
+    if (slots)
+        slots_retain(slots);
+    loop_give(loop, connection);
+    return SMB_OK;
+}
+
+/* Somebody over TCP. Loop 0 has it until it is known who it is; and gives another stranger up for it, if need be. */
+static int let_stranger_in(struct smb_server *server, int fd)
+{
+    struct loop *loop = &server->loops[0];
+    struct connection *least = strangers_are_many(server) || connections_now(server) >= CONNECTIONS_MAX ? strangers_least(server) : NULL;
+    if (least) {
+        server_count(&server->strangers_evicted, 1);
+        loop_drop(loop, least);
+    }
+    struct connection *connection = connections_now(server) < CONNECTIONS_MAX ? connection_create(loop, fd, SMB_TRANSPORT_TCP) : NULL;
+    if (!connection)
+        return SMB_OUT_OF_MEMORY;
+    pthread_mutex_lock(&server->tls_lock);
+    struct smb_tls *tls = server->tls ? tls_retain(server->tls) : NULL;
+    pthread_mutex_unlock(&server->tls_lock);
+    connection_be_stranger(connection, tls);
+    loop_take_over(loop, connection);
+    return SMB_OK;
+}
+
+void listener_accept(struct listener *listener)
+{
+    struct smb_server *server = listener->server;
+    for (int i = 0; i < ACCEPTS_PER_TURN; i++) {
+        int fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0) {
+            if ((errno == EMFILE || errno == ENFILE) && turn_away(listener))
+                continue;
+            return;
+        }
+        int status = listener->transport == SMB_TRANSPORT_TCP ? let_stranger_in(server, fd)
+                     : peer_is_ours(fd) ? let_in(server, fd, listener->transport, NULL) : SMB_DENIED;
+        if (status != SMB_OK) {
+            server_count(&server->errors[status], 1);
+            close(fd);
+        }
+    }
+}
+
+static int adopt(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
+{
+    int flags = fcntl(fd, F_GETFL);
+    int status = transport < 0 || transport >= SMB_TRANSPORT_COUNT ? SMB_INVALID
+                 : flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ? SMB_SYSTEM : let_in(server, fd, transport, slots);
+    if (status != SMB_OK) {
+        int saved = errno;
+        close(fd);
+        errno = saved;
+    }
+    return status;
+}
+
+int smb_server_adopt(struct smb_server *server, int fd, int transport)
+{
+    return adopt(server, fd, transport, NULL);
+}
+
+int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots)
+{
+    return adopt(server, fd, SMB_TRANSPORT_VERBS, slots);
+}
+
+/* Takes fd over. Loop 0 accepts for all. */
+static int add_listener(struct smb_server *server, int fd, int transport)
+{
+    int index = 0;
+    while (index < LISTENERS_MAX && server->listeners[index])
+        index++;
+    struct listener *listener = index < LISTENERS_MAX ? malloc(sizeof *listener) : NULL;
+    if (!listener) {
+        close(fd);
+        return SMB_OUT_OF_MEMORY;
+    }
+    *listener = (struct listener){.fd = fd, .transport = transport, .server = server};
+    server->listeners[index] = listener;
+    /* Told from connections by the lowest bit, which is free in a pointer to either. */
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)((uintptr_t)listener + 1U)};
+    return epoll_ctl(server->loops[0].epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? SMB_OK : SMB_SYSTEM;
+}
+
+static int close_failed(int fd)
+{
+    int saved = errno;
+    close(fd);
+    errno = saved;
+    return SMB_SYSTEM;
+}
+
+int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port, uint16_t *bound_port)
+{
+    struct address here;
+    if (!address_parse(address, port, &here))
+        return SMB_INVALID;
+    int fd = socket(here.name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return SMB_SYSTEM;
+    int on = 1; /* a restarted daemon gets its old port although old connections linger */
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (bind(fd, &here.name.any, here.length) != 0 || listen(fd, SOMAXCONN) != 0 ||
+        getsockname(fd, &here.name.any, &here.length) != 0)
+        return close_failed(fd);
+    int status = add_listener(server, fd, SMB_TRANSPORT_TCP);
+    if (status == SMB_OK)
+        *bound_port = address_port(&here);
+    return status;
+}
+
+int smb_server_listen_unix(struct smb_server *server, const char *path)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    if (strlen(path) >= sizeof name.sun_path || server->unix_path)
+        return SMB_INVALID;
+    strcpy(name.sun_path, path);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return SMB_SYSTEM;
+    unlink(path); /* left by an earlier run; the caller holds the lock that says so */
+    if (bind(fd, (struct sockaddr *)&name, sizeof name) != 0)
+        return close_failed(fd);
+    server->unix_path = strdup(path);
+    if (!server->unix_path || listen(fd, SOMAXCONN) != 0)
+        return close_failed(fd);
+    return add_listener(server, fd, SMB_TRANSPORT_UNIX);
+}

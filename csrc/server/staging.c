@@ -1,0 +1,79 @@
+#include "server/staging.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "server/loop.h"
+#include "server/server.h"
+
+int staging_make(struct connection *connection, uint32_t bytes)
+{
+    SMB_ASSERT(bytes <= SMB_CHUNK_BYTES_MAX);
+    struct journal *journal = connection->loop->server->journal;
+    if (!journal) {
+        if (!connection->own_staging)
+            connection->own_staging = aligned_alloc(4096, 4096 + SMB_CHUNK_BYTES_MAX);
+        connection->staging = connection->own_staging ? connection->own_staging + 4096 : NULL;
+        return connection->staging ? SMB_OK : SMB_OUT_OF_MEMORY;
+    }
+    int status = connection->slot.payload ? SMB_OK : journal_take_slot(journal, &connection->slot);
+    if (status == SMB_OK)
+        status = journal_reserve(journal, &connection->slot, bytes);
+    connection->staging = connection->slot.payload;
+    return status;
+}
+
+uint32_t staging_token_bytes(const struct smb_frame *frame)
+{
+    return frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
+}
+
+bool staging_is_from_segments(int opcode)
+{
+    return opcode == SMB_ACCUMULATE_FROM || opcode == SMB_APPLY;
+}
+
+bool staging_is_needed(const struct smb_frame *frame)
+{
+    return frame->payload > smb_frame_checksum_bytes(frame) || smb_opcode_changes(frame->opcode);
+}
+
+uint32_t staging_bytes(const struct smb_frame *frame)
+{
+    uint32_t body = smb_frame_body(frame);
+    return staging_is_from_segments(frame->opcode) && frame->length > body ? frame->length : body;
+}
+
+int staging_take_record(struct connection *connection, const uint8_t *record)
+{
+    const struct smb_frame *frame = &connection->request.frame;
+    const uint8_t *small = record + SMB_RECORD_SMALL_AT;
+    bool carries = frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
+    uint32_t token = staging_token_bytes(frame), body = smb_frame_body(frame);
+    connection->named = slots_at(connection->slots, smb_load64(record + SMB_RECORD_ENDS_AT));
+    if ((carries || frame->opcode == SMB_READ) && !connection->named)
+        return SMB_PROTOCOL;
+    bool in_place = carries && smb_frame_wire(frame) != SMB_WIRE_SPARSE;
+    if (!in_place && staging_is_needed(frame)) {
+        int status = staging_make(connection, staging_bytes(frame));
+        if (status != SMB_OK)
+            return status;
+    }
+    if (in_place)
+        connection->staging = connection->named->payload;
+    else if (carries)
+        memcpy(connection->staging, connection->named->payload, body);
+    else if (body > 0)
+        memcpy(connection->staging, small + token, body);
+    if (token > 0)
+        memcpy(connection->staging - token, small, token);
+    return SMB_OK;
+}
+
+const struct slot *staging_slot(const struct connection *connection)
+{
+    if (!connection->loop->server->journal)
+        return NULL;
+    return connection->named && connection->staging == connection->named->payload ? connection->named : &connection->slot;
+}

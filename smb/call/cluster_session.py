@@ -1,0 +1,216 @@
+"""What one process has of a cluster: its session and its renewal, its engine and links, its coordinator."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from smb.call.async_order import AsyncCalls, Turns
+from smb.call.lock_renewals import Renewals
+from smb.call.sync_requests import SESSION_ENDED
+from smb.engine import EngineClient, Link, Switch
+from smb.errors import Error, UnavailableError
+from smb.rpc.coordinator_client import Coordinator, SessionEndedError
+from smb.security.credentials import Credentials
+from smb.transport.base import Deadline, SegmentPath, SegmentPlace
+from smb.transport.choose import choose, choose_gated, choose_waits, for_each, make_transports
+from smb.transport.reconnect import Links, Outages, Whereabouts
+from smb.transport.tcp import Tcp
+from smb.transport.tls import ClientTls
+from smb.transport.verbs.queue_pair import Settings
+from smb.transport.verbs.transport import Verbs
+
+_RENEWALS_PER_LEASE = 3
+_CLOSE_S = 1.0
+_LOCATE_S = 1.0
+
+_log = logging.getLogger("smb")
+
+
+class ClusterSession:
+    """The smb.call.session.Session of a Client. Thread-safe; of no use in a child of fork."""
+
+    def __init__(
+        self,
+        address: str,
+        transport: str,
+        timeout: float,
+        checksum: bool | None,
+        credentials: Credentials | None,
+        verbs: Settings | None,
+    ) -> None:
+        self.timeout = timeout
+        self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._pid = os.getpid()
+        self.transport = transport  # as it was chosen
+        self._closed = False
+        self.switch = Switch()  # of its buffers' direct calls
+        self.switch.open = True
+        self._lock = threading.Lock()
+        self.calls = AsyncCalls()
+        self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
+        self.coordinator = Coordinator(address, credentials)
+        try:
+            session_id, lease, shared = self.coordinator.open_session(self.name, timeout)
+        except BaseException:
+            self.coordinator.close()
+            raise
+        self._session_id = session_id
+        checksums = shared.checksum if checksum is None else checksum
+        self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
+        weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
+        locate = functools.partial(_locate, weakref.ref(self))
+        self._links = Links(self.engine, locate, self.coordinator.tokens, ClientTls(credentials))
+        self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings(), credentials)
+        self._transports = make_transports(transport, self.engine, self._links, self.verbs)
+        self.renewals = Renewals()
+        self.session_ended = False
+        self._stop = threading.Event()
+        self._renewal = threading.Thread(
+            target=_renew,
+            args=(weakref.ref(self), self._stop, self.coordinator, session_id, self.name, lease),
+            name="smb-session",
+            daemon=True,
+        )
+        self._renewal.start()
+
+    def check_open(self) -> None:
+        """Raise UnavailableError where it was closed, Error in a child of fork."""
+        if self._closed:
+            raise UnavailableError("the client is closed; call smb.connect again")
+        if self.session_ended:
+            raise UnavailableError(SESSION_ENDED)
+        if self._pid != _current_pid:
+            raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
+
+    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
+        """Return the path to each segment."""
+        return for_each(
+            places,
+            lambda place: choose(self._transports, place, epoch, deadline),
+            lambda path: path.transport == Tcp.name,
+        )
+
+    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return a link on which changes of a segment go through its server."""
+        return choose_gated(self._transports, place, deadline)
+
+    def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Return the link for what waits at a segment's server."""
+        return choose_waits(self._transports, place, deadline)
+
+    def turns_of(self, buffer_id: int) -> Turns:
+        """Return the order of the async calls on a buffer: one for all objects of it."""
+        with self._lock:
+            turns = self._turns.get(buffer_id)
+            if turns is None:
+                turns = self._turns[buffer_id] = Turns()
+            return turns
+
+    def outages(self) -> Outages:
+        """Return which connections broke, and for how long."""
+        return self._links.outages()
+
+    def why_untrusted(self, server: str) -> str:
+        """See Links."""
+        return self._links.why_untrusted(server)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._closed
+
+    def close(self) -> bool:
+        """Leave the cluster; see Client.close. False where there was nothing to do: the second time, or in a child."""
+        if self._pid != _current_pid:
+            return False  # a child of fork has no part in its parent's session, and its locks may be held by nobody
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+            self.switch.open = False
+        self._stop.set()
+        self.renewals.close()
+        self.engine.close()
+        self.calls.close()
+        self._links.close()
+        for transport in {*self._transports, self.verbs}:
+            transport.close()
+        self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
+        try:
+            self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
+        except Error as error:
+            _log.debug("the session ends with its lease: %s", error)
+        self.coordinator.close()
+        self._links.join()  # what they asked for was closed: connections, queue pairs, the coordinator's channel
+        return True
+
+
+# os.getpid() is a system call, and small operations ask for it every time.
+_current_pid = os.getpid()
+
+
+def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | None:
+    """Ask the coordinator where a memory server is now."""
+    ours = session()
+    try:
+        servers = ours.coordinator.list_servers(_LOCATE_S) if ours is not None else []
+    except Error as error:
+        _log.debug("the coordinator does not say where %s is: %s", server, error)
+        return None
+    for found in servers:
+        if found.name == server:
+            return Whereabouts(
+                found.data_address, found.unix_path, found.instance_id, found.control_address, found.data_tls
+            )
+    return None
+
+
+def _after_fork() -> None:
+    global _current_pid
+    _current_pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _renew(
+    session: weakref.ref[ClusterSession],
+    stop: threading.Event,
+    coordinator: Coordinator,
+    session_id: int,
+    client_name: str,
+    lease: float,
+) -> None:
+    """Renew the session until it is closed or forgotten. A coordinator that is away disturbs nothing else."""
+    renewed_at = time.monotonic()
+    while True:
+        due_s = max(0.0, renewed_at + lease / _RENEWALS_PER_LEASE - time.monotonic())
+        if stop.wait(min(due_s, coordinator.tokens.next_s())):
+            return
+        if session() is None:
+            coordinator.close()
+            return
+        coordinator.tokens.renew()
+        if time.monotonic() < renewed_at + lease / _RENEWALS_PER_LEASE:
+            continue
+        renewed_at = time.monotonic()
+        try:
+            lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
+        except SessionEndedError as error:
+            _log.error("%s", error)
+            ours = session()
+            if ours is not None:
+                ours.session_ended = True
+                ours.switch.open = False
+                ours.engine.close()
+            return
+        except Error as error:
+            _log.debug("the session was not renewed: %s", error)

@@ -1,0 +1,107 @@
+"""A buffer's segments as the engine reaches them, and the direct methods that go there without Python's detour."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import numpy as np
+
+from smb._direct import Method, Place, Switch, forked, look_address, set_up
+from smb._engine import ffi, lib
+from smb.engine.arithmetic import layout_of
+from smb.engine.calls import Outcome, Request, memory_of, outcome_of
+from smb.engine.enums import Opcode, check
+from smb.engine.links import EngineClient, Link, Segment
+
+set_up(
+    int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer"))),
+    int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer_at_once"))),
+    np.ndarray,
+)
+lib.smb_set_look(ffi.cast("int (*)(void)", look_address()))
+os.register_at_fork(after_in_child=forked)
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def direct(opcode: Opcode) -> Callable[[Function], Function]:
+    """Put the direct path (csrc/python/direct.c) in front of a method of a class that has a Place in its slot `_place`.
+
+    READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
+    value); COMPARE_SWAP: (index, expected, new). With others, or where these are not the usual ones, the method itself
+    is called.
+    """
+
+    def put_in_front(function: Function) -> Function:
+        return cast(Function, Method(opcode, function))
+
+    return put_in_front
+
+
+class BufferHandle:
+    """A buffer's segments as reached by one client. Complete once every segment is set; then any thread may call it."""
+
+    def __init__(
+        self, client: EngineClient, nbytes: int, stripe_bytes: int, chunk_bytes: int, segment_count: int, dtype: int
+    ) -> None:
+        made = ffi.new("struct smb_buffer **")
+        layout = layout_of(nbytes, stripe_bytes, chunk_bytes, segment_count)
+        check(lib.smb_buffer_create(client.pointer, layout, dtype, made))
+        self._client = client
+        self.pointer = ffi.gc(made[0], lib.smb_buffer_destroy)
+
+    def set_link(self, index: int, segment_id: int, epoch: int, link: Link) -> None:
+        """Reach segment `index` over a link."""
+        check(lib.smb_buffer_set_link(self.pointer, index, segment_id, epoch, link.pointer))
+
+    def set_local(self, index: int, segment: Segment) -> None:
+        """Reach segment `index` through its mapping."""
+        check(lib.smb_buffer_set_local(self.pointer, index, segment.pointer))
+
+    def transfer(self, request: Request, timeout_ms: int, others: Sequence[BufferHandle] = ()) -> Outcome | int:
+        """Do one call, with other buffers as its source or state. Blocks up to timeout_ms.
+
+        Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
+        """
+        outcome = ffi.new("struct smb_outcome *")
+        opcode, offset, nbytes, source, sink, op, scale, argument, expected, wire, token, indices, hyper = request
+        if not (wire or token or others):  # without a struct, which takes as long to fill as a small call
+            status = lib.smb_call(
+                self.pointer, opcode, offset, nbytes, source, sink, op, scale, argument, expected, timeout_ms, outcome
+            )
+            return int(outcome.result) if status == 0 else outcome_of(outcome)
+        raw = ffi.new("struct smb_request *")
+        raw.opcode, raw.op, raw.scale = opcode, op, scale
+        raw.offset, raw.bytes = offset, nbytes
+        raw.source, raw.sink = source, sink
+        raw.wire, raw.argument = wire, argument
+        raw.token, raw.fenced = token, token != 0
+        raw.timeout_ms = timeout_ms
+        if indices is not None:
+            raw.indices, raw.count = ffi.cast("int64_t *", memory_of(indices)), indices.size
+        if others:
+            raw.other = others[0].pointer
+            for index, state in enumerate(others[1:]):
+                raw.states[index] = state.pointer
+        for name, value in (hyper or {}).items():
+            setattr(raw.hyper, name, value)
+        return 0 if lib.smb_transfer(self.pointer, raw, outcome) == 0 else outcome_of(outcome)
+
+    def arm(
+        self, place: Place, client: Switch, quiet: Switch, size: int, itemsize: int, code: str, timeout_ms: int
+    ) -> None:
+        """Let the place's direct methods come here: `size` elements of the buffer protocol's format `code`."""
+        place.arm(self, client, quiet, int(ffi.cast("uintptr_t", self.pointer)), size, itemsize, code, timeout_ms)
+
+    def map(self) -> tuple[int, int]:
+        """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""
+        address, nbytes = ffi.new("void **"), ffi.new("uint64_t *")
+        check(lib.smb_buffer_map(self.pointer, address, nbytes))
+        return int(ffi.cast("uintptr_t", address[0])), int(nbytes[0])
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Undo BufferHandle.map."""
+    lib.smb_buffer_unmap(ffi.cast("void *", address), nbytes)

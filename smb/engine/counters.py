@@ -1,0 +1,58 @@
+"""What a client has done, as the engine counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from smb._engine import ffi, lib
+from smb.engine.enums import KINDS, TRANSPORTS, status_name
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How many took how long: counts between the edges of metric_names.LATENCY_EDGES, and the sum of all in seconds."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCounters:
+    """What a client has done since it was asked to count: by (transport, kind), failed calls by status."""
+
+    operations: dict[tuple[str, str], int]
+    transferred_bytes: dict[tuple[str, str], int]
+    failed: dict[str, int]
+    repeated_total: int
+    spoilt_total: int
+    latencies: dict[tuple[str, str], Latency]
+
+
+def latencies_of(raw: Any, transports: Mapping[int, str], kinds: Mapping[int, str]) -> dict[tuple[str, str], Latency]:
+    """Read a struct smb_latencies; what never happened is left out."""
+    width = lib.SMB_LATENCY_BUCKETS + 1
+    cells = np.frombuffer(ffi.buffer(raw), dtype=np.uint64).reshape(-1, lib.SMB_OPCODE_COUNT, width)
+    found = {}
+    for t, k in np.argwhere(cells[:, :, :-1].any(axis=2)):
+        counts = tuple(int(count) for count in cells[t, k, :-1])
+        found[transports[int(t)], kinds[int(k)]] = Latency(counts, int(cells[t, k, -1]) / 1e9)
+    return found
+
+
+def counters_of(client: Any) -> ClientCounters:
+    """Read what a struct smb_client has counted."""
+    raw = ffi.new("struct smb_client_counters *")
+    lib.smb_client_counters(client, raw)
+    cells = [(t, transport, k, kind) for t, transport in TRANSPORTS.items() for k, kind in KINDS.items()]
+    return ClientCounters(
+        operations={(over, kind): int(raw.operations[t][k]) for t, over, k, kind in cells if raw.operations[t][k]},
+        transferred_bytes={(over, kind): int(raw.bytes[t][k]) for t, over, k, kind in cells if raw.operations[t][k]},
+        failed={status_name(s): int(raw.failed[s]) for s in range(lib.SMB_STATUS_COUNT) if raw.failed[s]},
+        repeated_total=int(raw.repeated_total),
+        spoilt_total=int(raw.spoilt_total),
+        latencies=latencies_of(ffi.addressof(raw, "latencies"), TRANSPORTS, KINDS),
+    )

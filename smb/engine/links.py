@@ -1,0 +1,269 @@
+"""A client's side of the engine: sessions, links to servers, mapped segments, requests that may wait."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from smb._direct import take_interrupt
+from smb._engine import ffi, lib
+from smb.engine.arithmetic import check_isa
+from smb.engine.calls import UnknownParts
+from smb.engine.counters import ClientCounters, counters_of
+from smb.engine.enums import DENIED, AskOpcode, EngineError, Lane, PartState, Status, check
+from smb.errors import InvalidArgumentError
+
+
+class Segment:
+    """A local mapping of a segment."""
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = ffi.gc(pointer, lib.smb_segment_release)
+
+    def shared(self) -> bool:
+        """Whether its locks still hold for this process: not once its server runs in another PID namespace."""
+        return bool(lib.smb_segment_is_shared(self.pointer))
+
+    def version(self) -> tuple[int, int]:
+        """(version published, version whose publication has begun, 0 for none ever)."""
+        version, writing = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        lib.smb_segment_version(self.pointer, version, writing)
+        return int(version[0]), int(writing[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a session may do with a segment until when; see csrc/base/access.h."""
+
+    segment_id: int
+    epoch: int
+    rights: int
+    generation: int
+    expires_at_ms: int
+    secret: bytes = field(repr=False)
+
+
+class Tls:
+    """What a connection inside TLS takes: an authority, a certificate of it and its key, as PEM."""
+
+    def __init__(self, ca: bytes, certificate: bytes, key: bytes) -> None:
+        """Raises InvalidArgumentError where they do not belong together."""
+        made, why = ffi.new("struct smb_tls **"), _room_for_why()
+        status = lib.smb_tls_create(ca, certificate, key, made, why)
+        if status == Status.INVALID:
+            raise InvalidArgumentError(f"credentials: they do not belong together ({ffi.string(why).decode()})")
+        check(status)
+        self.pointer = ffi.gc(made[0], lib.smb_tls_release)
+
+
+class EngineClient:
+    """The links and calls of one session."""
+
+    def __init__(self, session_id: int, *, checksums: bool = False, proofs: bool = False) -> None:
+        """proofs: servers must prove that they know the key of a token before they get anything else."""
+        made = ffi.new("struct smb_client **")
+        check_isa()
+        check(lib.smb_client_create(session_id, made))
+        self.pointer = ffi.gc(made[0], lib.smb_client_destroy)
+        self.checksums = checksums
+        if checksums:
+            lib.smb_client_use_checksums(self.pointer)
+        if proofs:
+            lib.smb_client_want_proof(self.pointer)
+
+    def spoilt(self) -> int:
+        """How many answers have arrived that were not what was sent; only checksums tell."""
+        return int(lib.smb_client_spoilt(self.pointer))
+
+    def count(self) -> None:
+        """Count what is done from here on: unasked it is not done, as it costs calls in shared memory nanoseconds."""
+        lib.smb_client_count(self.pointer)
+
+    def counters(self) -> ClientCounters:
+        """Return what was counted."""
+        return counters_of(self.pointer)
+
+    def close(self) -> None:
+        """Fail every call in progress over a link, and every later one. Local segments go on working."""
+        lib.smb_client_close(self.pointer)
+
+    def connect_tcp(self, host: str, port: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """Return a link to a numeric address and the server's instance id. Blocks up to timeout_ms. EngineError."""
+        return self._connect(lib.smb_client_connect_tcp, host.encode(), port, lane, timeout_ms)
+
+    def connect_unix(self, path: str, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """As connect_tcp, over a server's Unix socket."""
+        return self._connect(lib.smb_client_connect_unix, os.fsencode(path), lane, timeout_ms)
+
+    def connect_tls(
+        self, host: str, port: int, tls: Tls, expected: str, lane: Lane, timeout_ms: int
+    ) -> tuple[Link, int]:
+        """As connect_tcp, inside TLS, to the server whose certificate is for the name `expected`. EngineError UNTRUSTED
+        says who answers instead, or why it refuses us.
+        """
+        arguments = (host.encode(), port, tls.pointer, expected.encode(), lane, timeout_ms)
+        return self._connect(lib.smb_client_connect_tls, *arguments, why=_room_for_why())
+
+    def connect_reference(self, fd: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+        """As connect_tcp, on a connected stream socket, which is the engine's from here on, also where this fails;
+        requests travel by reference: whoever has the other end moves what they name.
+        """
+        return self._connect(lib.smb_client_connect_reference, fd, lane, timeout_ms)
+
+    def _connect(self, connect: Callable[..., int], *arguments: Any, why: Any = None) -> tuple[Link, int]:
+        made, instance = ffi.new("struct smb_link **"), ffi.new("uint64_t *")
+        reason = () if why is None else (why,)
+        check(connect(self.pointer, *arguments, made, instance, *reason), why)
+        return Link(self, made[0]), int(instance[0])
+
+    def wait_down(self, timeout_ms: int) -> int | None:
+        """Return the id of a link that has calls but no connection, None if there is none in time. EngineError once
+        closed.
+
+        The caller resumes it or lets it go.
+        """
+        link_id = ffi.new("uint64_t *")
+        status = lib.smb_client_wait_down(self.pointer, timeout_ms, link_id)
+        if status == Status.TIMEOUT:
+            return None
+        check(status)
+        return int(link_id[0])
+
+    def resolve(self, unknown: UnknownParts, timeout_ms: int) -> list[tuple[int, int, PartState]]:
+        """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
+        TIMEOUT.
+        """
+        status = lib.smb_unknown_resolve(self.pointer, unknown.pointer, timeout_ms)
+        if (interrupt := take_interrupt()) is not None:
+            raise interrupt
+        check(status)
+        offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
+        parts: list[tuple[int, int, PartState]] = []
+        while lib.smb_unknown_part(unknown.pointer, len(parts), offset, length, state):
+            parts.append((int(offset[0]), int(length[0]), PartState(state[0])))
+        return parts
+
+
+class Link:
+    """A lane to a server, over one connection after the other."""
+
+    def __init__(self, client: EngineClient, pointer: Any) -> None:
+        self._client = client  # the C side points to the client's
+        self.pointer = ffi.gc(pointer, functools.partial(_close_link, os.getpid()))
+        self.id = int(lib.smb_link_id(pointer))
+
+    def alive(self) -> bool:
+        """Whether it may be used: it was not closed. It need not have a connection now."""
+        return bool(lib.smb_link_alive(self.pointer))
+
+    def connected(self) -> bool:
+        """Whether it has a connection, as far as is known."""
+        return bool(lib.smb_link_connected(self.pointer))
+
+    def wanted(self) -> bool:
+        """Whether calls wait for it to have a connection."""
+        return bool(lib.smb_link_wanted(self.pointer))
+
+    def resume_tcp(self, host: str, port: int, accept_instance: int, timeout_ms: int) -> int:
+        """Connect it again, to the same server or to the run `accept_instance` of it; return the run. EngineError."""
+        return self._resume(lib.smb_link_resume_tcp, host.encode(), port, accept_instance, timeout_ms)
+
+    def resume_unix(self, path: str, accept_instance: int, timeout_ms: int) -> int:
+        """As resume_tcp, over the server's Unix socket."""
+        return self._resume(lib.smb_link_resume_unix, os.fsencode(path), accept_instance, timeout_ms)
+
+    def resume_tls(self, host: str, port: int, tls: Tls, expected: str, accept_instance: int, timeout_ms: int) -> int:
+        """As resume_tcp, inside TLS; see connect_tls."""
+        arguments = (host.encode(), port, tls.pointer, expected.encode(), accept_instance, timeout_ms)
+        return self._resume(lib.smb_link_resume_tls, *arguments, why=_room_for_why())
+
+    def resume_reference(self, fd: int, accept_instance: int, timeout_ms: int) -> int:
+        """As resume_tcp, on a socket such as connect_reference takes."""
+        return self._resume(lib.smb_link_resume_reference, fd, accept_instance, timeout_ms)
+
+    def _resume(self, resume: Callable[..., int], *arguments: Any, why: Any = None) -> int:
+        instance = ffi.new("uint64_t *")
+        reason = () if why is None else (why,)
+        check(resume(self.pointer, *arguments, instance, *reason), why)
+        return int(instance[0])
+
+    def let_go(self) -> None:
+        """Stop trying to connect it."""
+        lib.smb_link_let_go(self.pointer)
+
+    def authorize(self, token: Token, timeout_ms: int) -> None:
+        """Show a token, on the connection of now and on every later one. Blocks up to timeout_ms. EngineError DENIED
+        where the server does not take it, with the reason.
+        """
+        shown, why = ffi.new("struct smb_token *"), ffi.new("uint64_t *")
+        shown.segment, shown.epoch, shown.rights = token.segment_id, token.epoch, token.rights
+        shown.generation, shown.expires_ms = token.generation, token.expires_at_ms
+        ffi.memmove(shown.secret, token.secret, len(token.secret))
+        status = lib.smb_link_authorize(self.pointer, shown, timeout_ms, why)
+        if status == Status.DENIED:
+            raise EngineError(status, why=DENIED.get(why[0], ""))
+        if status == Status.UNTRUSTED:
+            raise EngineError(status)
+        check(status)
+
+    def attach(self, segment_id: int, epoch: int, timeout_ms: int) -> Segment:
+        """Map a segment of the server behind this Unix link. One caller at a time. EngineError."""
+        made = ffi.new("struct smb_segment **")
+        check(lib.smb_link_attach(self.pointer, segment_id, epoch, timeout_ms, made))
+        return Segment(made[0])
+
+    def ask(self, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, *words: int) -> PendingRequest:
+        """Send one request of those that may wait; the lane is one for waits."""
+        return PendingRequest(self, opcode, segment_id, epoch, argument, words)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a PendingRequest. `sent`: the request may have reached the server."""
+
+    status: Status
+    sent: bool
+    a: int
+    b: int
+
+
+class PendingRequest:
+    """One request that may wait for long. `end` it."""
+
+    def __init__(
+        self, link: Link, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, words: tuple[int, ...]
+    ) -> None:
+        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_pending **")
+        ask.opcode, ask.segment, ask.epoch, ask.argument = opcode, segment_id, epoch, argument
+        for index, word in enumerate(words):
+            ask.words[index] = word
+        check(lib.smb_ask_start(link.pointer, ask, made))
+        self.link = link
+        self._reply = ffi.new("struct smb_reply *")
+        self._pointer: Any = made[0]
+
+    def wait(self, timeout_ms: int) -> Reply | None:
+        """Return the answer, None if there is none in time. May be called again."""
+        status = lib.smb_ask_wait(self._pointer, timeout_ms, self._reply)
+        if status == Status.BUSY:
+            return None
+        return Reply(Status(status), bool(self._reply.sent), int(self._reply.a), int(self._reply.b))
+
+    def end(self) -> None:
+        """Forget it. A request without an answer is given up."""
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            lib.smb_ask_end(pointer)
+
+
+def _close_link(made_by_pid: int, pointer: Any) -> None:
+    # A child of fork shares the connection: shutting it down there would end it under its parent's calls.
+    if os.getpid() == made_by_pid:
+        lib.smb_link_close(pointer)
+
+
+def _room_for_why() -> Any:
+    return ffi.new("char[]", lib.SMB_WHY_BYTES)

@@ -1,0 +1,464 @@
+/* Tokens between a client's links and a guarded server: shown while calls run, renewed, shown again on each new connection. */
+#include <pthread.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "base/access.h"
+#include "base/frame.h"
+#include "base/sha256.h"
+#include "client/client.h"
+#include "client/link.h"
+#include "pump.h"
+#include "server/grants.h"
+
+enum { ELEMENTS = 3 * 1024, SESSION = 77, CALLS = 300 };
+static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};
+static const uint8_t key[SMB_KEY_BYTES] = "shared with the coordinator";
+
+static struct smb_token token_of(uint64_t segment, uint32_t rights, uint64_t expires_ms)
+{
+    struct smb_token token = {.segment = segment, .epoch = RIG_EPOCH, .rights = rights, .generation = 4, .expires_ms = expires_ms};
+    uint8_t text[56] = "smb token 1";
+    smb_store64(text + 16, SESSION);
+    smb_store64(text + 24, segment);
+    smb_store64(text + 32, RIG_EPOCH | (uint64_t)rights << 32);
+    smb_store64(text + 40, token.generation);
+    smb_store64(text + 48, expires_ms);
+    smb_hmac_sha256(key, sizeof key, text, sizeof text, token.secret);
+    return token;
+}
+
+static int set_key(struct smb_server *server, uint32_t generation, uint64_t now_ms)
+{
+    struct smb_key set = {.generation = generation};
+    memcpy(set.bytes, key, sizeof set.bytes);
+    return smb_server_set_keys(server, 1, &set, now_ms);
+}
+
+static int show(struct smb_link *link, const struct smb_token *token)
+{
+    uint64_t why;
+    return smb_link_authorize(link, token, RIG_TIMEOUT_MS, &why);
+}
+
+static uint64_t why_not(struct smb_link *link, const struct smb_token *token)
+{
+    uint64_t why;
+    CHECK_EQ(smb_link_authorize(link, token, RIG_TIMEOUT_MS, &why), SMB_DENIED);
+    return why;
+}
+
+struct rigged {
+    struct rig rig;
+    struct smb_client *client;
+    struct smb_link *link;
+    struct smb_buffer *buffer;
+};
+
+static void meet(struct smb_server *server, int *end)
+{
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    CHECK_EQ(smb_server_adopt(server, ends[0], SMB_TRANSPORT_TCP), SMB_OK);
+    *end = ends[1];
+}
+
+static void adopt(struct rigged *rigged, int *end)
+{
+    meet(rigged->rig.servers[0], end);
+}
+
+static void set_up(struct rigged *rigged)
+{
+    uint64_t instance;
+    int end;
+    rig_start(&rigged->rig, LAYOUT, SMB_INT64);
+    smb_server_guard(rigged->rig.servers[0]); /* no connection was made yet */
+    CHECK_EQ(set_key(rigged->rig.servers[0], 4, 1000000), SMB_OK);
+    CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
+    adopt(rigged, &end);
+    CHECK_EQ(smb_client_connect_fd(rigged->client, end, 0, RIG_TIMEOUT_MS, &rigged->link, &instance), SMB_OK);
+    CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link), SMB_OK);
+}
+
+static void take_down(struct rigged *rigged)
+{
+    smb_buffer_destroy(rigged->buffer);
+    smb_link_close(rigged->link);
+    smb_client_close(rigged->client);
+    smb_client_destroy(rigged->client);
+    rig_stop(&rigged->rig);
+}
+
+static int64_t words[ELEMENTS];
+
+static struct smb_request add(void)
+{
+    for (int i = 0; i < ELEMENTS; i++)
+        words[i] = 1;
+    return (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof words, .source = words};
+}
+
+/* Without one nothing is done; one to read reads; one to write writes; one of another key, or that has expired, is none. */
+static void rights_on_a_link(void)
+{
+    struct rigged rigged;
+    static int64_t found[ELEMENTS];
+    struct smb_request read = {.opcode = SMB_READ, .bytes = sizeof found, .sink = found};
+    set_up(&rigged);
+    uint64_t segment = rig_segment_id(0, 0);
+    CHECK_EQ(reach_try(rigged.buffer, read), SMB_DENIED);
+    struct smb_token reader = token_of(segment, SMB_RIGHT_READ, 2000000), writer = token_of(segment, 3, 2000000);
+    struct smb_token late = token_of(segment, 3, 1000000), forged = writer;
+    forged.secret[31] ^= 1;
+    CHECK_EQ(why_not(rigged.link, &late), SMB_DENIED_EXPIRED);
+    CHECK_EQ(why_not(rigged.link, &forged), SMB_DENIED_PROOF);
+    CHECK_EQ(reach_try(rigged.buffer, read), SMB_DENIED);
+    CHECK_EQ(show(rigged.link, &reader), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, read), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
+    CHECK_EQ(show(rigged.link, &writer), SMB_OK);
+    must(rigged.buffer, add());
+    must(rigged.buffer, read);
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], 1);
+    take_down(&rigged);
+}
+
+/* By none of the three ways that lead to a link. */
+static void nothing_goes_to(struct smb_link *link)
+{
+    struct smb_buffer *buffer;
+    struct smb_segment *segment;
+    struct smb_pending *pending;
+    uint64_t id = rig_segment_id(0, 0);
+    struct smb_ask ask = {.opcode = SMB_LOCK, .segment = id, .epoch = RIG_EPOCH};
+    CHECK_EQ(smb_buffer_create(link->client, &LAYOUT, SMB_INT64, &buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(buffer, 0, id, RIG_EPOCH, link), SMB_UNTRUSTED);
+    smb_buffer_destroy(buffer);
+    CHECK_EQ(smb_ask_start(link, &ask, &pending), SMB_UNTRUSTED);
+    CHECK_EQ(smb_link_attach(link, id, RIG_EPOCH, RIG_TIMEOUT_MS, &segment), SMB_UNTRUSTED);
+}
+
+/* A client that wants proof takes a connection from a server that knows the token's key, and from no other, at first and again. One
+ * that refuses all tokens, and has proved none, is left; and its word is not enough to forget them. */
+static void servers_prove_tokens(void)
+{
+    struct rigged rigged;
+    struct smb_client *client;
+    struct smb_link *link, *stray;
+    struct smb_buffer *buffer;
+    static int64_t found[ELEMENTS];
+    uint64_t instance, segment = rig_segment_id(0, 0);
+    int end;
+    set_up(&rigged);
+    struct smb_server *right = rigged.rig.servers[0], *other = rigged.rig.servers[1]; /* which says OK to any token */
+    struct smb_token token = token_of(segment, 3, 2000000);
+    CHECK_EQ(smb_client_create(SESSION, &client), SMB_OK);
+    smb_client_want_proof(client);
+    meet(right, &end);
+    CHECK_EQ(smb_client_connect_fd(client, end, 1, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+    CHECK_EQ(show(link, &token), SMB_OK);
+    CHECK_EQ(smb_buffer_create(client, &LAYOUT, SMB_INT64, &buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(buffer, 0, segment, RIG_EPOCH, link), SMB_OK);
+    must(buffer, add());
+    meet(right, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    must(buffer, add());
+
+    meet(other, &end);
+    CHECK_EQ(smb_client_connect_fd(client, end, 2, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
+    nothing_goes_to(stray);
+    CHECK_EQ(show(stray, &token), SMB_UNTRUSTED);
+    CHECK_EQ(smb_link_alive(stray), 0);
+    smb_link_close(stray);
+    meet(other, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 1001, RIG_TIMEOUT_MS, &instance), SMB_UNTRUSTED);
+    CHECK_EQ(instance, 1001);
+
+    CHECK_EQ(set_key(right, 5, 1000000), SMB_OK);
+    meet(right, &end);
+    CHECK_EQ(smb_client_connect_fd(client, end, 3, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
+    CHECK_EQ(why_not(stray, &token), SMB_DENIED_GENERATION);
+    nothing_goes_to(stray);
+    CHECK_EQ(smb_link_alive(stray), 0);
+    smb_link_close(stray);
+    meet(right, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_UNTRUSTED);
+    CHECK_EQ(set_key(right, 4, 1000000), SMB_OK);
+    meet(right, &end);
+    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    must(buffer, add());
+    must(buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], 3);
+    smb_buffer_destroy(buffer);
+    smb_link_close(link);
+    smb_client_close(client);
+    smb_client_destroy(client);
+    take_down(&rigged);
+}
+
+/* Gives the link another connection whenever it has none. */
+static void *tend(void *argument)
+{
+    struct rigged *rigged = argument;
+    uint64_t id, instance;
+    while (smb_client_wait_down(rigged->client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
+        int end;
+        adopt(rigged, &end);
+        CHECK_EQ(smb_link_resume_fd(rigged->link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    }
+    return NULL;
+}
+
+/* Renews the token over and over, and breaks the connection now and then. */
+static void *renew(void *argument)
+{
+    struct rigged *rigged = argument;
+    for (int i = 0; i < CALLS; i++) {
+        struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000 + (uint64_t)i);
+        int status = show(rigged->link, &token);
+        CHECK(status == SMB_OK);
+    }
+    return NULL;
+}
+
+static void *call(void *argument)
+{
+    struct rigged *rigged = argument;
+    static int64_t ones[ELEMENTS];
+    for (int i = 0; i < ELEMENTS; i++)
+        ones[i] = 1;
+    for (int i = 0; i < CALLS; i++)
+        must(rigged->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof ones,
+                                                  .source = ones, .timeout_ms = RIG_TIMEOUT_MS});
+    return NULL;
+}
+
+/* Each new connection is shown what the link has, before the calls that wait go on there: none of them is refused, and each
+ * counts once. */
+static void tokens_follow_the_link(void)
+{
+    static struct rigged rigged;
+    pthread_t tender, renewer, caller;
+    set_up(&rigged);
+    struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
+    CHECK_EQ(show(rigged.link, &token), SMB_OK);
+    pthread_create(&tender, NULL, tend, &rigged);
+    pthread_create(&renewer, NULL, renew, &rigged);
+    pthread_create(&caller, NULL, call, &rigged);
+    /* The lane's newest connection ends the one before: one that proves itself does, so each of these breaks the link's. */
+    for (int i = 0; i < 10; i++) {
+        struct smb_client *other;
+        struct smb_link *link;
+        uint64_t instance;
+        int end;
+        usleep(3000);
+        adopt(&rigged, &end);
+        CHECK_EQ(smb_client_create(SESSION, &other), SMB_OK);
+        CHECK_EQ(smb_client_connect_fd(other, end, 0, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+        CHECK_EQ(show(link, &token), SMB_OK);
+        smb_link_close(link);
+        smb_client_close(other);
+        smb_client_destroy(other);
+    }
+    pthread_join(caller, NULL);
+    pthread_join(renewer, NULL);
+    static int64_t found[ELEMENTS];
+    must(rigged.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], CALLS);
+    smb_client_close(rigged.client);
+    pthread_join(tender, NULL);
+    take_down(&rigged);
+}
+
+/* ---- by record ---------------------------------------------------------------------------------------------------- */
+
+enum { BREAKS = 6 };
+
+struct by_record {
+    struct rigged rigged;
+    struct pump pumps[2 * BREAKS];
+    int made;
+};
+
+/* Gives the link another connection whenever it has none; the first ones break too. */
+static void *tend_by_record(void *argument)
+{
+    struct by_record *self = argument;
+    uint64_t id, instance;
+    while (smb_client_wait_down(self->rigged.client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
+        struct pump *pump = &self->pumps[self->made++];
+        pump->break_after = self->made < BREAKS ? 9 : 0; /* HELLO and three tokens are four of these */
+        pump_start(pump, self->rigged.rig.servers[0]);
+        CHECK_EQ(smb_link_resume_reference(self->rigged.link, pump->client_end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    }
+    return NULL;
+}
+
+/* Tokens are shown by record on a connection that is there, and again on each one that follows it: no call is refused. */
+static void tokens_travel_by_record(void)
+{
+    static struct by_record self;
+    static int64_t found[ELEMENTS];
+    struct rigged *rigged = &self.rigged;
+    struct smb_recovery recovery;
+    uint64_t instance;
+    pthread_t tender;
+    rig_start(&rigged->rig, LAYOUT, SMB_INT64);
+    struct smb_server *server = rigged->rig.servers[0];
+    CHECK_EQ(smb_server_open_journal(server, scratch_path("journal"), &recovery), SMB_OK);
+    smb_server_guard(server);
+    CHECK_EQ(set_key(server, 4, 1000000), SMB_OK);
+    CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
+    pump_start(&self.pumps[self.made++], server);
+    self.pumps[0].break_after = 20;
+    CHECK_EQ(smb_client_connect_reference(rigged->client, self.pumps[0].client_end, 5, RIG_TIMEOUT_MS, &rigged->link, &instance), SMB_OK);
+    CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link), SMB_OK);
+    for (uint64_t i = 0; i < 3; i++) { /* more than one, so that one record follows another */
+        struct smb_token token = token_of(rig_segment_id(0, 0) + i, 3, 2000000);
+        CHECK_EQ(show(rigged->link, &token), SMB_OK);
+    }
+    CHECK_EQ(pthread_create(&tender, NULL, tend_by_record, &self), 0);
+    for (int i = 0; i < CALLS / 10; i++)
+        must(rigged->buffer, add());
+    must(rigged->buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(found[i], CALLS / 10);
+    CHECK(self.made >= BREAKS);
+    smb_buffer_destroy(rigged->buffer);
+    smb_client_close(rigged->client);
+    pthread_join(tender, NULL);
+    smb_link_close(rigged->link);
+    smb_client_destroy(rigged->client);
+    for (int i = 0; i < self.made; i++)
+        pump_join(&self.pumps[i]);
+    rig_stop(&rigged->rig);
+}
+
+/* Without a token a record gets nothing either. */
+static void records_without_a_token(void)
+{
+    struct rigged rigged;
+    static struct pump pump;
+    uint64_t instance;
+    rig_start(&rigged.rig, LAYOUT, SMB_INT64);
+    smb_server_guard(rigged.rig.servers[0]);
+    CHECK_EQ(set_key(rigged.rig.servers[0], 4, 1000000), SMB_OK);
+    CHECK_EQ(smb_client_create(SESSION, &rigged.client), SMB_OK);
+    pump_start(&pump, rigged.rig.servers[0]);
+    CHECK_EQ(smb_client_connect_reference(rigged.client, pump.client_end, 5, RIG_TIMEOUT_MS, &rigged.link, &instance), SMB_OK);
+    CHECK_EQ(smb_buffer_create(rigged.client, &LAYOUT, SMB_INT64, &rigged.buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged.buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged.link), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
+    struct smb_token reader = token_of(rig_segment_id(0, 0), SMB_RIGHT_READ, 2000000);
+    CHECK_EQ(show(rigged.link, &reader), SMB_OK);
+    CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
+    static int64_t found[ELEMENTS];
+    must(rigged.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    take_down(&rigged);
+    pump_join(&pump);
+}
+
+/* A set of keys takes the place of all before it, whatever their numbers: the coordinator's clock may have been put back. */
+static void keys_are_a_set(void)
+{
+    struct rigged rigged;
+    set_up(&rigged);
+    struct smb_server *server = rigged.rig.servers[0];
+    struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
+    struct smb_key set[SMB_KEYS_MAX + 1] = {{.generation = 1000}, {.generation = 1001}, {.generation = 1002}};
+    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* days ahead */
+    CHECK_EQ(why_not(rigged.link, &token), SMB_DENIED_GENERATION);
+    for (uint32_t i = 0; i < 3; i++)
+        set[i].generation = 3 + i;
+    memcpy(set[1].bytes, key, sizeof set[1].bytes);
+    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* put right */
+    CHECK_EQ(show(rigged.link, &token), SMB_OK);
+    CHECK_EQ(smb_server_set_keys(server, 0, set, 1000000), SMB_INVALID);
+    CHECK_EQ(smb_server_set_keys(server, SMB_KEYS_MAX + 1, set, 1000000), SMB_INVALID);
+    CHECK_EQ(show(rigged.link, &token), SMB_OK);
+    take_down(&rigged);
+}
+
+/* On the control plane a proof is good for its session, its segment, its rights and its time alone; and what was proved on a
+ * connection is no proof there. */
+static void proofs_for_the_control_plane(void)
+{
+    struct rig rig;
+    uint64_t left_ns = 0;
+    rig_start(&rig, LAYOUT, SMB_INT64);
+    struct smb_server *server = rig.servers[0];
+    struct smb_token token = token_of(5, SMB_RIGHT_READ, 2000000), shown = token;
+    uint8_t payload[SMB_AUTHORIZE_BYTES];
+    access_store(&token, &(struct access_connection){.session = SESSION, .lane = ACCESS_CONTROL_LANE}, payload);
+    memcpy(shown.secret, payload + 16, SMB_KEY_BYTES);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_BUSY);
+    CHECK_EQ(set_key(server, 4, 1000000), SMB_OK);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_OK);
+    CHECK(left_ns > 900000000000 && left_ns <= 1000000000000);
+    CHECK_EQ(smb_server_check_proof(server, SESSION + 1, &shown, &left_ns), SMB_DENIED);
+    struct smb_token wrong[5] = {shown, shown, shown, shown, shown};
+    wrong[0].segment++, wrong[1].rights |= SMB_RIGHT_WRITE, wrong[2].expires_ms++, wrong[3].epoch++, wrong[4].secret[0] ^= 1;
+    for (int i = 0; i < 5; i++)
+        CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[i], &left_ns), SMB_DENIED);
+    access_store(&token, &(struct access_connection){.session = SESSION, .lane = 5}, payload);
+    memcpy(wrong[4].secret, payload + 16, SMB_KEY_BYTES);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[4], &left_ns), SMB_DENIED);
+    CHECK_EQ(set_key(server, 4, 2000000), SMB_OK); /* its time is over */
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_DENIED);
+    rig_stop(&rig);
+}
+
+/* Hundreds of grants on one connection; each is found, those that expired make room. */
+static void grants_of_many_segments(void)
+{
+    struct grants grants = {0};
+    CHECK(!grants_find(&grants, 1));
+    for (uint64_t i = 1; i <= 1000; i++)
+        CHECK_EQ(grants_put(&grants, &(struct grant){.segment = i * 8, .expires_ns = i % 2 ? UINT64_MAX : 1, .rights = 1}), SMB_OK);
+    CHECK(grants.count < 1000);
+    for (uint64_t i = 1; i <= 1000; i += 2)
+        CHECK(grants_find(&grants, i * 8) && grants_find(&grants, i * 8)->rights == 1);
+    CHECK(!grants_find(&grants, 5) && !grants_find(&grants, 0));
+    CHECK_EQ(grants_put(&grants, &(struct grant){.segment = 8, .expires_ns = UINT64_MAX, .rights = 3}), SMB_OK);
+    CHECK_EQ(grants_find(&grants, 8)->rights, 3);
+    grants_clear(&grants);
+}
+
+/* FIPS 180-4's examples; HMAC is compared with others' in tests/security. */
+static void sha256_of_known_texts(void)
+{
+    static const struct {
+        const char *text;
+        uint8_t begins[4];
+    } known[] = {{"", {0xe3, 0xb0, 0xc4, 0x42}}, {"abc", {0xba, 0x78, 0x16, 0xbf}},
+                 {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", {0x24, 0x8d, 0x6a, 0x61}}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        struct sha256 hash;
+        uint8_t digest[SHA256_BYTES], other[SHA256_BYTES];
+        sha256_begin(&hash);
+        sha256_add(&hash, known[i].text, strlen(known[i].text));
+        sha256_end(&hash, digest);
+        CHECK(memcmp(digest, known[i].begins, 4) == 0);
+        memcpy(other, digest, sizeof other);
+        CHECK(sha256_same(digest, other));
+        for (int at = 0; at < SHA256_BYTES; at++) {
+            other[at] ^= 0x10;
+            CHECK(!sha256_same(digest, other));
+            other[at] ^= 0x10;
+        }
+    }
+}
+
+int main(void)
+{
+    static const struct test tests[] = {TEST(rights_on_a_link), TEST(servers_prove_tokens), TEST(tokens_follow_the_link),
+                                        TEST(grants_of_many_segments), TEST(tokens_travel_by_record), TEST(records_without_a_token),
+                                        TEST(proofs_for_the_control_plane), TEST(keys_are_a_set), TEST(sha256_of_known_texts)};
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,50 @@
+/* Connections that bring data are spread over the loops. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/client.h"
+#include "rig.h"
+#include "server/connection.h"
+#include "server/loop.h"
+#include "server/server.h"
+
+enum { CHUNK = 262144, CHUNKS = 8, BYTES = CHUNKS * CHUNK };
+static const struct smb_layout LAYOUT = {BYTES, CHUNK, CHUNK, 4}; /* two segments, of two chunks each, on each of the servers */
+
+static int loop_of(struct smb_server *server, uint64_t session, uint16_t lane)
+{
+    int index = -1;
+    pthread_mutex_lock(&server->lanes_lock);
+    for (const struct connection *connection = server->lanes; connection; connection = connection->lane_next)
+        if (connection->session == session && connection->lane == lane)
+            index = connection->loop->index;
+    pthread_mutex_unlock(&server->lanes_lock);
+    return index;
+}
+
+/* One connection of each of two clients would otherwise be on one loop, half of the time. */
+static void connections_of_a_lane_are_on_different_loops(void)
+{
+    struct rig rig;
+    struct reach reaches[4];
+    rig_start(&rig, LAYOUT, SMB_UINT8);
+    for (int i = 0; i < 4; i += 2) {
+        raw_connect(rig.ports[1]); /* the next one is accepted on the other loop */
+        reach_make(&reaches[i], &rig, BY_TCP, 34);
+        reach_make(&reaches[i + 1], &rig, BY_TCP, 35);
+        uint64_t one = reaches[i].client->session, other = reaches[i + 1].client->session;
+        WAIT_UNTIL(loop_of(rig.servers[1], one, 1) + loop_of(rig.servers[1], other, 1) == 1);
+    }
+    for (int i = 0; i < 4; i++)
+        reach_end(&reaches[i]);
+    rig_stop(&rig);
+}
+
+int main(void)
+{
+    static const struct test tests[] = {
+        TEST(connections_of_a_lane_are_on_different_loops),
+    };
+    return RUN_TESTS(tests);
+}

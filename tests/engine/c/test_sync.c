@@ -1,0 +1,674 @@
+/* What waits: the rules of locks, fences, barriers and versions, with the time passed in. */
+#include <pthread.h>
+
+#include "random.h"
+#include "sync_place.h"
+
+/* Who asked first is first; a repetition keeps its place by its age; tokens grow; a lease that runs out frees it. */
+static void locks(void)
+{
+    struct place place;
+    struct asked a, b, c, d;
+    place_make(&place);
+    CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
+    uint64_t first = a.answer.a;
+    CHECK(first > 0 && first % 2 == SYNC_USER);
+    CHECK_EQ(lock(&place, &d, 1, 1, 0, 0), SMB_OK); /* repeated */
+    CHECK_EQ(d.answer.a, first);
+    CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(lock(&place, &b, 2, 2, FOREVER, 0), SMB_DEFERRED);
+    place.now += 1000000;
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 500), SMB_DEFERRED); /* asked before b, says its age */
+    CHECK_EQ(lock(&place, &d, 4, 1, 300, 0), SMB_DEFERRED);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, first, 0), SMB_OK);
+    CHECK(c.answers == 1 && c.answer.status == SMB_OK && c.answer.a > first && b.answers == 0);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, first, 0), SMB_OK); /* repeated */
+    CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, first, 1000), SMB_LOCK_LOST);
+    pass(&place, SECOND / 2);
+    CHECK(d.answers == 1 && d.answer.status == SMB_TIMEOUT);
+    CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, c.answer.a, 1000), SMB_OK);
+    pass(&place, SECOND * 9 / 10);
+    CHECK_EQ(b.answers, 0);
+    pass(&place, SECOND / 5); /* its lease is over */
+    CHECK(b.answers == 1 && b.answer.status == SMB_OK && b.answer.a > c.answer.a);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, c.answer.a, 0), SMB_LOCK_LOST);
+    CHECK_EQ(ask(&place, &d, SMB_LOCK, 1, 9, 2, 1000, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &d, SMB_LOCK, 1, 9, SYNC_USER, 1, 0, 0), SMB_INVALID);
+    sync_end_session(place.sync, 2, place.now);
+    CHECK_EQ(lock(&place, &a, 1, 5, 0, 0), SMB_OK);
+    place_end(&place);
+}
+
+/* A restart keeps holder and tokens; nobody is granted in the grace after it, then the oldest first. */
+static void locks_over_a_restart(void)
+{
+    struct place place;
+    struct asked a, b, c;
+    place_make(&place);
+    CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
+    place_restart(&place);
+    CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, a.answer.a, 1000), SMB_OK);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, a.answer.a, 0), SMB_OK);
+    CHECK_EQ(lock(&place, &b, 2, 1, FOREVER, 10), SMB_DEFERRED);
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 2000), SMB_DEFERRED);
+    CHECK(b.answers + c.answers == 0);
+    pass(&place, SYNC_GRACE_MS * 1000000U);
+    CHECK(c.answers == 1 && b.answers == 0 && c.answer.a > a.answer.a);
+    CHECK(sync_forget(&b.waiter, place.now));
+    CHECK(!sync_forget(&c.waiter, place.now));
+    place_end(&place);
+}
+
+static void told_sooner(void *argument, uint64_t at_ns)
+{
+    *(uint64_t *)argument = at_ns;
+}
+
+/* In the grace its holder is answered at once, who only tries is sent away, and the clock is told when it is over. */
+static void grace(void)
+{
+    struct place place;
+    struct asked a, b, c;
+    uint64_t at_ns = 0;
+    place_make(&place);
+    CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
+    place_restart(&place);
+    sync_on_sooner(place.sync, told_sooner, &at_ns);
+    CHECK_EQ(lock(&place, &b, 1, 1, 0, 0), SMB_OK); /* repeated */
+    CHECK_EQ(b.answer.a, a.answer.a);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, a.answer.a, 0), SMB_OK);
+    CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(at_ns, place.now + SYNC_GRACE_MS * MS);
+    pass(&place, SYNC_GRACE_MS * MS - 1);
+    CHECK_EQ(c.answers, 0);
+    pass(&place, 1);
+    CHECK(c.answers == 1 && c.answer.status == SMB_OK);
+    place_end(&place);
+}
+
+/* A call whose time is a little behind does not take the longest lease for garbage; later than that is garbage. */
+static void longest_lease(void)
+{
+    struct place place;
+    struct asked a, b;
+    place_make(&place);
+    CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 1, SYNC_USER, SYNC_TTL_MS_MAX, 0, 0), SMB_OK);
+    place.now -= MS;
+    CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(sync_fence_enter(place.sync, a.answer.a, place.now), SMB_OK);
+    sync_fence_leave(place.sync);
+    place.now += MS;
+    place_restart(&place);
+    CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, a.answer.a, 1000), SMB_OK);
+    place.words->locks[SYNC_USER].expires_ns = place.now + SYNC_TTL_MS_MAX * MS + 1;
+    place_restart(&place);
+    CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, a.answer.a, 1000), SMB_LOCK_LOST);
+    place_end(&place);
+}
+
+/* Ten thousand that wait are granted in the order in which they first asked, whatever the order in which they came back. */
+static void long_queue(void)
+{
+    enum { MANY = 10000 };
+    struct place place;
+    struct asked holder, *many = calloc(MANY, sizeof *many);
+    struct random random = random_make(7);
+    place_make(&place);
+    place.now += 1000 * SECOND;
+    CHECK_EQ(lock(&place, &holder, MANY + 1, 1, 0, 0), SMB_OK);
+    for (uint64_t i = 0; i < MANY; i++)
+        CHECK_EQ(lock(&place, &many[i], i + 1, 1, FOREVER, random_below(&random, 50)), SMB_DEFERRED);
+    uint64_t token = holder.answer.a, since = 0;
+    for (int granted = 0; granted < MANY; granted++) {
+        CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_OK);
+        uint64_t session = place.words->locks[SYNC_USER].session;
+        uint64_t first_sent = many[session - 1].waiter.by_turn.key[0];
+        CHECK(many[session - 1].answers == 1 && first_sent >= since);
+        since = first_sent;
+        token = many[session - 1].answer.a;
+    }
+    place_end(&place);
+    free(many);
+}
+
+/* Only the holder's token is let through at the home; elsewhere the highest that was told. */
+static void fences(void)
+{
+    struct place home, other;
+    struct asked a, b;
+    place_make(&home);
+    place_make(&other);
+    CHECK_EQ(lock(&home, &a, 1, 1, 0, 0), SMB_OK);
+    CHECK_EQ(sync_fence_enter(home.sync, a.answer.a, home.now), SMB_OK);
+    sync_fence_leave(home.sync);
+    CHECK_EQ(sync_fence_enter(home.sync, a.answer.a, home.now + 2 * SECOND), SMB_LOCK_LOST);
+    CHECK_EQ(sync_fence_enter(home.sync, a.answer.a + 2, home.now), SMB_LOCK_LOST);
+    CHECK_EQ(sync_fence_enter(other.sync, a.answer.a, other.now), SMB_OK);
+    sync_fence_leave(other.sync);
+    pass(&home, 2 * SECOND);
+    CHECK_EQ(lock(&home, &b, 2, 1, 0, 0), SMB_OK);
+    CHECK_EQ(quick(&other, SMB_FENCE, SYNC_USER, b.answer.a, 0), SMB_OK);
+    CHECK_EQ(sync_fence_enter(other.sync, a.answer.a, other.now), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&other, SMB_FENCE, SYNC_USER, a.answer.a, 0), SMB_LOCK_LOST);
+    CHECK_EQ(sync_fence_enter(other.sync, 0, other.now), SMB_LOCK_LOST);
+    place_end(&home);
+    place_end(&other);
+}
+
+struct next_holder {
+    struct place place;
+    struct asked asked;
+    _Atomic int status;
+};
+
+static void *take_next(void *argument)
+{
+    struct next_holder *next = argument;
+    next->status = lock(&next->place, &next->asked, 2, 1, 0, 0);
+    return NULL;
+}
+
+/* A change that was let in ends before the next one holds the lock, also when its lease is over by then. */
+static void fenced_change_under_way(void)
+{
+    struct place place;
+    struct asked a;
+    pthread_t thread;
+    place_make(&place);
+    CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
+    CHECK_EQ(sync_fence_enter(place.sync, a.answer.a, place.now), SMB_OK);
+    struct next_holder next = {.place = place, .status = SMB_DEFERRED};
+    next.place.now += 2 * SECOND;
+    CHECK_EQ(pthread_create(&thread, NULL, take_next, &next), 0);
+    for (uint64_t end_ns = check_now_ns() + 50 * MS; check_now_ns() < end_ns;)
+        CHECK(next.status == SMB_DEFERRED && place.words->locks[SYNC_USER].token == a.answer.a);
+    sync_fence_leave(place.sync);
+    pthread_join(thread, NULL);
+    CHECK_EQ(next.status, SMB_OK);
+    place_end(&place);
+}
+
+/* All arrive, all leave; repetitions change nothing; the next round follows; other numbers of parties are refused. */
+static void barriers(void)
+{
+    struct place place;
+    struct asked a, b, c, waiting;
+    place_make(&place);
+    CHECK_EQ(ask(&place, &a, SMB_ARRIVE, 1, 1, 0, 2, 0, 0), SMB_OK);
+    CHECK(a.answer.a == 0 && a.answer.b == 0);
+    CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 1, 1, 0, 2, 0, 0), SMB_OK);
+    CHECK(c.answer.a == 0 && c.answer.b == 0);
+    CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 3, 1, 0, 3, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 3, 1, 0, 0, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 3, 1, 0, CAPACITY + 1, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 1, 2, 0, 5, FOREVER, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_BARRIER, 1, 2, 0, 0, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 2, 1, 0, 2, 0, 0), SMB_OK);
+    CHECK(b.answer.a == 0 && b.answer.b == 1);
+    CHECK(waiting.answers == 1 && waiting.answer.status == SMB_OK);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 2, 2, 0, 0, FOREVER, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 2, 1, 0, 2, 0, 0), SMB_OK); /* repeated when the round is over */
+    CHECK(c.answer.a == 0 && c.answer.b == 1);
+    CHECK_EQ(ask(&place, &a, SMB_ARRIVE, 1, 3, 0, 2, 0, 0), SMB_OK);
+    CHECK(a.answer.a == 1 && a.answer.b == 0);
+    place_end(&place);
+}
+
+static void seat_and_wait(struct place *place, uint64_t session, uint64_t timeout, struct asked *waiting)
+{
+    struct asked seat;
+    CHECK_EQ(ask(place, &seat, SMB_ARRIVE, session, place->now, 0, 3, 0, 0), SMB_OK);
+    CHECK_EQ(ask(place, waiting, SMB_AWAIT_BARRIER, session, place->now + 1, 0, seat.answer.a, timeout, 0), SMB_DEFERRED);
+}
+
+/* A timeout, an absence, a session's end and a restart that a party does not survive break the round for all in it. */
+static void broken_barriers(void)
+{
+    for (int how = 0; how < 4; how++) {
+        struct place place;
+        struct asked one, two, next;
+        place_make(&place);
+        seat_and_wait(&place, 1, FOREVER, &one);
+        seat_and_wait(&place, 2, how == 0 ? 100 : FOREVER, &two);
+        if (how == 1)
+            CHECK(sync_forget(&two.waiter, place.now));
+        if (how == 2)
+            sync_end_session(place.sync, 2, place.now);
+        if (how == 3) {
+            place_restart(&place);
+            CHECK_EQ(ask(&place, &one, SMB_AWAIT_BARRIER, 1, 7, 0, 0, FOREVER, 0), SMB_DEFERRED);
+        }
+        pass(&place, SECOND);
+        if (how == 1 || how == 3) {
+            CHECK_EQ(one.answers, 0);
+            pass(&place, SYNC_ABSENCE_MS * 1000000U);
+        }
+        CHECK(one.answers == 1 && one.answer.status == SMB_BROKEN);
+        CHECK_EQ(ask(&place, &next, SMB_AWAIT_BARRIER, 2, 99, 0, 0, FOREVER, 0), SMB_BROKEN);
+        CHECK_EQ(ask(&place, &next, SMB_ARRIVE, 1, 50, 0, 1, 0, 0), SMB_OK); /* the next round is clean */
+        CHECK_EQ(ask(&place, &next, SMB_AWAIT_BARRIER, 1, 51, 0, 1, FOREVER, 0), SMB_OK);
+        place_end(&place);
+    }
+}
+
+/* A party is there while as many of its calls wait as it has seats; else it has SYNC_ABSENCE_MS. */
+static void presence(void)
+{
+    struct place place;
+    struct asked seat, one, two, again;
+    place_make(&place);
+    seat_and_wait(&place, 1, FOREVER, &one);
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 1, 77, 0, 3, 0, 0), SMB_OK); /* a second thread of it */
+    CHECK_EQ(seat.answer.b, 1);
+    pass(&place, (SYNC_ABSENCE_MS - 1) * MS);
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_DEFERRED);
+    pass(&place, 100 * SECOND);
+    CHECK(one.answers + two.answers == 0);
+    CHECK(sync_forget(&two.waiter, place.now));
+    pass(&place, (SYNC_ABSENCE_MS - 1) * MS);
+    CHECK_EQ(ask(&place, &again, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_DEFERRED);
+    pass(&place, 100 * SECOND);
+    CHECK(one.answers + again.answers == 0);
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 1, 0, 0, FOREVER, 0), SMB_INVALID); /* it has no seat */
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 2, 1, 0, 3, 0, 0), SMB_OK);
+    CHECK(one.answer.status == SMB_OK && again.answer.status == SMB_OK && one.answers + again.answers == 2);
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 2, 2, 0, 3, 0, 0), SMB_OK);
+    pass(&place, SYNC_ABSENCE_MS * MS); /* it never waited */
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 3, 0, 1, FOREVER, 0), SMB_BROKEN);
+    seat_and_wait(&place, 1, FOREVER, &one);
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 1, 80, 0, 3, 0, 0), SMB_OK);
+    pass(&place, SYNC_ABSENCE_MS * MS); /* one of its two threads never did */
+    CHECK(one.answers == 1 && one.answer.status == SMB_BROKEN);
+    place_end(&place);
+}
+
+/* What became of a round is known for 62 rounds, over restarts; older ones are called broken. */
+static void old_rounds(void)
+{
+    struct place place;
+    struct asked asked;
+    struct random random = random_make(11);
+    bool broken[300];
+    place_make(&place);
+    for (uint64_t round = 0; round < 300; round++) {
+        broken[round] = random_below(&random, 2);
+        CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, 1, 2 * round + 1, 0, 1 + broken[round], 0, 0), SMB_OK);
+        CHECK(asked.answer.a == round && asked.answer.b == 0);
+        if (broken[round])
+            CHECK_EQ(ask(&place, &asked, SMB_AWAIT_BARRIER, 1, 2 * round + 2, 0, round, 0, 0), SMB_BROKEN);
+        if (random_below(&random, 4) == 0)
+            place_restart(&place);
+        uint64_t old = round - (round < 80 ? round : random_below(&random, 80));
+        CHECK_EQ(ask(&place, &asked, SMB_AWAIT_BARRIER, 1, 0, 0, old, FOREVER, 0),
+                 broken[old] || round + 1 - old > 62 ? SMB_BROKEN : SMB_OK);
+    }
+    place_end(&place);
+}
+
+/* Publications are numbered, wake who waits, and wait for pins on the copy that they overwrite. */
+static void versions(void)
+{
+    struct place place;
+    struct asked turn, waiting, pin, later;
+    place_make(&place);
+    CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_VERSION, 5, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &later, SMB_AWAIT_VERSION, 5, 2, 0, 2, 100, 0), SMB_DEFERRED);
+    for (uint64_t version = 1; version <= 3; version++) {
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, version, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
+        CHECK(turn.answer.b == version && turn.answer.a % 2 == SYNC_PUBLISHER);
+        CHECK_EQ(ask(&place, &pin, SMB_AWAIT_VERSION, 5, 3, 0, 0, 0, 0), SMB_OK);
+        CHECK(pin.answer.a == version - 1 && pin.answer.b == version);
+        CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version + 1), SMB_INVALID);
+        CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version - 1), SMB_INVALID);
+        CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a + 2, version), SMB_LOCK_LOST);
+        CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version), SMB_OK);
+        CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, version), SMB_OK); /* repeated */
+        if (version == 1) {
+            CHECK(waiting.answers == 1 && waiting.answer.a == 1 && later.answers == 0);
+            pass(&place, SECOND / 2);
+            CHECK(later.answers == 1 && later.answer.status == SMB_TIMEOUT && later.answer.a == 1);
+        }
+    }
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
+    CHECK_EQ(pin.answer.a, 3);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK); /* 4 overwrites the copy of 2 */
+    CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 4), SMB_OK);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED); /* 5 that of 3: pinned */
+    sync_end_session(place.sync, 6, place.now);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 5);
+    place_end(&place);
+}
+
+/* A pin holds for as long as was asked, SYNC_PIN_MS at most; to repeat it does not prolong it. */
+static void pins_run_out(void)
+{
+    struct place place;
+    struct asked pin, turn;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, SYNC_PIN_MS + 1, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2, 0, UINT64_MAX, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 3, 0, 2000, 0, 0), SMB_OK);
+    CHECK_EQ(pin.answer.a, 1);
+    publish(&place, 2);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
+    pass(&place, SECOND);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 3, 0, 2000, 0, 0), SMB_OK); /* repeated */
+    CHECK(pin.answer.a == 1 && turn.answers == 0);
+    pass(&place, SECOND - MS);
+    CHECK_EQ(turn.answers, 0);
+    pass(&place, MS);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 3);
+    place_end(&place);
+}
+
+/* A pin is one for each request, also if it is repeated; holds for SYNC_PIN_MS; and a session has not without end. */
+static void pins(void)
+{
+    struct place place;
+    struct asked one, two, turn;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &one, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &two, SMB_PIN, 6, 2, 0, 0, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &turn, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK); /* repeated */
+    CHECK(turn.answer.a == 1 && turn.answer.b == one.answer.b && one.answer.b != two.answer.b);
+    publish(&place, 2);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 9, SYNC_PUBLISHER, 1000, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
+    for (int twice = 0; twice < 2; twice++)
+        CHECK_EQ(ask(&place, &one, SMB_UNPIN, 6, 3, 0, one.answer.b ? one.answer.b : 1, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &one, SMB_UNPIN, 7, 3, 0, two.answer.b, 0, 0), SMB_OK); /* another's */
+    CHECK_EQ(turn.answers, 0);
+    pass(&place, SYNC_PIN_MS * MS);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 3);
+    uint64_t made = 0;
+    while (made < 100000 && ask(&place, &one, SMB_PIN, 8, made + 1, 0, 0, 0, 0) == SMB_OK)
+        made++;
+    CHECK(made >= 100 && made < 100000);
+    CHECK_EQ(ask(&place, &one, SMB_PIN, 9, 1, 0, 0, 0, 0), SMB_OK);
+    place_end(&place);
+}
+
+/* A pin that is renewed holds, until the publisher that waits will not any longer: it counts from the first that had to. */
+static void pins_renewed(void)
+{
+    struct place place;
+    struct asked pin, turn;
+    struct sync_answer answer;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
+    uint64_t name = pin.answer.b;
+    publish(&place, 2);
+    struct sync_request publication = {.opcode = SMB_LOCK, .session = 1, .sequence = 10, .argument = SYNC_PUBLISHER,
+                                       .words = {1000, 0, 0, 50000}};
+    CHECK_EQ(sync_ask(place.sync, &publication, &turn.waiter, place.now, &answer), SMB_TIMEOUT);
+    for (int i = 0; i < 49; i++) {
+        pass(&place, SECOND);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2 + (uint64_t)i, 0, 2000, name, 0), SMB_OK);
+        CHECK(pin.answer.a == 1 && pin.answer.b == name);
+    }
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, name, 0), SMB_LOCK_LOST); /* another's */
+    turn = (struct asked){.answers = 0};
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_OK); /* would wait 30 s: these are over */
+    CHECK_EQ(turn.answer.b, 3);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 100, 0, 2000, name, 0), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 3), SMB_OK);
+    place_end(&place);
+}
+
+/* One that waits has its turn when its time for readers is over, though they renew their pins. */
+static void pins_overtaken(void)
+{
+    struct place place;
+    struct asked pin, turn;
+    place_make(&place);
+    publish(&place, 1);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
+    uint64_t name = pin.answer.b;
+    publish(&place, 2);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
+    for (uint64_t i = 0; i < SYNC_PIN_MS / 1000 - 1; i++) {
+        pass(&place, SECOND);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2 + i, 0, 0, name, 0), SMB_OK);
+        CHECK_EQ(turn.answers, 0);
+    }
+    pass(&place, SECOND);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 3);
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 100, 0, 0, name, 0), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 3), SMB_OK);
+    publish(&place, 4);
+    place_end(&place);
+}
+
+/* A pin that kept a publisher from its turn and was let go counts for nothing against a later one. */
+static void pins_let_go(void)
+{
+    for (int how = 0; how < 3; how++) { /* let go, run out, its session ended */
+        struct place place;
+        struct asked pin, turn;
+        place_make(&place);
+        publish(&place, 1);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 1000, 0, 0), SMB_OK);
+        publish(&place, 2);
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, 0, 0), SMB_TIMEOUT);
+        if (how == 0)
+            CHECK_EQ(ask(&place, &turn, SMB_UNPIN, 6, 2, 0, pin.answer.b, 0, 0), SMB_OK);
+        if (how == 2)
+            sync_end_session(place.sync, 6, place.now);
+        pass(&place, 2 * SYNC_PIN_MS * MS);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, 0, 0), SMB_OK);
+        CHECK_EQ(pin.answer.a, 2);
+        publish(&place, 3);
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
+        pass(&place, SYNC_PIN_MS * MS / 2);
+        CHECK_EQ(turn.answers, 0);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 2, 0, 0, pin.answer.b, 0), SMB_OK);
+        pass(&place, SYNC_PIN_MS * MS / 2);
+        CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 4);
+        place_end(&place);
+    }
+}
+
+/* Whoever waits is told once that the session or the segment is gone; then nothing is done there any more. */
+static void ends(void)
+{
+    struct place place;
+    struct asked held, waits[4], late;
+    for (int whole = 0; whole < 2; whole++) {
+        place_make(&place);
+        CHECK_EQ(lock(&place, &held, 1, 1, 0, 0), SMB_OK);
+        CHECK_EQ(lock(&place, &waits[0], 2, 1, FOREVER, 0), SMB_DEFERRED);
+        CHECK_EQ(ask(&place, &waits[1], SMB_AWAIT_VERSION, 2, 2, 0, 5, FOREVER, 0), SMB_DEFERRED);
+        seat_and_wait(&place, 2, FOREVER, &waits[2]);
+        seat_and_wait(&place, 3, FOREVER, &waits[3]);
+        if (whole)
+            sync_close(place.sync, SMB_NOT_FOUND);
+        else
+            sync_end_session(place.sync, 2, place.now);
+        for (int i = 0; i < 4; i++)
+            CHECK(waits[i].answers == 1 && !sync_forget(&waits[i].waiter, place.now));
+        for (int i = 0; i < 3; i++)
+            CHECK_EQ(waits[i].answer.status, whole ? SMB_NOT_FOUND : SMB_SESSION_ENDED);
+        CHECK_EQ(waits[3].answer.status, whole ? SMB_NOT_FOUND : SMB_BROKEN);
+        CHECK_EQ(lock(&place, &late, 3, 9, 0, 0), whole ? SMB_NOT_FOUND : SMB_TIMEOUT);
+        CHECK_EQ(sync_tick(place.sync, place.now) == UINT64_MAX, whole);
+        place_end(&place);
+    }
+}
+
+/* A thousand that wait are told by one publication, each once. */
+static void thousand_waiters(void)
+{
+    enum { MANY = 1000 };
+    struct place place;
+    struct asked turn, *many = calloc(MANY, sizeof *many);
+    place_make(&place);
+    for (uint64_t i = 0; i < MANY; i++)
+        CHECK_EQ(ask(&place, &many[i], SMB_AWAIT_VERSION, i + 1, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 2, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
+    CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 1), SMB_OK);
+    for (int i = 0; i < MANY; i++)
+        CHECK(many[i].answers == 1 && many[i].answer.status == SMB_OK);
+    place_end(&place);
+    free(many);
+}
+
+static uint64_t cpu_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return (uint64_t)now.tv_sec * SECOND + (uint64_t)now.tv_nsec;
+}
+
+/* Processor time of 500 turns of all that looks among `many` who wait in the worst order: each asks before all others, awaits a
+ * version that never comes, has a deadline of its own; or has a pin, for which publishers wait. */
+static uint64_t time_among(uint64_t many, bool pinned)
+{
+    enum { TURNS = 500 };
+    struct place place;
+    struct asked holder, turn, again, late, pin, *locks = calloc(many, sizeof *locks), *versions = calloc(many, sizeof *versions);
+    place_make(&place);
+    place.now += 1000000 * SECOND;
+    CHECK_EQ(ask(&place, &holder, SMB_LOCK, 1, 1, SYNC_USER, SYNC_TTL_MS_MAX, 0, 0), SMB_OK);
+    for (uint64_t i = 0; i < many; i++) {
+        CHECK_EQ(lock(&place, &locks[i], 2 + i % 7, i, 1000000 + i, i), SMB_DEFERRED);
+        CHECK_EQ(ask(&place, &versions[i], SMB_AWAIT_VERSION, 2, i, 0, UINT64_MAX - i, 1000000 + i, 0), SMB_DEFERRED);
+        if (pinned)
+            CHECK_EQ(ask(&place, &pin, SMB_PIN, 20 + i / 1000, i + 1, 0, 0, 0, 0), SMB_OK);
+    }
+    uint64_t begun_ns = cpu_ns();
+    for (uint64_t i = 1; i <= TURNS; i++) {
+        CHECK_EQ(lock(&place, &again, 2, many + i, 2, many + i), SMB_DEFERRED);
+        CHECK_EQ(lock(&place, &late, 2, many + i, 3, many + i), SMB_DEFERRED); /* in its place */
+        CHECK_EQ(again.answer.status, SMB_DISCONNECTED);
+        CHECK_EQ(ask(&place, &pin, SMB_PIN, 9, i, 0, 0, 0, 0), SMB_OK);
+        CHECK_EQ(ask(&place, &turn, SMB_UNPIN, 9, 0, 0, i, 0, 0), SMB_OK);
+        if (!pinned)
+            publish(&place, i);
+        pass(&place, 4 * MS);
+        CHECK_EQ(late.answer.status, SMB_TIMEOUT);
+        sync_end_session(place.sync, 10, place.now);
+        struct sync_status seen;
+        sync_status(place.sync, place.now, &seen);
+        CHECK_EQ(seen.versions_waiting, many);
+    }
+    uint64_t took_ns = cpu_ns() - begun_ns;
+    place_end(&place);
+    free(locks);
+    free(versions);
+    return took_ns;
+}
+
+/* Whoever waits does not slow down the answers of others: a hundred times as many cost a few times as much, for the caches. */
+static void many_wait_in_vain(void)
+{
+    for (int pinned = 0; pinned < 2; pinned++) {
+        uint64_t few_ns = UINT64_MAX, many_ns = UINT64_MAX;
+        for (int i = 0; i < 3; i++) {
+            uint64_t few = time_among(300, pinned), many = time_among(30000, pinned);
+            few_ns = few < few_ns ? few : few_ns;
+            many_ns = many < many_ns ? many : many_ns;
+        }
+        printf("among 300: %.3f ms, among 30000: %.3f ms\n", (double)few_ns / 1e6, (double)many_ns / 1e6);
+        CHECK(many_ns < 12 * few_ns);
+    }
+}
+
+/* People see who holds each lock and for how long yet, how many wait for what, and how far a barrier has come. */
+static void seen_by_people(void)
+{
+    struct place place;
+    struct asked a, b, c, d;
+    struct sync_status now;
+    place_make(&place);
+    sync_status(place.sync, place.now, &now);
+    CHECK(now.locks[SYNC_USER].session == 0 && now.locks[SYNC_USER].waiting == 0 && now.parties == 0);
+    CHECK_EQ(lock(&place, &a, 7, 1, 0, 0), SMB_OK);
+    CHECK_EQ(lock(&place, &b, 8, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &d, SMB_ARRIVE, 9, 2, 0, 3, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &d, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_DEFERRED);
+    place.now += SECOND / 4;
+    sync_status(place.sync, place.now, &now);
+    CHECK(now.locks[SYNC_USER].session == 7 && now.locks[SYNC_USER].token == a.answer.a);
+    CHECK(now.locks[SYNC_USER].left_ms == 750 && now.locks[SYNC_USER].waiting == 1);
+    CHECK(now.locks[SYNC_PUBLISHER].session == 0 && now.versions_waiting == 1);
+    CHECK(now.barrier_waiting == 1 && now.arrived == 1 && now.parties == 3);
+    place.now += SECOND; /* the lease is over, whether or not the ticker saw it */
+    sync_status(place.sync, place.now, &now);
+    CHECK_EQ(now.locks[SYNC_USER].session, 0);
+    place_end(&place);
+}
+
+/* Only what is idle for that long is retired: whatever is held, awaited, pinned or under way is not. Then nothing is answered any
+ * more, over a restart too. */
+static void retired(void)
+{
+    static const uint64_t IDLE = 10 * SECOND;
+    struct place place;
+    struct asked a, b, c;
+    uint64_t token = 0;
+    place_make(&place);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY); /* it is new */
+    CHECK_EQ(sync_retire(place.sync, 0, place.now - 1, &token), SMB_BUSY);
+    CHECK_EQ(sync_raise_token(place.sync, 41), SMB_INVALID);
+    CHECK_EQ(sync_raise_token(place.sync, 40), SMB_OK);
+    CHECK_EQ(sync_raise_token(place.sync, 20), SMB_OK);
+    CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 1, SYNC_USER, 60000, 0, 0), SMB_OK);
+    CHECK_EQ(a.answer.a, 42);
+    pass(&place, 2 * IDLE);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY); /* held */
+    CHECK_EQ(lock(&place, &b, 2, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 40, 0), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 42, 0), SMB_OK);
+    CHECK_EQ(b.answer.a, 44);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 44, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 9, 2, 0, 2, 0, 0), SMB_OK);
+    pass(&place, 2 * IDLE);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_OK); /* the party that left broke the round */
+    CHECK_EQ(token, 44);
+    place_end(&place);
+
+    place_make(&place);
+    CHECK_EQ(ask(&place, &a, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 9, 2, 0, 2, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 9, 3, 0, 0, FOREVER, 0), SMB_DEFERRED);
+    pass(&place, 2 * IDLE);
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
+    CHECK(sync_forget(&a.waiter, place.now));
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
+    sync_end_session(place.sync, 9, place.now);
+    CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 1, SYNC_USER, 1000, 0, 0), SMB_OK);
+    pass(&place, IDLE - 1); /* the lease is over */
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
+    pass(&place, 1);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_OK);
+        CHECK_EQ(token, a.answer.a);
+        CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_NOT_FOUND);
+        CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_NOT_FOUND);
+        place_restart(&place);
+    }
+    place.words->retired = 1; /* garbage */
+    place_restart(&place);
+    CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_DEFERRED); /* the grace */
+    CHECK(sync_forget(&b.waiter, place.now));
+    pass(&place, IDLE);
+    sync_close(place.sync, SMB_NOT_FOUND); /* deleted, not retired */
+    CHECK_EQ(sync_retire(place.sync, 0, place.now, &token), SMB_BUSY);
+    place_end(&place);
+}
+
+int main(void)
+{
+    static const struct test tests[] = {
+        TEST(locks), TEST(locks_over_a_restart), TEST(grace), TEST(longest_lease), TEST(long_queue), TEST(fences),
+        TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
+        TEST(versions), TEST(pins), TEST(pins_run_out), TEST(pins_renewed), TEST(pins_overtaken), TEST(pins_let_go),
+        TEST(ends), TEST(thousand_waiters), TEST(many_wait_in_vain), TEST(seen_by_people), TEST(retired),
+    };
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,564 @@
+/* Bytes inside TLS: one record or thousands, in pieces of any size, through sockets that are full, with keys that change on the way;
+ * who may be at the other end; and calls of a client that go on over new connections. */
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <openssl/pem.h>
+#include <openssl/ssl.h>
+#include <openssl/x509v3.h>
+
+#include "base/channel.h"
+#include "base/frame.h"
+#include "random.h"
+#include "rig.h"
+
+enum { BYTES = 3 << 20, PEM_BYTES = 4096 };
+#define LONG_TEXT "a-text-that-is-longer-than-the-name-of-any-role"
+
+/* ---- a laboratory's certificates */
+
+struct holder {
+    X509 *certificate;
+    EVP_PKEY *key;
+    char certificate_pem[PEM_BYTES], key_pem[PEM_BYTES];
+};
+
+static void extend(X509 *certificate, X509 *issuer, int what, const char *value)
+{
+    X509V3_CTX context;
+    X509V3_set_ctx(&context, issuer, certificate, NULL, NULL, 0);
+    X509_EXTENSION *extension = X509V3_EXT_conf_nid(NULL, &context, what, value);
+    CHECK(extension && X509_add_ext(certificate, extension, -1) == 1);
+    X509_EXTENSION_free(extension);
+}
+
+static void to_text(BIO *pem, char *text)
+{
+    int bytes = BIO_read(pem, text, PEM_BYTES - 1);
+    CHECK(bytes > 0);
+    text[bytes] = 0;
+    BIO_free(pem);
+}
+
+/* `names`: NULL for an authority, which signs itself. */
+static void issue(struct holder *holder, const struct holder *authority, const char *names, const char *purposes)
+{
+    static long serial = 1;
+    holder->key = EVP_EC_gen("P-256");
+    X509 *made = holder->certificate = X509_new();
+    X509_set_version(made, 2);
+    ASN1_INTEGER_set(X509_get_serialNumber(made), ++serial);
+    X509_gmtime_adj(X509_getm_notBefore(made), -300);
+    X509_gmtime_adj(X509_getm_notAfter(made), 3600);
+    X509_set_pubkey(made, holder->key);
+    X509_NAME *name = X509_NAME_new();
+    X509_NAME_add_entry_by_txt(name, "CN", MBSTRING_ASC, (const unsigned char *)(names ? "somebody" : "authority"), -1, -1, 0);
+    X509_set_subject_name(made, name);
+    X509_set_issuer_name(made, authority ? X509_get_subject_name(authority->certificate) : name);
+    X509_NAME_free(name);
+    extend(made, authority ? authority->certificate : made, NID_basic_constraints, names ? "critical,CA:FALSE" : "critical,CA:TRUE");
+    if (names) {
+        extend(made, authority->certificate, NID_subject_alt_name, names);
+        extend(made, authority->certificate, NID_ext_key_usage, purposes);
+    }
+    CHECK(X509_sign(made, authority ? authority->key : holder->key, EVP_sha256()) > 0);
+    BIO *pem = BIO_new(BIO_s_mem());
+    CHECK(PEM_write_bio_X509(pem, made) == 1);
+    to_text(pem, holder->certificate_pem);
+    pem = BIO_new(BIO_s_mem());
+    CHECK(PEM_write_bio_PrivateKey(pem, holder->key, NULL, NULL, 0, NULL, NULL) == 1);
+    to_text(pem, holder->key_pem);
+}
+
+static void forget(struct holder *holder)
+{
+    X509_free(holder->certificate);
+    EVP_PKEY_free(holder->key);
+}
+
+#define BOTH "serverAuth,clientAuth"
+static struct holder authority, server_0, client;
+
+static struct smb_tls *context_of(const struct holder *trusted, const struct holder *own)
+{
+    struct smb_tls *tls;
+    char why[SMB_WHY_BYTES];
+    CHECK_EQ(smb_tls_create(trusted->certificate_pem, own->certificate_pem, own->key_pem, &tls, why), SMB_OK);
+    return tls;
+}
+
+static void open_lab(void)
+{
+    issue(&authority, NULL, NULL, NULL);
+    issue(&server_0, &authority, "URI:smb:role/server,URI:smb:name/server-0,DNS:server-0.server.smb", BOTH);
+    issue(&client, &authority, "URI:smb:role/client,URI:smb:name/c", "clientAuth");
+}
+
+static void close_lab(void)
+{
+    forget(&authority);
+    forget(&server_0);
+    forget(&client);
+}
+
+/* ---- both ends of a connection, in one thread */
+
+struct ends {
+    struct channel server, client;
+};
+
+static void open_ends(struct ends *ends, struct smb_tls *servers, struct smb_tls *clients, const char *expected)
+{
+    int fds[2], bytes = 8192;
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(setsockopt(fds[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes), 0); /* soon full */
+    ends->server = (struct channel){fds[0], tls_begin(servers, fds[0], NULL)};
+    ends->client = (struct channel){fds[1], tls_begin(clients, fds[1], expected)};
+    CHECK(ends->server.tls && ends->client.tls);
+}
+
+static void close_ends(struct ends *ends)
+{
+    channel_close(&ends->server);
+    channel_close(&ends->client);
+    CHECK(ends->server.fd == -1 && !ends->server.tls);
+}
+
+/* Until neither has anything to do: how each ended. */
+static void shake(struct ends *ends, int *server, int *client_end)
+{
+    *server = *client_end = SMB_BUSY;
+    for (int i = 0; i < 100 && (*server == SMB_BUSY || *client_end == SMB_BUSY); i++) {
+        if (*client_end == SMB_BUSY)
+            *client_end = tls_handshake(ends->client.tls);
+        if (*server == SMB_BUSY)
+            *server = tls_handshake(ends->server.tls);
+    }
+}
+
+static uint8_t pattern(size_t i)
+{
+    return (uint8_t)(i * 7 + i / 251);
+}
+
+static struct random seeded = {20261123};
+
+/* Cuts [at, at + up to `most`) of the memory into parts of random size. */
+static int cut(uint8_t *memory, size_t at, size_t end, size_t most, struct iovec *parts)
+{
+    int count = 0, wanted = 1 + (int)(random_below(&seeded, 6));
+    while (count < wanted && at < end) {
+        size_t sizes[] = {0, 1, 64, 300, 5000, 16384, 40000};
+        size_t bytes = sizes[random_below(&seeded, 7)];
+        bytes = bytes < end - at ? bytes : end - at;
+        bytes = bytes < most ? bytes : most;
+        parts[count++] = (struct iovec){memory + at, bytes};
+        at += bytes;
+    }
+    return count;
+}
+
+/* Both directions at once, through sockets that hold 8 KiB; every byte arrives once and in order. Keys change every 64 records. */
+static void bytes_arrive(void)
+{
+    struct ends ends;
+    int server, client_end;
+    static uint8_t sent[BYTES], got[2][BYTES];
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    open_ends(&ends, servers, clients, "server-0.server.smb");
+    shake(&ends, &server, &client_end);
+    CHECK_EQ(server, SMB_OK);
+    CHECK_EQ(client_end, SMB_OK);
+    for (size_t i = 0; i < BYTES; i++)
+        sent[i] = pattern(i);
+    const struct channel *sides[2] = {&ends.server, &ends.client};
+    size_t out[2] = {0}, in[2] = {0};
+    bool was_full = false;
+    while (in[0] < BYTES || in[1] < BYTES) {
+        int side = (int)(random_below(&seeded, 2));
+        struct iovec parts[8];
+        ssize_t done = channel_write(sides[side], parts, cut(sent, out[side], BYTES, BYTES, parts));
+        CHECK(!channel_failed(done));
+        out[side] += done > 0 ? (size_t)done : 0;
+        was_full |= channel_unsent_bytes(sides[side]);
+        side = (int)(random_below(&seeded, 2));
+        int count = cut(got[side], in[side], BYTES, BYTES, parts);
+        done = count > 0 ? channel_read(sides[side], parts, count) : 0;
+        CHECK(!channel_failed(done));
+        in[side] += done > 0 ? (size_t)done : 0;
+    }
+    CHECK(was_full);
+    CHECK(memcmp(sent, got[0], BYTES) == 0 && memcmp(sent, got[1], BYTES) == 0);
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    close_ends(&ends);
+    close_lab();
+}
+
+/* What is taken is on its way, though its memory changes before the socket has taken it: a reader never sees two states. */
+static void memory_may_change(void)
+{
+    struct ends ends;
+    int server, client_end;
+    static uint8_t memory[1 << 20], got[1 << 20];
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    open_ends(&ends, servers, clients, "server-0.server.smb");
+    shake(&ends, &server, &client_end);
+    CHECK_EQ(server, SMB_OK);
+    memset(memory, 1, sizeof memory);
+    struct iovec part = {memory, sizeof memory}, sink = {got, sizeof got};
+    ssize_t taken = channel_write(&ends.server, &part, 1);
+    CHECK(taken > 0 && taken < (ssize_t)sizeof memory && channel_unsent_bytes(&ends.server));
+    memset(memory, 2, sizeof memory);
+    ssize_t have = 0;
+    while (have < taken) {
+        sink = (struct iovec){got + have, (size_t)(taken - have)};
+        ssize_t done = channel_read(&ends.client, &sink, 1);
+        CHECK(!channel_failed(done));
+        have += done > 0 ? done : 0;
+        CHECK(!channel_failed(channel_write(&ends.server, NULL, 0)));
+    }
+    for (ssize_t i = 0; i < taken; i++)
+        CHECK_EQ(got[i], 1);
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    close_ends(&ends);
+    close_lab();
+}
+
+static void expect(const struct holder *trusted_by_server, const struct holder *server, const struct holder *trusted_by_client,
+                   const struct holder *user, const char *expected, const char *why_server, const char *why_client)
+{
+    struct ends ends;
+    int of_server, of_client;
+    struct smb_tls *servers = context_of(trusted_by_server, server), *clients = context_of(trusted_by_client, user);
+    open_ends(&ends, servers, clients, expected);
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    shake(&ends, &of_server, &of_client);
+    CHECK_EQ(of_client, why_client && !why_server ? SMB_UNTRUSTED : SMB_OK);
+    CHECK_EQ(of_server, why_server || why_client ? SMB_UNTRUSTED : SMB_OK);
+    if (why_server) { /* which the client hears with its first read */
+        uint8_t byte;
+        struct iovec part = {&byte, 1};
+        CHECK(strstr(tls_why(ends.server.tls), why_server) != NULL);
+        CHECK_EQ(channel_read(&ends.client, &part, 1), -1);
+        CHECK_EQ(errno, EPROTO);
+    }
+    if (why_client)
+        CHECK(strstr(tls_why(ends.client.tls), why_client) != NULL);
+    close_ends(&ends);
+}
+
+/* Whose certificate is for another name or role, or of another authority, is refused by either side, which says why. */
+static void who_may(void)
+{
+    struct holder other, reader, operator, server_1, stranger, coordinator, two, odd, long_one, none, of_client_only, wild;
+    open_lab();
+    issue(&other, NULL, NULL, NULL);
+    issue(&reader, &authority, "URI:smb:role/reader", "clientAuth");
+    issue(&operator, &authority, "URI:smb:role/operator", "clientAuth");
+    issue(&server_1, &authority, "URI:smb:role/server,DNS:server-1.server.smb", BOTH);
+    issue(&stranger, &other, "URI:smb:role/client", "clientAuth");
+    issue(&coordinator, &authority, "URI:smb:role/coordinator,DNS:coordinator.smb,DNS:server-0.server.smb", BOTH);
+    issue(&two, &authority, "URI:smb:role/client,URI:smb:role/operator", "clientAuth");
+    issue(&odd, &authority, "URI:smb:role/client,URI:smb:role/" LONG_TEXT, "clientAuth");
+    issue(&long_one, &authority, "URI:smb:role/client" LONG_TEXT, "clientAuth");
+    issue(&none, &authority, "DNS:server-0.server.smb", BOTH);
+    issue(&of_client_only, &authority, "URI:smb:role/server,DNS:server-0.server.smb", "clientAuth");
+    issue(&wild, &authority, "URI:smb:role/server,DNS:*.server.smb", BOTH);
+    const char *name = "server-0.server.smb", *reply = "it does not take us";
+    const struct holder *users[] = {&client, &reader, &operator};
+    for (int i = 0; i < 3; i++)
+        expect(&authority, &server_0, &authority, users[i], name, NULL, NULL);
+    expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL, NULL);
+    expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply);
+    expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply);
+    expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", reply);
+    expect(&authority, &server_0, &authority, &two, name, "role \"operator\" and others", reply);
+    expect(&authority, &server_0, &authority, &odd, name, "role \"?\" and others", reply);
+    expect(&authority, &server_0, &authority, &long_one, name, "role \"?\", name", reply);
+    expect(&authority, &server_0, &authority, &none, name, "it shows", reply);
+    expect(&authority, &server_1, &authority, &client, name, NULL, "it shows the certificate of role \"server\"");
+    expect(&authority, &server_0, &authority, &client, "server-0.server.sm", NULL, "name \"server-0\"");
+    expect(&authority, &server_0, &authority, &client, ".server.smb", NULL, "it shows");
+    expect(&authority, &wild, &authority, &client, name, NULL, "it shows");
+    expect(&authority, &coordinator, &authority, &client, name, NULL, "role \"coordinator\"");
+    expect(&authority, &none, &authority, &client, name, NULL, "role \"\"");
+    expect(&authority, &of_client_only, &authority, &client, name, NULL, "purpose");
+    expect(&authority, &server_0, &other, &client, name, NULL, "is not good");
+    struct holder *all[] = {&other, &reader, &operator, &server_1, &stranger, &coordinator, &two, &odd, &long_one,
+                            &none, &of_client_only, &wild};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        forget(all[i]);
+    struct smb_tls *tls;
+    char why[SMB_WHY_BYTES];
+    CHECK_EQ(smb_tls_create(authority.certificate_pem, server_0.certificate_pem, client.key_pem, &tls, why), SMB_INVALID);
+    CHECK(why[0]);
+    CHECK_EQ(smb_tls_create("nothing", server_0.certificate_pem, server_0.key_pem, &tls, why), SMB_INVALID);
+    close_lab();
+}
+
+/* Of several certificates in one file each counts: one that is damaged spoils the file, which was once passed over in silence. */
+static void files_of_several(void)
+{
+    struct holder other;
+    struct smb_tls *tls;
+    char why[SMB_WHY_BYTES], two[2 * PEM_BYTES];
+    open_lab();
+    issue(&other, NULL, NULL, NULL);
+    for (int spoilt = 0; spoilt < 4; spoilt++) {
+        int expected = spoilt ? SMB_INVALID : SMB_OK;
+        for (int of_chain = 0; of_chain < 2; of_chain++) {
+            int first = snprintf(two, sizeof two, "%s", of_chain ? server_0.certificate_pem : other.certificate_pem);
+            char *second = two + first;
+            snprintf(second, sizeof two - (size_t)first, "%s\n", authority.certificate_pem);
+            if (spoilt == 1)
+                second[80] = second[80] == 'A' ? 'B' : 'A';
+            if (spoilt == 2)
+                second[80] = '*';
+            if (spoilt == 3)
+                second[strlen(second) / 2] = 0;
+            int status = smb_tls_create(of_chain ? authority.certificate_pem : two, of_chain ? two : server_0.certificate_pem,
+                                        server_0.key_pem, &tls, why);
+            CHECK_EQ(status, expected);
+            CHECK((status == SMB_OK) == !why[0]);
+            if (status == SMB_OK)
+                smb_tls_release(tls);
+        }
+    }
+    forget(&other);
+    close_lab();
+}
+
+/* What is no TLS ends the handshake, on both sides; so does an end in the middle of it. */
+static void no_tls(void)
+{
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    for (int kind = 0; kind < 4; kind++) {
+        struct ends ends;
+        open_ends(&ends, servers, clients, "server-0.server.smb");
+        const struct channel *judge = kind < 2 ? &ends.server : &ends.client;
+        int other = kind < 2 ? ends.client.fd : ends.server.fd;
+        if (kind % 2)
+            CHECK_EQ(shutdown(other, SHUT_WR), 0);
+        else
+            CHECK_EQ(send(other, "SM\1\1 what a client says that speaks no TLS", 40, 0), 40);
+        int status = SMB_BUSY;
+        for (int i = 0; i < 10 && status == SMB_BUSY; i++)
+            status = tls_handshake(judge->tls);
+        CHECK_EQ(status, kind % 2 ? SMB_LINK_LOST : SMB_UNTRUSTED);
+        CHECK(kind % 2 || strstr(tls_why(judge->tls), "does not speak TLS"));
+        close_ends(&ends);
+    }
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    close_lab();
+}
+
+/* The other end's OpenSSL, by itself: what it says lies in `said`. */
+struct raw_client {
+    SSL_CTX *context;
+    SSL *ssl;
+    BIO *heard, *said;
+    int fd;
+};
+
+static void open_raw(struct raw_client *raw, int fd)
+{
+    raw->fd = fd;
+    raw->context = SSL_CTX_new(TLS_client_method());
+    CHECK_EQ(SSL_CTX_use_certificate(raw->context, client.certificate), 1);
+    CHECK_EQ(SSL_CTX_use_PrivateKey(raw->context, client.key), 1);
+    raw->ssl = SSL_new(raw->context);
+    raw->heard = BIO_new(BIO_s_mem());
+    raw->said = BIO_new(BIO_s_mem());
+    SSL_set_bio(raw->ssl, raw->heard, raw->said);
+    SSL_set_connect_state(raw->ssl);
+}
+
+static void carry(struct raw_client *raw)
+{
+    uint8_t bytes[16384];
+    int count;
+    while ((count = BIO_read(raw->said, bytes, sizeof bytes)) > 0)
+        CHECK_EQ(send(raw->fd, bytes, (size_t)count, 0), count);
+    while ((count = (int)recv(raw->fd, bytes, sizeof bytes, MSG_DONTWAIT)) > 0)
+        CHECK_EQ(BIO_write(raw->heard, bytes, count), count);
+}
+
+/* A peer that sends nothing but key updates gets a bounded turn, however many are there. */
+static void key_updates_end_a_turn(void)
+{
+    enum { FLOOD_BYTES = 200 << 10 };
+    int fds[2], room = 1 << 20, left = 0;
+    uint8_t memory[64];
+    struct raw_client raw;
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0);
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
+    CHECK_EQ(setsockopt(fds[1], SOL_SOCKET, SO_SNDBUF, &room, sizeof room), 0);
+    struct channel server = {fds[0], tls_begin(servers, fds[0], NULL)};
+    open_raw(&raw, fds[1]);
+    int status = SMB_BUSY;
+    for (int i = 0; i < 10 && (status == SMB_BUSY || !SSL_is_init_finished(raw.ssl)); i++) {
+        SSL_do_handshake(raw.ssl);
+        carry(&raw);
+        status = status == SMB_BUSY ? tls_handshake(server.tls) : status;
+    }
+    CHECK_EQ(status, SMB_OK);
+    carry(&raw);
+    while (BIO_ctrl_pending(raw.said) < FLOOD_BYTES) {
+        CHECK_EQ(SSL_key_update(raw.ssl, SSL_KEY_UPDATE_NOT_REQUESTED), 1);
+        CHECK_EQ(SSL_do_handshake(raw.ssl), 1);
+    }
+    CHECK_EQ(SSL_write(raw.ssl, "data", 4), 4);
+    carry(&raw);
+    struct iovec part = {memory, sizeof memory};
+    ssize_t done = tls_read(server.tls, &part, 1);
+    CHECK(done == -1 && errno == EAGAIN);
+    CHECK_EQ(ioctl(fds[0], FIONREAD, &left), 0);
+    CHECK(left > 0);
+    for (int turns = 0; done == -1 && errno == EAGAIN && turns < 10; turns++)
+        done = tls_read(server.tls, &part, 1);
+    CHECK_EQ(done, 4); /* and nothing is lost by it */
+    SSL_free(raw.ssl);
+    SSL_CTX_free(raw.context);
+    close(raw.fd);
+    channel_close(&server);
+    smb_tls_release(servers);
+    close_lab();
+}
+
+/* ---- a client's calls */
+
+enum { ELEMENTS = 200000, CALLERS = 3, CALLS = 12 };
+
+struct caller {
+    pthread_t thread;
+    struct smb_buffer *buffer;
+};
+
+static void *call(void *argument)
+{
+    struct caller *caller = argument;
+    uint64_t bytes = ELEMENTS * sizeof(double);
+    double *got = malloc(bytes), *ones = malloc(bytes);
+    for (int i = 0; i < ELEMENTS; i++)
+        ones[i] = 1;
+    for (int i = 0; i < CALLS; i++) {
+        must(caller->buffer,
+             (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = bytes, .source = ones});
+        must(caller->buffer, (struct smb_request){.opcode = SMB_READ, .bytes = bytes, .sink = got});
+    }
+    free(got);
+    free(ones);
+    return NULL;
+}
+
+/* Threads add and read inside TLS while their connections break and are made again: every addition counts once. */
+static void calls_go_on(void)
+{
+    struct rig rig;
+    struct smb_client *made;
+    struct smb_link *links[RIG_SERVERS];
+    struct smb_buffer *buffer;
+    struct caller callers[CALLERS];
+    uint64_t instance;
+    char why[SMB_WHY_BYTES];
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    rig_start(&rig, (struct smb_layout){ELEMENTS * 8, 262144, 262144, 2}, SMB_FLOAT64);
+    CHECK_EQ(smb_client_create(77, &made), SMB_OK);
+    CHECK_EQ(smb_buffer_create(made, &rig.layout, rig.dtype, &buffer), SMB_OK);
+    for (int i = 0; i < RIG_SERVERS; i++) {
+        smb_server_use_tls(rig.servers[i], servers);
+        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients, "server-1.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
+                                        &instance, why),
+                 SMB_UNTRUSTED);
+        CHECK(strstr(why, "server-0"));
+        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients, "server-0.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
+                                        &instance, why),
+                 SMB_OK);
+        CHECK_EQ(smb_buffer_set_link(buffer, (uint32_t)i, rig_segment_id(0, (uint32_t)i), RIG_EPOCH, links[i]), SMB_OK);
+    }
+    for (int i = 0; i < CALLERS; i++) {
+        callers[i] = (struct caller){.buffer = buffer};
+        CHECK_EQ(pthread_create(&callers[i].thread, NULL, call, &callers[i]), 0);
+    }
+    for (int i = 0; i < 30; i++) { /* the newer connection of a lane ends the older one */
+        CHECK_EQ(smb_link_resume_tls(links[i % 2], "127.0.0.1", rig.ports[i % 2], clients, "server-0.server.smb", 0, RIG_TIMEOUT_MS,
+                                     &instance, why),
+                 SMB_OK);
+        usleep(3000);
+    }
+    for (int i = 0; i < CALLERS; i++)
+        CHECK_EQ(pthread_join(callers[i].thread, NULL), 0);
+    double *got = malloc(ELEMENTS * 8);
+    must(buffer, (struct smb_request){.opcode = SMB_READ, .bytes = ELEMENTS * 8, .sink = got});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK(got[i] == CALLERS * CALLS);
+    free(got);
+    smb_buffer_destroy(buffer);
+    for (int i = 0; i < RIG_SERVERS; i++)
+        smb_link_close(links[i]);
+    smb_client_destroy(made);
+    rig_stop(&rig);
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    close_lab();
+}
+
+/* Small answers that a peer does not read wait encrypted, in no buffer of the connection's own: they are a backlog like others, which
+ * is counted once. */
+static void answers_wait_inside(void)
+{
+    enum { AT_ONCE = 100 };
+    struct rig rig;
+    struct smb_server_counters counters;
+    int status;
+    uint8_t bytes[(1 + AT_ONCE) * SMB_FRAME_BYTES];
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    rig_start(&rig, (struct smb_layout){65536, 65536, 65536, 1}, SMB_UINT8);
+    smb_server_use_tls(rig.servers[0], servers);
+    int fd = raw_connect(rig.ports[0]);
+    struct channel channel = {fd, tls_begin(clients, fd, "server-0.server.smb")};
+    while ((status = tls_handshake(channel.tls)) == SMB_BUSY)
+        CHECK(poll(&(struct pollfd){.fd = fd, .events = POLLIN}, 1, 10000) == 1);
+    CHECK_EQ(status, SMB_OK);
+    struct smb_frame hello = {.opcode = SMB_HELLO, .session = 73};
+    struct smb_frame read = {.opcode = SMB_READ, .dtype = SMB_UINT8, .session = 73, .epoch = RIG_EPOCH, .segment = rig_segment_id(0, 0),
+                             .length = 8};
+    smb_frame_encode(&hello, bytes);
+    for (int i = 1; i <= AT_ONCE; i++)
+        smb_frame_encode(&read, bytes + i * SMB_FRAME_BYTES);
+    struct iovec all = {bytes, sizeof bytes}, more = {bytes + SMB_FRAME_BYTES, AT_ONCE * SMB_FRAME_BYTES};
+    CHECK_EQ(channel_write(&channel, &all, 1), (ssize_t)sizeof bytes);
+    WAIT_UNTIL((CHECK(!channel_failed(channel_write(&channel, &more, channel_unsent_bytes(&channel) ? 0 : 1))),
+                smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes > 0));
+    CHECK_EQ(counters.backlog_total, 1);
+    channel_close(&channel);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes == 0));
+    rig_stop(&rig);
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    close_lab();
+}
+
+int main(void)
+{
+    static const struct test tests[] = {TEST(bytes_arrive), TEST(memory_may_change), TEST(who_may), TEST(files_of_several), TEST(no_tls), TEST(key_updates_end_a_turn),
+                                        TEST(calls_go_on), TEST(answers_wait_inside)};
+    return RUN_TESTS(tests);
+}

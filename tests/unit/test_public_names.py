@@ -1,0 +1,37 @@
+"""What users see of a client and a buffer is what docs promise, and no part of how a call is made."""
+
+from __future__ import annotations
+
+import pytest
+
+import smb
+from smb.engine import Place, direct
+
+CLIENT = """
+    address barrier close create delete displace empty list lock name open rename rename_folder serve_metrics servers
+    submit timeout
+"""
+BUFFER = """
+    accumulate accumulate_async accumulate_from accumulate_sparse apply compare_swap dtype fetch_add fill info
+    layout lock metadata name nbytes pin publish read read_async read_version settle shape size submit table
+    tensor tensors transports version versions view wait wire write write_async
+"""
+
+
+@pytest.mark.parametrize(("kind", "names"), [(smb.Client, CLIENT), (smb.Buffer, BUFFER)])
+def test_only_these_are_public(kind: type, names: str) -> None:
+    """A new public name is a promise: it is added here on purpose."""
+    assert {name for name in dir(kind) if not name.startswith("_")} == set(names.split())
+
+
+def test_direct_methods_need_a_slot() -> None:
+    """A class without the slot that the direct path looks into is refused when it is made, not at its first call."""
+    with pytest.raises((TypeError, RuntimeError, AttributeError)):
+        type("WithoutSlot", (), {"write": direct(smb.engine.Opcode.WRITE)(print)})
+    made = type("WithSlot", (), {"__slots__": ("_place",), "write": direct(smb.engine.Opcode.WRITE)(lambda self: 7)})
+    one = made()
+    assert one.write() == 7  # an empty slot: the method behind it
+    one._place = object()
+    assert one.write() == 7  # no place
+    one._place = Place(print)
+    assert one.write() == 7  # a place that is not armed
