@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import os
 import signal
 from contextlib import AsyncExitStack
 
@@ -115,9 +116,10 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(contender.close)
         await server.start()
         contending = asyncio.create_task(contender.run())
+        contending.add_done_callback(_end_if_failed)
         leaving.push_async_callback(cancel, contending)
         leaving.push_async_callback(_stop_answering, server, shown)
-        await _settled(contender, contending)
+        await contender.settled.wait()
     leaving.push_async_callback(cancel, asyncio.create_task(_trim()))
 
     _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)
@@ -130,13 +132,13 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(cancel, asyncio.create_task(_feed_watchdog(interval_s, health)))
 
 
-async def _settled(contender: Contender, contending: asyncio.Task[None]) -> None:
-    """Wait until it leads or knows who does. Raises what ended it."""
-    settled = asyncio.create_task(contender.settled.wait())
-    await asyncio.wait({settled, contending}, return_when=asyncio.FIRST_COMPLETED)
-    settled.cancel()
-    if contending.done():
-        contending.result()
+def _end_if_failed(contending: asyncio.Task[None]) -> None:
+    """End the process where what contends for the lead has failed by a fault of ours: it would neither lead nor stand
+    by, and a supervisor's restart helps.
+    """
+    if not contending.cancelled() and (error := contending.exception()) is not None:
+        _log.critical("ends: it can neither lead nor stand by", exc_info=error)
+        os._exit(1)
 
 
 async def _stop_answering(server: grpc.aio.Server, shown: Shown) -> None:

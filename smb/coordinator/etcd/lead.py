@@ -124,7 +124,13 @@ class Lead:
                 self.lost.set_result(reason)
 
     async def keep(self) -> None:
-        """Keep the lease until it is lost, or until cancelled."""
+        """Keep the lease until it is lost, or until cancelled. However this ends, the lead does."""
+        try:
+            await self._keep()
+        finally:
+            self.lose("its lease is kept no more")
+
+    async def _keep(self) -> None:
         while not self._reason:
             await asyncio.sleep(max(0.0, self._kept_at + self._lease_s / _KEEPS_PER_LEASE - _now()))
             asked_at = _now()
