@@ -34,7 +34,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -56,14 +56,19 @@ pytest: $(VENV)/test-installed
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
+C_FILES := $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] perf/*.[ch])
 # What people read, and Python. Decisions keep the words of their day (pyproject.toml).
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
 	@$(call step,$(BIN)/ruff format --check ., the format. Mend it: $(BIN)/ruff format)
 	@$(call step,$(BIN)/mypy, types. Again: $(BIN)/mypy)
+	@$(call step,$(BIN)/clang-format --dry-run --Werror $(C_FILES), the format of C. Mend it: make format-c)
 	@$(call step,$(BIN)/lint-imports --no-cache --no-logo, which way modules import (pyproject.toml). Again: $(BIN)/lint-imports)
 	@$(call step,$(BIN)/codespell -D - -D docs/words.txt $(PROSE), words: misspelt ones and those of docs/words.txt; docs/glossary.md has the field's)
+
+format-c: $(VENV)/test-installed
+	$(BIN)/clang-format -i $(C_FILES)
 
 # Every Python of this machine in an environment of its own: unit tests, frames, public API, one training; a table at the end.
 # MATRIX=--help: which, and with what.

@@ -1,16 +1,20 @@
 /* smb.h: the one public header of the engine, and all of it that Python sees.
  *
- * Folders, each including only those above it in this list, and never its neighbour (tests/unit/engine/test_includes.py):
+ * Folders, each including only those above it in this list, and never its neighbour
+ * (tests/unit/engine/test_includes.py):
  *   base      frames, layout, tokens, TLS, clocks: no shared memory
  *   memory    segments: chunk locks, arithmetic, completion records, journal, what waits
- *   server, client   the daemon's loops, connections and its single door; a client's links and calls
- *   python    the short way from Python's methods
+ *   server, client   the daemon's loops, connections and its single door; a client's links and
+ *                    calls
+ *   python    the direct calls from Python's methods
  *
- * Conventions. Functions return enum smb_status as int (0 is success) unless said otherwise; out-parameters come last and
- * are written only on success. Every function may be called without Python's lock. Sizes and offsets are bytes unless the
- * name says `count` (elements) or `chunk` (chunks). Nothing here calls back into Python.
+ * Conventions. Functions return enum smb_status as int (0 is success) unless said otherwise;
+ * out-parameters come last and are written only on success. Every function may be called without
+ * Python's lock. Sizes and offsets are bytes unless the name says `count` (elements) or `chunk`
+ * (chunks). Nothing here calls back into Python.
  *
- * The part between the two marks is read by cffi as it stands: plain declarations only, no preprocessor.
+ * The part between the two marks is read by cffi as it stands: plain declarations only, no
+ * preprocessor.
  */
 #ifndef SMB_H
 #define SMB_H
@@ -20,30 +24,40 @@
 
 /* cffi: begin */
 
-/* Grouped by what is broken: nothing (0), the request (1..15), the link (16..31), this process or host (32..). */
+/* Grouped by what is broken: nothing (0), the request (1..15), the link (16..31), this process or
+ * host (32..). */
 enum smb_status {
     SMB_OK = 0,
-    SMB_NOT_FOUND = 1,       /* no such segment here (deleted, or never was); nothing applied */
-    SMB_INVALID = 2,         /* the request contradicts the segment: bounds, dtype, op, alignment; nothing applied */
-    SMB_STALE_EPOCH = 3,     /* the layout is older or newer than the segment; nothing applied; open the buffer again */
-    SMB_DENIED = 4,          /* no right; nothing applied */
-    SMB_OUT_OF_MEMORY = 5,   /* capacity or tmpfs exhausted; nothing left behind */
-    SMB_EXISTS = 6,          /* that segment is there already */
-    SMB_TIMEOUT = 7,         /* not done in time; outcome of what was sent unknown */
-    SMB_BUSY = 8,            /* chunk lock held by another; only from the try functions, never on the wire */
-    SMB_LOCK_LOST = 9,       /* that token is not the lock's any more; nothing applied */
-    SMB_BROKEN = 10,         /* a party of the barrier died or gave up: this round is over for all */
-    SMB_EVICTED = 11,        /* the record that would tell a repeated change from a new one is gone: outcome unknown */
-    SMB_SESSION_ENDED = 12,  /* the session's lease ran out, or it was closed; nothing applied */
-    SMB_DEFERRED = 13,         /* will be answered later; only inside the server, never on the wire */
-    SMB_DISCONNECTED = 16,   /* the link was down before anything of this call was sent: not applied */
-    SMB_LINK_LOST = 17,      /* the link broke with frames in flight: outcome unknown */
-    SMB_PROTOCOL = 18,       /* the peer sent a frame that is none; the link is closed */
-    SMB_VERSION = 19,        /* the peer speaks another version of the protocol */
-    SMB_CHECKSUM = 20,       /* what arrived is not what was sent; the link gets another connection. Never on the wire */
-    SMB_NAMESPACE = 21,      /* the segment's server is in another PID namespace: nothing applied; reach it over a link. Never on the wire */
-    SMB_UNTRUSTED = 22,      /* the peer is not whom it should be, or takes us for none of its own: nothing of any buffer went there. Never on the wire */
-    SMB_SYSTEM = 32          /* a system call failed: errno tells */
+    SMB_NOT_FOUND = 1, /* no such segment here (deleted, or never was); nothing applied */
+    /* the request contradicts the segment: bounds, dtype, op, alignment; nothing applied */
+    SMB_INVALID = 2,
+    /* the layout is older or newer than the segment; nothing applied; open the buffer again */
+    SMB_STALE_EPOCH = 3,
+    SMB_DENIED = 4,        /* no right; nothing applied */
+    SMB_OUT_OF_MEMORY = 5, /* capacity or tmpfs exhausted; nothing left behind */
+    SMB_EXISTS = 6,        /* that segment is there already */
+    SMB_TIMEOUT = 7,       /* not done in time; outcome of what was sent unknown */
+    SMB_BUSY = 8, /* chunk lock held by another; only from the try functions, never on the wire */
+    SMB_LOCK_LOST = 9, /* that token is not the lock's any more; nothing applied */
+    SMB_BROKEN = 10,   /* a party of the barrier died or gave up: this round is over for all */
+    /* the record that would tell a repeated change from a new one is gone: outcome unknown */
+    SMB_EVICTED = 11,
+    SMB_SESSION_ENDED = 12, /* the session's lease ran out, or it was closed; nothing applied */
+    SMB_DEFERRED = 13,      /* will be answered later; only inside the server, never on the wire */
+    /* the link was down before anything of this call was sent: not applied */
+    SMB_DISCONNECTED = 16,
+    SMB_LINK_LOST = 17, /* the link broke with frames in flight: outcome unknown */
+    SMB_PROTOCOL = 18,  /* the peer sent a frame that is none; the link is closed */
+    SMB_VERSION = 19,   /* the peer speaks another version of the protocol */
+    /* what arrived is not what was sent; the link gets another connection. Never on the wire */
+    SMB_CHECKSUM = 20,
+    /* the segment's server is in another PID namespace: nothing applied; reach it over a link.
+     * Never on the wire */
+    SMB_NAMESPACE = 21,
+    /* the peer is not whom it should be, or takes us for none of its own: nothing of any buffer
+     * went there. Never on the wire */
+    SMB_UNTRUSTED = 22,
+    SMB_SYSTEM = 32 /* a system call failed: errno tells */
 };
 
 /* Element types. The numbers travel in frames and lie in segment headers: never reused. */
@@ -57,47 +71,77 @@ enum smb_dtype {
     SMB_UINT8 = 7
 };
 
-/* Element-wise operations of accumulate; b = buffer, a = array, s = scale, each step rounded to the dtype (as numpy does):
- *   sum b + s*a   min minimum(b, s*a)   max maximum(b, s*a)   prod b * (s*a)   replace s*a   elastic b + s*(a - b)
+/* Element-wise operations of accumulate; b = buffer, a = array, s = scale, each step rounded to the
+ * dtype (as numpy does):
+ *   sum b + s*a         min minimum(b, s*a)   max maximum(b, s*a)
+ *   prod b * (s*a)      replace s*a           elastic b + s*(a - b)
  * Integers wrap modulo 2^bits; their scale is an integer. minimum and maximum propagate NaN. */
-enum smb_op { SMB_SUM = 1, SMB_MIN = 2, SMB_MAX = 3, SMB_PROD = 4, SMB_REPLACE = 5, SMB_ELASTIC = 6 };
+enum smb_op {
+    SMB_SUM = 1,
+    SMB_MIN = 2,
+    SMB_MAX = 3,
+    SMB_PROD = 4,
+    SMB_REPLACE = 5,
+    SMB_ELASTIC = 6
+};
 
-/* How elements travel and are rounded on the way; all but the first of float32 only, decoded before they are combined.
+/* How elements travel and are rounded on the way; all but the first of float32 only, decoded before
+ * they are combined.
  *   bfloat16, float16  to nearest, ties to even
- *   int8               blocks of SMB_WIRE_BLOCK elements, the last one shorter: s = (largest magnitude)/127, a float32 (127 s is finite), then of each
- *                      element x the integer nearest to x/s (ties to even, at most 127 in magnitude); decoded: that integer times s.
- *                      A block with an infinity or NaN arrives as NaN, whole.
- *   sparse             of any dtype, ACCUMULATE only: some elements of the range, each its index in it (uint32) and its value;
- *                      indices ascend. The others stay as they are */
+ *   int8               blocks of SMB_WIRE_BLOCK elements, the last one shorter: s = (largest
+ *                      magnitude)/127, a float32 (127 s is finite), then of each element x the
+ *                      integer nearest to x/s (ties to even, at most 127 in magnitude); decoded:
+ *                      that integer times s. A block with an infinity or NaN arrives as NaN, whole.
+ *   sparse             of any dtype, ACCUMULATE only: some elements of the range, each its index in
+ *                      it (uint32) and its value; indices ascend. The others stay as they are */
 enum smb_wire {
-    SMB_WIRE_EXACT = 0, SMB_WIRE_BFLOAT16 = 1, SMB_WIRE_FLOAT16 = 2, SMB_WIRE_INT8 = 3, SMB_WIRE_SPARSE = 4
+    SMB_WIRE_EXACT = 0,
+    SMB_WIRE_BFLOAT16 = 1,
+    SMB_WIRE_FLOAT16 = 2,
+    SMB_WIRE_INT8 = 3,
+    SMB_WIRE_SPARSE = 4
 };
 enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
 
-/* What an optimizer does with weights b, a gradient g and its state m, v, all float32. With g' = scale*g + weight_decay*b (the
- * last term left out where weight_decay is 0), each step below rounded to float32, from left to right:
+/* What an optimizer does with weights b, a gradient g and its state m, v, all float32. With g' =
+ * scale*g + weight_decay*b (the last term left out where weight_decay is 0), each step below
+ * rounded to float32, from left to right:
  *   sgd       b - lr*g'
  *   momentum  m' = mu*m + g'; b - lr*m'
  *   nesterov  m' = mu*m + g'; b - lr*(g' + mu*m')
- *   adam      m' = beta1*m + (1 - beta1)*g'; v' = beta2*v + (1 - beta2)*(g'*g');
- *             b - (lr/(1 - beta1^step)) * (m' / (sqrt(v')*(1/sqrt(1 - beta2^step)) + eps))
+ *   adam      m' = beta1*m + (1 - beta1)*g'; v' = beta2*v + (1 - beta2)*(g'*g'); b - (lr/(1 -
+ *             beta1^step)) * (m' / (sqrt(v')*(1/sqrt(1 - beta2^step)) + eps))
  *   adamw     the same with g' = scale*g, after b is multiplied by 1 - lr*weight_decay
  *   elastic   b + alpha*(g - b)
- * What has no element in it (1 - beta1, lr/(1 - beta1^step), ...) is computed in float64 and rounded once. These are torch.optim's
- * rules (dampening 0), Adam of Kingma and Ba 2015, decoupled decay of Loshchilov and Hutter 2019. */
+ * What has no element in it (1 - beta1, lr/(1 - beta1^step), ...) is computed in float64 and
+ * rounded once. These are torch.optim's rules (dampening 0), Adam of Kingma and Ba 2015, decoupled
+ * decay of Loshchilov and Hutter 2019. */
 enum smb_rule {
-    SMB_RULE_SGD = 1, SMB_RULE_MOMENTUM = 2, SMB_RULE_NESTEROV = 3, SMB_RULE_ADAM = 4, SMB_RULE_ADAMW = 5, SMB_RULE_ELASTIC = 6
+    SMB_RULE_SGD = 1,
+    SMB_RULE_MOMENTUM = 2,
+    SMB_RULE_NESTEROV = 3,
+    SMB_RULE_ADAM = 4,
+    SMB_RULE_ADAMW = 5,
+    SMB_RULE_ELASTIC = 6
 };
 enum { SMB_RULE_STATES_MAX = 2 };
 /* A rule does not look at those that are not in its line. */
 struct smb_hyper {
-    double lr; double scale; double weight_decay; double mu; double beta1; double beta2; double eps; double step; double alpha;
+    double lr;
+    double scale;
+    double weight_decay;
+    double mu;
+    double beta1;
+    double beta2;
+    double eps;
+    double step;
+    double alpha;
 };
 
 /* What a frame asks. Retired numbers are never reused. */
 enum smb_opcode {
     SMB_HELLO = 1,
-    SMB_ATTACH = 2,          /* Unix socket only: the reply carries the segment's file descriptor */
+    SMB_ATTACH = 2, /* Unix socket only: the reply carries the segment's file descriptor */
     SMB_READ = 3,
     SMB_WRITE = 4,
     SMB_ACCUMULATE = 5,
@@ -105,7 +149,7 @@ enum smb_opcode {
     SMB_ACCUMULATE_FROM = 7, /* source is another segment of the same server */
     SMB_FETCH_ADD = 8,
     SMB_COMPARE_SWAP = 9,
-    SMB_WATERMARK = 10,      /* the last change of this session and lane that the segment has */
+    SMB_WATERMARK = 10, /* the last change of this session and lane that the segment has */
     /* What waits, on the home segment; arguments and answers: sync.h. */
     SMB_LOCK = 11,
     SMB_UNLOCK = 12,
@@ -117,120 +161,175 @@ enum smb_opcode {
     SMB_PUBLISH = 18,
     SMB_PIN = 19,
     SMB_UNPIN = 20,
-    SMB_APPLY = 21,          /* an optimizer's step: changes the weights and its state, from another segment as the gradient */
-    SMB_AUTHORIZE = 22       /* shows a token of the coordinator's: the connection may use that segment from here on */
+    /* an optimizer's step: changes the weights and its state, from another segment as the
+     * gradient */
+    SMB_APPLY = 21,
+    /* shows a token of the coordinator's: the connection may use that segment from here on */
+    SMB_AUTHORIZE = 22
 };
 enum { SMB_OPCODE_COUNT = 23, SMB_STATUS_COUNT = 33 };
 
-/* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames over the local socket; VERBS:
- * what passes the daemon's gate, and not what the network card reads and writes by itself. */
-enum smb_transport { SMB_TRANSPORT_SHM = 0, SMB_TRANSPORT_TCP = 1, SMB_TRANSPORT_UNIX = 2, SMB_TRANSPORT_VERBS = 3 };
+/* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames
+ * over the local socket; VERBS: what passes the daemon's gate, and not what the network card reads
+ * and writes by itself. */
+enum smb_transport {
+    SMB_TRANSPORT_SHM = 0,
+    SMB_TRANSPORT_TCP = 1,
+    SMB_TRANSPORT_UNIX = 2,
+    SMB_TRANSPORT_VERBS = 3
+};
 enum { SMB_TRANSPORT_COUNT = 4 };
 
-/* Requests by reference (RDMA): what travels is a record, the payload stays where it is until it is fetched. See frame.h. */
+/* Requests by reference (RDMA): what travels is a record, the payload stays where it is until it is
+ * fetched. See frame.h. */
 enum { SMB_RECORD_BYTES = 192 };
 
-/* How long something took: buckets of powers of two. Bucket i has what took at most 2^(10 + i) ns, the last one what took longer. */
+/* How long something took: buckets of powers of two. Bucket i has what took at most 2^(10 + i) ns,
+ * the last one what took longer. */
 enum { SMB_LATENCY_BUCKETS = 27 };
-struct smb_latency { uint64_t buckets[27]; uint64_t sum_ns; };
+struct smb_latency {
+    uint64_t buckets[27];
+    uint64_t sum_ns;
+};
 /* What one segment, or one session, was served. */
-struct smb_share { uint64_t id; uint64_t operations[4][23]; uint64_t bytes[4][23]; };
+struct smb_share {
+    uint64_t id;
+    uint64_t operations[4][23];
+    uint64_t bytes[4][23];
+};
 
 /* Limits, in one place. */
 enum {
-    SMB_CHUNK_BYTES_MIN = 4096,        /* a page: mappings and stripes are made of pages */
-    SMB_CHUNK_BYTES_MAX = 1048576,     /* bounds a connection's staging memory */
-    SMB_CHUNK_BYTES_DEFAULT = 262144,  /* measured: stays in L2, 3 times as fast as 4 MiB pieces */
+    SMB_CHUNK_BYTES_MIN = 4096,       /* a page: mappings and stripes are made of pages */
+    SMB_CHUNK_BYTES_MAX = 1048576,    /* bounds a connection's staging memory */
+    SMB_CHUNK_BYTES_DEFAULT = 262144, /* measured: stays in L2, 3 times as fast as 4 MiB pieces */
     SMB_SEGMENTS_PER_BUFFER_MAX = 1024
 };
 
 /* What a token lets its session do with a segment. */
 enum smb_right { SMB_RIGHT_READ = 1, SMB_RIGHT_WRITE = 2 };
 enum { SMB_KEY_BYTES = 32, SMB_KEYS_MAX = 3 };
-/* Why a token is not taken, in the argument of the answer to AUTHORIZE; 0: from a server that does not tell. GENERATION: its key is
- * not known there. PROOF: it does not prove that the coordinator made it for this session and segment. */
+/* Why a token is not taken, in the argument of the answer to AUTHORIZE; 0: from a server that does
+ * not tell. GENERATION: its key is not known there. PROOF: it does not prove that the coordinator
+ * made it for this session and segment. */
 enum smb_denied { SMB_DENIED_GENERATION = 1, SMB_DENIED_PROOF = 2, SMB_DENIED_EXPIRED = 3 };
-/* Made by the coordinator for one session and one segment (access.h). `secret` never travels on the data plane. */
+/* Made by the coordinator for one session and one segment (access.h). `secret` never travels on the
+ * data plane. */
 struct smb_token {
-    uint64_t segment; uint32_t epoch; uint32_t rights; uint32_t generation;
-    uint64_t expires_ms;       /* since 1970, by the coordinator's clock */
+    uint64_t segment;
+    uint32_t epoch;
+    uint32_t rights;
+    uint32_t generation;
+    uint64_t expires_ms; /* since 1970, by the coordinator's clock */
     uint8_t secret[32];
 };
 
 const char *smb_status_name(int status);
 const char *smb_version(void);
 
-/* ---- kernels ------------------------------------------------------------------------------------------------------ */
+/* ---- kernels --------------------------------------------------------------------------------- */
 
 /* HMAC-SHA-256 (RFC 2104). */
-void smb_hmac_sha256(const void *key, uint64_t key_bytes, const void *text, uint64_t bytes, uint8_t mac[32]);
+void smb_hmac_sha256(const void *key, uint64_t key_bytes, const void *text, uint64_t bytes,
+                     uint8_t mac[32]);
 /* Bytes per element, 0 for a number that is no dtype. */
 uint32_t smb_dtype_bytes(int dtype);
-/* 1 where op is defined for dtype with this scale (integers: scale integral and in the dtype's range), else 0. */
+/* 1 where op is defined for dtype with this scale (integers: scale integral and in the dtype's
+ * range), else 0. */
 int smb_op_accepts(int dtype, int op, double scale);
-/* target[i] = op(target[i], source[i]) for count elements. Pointers need no alignment beyond the element's. The two ranges
- * may be the same but must not overlap otherwise. */
-int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count, double scale);
+/* target[i] = op(target[i], source[i]) for count elements. Pointers need no alignment beyond the
+ * element's. The two ranges may be the same but must not overlap otherwise. */
+int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count,
+                     double scale);
 /* How many state arrays a rule has; -1 for a number that is no rule. */
 int smb_rule_states(int rule);
-/* 1 where the rule's numbers are finite as float32, 0 <= beta1, beta2 < 1, eps >= 0, and step is whole and at least 1. */
+/* 1 where the rule's numbers are finite as float32, 0 <= beta1, beta2 < 1, eps >= 0, and step is
+ * whole and at least 1. */
 int smb_rule_accepts(int rule, const struct smb_hyper *hyper);
-/* The rule for count elements. m and v are NULL where the rule has none; no two of the arrays overlap. */
-int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count, const struct smb_hyper *hyper);
+/* The rule for count elements. m and v are NULL where the rule has none; no two of the arrays
+ * overlap. */
+int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count,
+                    const struct smb_hyper *hyper);
 /* Whether it is one of bfloat16, float16 and int8. */
 int smb_wire_is_dense(int wire);
 /* Bytes that count float32 elements take on the way; 0 for a number that is no enum smb_wire. */
 uint64_t smb_wire_bytes(int wire, uint64_t count);
 /* count float32 elements into smb_wire_bytes of them. `to` is aligned to 2 bytes. */
 int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to);
-/* smb_kernel_apply for float32 with a source that is encoded: elements [first, first + count) of it. */
-int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first, uint64_t count, double scale);
-/* What count float32 elements at byte `offset` of a buffer are when they arrive: rounded piece by piece, as they are cut at
- * multiples of chunk_bytes. `to` may be `from`. */
-int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset, uint32_t chunk_bytes, void *to);
+/* smb_kernel_apply for float32 with a source that is encoded: elements [first, first + count) of
+ * it. */
+int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first,
+                             uint64_t count, double scale);
+/* What count float32 elements at byte `offset` of a buffer are when they arrive: rounded piece by
+ * piece, as they are cut at multiples of chunk_bytes. `to` may be `from`. */
+int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset,
+                     uint32_t chunk_bytes, void *to);
 /* CRC-32C (Castagnoli) of bytes that follow those of which `crc` is it; 0 at first. */
 uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
-/* Instruction sets compiled in and usable here, widest last. When the library loads, it takes the one that SMB_ISA names;
- * without SMB_ISA the fastest on this processor, as far as that was measured. */
+/* Instruction sets compiled in and usable here, widest last. When the library loads, it takes the
+ * one that SMB_ISA names; without SMB_ISA the fastest on this processor, as far as that was
+ * measured. */
 int smb_isa_count(void);
 const char *smb_isa_name(int isa);
 int smb_isa_current(void);
 /* For tests: use another one from now on, in the whole process. */
 int smb_isa_select(int isa);
 
-/* ---- layout ------------------------------------------------------------------------------------------------------- */
+/* ---- layout ---------------------------------------------------------------------------------- */
 
-/* A buffer of `bytes` is cut into stripes of `stripe_bytes`; stripe i lives on segment i modulo segment_count. Inside a
- * segment its stripes follow each other without gaps. stripe_bytes is a multiple of chunk_bytes. */
-struct smb_layout { uint64_t bytes; uint64_t stripe_bytes; uint32_t chunk_bytes; uint32_t segment_count; };
-struct smb_piece { uint32_t segment; uint64_t segment_offset; uint64_t buffer_offset; uint64_t bytes; };
+/* A buffer of `bytes` is cut into stripes of `stripe_bytes`; stripe i lives on segment i modulo
+ * segment_count. Inside a segment its stripes follow each other without gaps. stripe_bytes is a
+ * multiple of chunk_bytes. */
+struct smb_layout {
+    uint64_t bytes;
+    uint64_t stripe_bytes;
+    uint32_t chunk_bytes;
+    uint32_t segment_count;
+};
+struct smb_piece {
+    uint32_t segment;
+    uint64_t segment_offset;
+    uint64_t buffer_offset;
+    uint64_t bytes;
+};
 
 int smb_layout_check(const struct smb_layout *layout);
 /* Bytes of the buffer that live on one segment. */
 uint64_t smb_layout_segment_bytes(const struct smb_layout *layout, uint32_t segment);
-/* The piece that starts at buffer_offset: as long as it is contiguous in the segment, at most bytes_max. */
-int smb_layout_piece(const struct smb_layout *layout, uint64_t buffer_offset, uint64_t bytes_max, struct smb_piece *piece);
+/* The piece that starts at buffer_offset: as long as it is contiguous in the segment, at most
+ * bytes_max. */
+int smb_layout_piece(const struct smb_layout *layout, uint64_t buffer_offset, uint64_t bytes_max,
+                     struct smb_piece *piece);
 
-/* ---- segment ------------------------------------------------------------------------------------------------------ */
+/* ---- segment --------------------------------------------------------------------------------- */
 
 struct smb_segment;
 struct smb_segment_info {
-    uint64_t id; uint32_t epoch; uint32_t dtype; uint32_t chunk_bytes; uint64_t data_bytes; uint64_t file_bytes;
-    uint32_t deleted; uint64_t recovered_locks;
+    uint64_t id;
+    uint32_t epoch;
+    uint32_t dtype;
+    uint32_t chunk_bytes;
+    uint64_t data_bytes;
+    uint64_t file_bytes;
+    uint32_t deleted;
+    uint64_t recovered_locks;
 };
 
-/* File size of a segment that holds data_bytes, header and chunk table included; 0 on overflow or bad arguments. This is
- * what counts against a server's capacity. */
+/* File size of a segment that holds data_bytes, header and chunk table included; 0 on overflow or
+ * bad arguments. This is what counts against a server's capacity. */
 uint64_t smb_segment_file_bytes(uint64_t data_bytes, uint32_t chunk_bytes);
-/* Creates the file (all pages allocated, zeroed), maps it. SMB_EXISTS, SMB_OUT_OF_MEMORY, SMB_INVALID, SMB_SYSTEM. */
-int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes,
-                       struct smb_segment **segment);
-/* Maps an existing file; every field of its header is checked against the file's real size before it is used. */
+/* Creates the file (all pages allocated, zeroed), maps it. SMB_EXISTS, SMB_OUT_OF_MEMORY,
+ * SMB_INVALID, SMB_SYSTEM. */
+int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
+                       uint64_t data_bytes, uint32_t chunk_bytes, struct smb_segment **segment);
+/* Maps an existing file; every field of its header is checked against the file's real size before
+ * it is used. */
 int smb_segment_open(const char *path, struct smb_segment **segment);
-/* The same from a descriptor, which is duplicated. SMB_VERSION where another build's locks make sharing impossible,
- * SMB_NAMESPACE where another PID namespace than the server's does. */
+/* The same from a descriptor, which is duplicated. SMB_VERSION where another build's locks make
+ * sharing impossible, SMB_NAMESPACE where another PID namespace than the server's does. */
 int smb_segment_open_fd(int fd, struct smb_segment **segment);
-/* 0 once its server has been started in another PID namespace: every operation gets SMB_NAMESPACE. */
+/* 0 once its server has been started in another PID namespace: every operation gets
+ * SMB_NAMESPACE. */
 int smb_segment_is_shared(const struct smb_segment *segment);
 /* Drops one reference; the last one unmaps. */
 void smb_segment_release(struct smb_segment *segment);
@@ -239,231 +338,297 @@ void *smb_segment_data(struct smb_segment *segment);
 /* The descriptor, owned by the segment; and where in the file the data starts (page aligned). */
 int smb_segment_fd(const struct smb_segment *segment);
 uint64_t smb_segment_data_offset(const struct smb_segment *segment);
-/* The chunks' states, 64 bytes each: who reads the data from outside (RDMA) looks at the chunk's sequence count before and after. It is
- * a uint32_t at *sequence_at of each state, odd while the chunk changes. */
-const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes, uint32_t *sequence_at);
-/* What is published, and the publication that has begun (0: none ever), of the buffer whose first segment this is. */
+/* The chunks' states, 64 bytes each: a reader from outside (RDMA) looks at the chunk's sequence
+ * count before and after. It is a uint32_t at *sequence_at of each state, odd while the chunk
+ * changes. */
+const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes,
+                               uint32_t *sequence_at);
+/* What is published, and the publication that has begun (0: none ever), of the buffer whose first
+ * segment this is. */
 void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing);
 /* Marks it deleted: every later operation, from any process that maps it, gets SMB_NOT_FOUND. */
 void smb_segment_mark_deleted(struct smb_segment *segment);
-/* Adds what local clients have done on their own mapping to operations[opcode] and bytes[opcode]. */
+/* Adds what local clients have done on their own mapping to operations[opcode] and
+ * bytes[opcode]. */
 void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes);
 
-/* ---- TLS ----------------------------------------------------------------------------------------------------------- */
+/* ---- TLS ------------------------------------------------------------------------------------- */
 
-/* An authority's certificates, an own one with its chain, and its key. Counted references; it never changes. */
+/* An authority's certificates, an own one with its chain, and its key. Counted references; it never
+ * changes. */
 struct smb_tls;
 enum { SMB_WHY_BYTES = 400 };
 /* Of texts in PEM form. SMB_INVALID: what they hold does not belong together; why[] says it. */
-int smb_tls_create(const char *ca, const char *certificate, const char *key, struct smb_tls **tls, char why[400]);
+int smb_tls_create(const char *ca, const char *certificate, const char *key, struct smb_tls **tls,
+                   char why[400]);
 void smb_tls_release(struct smb_tls *tls);
 
-/* ---- server ------------------------------------------------------------------------------------------------------- */
+/* ---- server ---------------------------------------------------------------------------------- */
 
 struct smb_server;
 struct smb_server_counters {
-    uint64_t operations[4][23];   /* [transport][opcode]; SHM sums the segments', deleted ones included */
+    /* [transport][opcode]; SHM sums the segments', deleted ones included */
+    uint64_t operations[4][23];
     uint64_t bytes[4][23];
-    uint64_t errors[33];          /* by status as answered, or as the reason to close a connection */
+    uint64_t errors[33]; /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[4];
     uint64_t connections_now[4];
-    uint64_t turned_away_total;   /* connections closed at once, as there was no descriptor left for them */
-    uint64_t strangers_now;       /* that came over TCP, and have not shown yet who they are */
+    /* connections closed at once, as there was no descriptor left for them */
+    uint64_t turned_away_total;
+    uint64_t strangers_now;           /* that came over TCP, and have not shown yet who they are */
     uint64_t strangers_evicted_total; /* of them closed early, as too many others came */
-    uint64_t deferred_now;          /* requests that wait for a chunk lock */
+    uint64_t deferred_now;            /* requests that wait for a chunk lock */
     uint64_t deferred_total;
-    uint64_t waits_now;           /* requests deferred at locks, barriers and versions */
-    uint64_t repeated_total;      /* requests that were sent again after a connection broke */
-    uint64_t replayed_total;      /* of them changes that had been made, and were answered without being made again */
-    uint64_t backlog_bytes;       /* of answers that wait for their peers to read */
-    uint64_t backlog_total;       /* times that a connection had to wait for that */
-    uint64_t journal_slots;       /* in use: a connection that ever changed something has one */
+    uint64_t waits_now;      /* requests deferred at locks, barriers and versions */
+    uint64_t repeated_total; /* requests that were sent again after a connection broke */
+    /* of them changes that had been made, and were answered without being made again */
+    uint64_t replayed_total;
+    uint64_t backlog_bytes; /* of answers that wait for their peers to read */
+    uint64_t backlog_total; /* times that a connection had to wait for that */
+    uint64_t journal_slots; /* in use: a connection that ever changed something has one */
     uint64_t journal_slots_most;
-    uint64_t locks_granted;       /* user's and publishers' alike */
-    uint64_t locks_waited;        /* requests for them that had to wait */
+    uint64_t locks_granted; /* user's and publishers' alike */
+    uint64_t locks_waited;  /* requests for them that had to wait */
     uint64_t locks_timed_out;
-    uint64_t locks_expired;       /* whose holder did not renew them */
-    uint64_t locks_revoked;       /* whose holder's session ended */
+    uint64_t locks_expired; /* whose holder did not renew them */
+    uint64_t locks_revoked; /* whose holder's session ended */
     uint64_t barriers_broken;
-    uint64_t recovered_locks;     /* chunk locks found held by a dead process */
+    uint64_t recovered_locks; /* chunk locks found held by a dead process */
     uint64_t segments;
-    uint64_t segment_bytes;       /* file bytes, as counted against the capacity */
+    uint64_t segment_bytes; /* file bytes, as counted against the capacity */
 };
 
-/* `instance` identifies this run of the daemon in HELLO replies; loops >= 1 event-loop threads are started. */
-int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, struct smb_server **server);
+/* `instance` identifies this run of the daemon in HELLO replies; loops >= 1 event-loop threads are
+ * started. */
+int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
+                      struct smb_server **server);
 /* Listens; port 0 picks a free one, written to *bound_port. Address is numeric IPv4 or IPv6. */
-int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port, uint16_t *bound_port);
-/* From here on who connects over TCP has to speak TLS, and to show a certificate of that authority and of a role that uses data (tls.h).
- * Again: for those that come from now on. Takes a reference. */
+int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port,
+                          uint16_t *bound_port);
+/* From here on TCP connections must speak TLS. They show a certificate of that authority, of a role
+ * that uses data (tls.h). Again: for those that come from now on. Takes a reference. */
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls);
 /* Only peers of the same uid, and root, are let in. The file is unlinked by smb_server_destroy. */
 int smb_server_listen_unix(struct smb_server *server, const char *path);
-/* Serves one more peer: fd is a connected stream socket, an end of a socketpair as well, and is closed with the connection, or
- * at once unless SMB_OK. Whoever has the other end carries its bytes to a client and has let in whom it may. `transport` is what
- * it is counted as. SMB_OUT_OF_MEMORY: there are as many connections as may be. */
+/* Serves one more peer: fd is a connected stream socket, an end of a socketpair as well, and is
+ * closed with the connection, or at once unless SMB_OK. The holder of the other end carries its
+ * bytes to a client, and has checked that client. `transport` is what it is counted as.
+ * SMB_OUT_OF_MEMORY: there are as many connections as may be. */
 int smb_server_adopt(struct smb_server *server, int fd, int transport);
-/* Memory that a peer's payloads are put into from outside, and answers' data fetched from: `count` places of SMB_CHUNK_BYTES_MAX, each
- * page aligned, slots of the journal if there is one. All of it is allocated. SMB_OUT_OF_MEMORY. Counted references: the last one gives
- * them back, before the server is destroyed, and when nobody outside can reach them any more. */
+/* Memory that a peer's payloads are put into from outside, and answers' data fetched from: `count`
+ * places of SMB_CHUNK_BYTES_MAX, each page aligned, slots of the journal if there is one. All of it
+ * is allocated. SMB_OUT_OF_MEMORY. Counted references: the last one gives them back, before the
+ * server is destroyed, and when nobody outside can reach them any more. */
 struct smb_slots;
 int smb_server_take_slots(struct smb_server *server, uint32_t count, struct smb_slots **slots);
 void *smb_slots_payload(const struct smb_slots *slots, uint32_t index);
 void smb_slots_release(struct smb_slots *slots);
-/* smb_server_adopt for a peer that sends records: its payloads are in these slots. Takes a reference to them. */
+/* smb_server_adopt for a peer that sends records: its payloads are in these slots. Takes a
+ * reference to them. */
 int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots);
-/* A reference to a segment that is served, for smb_segment_release: as long as it is held the segment's memory is not given back,
- * though it be deleted. SMB_NOT_FOUND. */
+/* A reference to a segment that is served, for smb_segment_release: as long as it is held the
+ * segment's memory is not given back, though it be deleted. SMB_NOT_FOUND. */
 int smb_server_hold_segment(struct smb_server *server, uint64_t id, struct smb_segment **segment);
-/* Before it listens: from here on a connection may use no segment that it has shown no token for. */
+/* Before it listens: from here on a connection may use no segment that it has shown no token
+ * for. */
 void smb_server_guard(struct smb_server *server);
-/* The keys of so many generations of tokens, 1 to SMB_KEYS_MAX, shared with the coordinator, in the place of all that were known; and
- * what the coordinator's clock says now, in milliseconds since 1970. That clock may have been put back: no generation is older by
- * its number. SMB_INVALID for another count. */
-struct smb_key { uint32_t generation; uint8_t bytes[32]; };
-int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set, uint64_t now_ms);
-/* What a client shows on the control plane for keys of RDMA: `shown->secret` is its proof (access.h). SMB_OK: the coordinator gave
- * the session that token, and it is good for *left_ns from now. SMB_DENIED; SMB_BUSY before a key is known. */
-int smb_server_check_proof(struct smb_server *server, uint64_t session, const struct smb_token *shown, uint64_t *left_ns);
-/* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is left then. */
-int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch, int dtype,
-                              uint64_t data_bytes, uint32_t chunk_bytes);
-/* Serves a file left by an earlier run. */
-int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info);
-/* From here on additions are journalled in the file at path (made if it is not there), so that a kill does not tear them. Call
- * it when every segment of an earlier run is adopted and before the server listens: it finishes what that run left half done. */
-struct smb_recovery {
-    uint64_t finished;       /* changes that were under way, and are made now */
-    uint64_t torn_chunks;    /* whose journal is gone: element by element old or new */
-    uint32_t journal_lost;   /* what lay at path was no journal of ours */
+/* The keys of so many generations of tokens, 1 to SMB_KEYS_MAX, in the place of all known before.
+ * The coordinator has the same. now_ms: what its clock says, in milliseconds since 1970. That clock
+ * may have been put back: no generation is older by its number. SMB_INVALID for another count. */
+struct smb_key {
+    uint32_t generation;
+    uint8_t bytes[32];
 };
-int smb_server_open_journal(struct smb_server *server, const char *path, struct smb_recovery *recovery);
-/* Everything that the session holds here is given up: connections, locks, seats, pins, waits. It is not let in again. */
+int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set,
+                        uint64_t now_ms);
+/* What a client shows on the control plane for keys of RDMA: `shown->secret` is its proof
+ * (access.h). SMB_OK: the coordinator gave the session that token, and it is good for *left_ns from
+ * now. SMB_DENIED; SMB_BUSY before a key is known. */
+int smb_server_check_proof(struct smb_server *server, uint64_t session,
+                           const struct smb_token *shown, uint64_t *left_ns);
+/* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is
+ * left then. */
+int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id,
+                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes);
+/* Serves a file left by an earlier run. */
+int smb_server_adopt_segment(struct smb_server *server, const char *path,
+                             struct smb_segment_info *info);
+/* From here on additions are journalled in the file at path (made if it is not there), so that a
+ * kill does not tear them. Call it when every segment of an earlier run is adopted and before the
+ * server listens: it finishes what that run left half done. */
+struct smb_recovery {
+    uint64_t finished;     /* changes that were under way, and are made now */
+    uint64_t torn_chunks;  /* whose journal is gone: element by element old or new */
+    uint32_t journal_lost; /* what lay at path was no journal of ours */
+};
+int smb_server_open_journal(struct smb_server *server, const char *path,
+                            struct smb_recovery *recovery);
+/* Everything that the session holds here is given up: connections, locks, seats, pins, waits. It is
+ * not let in again. */
 void smb_server_end_session(struct smb_server *server, uint64_t session);
-/* Every session that ended before now, also during earlier runs, has been ended here: from now on a session that is let in never lost
- * a record because it had ended. */
+/* Every session that ended before now, also during earlier runs, has been ended here: from now on a
+ * session that is let in never lost a record because it had ended. */
 void smb_server_know_ended(struct smb_server *server);
 /* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
-/* Nothing that waits is asked of it any more, also after a restart: such requests get SMB_NOT_FOUND. Only if it is idle (sync.h's
- * sync_retire); else SMB_BUSY. *token is the last one of its lock. Repeating it is harmless. SMB_NOT_FOUND if it is not here. */
-int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms, uint64_t *token);
-/* The next token of its lock will be higher than this one, an even number (SMB_INVALID). SMB_NOT_FOUND if it is not here. */
+/* Nothing that waits is asked of it any more, also after a restart: such requests get
+ * SMB_NOT_FOUND. Only if it is idle (sync.h's sync_retire); else SMB_BUSY. *token is the last one
+ * of its lock. Repeating it is harmless. SMB_NOT_FOUND if it is not here. */
+int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms,
+                              uint64_t *token);
+/* The next token of its lock will be higher than this one, an even number (SMB_INVALID).
+ * SMB_NOT_FOUND if it is not here. */
 int smb_server_raise_token(struct smb_server *server, uint64_t id, uint64_t token);
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters);
-/* From when a request was taken up until its answer was ready, by [transport][opcode]; of what waits until it was answered. */
-struct smb_latencies { struct smb_latency of[4][23]; };
+/* From when a request was taken up until its answer was ready, by [transport][opcode]; of what
+ * waits until it was answered. */
+struct smb_latencies {
+    struct smb_latency of[4][23];
+};
 void smb_server_latencies(struct smb_server *server, struct smb_latencies *latencies);
-/* What was done for each segment (SHM: by local clients on their own mapping), and over the connections of each session that has
- * not ended. Writes at most `most`, in no order; returns how many. */
-uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares, uint64_t most);
-uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares, uint64_t most);
+/* What was done for each segment (SHM: by local clients on their own mapping), and over the
+ * connections of each session that has not ended. Writes at most `most`, in no order; returns how
+ * many. */
+uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares,
+                                   uint64_t most);
+uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares,
+                                   uint64_t most);
 /* What is held or waited for at one segment, now. */
-enum smb_wait_kind { SMB_WAIT_LOCK = 0, SMB_WAIT_PUBLISHER = 1, SMB_WAIT_BARRIER = 2, SMB_WAIT_VERSION = 3 };
+enum smb_wait_kind {
+    SMB_WAIT_LOCK = 0,
+    SMB_WAIT_PUBLISHER = 1,
+    SMB_WAIT_BARRIER = 2,
+    SMB_WAIT_VERSION = 3
+};
 struct smb_wait {
     uint64_t segment;
-    uint64_t session;   /* of the holder of LOCK and PUBLISHER; 0: nobody holds it */
-    uint64_t token;     /* of this holding */
-    uint64_t left_ms;   /* until it runs out, unless it is renewed */
-    uint32_t kind;      /* enum smb_wait_kind */
-    uint32_t waiting;   /* requests */
-    uint32_t arrived;   /* at the barrier's round under way */
+    uint64_t session; /* of the holder of LOCK and PUBLISHER; 0: nobody holds it */
+    uint64_t token;   /* of this holding */
+    uint64_t left_ms; /* until it runs out, unless it is renewed */
+    uint32_t kind;    /* enum smb_wait_kind */
+    uint32_t waiting; /* requests */
+    uint32_t arrived; /* at the barrier's round under way */
     uint32_t parties;
 };
-/* Writes those of all segments, at most `most`, in no order; returns how many there are, written or not. */
+/* Writes those of all segments, at most `most`, in no order; returns how many there are, written or
+ * not. */
 uint64_t smb_server_waits(struct smb_server *server, struct smb_wait *waits, uint64_t most);
 /* Stops the loops, closes every connection, unmaps (files stay, for the next run). */
 void smb_server_destroy(struct smb_server *server);
 
-/* ---- client ------------------------------------------------------------------------------------------------------- */
+/* ---- client ---------------------------------------------------------------------------------- */
 
 struct smb_client;
 struct smb_link;
 
 int smb_client_create(uint64_t session, struct smb_client **client);
-/* Before its first link is made: every frame of every link carries a checksum, in both directions. */
+/* Before its first link is made: every frame of every link carries a checksum, in both
+ * directions. */
 void smb_client_use_checksums(struct smb_client *client);
-/* Before its first link is made: servers are to prove, too, that they know what a token's secret is made with. A connection carries
- * nothing but HELLO and AUTHORIZE until its server has. */
+/* Before its first link is made: servers are to prove, too, that they know what a token's secret is
+ * made with. A connection carries nothing but HELLO and AUTHORIZE until its server has. */
 void smb_client_want_proof(struct smb_client *client);
 /* Answers that arrived spoilt, so far. Servers count requests that did. */
 uint64_t smb_client_spoilt(struct smb_client *client);
-/* What this client has done since smb_client_count (before that nothing is counted, and nothing is lost to counting). SHM: on its own mapping; TCP and UNIX: calls over links of that kind, counted once, also where they
- * took several frames or several servers. Latencies are of whole calls; of those that took no wait at all one in 64 is timed, and
- * stands for 64. */
+/* What this client has done since smb_client_count (before that nothing is counted, and nothing is
+ * lost to counting). SHM: on its own mapping; TCP and UNIX: calls over links of that kind, counted
+ * once, also where they took several frames or several servers. Latencies are of whole calls; of
+ * those that took no wait at all one in 64 is timed, and stands for 64. */
 struct smb_client_counters {
     uint64_t operations[4][23];
     uint64_t bytes[4][23];
-    uint64_t failed[33];          /* calls, by status */
-    uint64_t repeated_total;      /* frames sent again after a connection broke */
+    uint64_t failed[33];     /* calls, by status */
+    uint64_t repeated_total; /* frames sent again after a connection broke */
     uint64_t spoilt_total;
     struct smb_latencies latencies;
 };
 void smb_client_count(struct smb_client *client);
 void smb_client_counters(struct smb_client *client, struct smb_client_counters *counters);
-/* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A link is one lane of the session:
- * to each server at most one link of a lane number at any time. */
-int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port, uint16_t lane,
-                           uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
-int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane, uint32_t timeout_ms,
-                            struct smb_link **link, uint64_t *instance);
-/* Over TCP inside TLS, to the memory server whose certificate is for the name `expected`. SMB_UNTRUSTED: it is not there, and why[]
- * says who is, or it does not take us. */
-int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
-                           uint16_t lane, uint32_t timeout_ms, struct smb_link **link, uint64_t *instance, char why[400]);
-/* The same on a stream socket that is connected already: fd is closed with the link, or at once unless SMB_OK. */
-int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
-                          uint64_t *instance);
-/* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses the link for calls. SMB_UNTRUSTED
- * as smb_buffer_set_link. */
+/* Connects and shakes hands, blocking up to timeout_ms. The server answers with its instance. A
+ * link is one lane of the session: to each server at most one link of a lane number at any time. */
+int smb_client_connect_tcp(struct smb_client *client, const char *address, uint16_t port,
+                           uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                           uint64_t *instance);
+int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane,
+                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
+/* Over TCP inside TLS, to the memory server whose certificate is for the name `expected`.
+ * SMB_UNTRUSTED: it is not there, and why[] says who is, or it does not take us. */
+int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port,
+                           struct smb_tls *tls, const char *expected, uint16_t lane,
+                           uint32_t timeout_ms, struct smb_link **link, uint64_t *instance,
+                           char why[400]);
+/* The same on a stream socket that is connected already: fd is closed with the link, or at once
+ * unless SMB_OK. */
+int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms,
+                          struct smb_link **link, uint64_t *instance);
+/* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses
+ * the link for calls. SMB_UNTRUSTED as smb_buffer_set_link. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
                     struct smb_segment **segment);
-/* Shows a token on the link's connection, blocking up to timeout_ms, and on every later one; in the place of an older one of the
- * same segment. SMB_DENIED: the server does not take it, and *why is of enum smb_denied. SMB_UNTRUSTED: it does, but could not prove
- * that it is the segment's server; the link is closed. Not at the same time as smb_link_attach. */
-int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms, uint64_t *why);
-/* 1 unless it was closed, by either side of the library. One whose connection broke is alive: it is waiting for another. */
+/* Shows a token on the link's connection, blocking up to timeout_ms, and on every later one; in the
+ * place of an older one of the same segment. SMB_DENIED: the server does not take it, and *why is
+ * of enum smb_denied. SMB_UNTRUSTED: it does, but could not prove that it is the segment's server;
+ * the link is closed. Not at the same time as smb_link_attach. */
+int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms,
+                       uint64_t *why);
+/* 1 unless it was closed, by either side of the library. One whose connection broke is alive: it is
+ * waiting for another. */
 int smb_link_alive(struct smb_link *link);
 /* 1 while it has a connection, as far as is known. */
 int smb_link_connected(struct smb_link *link);
 uint64_t smb_link_id(struct smb_link *link);
 void smb_link_close(struct smb_link *link);
-/* Waits until some link has calls but no connection, and puts it into the caller's hands: resume it, or let it go. SMB_TIMEOUT;
- * SMB_DISCONNECTED once the client is closed. */
+/* Waits until some link has calls but no connection, and puts it into the caller's hands: resume
+ * it, or let it go. SMB_TIMEOUT; SMB_DISCONNECTED once the client is closed. */
 int smb_client_wait_down(struct smb_client *client, uint32_t timeout_ms, uint64_t *link_id);
-/* Connects again, for a link that smb_client_wait_down named, blocking up to timeout_ms. SMB_NOT_FOUND: another server, or one
- * that lost its memory, answers there (`instance` is its; with accept_instance equal to it, it is taken). SMB_SESSION_ENDED
- * closes the link. The link stays in the caller's hands unless SMB_OK. */
-int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t port, uint64_t accept_instance,
-                        uint32_t timeout_ms, uint64_t *instance);
-int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance, uint32_t timeout_ms,
-                         uint64_t *instance);
-int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
-                        uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance, char why[400]);
-/* As the _fd functions, but requests travel as records and whoever holds the other end moves payloads and answers' data by the
- * addresses in them. The engine takes the connection back by shutting down its direction of the socket: the other end is closed only when
- * no memory named in any record is touched any more, and this is waited for. SMB_INVALID for a client with checksums. */
-int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
-                                 uint64_t *instance);
-int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance);
-int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance);
+/* Connects again, for a link that smb_client_wait_down named, blocking up to timeout_ms.
+ * SMB_NOT_FOUND: another server, or one that lost its memory, answers there (`instance` is its;
+ * with accept_instance equal to it, it is taken). SMB_SESSION_ENDED closes the link. The link stays
+ * in the caller's hands unless SMB_OK. */
+int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t port,
+                        uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance);
+int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance,
+                         uint32_t timeout_ms, uint64_t *instance);
+int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port,
+                        struct smb_tls *tls, const char *expected, uint64_t accept_instance,
+                        uint32_t timeout_ms, uint64_t *instance, char why[400]);
+/* As the _fd functions, but requests travel as records. The holder of the other end moves payloads
+ * and answers' data by the addresses in them. The engine takes the connection back by shutting down
+ * its direction of the socket. It then waits until the other end is closed, which must not be
+ * before all memory named in records is left alone. SMB_INVALID for a client with checksums. */
+int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane,
+                                 uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
+int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance,
+                              uint32_t timeout_ms, uint64_t *instance);
+int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms,
+                       uint64_t *instance);
 /* Out of the caller's hands, without a connection; 1 if it still wants one. */
 int smb_link_let_go(struct smb_link *link);
 int smb_link_wanted(struct smb_link *link);
-/* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every later one, with
- * SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go on working. */
+/* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every
+ * later one, with SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go on
+ * working. */
 void smb_client_close(struct smb_client *client);
 /* Frees it. No call is in progress, no buffer or link of it will be used again. */
 void smb_client_destroy(struct smb_client *client);
 
 /* One request of those that wait, see sync.h for what the words mean. */
 struct smb_ask {
-    int opcode; uint64_t segment; uint32_t epoch; uint64_t argument; uint64_t words[6];
+    int opcode;
+    uint64_t segment;
+    uint32_t epoch;
+    uint64_t argument;
+    uint64_t words[6];
 };
-struct smb_reply { int status; int sent; uint64_t a; uint64_t b; };
+struct smb_reply {
+    int status;
+    int sent;
+    uint64_t a;
+    uint64_t b;
+};
 struct smb_pending;
-/* Sends it; wait as often as you like: SMB_BUSY means not yet. The link's lane is one that is used for nothing else. SMB_UNTRUSTED as
- * smb_buffer_set_link, but for AUTHORIZE. */
+/* Sends it; wait as often as you like: SMB_BUSY means not yet. The link's lane is one that is used
+ * for nothing else. SMB_UNTRUSTED as smb_buffer_set_link, but for AUTHORIZE. */
 int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_pending **pending);
 int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_reply *reply);
 /* Frees it; one that is not answered yet is given up. */
@@ -471,23 +636,33 @@ void smb_ask_end(struct smb_pending *pending);
 
 /* What became of the parts of a call that failed before all was confirmed. */
 struct smb_unknown;
-enum smb_outcome_state { SMB_OUTCOME_PENDING = 0, SMB_OUTCOME_APPLIED = 1, SMB_OUTCOME_NOT_APPLIED = 2, SMB_OUTCOME_UNKNOWN = 3 };
-/* Blocks until it is known of every part, up to timeout_ms: SMB_TIMEOUT. What was not applied then never will be. */
-int smb_unknown_resolve(struct smb_client *client, struct smb_unknown *unknown, uint32_t timeout_ms);
+enum smb_outcome_state {
+    SMB_OUTCOME_PENDING = 0,
+    SMB_OUTCOME_APPLIED = 1,
+    SMB_OUTCOME_NOT_APPLIED = 2,
+    SMB_OUTCOME_UNKNOWN = 3
+};
+/* Blocks until it is known of every part, up to timeout_ms: SMB_TIMEOUT. What was not applied then
+ * never will be. */
+int smb_unknown_resolve(struct smb_client *client, struct smb_unknown *unknown,
+                        uint32_t timeout_ms);
 /* Once resolved. Part `index`, false past the last. */
-bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_t *offset, uint32_t *bytes, int *state);
+bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_t *offset,
+                      uint32_t *bytes, int *state);
 void smb_unknown_release(struct smb_unknown *unknown);
 
-/* ---- transfer ----------------------------------------------------------------------------------------------------- */
+/* ---- transfer -------------------------------------------------------------------------------- */
 
 struct smb_buffer;
 
-int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype, struct smb_buffer **buffer);
-/* Where segment `index` is reached: over a link, or through a local mapping (a reference is taken). Set before the first
- * call; after a reconnect make another smb_buffer, and destroy this one when no call uses it any more. SMB_UNTRUSTED: the client
- * wants proof and the link's server has given none (smb_link_authorize), so nothing may be sent there. */
-int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id, uint32_t epoch,
-                        struct smb_link *link);
+int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype,
+                      struct smb_buffer **buffer);
+/* Where segment `index` is reached: over a link, or through a local mapping (a reference is taken).
+ * Set before the first call; after a reconnect make another smb_buffer, and destroy this one when
+ * no call uses it any more. SMB_UNTRUSTED: the client wants proof and the link's server has given
+ * none (smb_link_authorize), so nothing may be sent there. */
+int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id,
+                        uint32_t epoch, struct smb_link *link);
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);
 void smb_buffer_destroy(struct smb_buffer *buffer);
 
@@ -499,51 +674,68 @@ void smb_buffer_destroy(struct smb_buffer *buffer);
  *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers
  *   FETCH_ADD       8 bytes; argument: what to add; outcome.result: the old value
  *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value
- *   APPLY           op: the rule; hyper; other: the gradient, states: as many as the rule has, all of equal layout on the same
- *                   servers and no buffer twice; every segment of each is reached over a link */
+ *   APPLY           op: the rule; hyper; other: the gradient, states: as many as the rule has, all
+ *                   of equal layout on the same servers and no buffer twice; every segment of each
+ *                   is reached over a link */
 struct smb_request {
-    int opcode; int op; double scale;
-    uint64_t offset; uint64_t bytes;
-    const void *source; void *sink;
-    uint64_t argument; uint64_t expected;
+    int opcode;
+    int op;
+    double scale;
+    uint64_t offset;
+    uint64_t bytes;
+    const void *source;
+    void *sink;
+    uint64_t argument;
+    uint64_t expected;
     struct smb_buffer *other;
     struct smb_buffer *states[2];
     struct smb_hyper hyper;
-    uint64_t token;            /* of a lock of this buffer, if fenced: all segments are reached over links then */
+    /* of a lock of this buffer, if fenced: all segments are reached over links then */
+    uint64_t token;
     bool fenced;
-    const int64_t *indices;    /* of SMB_WIRE_SPARSE: elements of the buffer, ascending, `count` of them, whose values are in source; */
-    uint64_t count;            /* offset and bytes are from the first to the last. No sink */
-    int wire;                  /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also where it is
-                                * local. The new values that an ACCUMULATE fetches are exact */
+    /* of SMB_WIRE_SPARSE: elements of the buffer, ascending, `count` of them, whose values are in
+     * source; */
+    const int64_t *indices;
+    uint64_t count; /* offset and bytes are from the first to the last. No sink */
+    /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also where it
+     * is local. The new values that an ACCUMULATE fetches are exact */
+    int wire;
     uint32_t timeout_ms;
 };
 struct smb_outcome {
-    int status;                /* SMB_OK, or the first failure */
-    uint32_t segment;          /* index of the segment where it happened */
-    uint64_t result;           /* FETCH_ADD, COMPARE_SWAP */
-    uint64_t bytes_applied;    /* acknowledged or done locally */
-    int sent;                  /* 1 if any frame of this call may have reached a server or a local segment was changed */
-    struct smb_unknown *unknown;   /* the caller's to release, or NULL: parts of a change that are not confirmed */
+    int status;             /* SMB_OK, or the first failure */
+    uint32_t segment;       /* index of the segment where it happened */
+    uint64_t result;        /* FETCH_ADD, COMPARE_SWAP */
+    uint64_t bytes_applied; /* acknowledged or done locally */
+    /* 1 if any frame of this call may have reached a server or a local segment was changed */
+    int sent;
+    /* the caller's to release, or NULL: parts of a change that are not confirmed */
+    struct smb_unknown *unknown;
 };
 
-/* Whether whoever calls wants a blocking call of this thread to end: asked every 100 ms or so by calls that move data, settle or
- * connect, while they hold nothing. Nonzero, from then on until the call has returned: it ends as if its time was over. Set once, before
- * the first call; may call the engine. */
+/* Whether the caller wants a blocking call of this thread to end: asked every 100 ms or so by calls
+ * that move data, settle or connect, while they hold nothing. Nonzero, from then on until the call
+ * has returned: it ends as if its time was over. Set once, before the first call; may call the
+ * engine. */
 void smb_set_look(int (*look)(void));
 
-/* Blocks until every piece is answered, failed, or timeout_ms passed. All servers of the range work at once: frames are
- * sent to all of them before the first answer is awaited, local pieces are done in between. Returns outcome->status. */
-int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome);
-/* 1: done, without waiting for anything, not even spinning: a call within one chunk that this process has mapped and whose lock is
- * free, in the time of its copy. 0: nothing was done. */
-int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome);
-/* The same as smb_transfer for calls that are neither fenced nor from another buffer: handing numbers over is cheaper for Python than filling a
- * structure in. */
-int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink, int op,
-             double scale, uint64_t argument, uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome);
+/* Blocks until every piece is answered, failed, or timeout_ms passed. All servers of the range work
+ * at once: frames are sent to all of them before the first answer is awaited, local pieces are done
+ * in between. Returns outcome->status. */
+int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request,
+                 struct smb_outcome *outcome);
+/* 1: done, without waiting for anything, not even spinning: a call within one chunk that this
+ * process has mapped and whose lock is free, in the time of its copy. 0: nothing was done. */
+int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request,
+                         struct smb_outcome *outcome);
+/* The same as smb_transfer for calls that are neither fenced nor from another buffer: handing
+ * numbers over is cheaper for Python than filling a structure in. */
+int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t bytes,
+             const void *source, void *sink, int op, double scale, uint64_t argument,
+             uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome);
 
-/* A contiguous view of a buffer all of whose segments are local: stripes mapped side by side. bytes = the layout's,
- * rounded up to pages. SMB_INVALID where a segment is not local. */
+/* A contiguous view of a buffer all of whose segments are local: stripes mapped side by side. bytes
+ * = the layout's, rounded up to pages. SMB_INVALID where a segment is not local. */
 int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes);
 void smb_buffer_unmap(void *address, uint64_t bytes);
 

@@ -1,26 +1,32 @@
-/* The physical limits: what a C program that does nothing else reaches. A start measures one case and checks its bytes.
+/* The physical limits: what a C program that does nothing else reaches. A start measures one case
+ * and checks its bytes.
  *
- *     limits operation=accumulate transport=tcp bytes=1048576 clients=2 seconds=0.3 polling=1 connections=2 ...
+ *     limits operation=accumulate transport=tcp bytes=1048576 clients=2 seconds=0.3 polling=1
+ *     connections=2 ...
  *
- * shm: client processes copy between private memory and one tmpfs file that all have mapped, or add to it.
- * tcp, unix: client processes talk to a server process that has the array, over one connection or, to use more cores,
- * over several with a part of the array each. A write is the bytes and a 1-byte answer, a read a 1-byte question and
- * the bytes, fetch_add 8 bytes each way. For accumulate the server adds piece by piece, while it receives, under a lock
- * per stripe. Bytes are received straight into the array: of two writes at once an element may have bytes of both, so
+ * shm: client processes copy between private memory and one tmpfs file that all have mapped, or add
+ * to it. tcp, unix: client processes talk to a server process that has the array, over one
+ * connection or, to use more cores, over several with a part of the array each. A write is the
+ * bytes and a 1-byte answer, a read a 1-byte question and the bytes, fetch_add 8 bytes each way.
+ * For accumulate the server adds piece by piece, while it receives, under a lock per stripe. Bytes
+ * are received straight into the array: of two writes at once an element may have bytes of both, so
  * all clients write the same there.
  *
- * With tls=1 (tcp) all of that is inside TLS 1.3, of the cipher that smb takes, by OpenSSL's SSL_read and SSL_write on these sockets.
+ * With tls=1 (tcp) all of that is inside TLS 1.3, of the cipher that smb takes, by OpenSSL's
+ * SSL_read and SSL_write on these sockets.
  *
- * With namespace=FILE (as `ip netns` keeps them) and address= of an interface there, the server is in that network
- * namespace and the clients are in the one in which this was started: two hosts, as far as TCP can tell.
+ * With namespace=FILE (as `ip netns` keeps them) and address= of an interface there, the server is
+ * in that network namespace and the clients are in the one in which this was started: two hosts, as
+ * far as TCP can tell.
  *
- * Processes: this one forks the server (a thread for every connection, or one that polls them all) and the clients (a
- * thread for every connection), starts all clients at once and waits. What they count lies in shared memory; children
- * end with this process.
+ * Processes: this one forks the server (a thread for every connection, or one that polls them all)
+ * and the clients (a thread for every connection), starts all clients at once and waits. What they
+ * count lies in shared memory; children end with this process.
  *
- * Output: a line of JSON (for each client: batches, calls of a batch, calls in all, CPU seconds), then for each client
- * the batches' start times and end times, in seconds of CLOCK_MONOTONIC, as binary doubles. Batches, since a clock
- * takes longer than a small copy. Exit status 1, and why on stderr, where bytes are wrong or a call failed.
+ * Output: a line of JSON (for each client: batches, calls of a batch, calls in all, CPU seconds),
+ * then for each client the batches' start times and end times, in seconds of CLOCK_MONOTONIC, as
+ * binary doubles. Batches, since a clock takes longer than a small copy. Exit status 1, and why on
+ * stderr, where bytes are wrong or a call failed.
  */
 #include "limits.h"
 
@@ -38,12 +44,12 @@
 #include <unistd.h>
 
 #define WARM_UP_BATCHES 3
-/* Above this a batch is one call. Below, a batch's calls move this much, which takes a hundred microseconds, or are as many as
- * the next line says. */
+/* Above this a batch is one call. Below, a batch's calls move this much, which takes a hundred
+ * microseconds, or are as many as the next line says. */
 #define BATCH_BYTES ((uint64_t)4 << 20)
 #define BATCH_CALLS_MAX 4096
-/* Sources up to here exist twice, as they are and negated, and batches take turns: sums of millions of calls stay exact
- * in float32 (below 2^24). Longer ones are never added so often. */
+/* Sources up to here exist twice, as they are and negated, and batches take turns: sums of millions
+ * of calls stay exact in float32 (below 2^24). Longer ones are never added so often. */
 #define ALTERNATE_BYTES_MAX ((uint64_t)64 << 10)
 #define RECORDS_PER_SECOND 1000000
 
@@ -71,11 +77,12 @@ static double clock_seconds(clockid_t clock)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* ---- what the array holds */
+/* ---- what the array holds -------------------------------------------------------------------- */
 
 static uint32_t hash(uint64_t index)
 {
-    return (uint32_t)index * 2654435761u; /* Knuth's multiplicative hash: no short period in the upper bits */
+    /* Knuth's multiplicative hash: no short period in the upper bits */
+    return (uint32_t)index * 2654435761u;
 }
 
 /* What is written by each client and read by all: whole numbers below 2^18, exact in float32. */
@@ -97,14 +104,17 @@ static void check_array(const float *got)
         balance += shared->clients[c].balance;
     }
     if (plan.operation == ACCUMULATE && balance >= 1 << 23) {
-        fail("%lld additions are too many for exact sums in float32: fewer seconds", (long long)balance);
+        fail("%lld additions are too many for exact sums in float32: fewer seconds",
+             (long long)balance);
     }
     for (uint64_t i = 0; i < plan.bytes / sizeof(float); i++) {
         bool right = false;
         if (plan.operation == ACCUMULATE) {
             right = got[i] == 1 + added(i) * (float)balance;
         }
-        for (unsigned c = 0; c < (plan.operation == WRITE ? plan.clients : 1) && plan.operation != ACCUMULATE; c++) {
+        for (unsigned c = 0;
+             c < (plan.operation == WRITE ? plan.clients : 1) && plan.operation != ACCUMULATE;
+             c++) {
             right |= got[i] == written(i, c);
         }
         if (!right) {
@@ -124,7 +134,8 @@ void check_end(void)
         calls += shared->clients[c].balance;
     }
     if (atomic_load(&shared->counter) != calls) {
-        fail("wrong bytes: the counter is %lld after %lld additions", (long long)shared->counter, (long long)calls);
+        fail("wrong bytes: the counter is %lld after %lld additions", (long long)shared->counter,
+             (long long)calls);
     }
 }
 
@@ -135,7 +146,7 @@ void fill_array(void)
     }
 }
 
-/* ---- a client process */
+/* ---- a client process ------------------------------------------------------------------------ */
 
 static void prepare_client(struct client *client)
 {
@@ -144,7 +155,8 @@ static void prepare_client(struct client *client)
     for (uint64_t i = 0; i < count && plan.operation != READ; i++) {
         client->own[i] = plan.operation == WRITE ? written(i, client->index) : added(i);
     }
-    if (plan.operation == FETCH_ADD || (plan.operation == ACCUMULATE && plan.bytes <= ALTERNATE_BYTES_MAX)) {
+    if (plan.operation == FETCH_ADD ||
+        (plan.operation == ACCUMULATE && plan.bytes <= ALTERNATE_BYTES_MAX)) {
         client->negated = allocate(plan.bytes);
         for (uint64_t i = 0; i < count; i++) {
             client->negated[i] = -client->own[i];
@@ -185,7 +197,9 @@ static void run_client(unsigned index)
 {
     struct client client = {.index = index};
     uint64_t batch_calls = plan.transport == SHM ? BATCH_BYTES / plan.bytes : 1;
-    batch_calls = batch_calls < 1 ? 1 : batch_calls > BATCH_CALLS_MAX ? BATCH_CALLS_MAX : batch_calls;
+    batch_calls = batch_calls < 1                 ? 1
+                  : batch_calls > BATCH_CALLS_MAX ? BATCH_CALLS_MAX
+                                                  : batch_calls;
     prepare_client(&client);
     for (int i = 0; i < WARM_UP_BATCHES; i++) {
         run_batch(&client, batch_calls);
@@ -214,7 +228,7 @@ static void run_client(unsigned index)
     }
 }
 
-/* ---- the parent */
+/* ---- the parent ------------------------------------------------------------------------------ */
 
 static pid_t start(void (*what)(unsigned), unsigned argument)
 {
@@ -330,18 +344,20 @@ static void read_plan(int count, char **words)
             fail("no such argument: %s=%s", name, value);
         }
     }
-    if (plan.bytes == 0 || plan.bytes % sizeof(float) != 0 || plan.clients == 0 || plan.clients > CLIENTS_MAX ||
-        plan.connections == 0 || plan.connections > CONNECTIONS_MAX || plan.seconds <= 0 || plan.seconds > 60 ||
-        plan.piece_bytes == 0 || STRIPE_BYTES % plan.piece_bytes != 0 || plan.buffer_bytes > 1 << 30) {
-        fail("bytes (of float32), clients, connections, seconds (at most 60), buffer_bytes and piece_bytes (a part of "
-             "256 KiB) are needed");
+    if (plan.bytes == 0 || plan.bytes % sizeof(float) != 0 || plan.clients == 0 ||
+        plan.clients > CLIENTS_MAX || plan.connections == 0 || plan.connections > CONNECTIONS_MAX ||
+        plan.seconds <= 0 || plan.seconds > 60 || plan.piece_bytes == 0 ||
+        STRIPE_BYTES % plan.piece_bytes != 0 || plan.buffer_bytes > 1 << 30) {
+        fail("bytes (of float32), clients, connections, seconds (at most 60), buffer_bytes and "
+             "piece_bytes (a part of 256 KiB) are needed");
     }
     if (plan.operation == FETCH_ADD && plan.bytes != 8) {
         fail("fetch_add is of 8 bytes");
     }
     plan.locks |= plan.operation == ACCUMULATE && plan.clients > 1;
     if (plan.bytes <= part_at(plan.connections - 1)) {
-        fail("%llu bytes are too few for %u connections", (unsigned long long)plan.bytes, plan.connections);
+        fail("%llu bytes are too few for %u connections", (unsigned long long)plan.bytes,
+             plan.connections);
     }
 }
 
@@ -349,9 +365,11 @@ static void print_results(double server_cpu_seconds)
 {
     printf("{\"server_cpu_seconds\": %.9f, \"clients\": [", server_cpu_seconds);
     for (unsigned c = 0; c < plan.clients; c++) {
-        printf("%s{\"batches\": %llu, \"batch_calls\": %llu, \"calls\": %llu, \"cpu_seconds\": %.9f}", c ? ", " : "",
-               (unsigned long long)shared->clients[c].batches, (unsigned long long)shared->clients[c].batch_calls,
-               (unsigned long long)shared->clients[c].calls, shared->clients[c].cpu_seconds);
+        printf(
+            "%s{\"batches\": %llu, \"batch_calls\": %llu, \"calls\": %llu, \"cpu_seconds\": %.9f}",
+            c ? ", " : "", (unsigned long long)shared->clients[c].batches,
+            (unsigned long long)shared->clients[c].batch_calls,
+            (unsigned long long)shared->clients[c].calls, shared->clients[c].cpu_seconds);
     }
     printf("]}\n");
     for (unsigned c = 0; c < plan.clients; c++) {

@@ -1,4 +1,5 @@
-/* The limits of memory: copies and additions as plain C, with plain and with non-temporal stores, and locks. */
+/* The limits of memory: copies and additions as plain C, with plain and with non-temporal stores,
+ * and locks. */
 #include "limits.h"
 
 #include <errno.h>
@@ -47,14 +48,15 @@ void *share_file(uint64_t bytes)
     if (fd < 0 || ftruncate(fd, (off_t)bytes) != 0 || posix_fallocate(fd, 0, (off_t)bytes) != 0) {
         fail("a file of %llu bytes in /dev/shm: %s", (unsigned long long)bytes, strerror(errno));
     }
-    void *at = check_map(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), "the file in /dev/shm");
+    void *at = check_map(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0),
+                         "the file in /dev/shm");
     close(fd);
     madvise(at, bytes, MADV_HUGEPAGE);
     madvise(at, bytes, MADV_POPULATE_WRITE);
     return at;
 }
 
-/* ---- kernels: bytes are a multiple of 4, both sides begin at a cache line */
+/* ---- kernels: bytes are a multiple of 4, both sides begin at a cache line -------------------- */
 
 typedef float vector __attribute__((vector_size(64), may_alias));
 
@@ -69,7 +71,8 @@ void add(float *restrict sum, const float *restrict source, uint64_t bytes)
         s[i + 2] += x[i + 2];
         s[i + 3] += x[i + 3];
     }
-    for (uint64_t i = 4 * blocks * (sizeof(vector) / sizeof(float)); i < bytes / sizeof(float); i++) {
+    for (uint64_t i = 4 * blocks * (sizeof(vector) / sizeof(float)); i < bytes / sizeof(float);
+         i++) {
         sum[i] += source[i];
     }
 }
@@ -126,7 +129,7 @@ static void move(float *restrict to, const float *restrict source, uint64_t byte
     }
 }
 
-/* ---- stripe locks, between processes or threads */
+/* ---- stripe locks, between processes or threads ---------------------------------------------- */
 
 static void pause_briefly(unsigned turn)
 {
@@ -143,7 +146,8 @@ _Atomic unsigned *lock_stripe(uint64_t offset)
     _Atomic unsigned *lock = stripes + offset / STRIPE_BYTES * 16;
     for (unsigned turn = 0;; turn++) {
         if (!atomic_load_explicit(lock, memory_order_relaxed) &&
-            !atomic_exchange_explicit(lock, 1, memory_order_acquire)) { /* pairs with unlock_stripe's store */
+            !atomic_exchange_explicit(lock, 1, memory_order_acquire)) {
+            /* pairs with unlock_stripe's store */
             return lock;
         }
         pause_briefly(turn);
@@ -158,7 +162,8 @@ void unlock_stripe(_Atomic unsigned *lock)
 void call_memory(struct client *client)
 {
     if (plan.operation == FETCH_ADD) {
-        atomic_fetch_add_explicit(&shared->counter, client->source == client->own ? 1 : -1, memory_order_acq_rel);
+        atomic_fetch_add_explicit(&shared->counter, client->source == client->own ? 1 : -1,
+                                  memory_order_acq_rel);
     } else if (plan.operation == READ) {
         move(client->own, array, plan.bytes);
     } else if (!plan.locks) {

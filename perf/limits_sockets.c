@@ -13,22 +13,28 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* A poller that found nothing so often lets others run: with more pollers than cores they would wait for each other. */
+/* A poller that found nothing so often lets others run: with more pollers than cores they would
+ * wait for each other. */
 #define POLLS_BEFORE_YIELD 32
 #define YIELDS_BEFORE_SLEEP 200
 
-static union { struct sockaddr any; struct sockaddr_in tcp; struct sockaddr_un unix_; } address;
+static union {
+    struct sockaddr any;
+    struct sockaddr_in tcp;
+    struct sockaddr_un unix_;
+} address;
 static socklen_t address_bytes;
 
-/* Send or receive at most `bytes` at `at`: the bytes moved; 0 where a poller has nothing to do now. `ended` is set
- * where the other side is gone. A blocking call moves all. */
+/* Send or receive at most `bytes` at `at`: the bytes moved; 0 where a poller has nothing to do now.
+ * `ended` is set where the other side is gone. A blocking call moves all. */
 static uint64_t pump(int socket, void *at, uint64_t bytes, bool sending, bool *ended)
 {
     int flags = plan.polling ? MSG_DONTWAIT : 0;
     for (;;) {
-        ssize_t moved = plan.tls  ? tls_move(socket, at, bytes, sending)
-                        : sending ? send(socket, at, bytes, flags | MSG_NOSIGNAL)
-                                  : recv(socket, at, bytes, flags | (plan.polling ? 0 : MSG_WAITALL));
+        ssize_t moved = plan.tls ? tls_move(socket, at, bytes, sending)
+                        : sending
+                            ? send(socket, at, bytes, flags | MSG_NOSIGNAL)
+                            : recv(socket, at, bytes, flags | (plan.polling ? 0 : MSG_WAITALL));
         if (moved > 0) {
             return (uint64_t)moved;
         }
@@ -47,17 +53,18 @@ static uint64_t pump(int socket, void *at, uint64_t bytes, bool sending, bool *e
 uint64_t part_at(unsigned connection)
 {
     uint64_t pieces = (plan.bytes + plan.piece_bytes - 1) / plan.piece_bytes;
-    uint64_t at = (pieces + plan.connections - 1) / plan.connections * plan.piece_bytes * connection;
+    uint64_t at = (pieces + plan.connections - 1) / plan.connections * plan.piece_bytes *
+                  connection;
     return at < plan.bytes ? at : plan.bytes;
 }
 
-/* ---- the server */
+/* ---- the server ------------------------------------------------------------------------------ */
 
 struct connection {
     int socket;
-    bool answering; /* read: the question is here, the array goes out */
+    bool answering;          /* read: the question is here, the array goes out */
     uint64_t at, begin, end; /* bytes of the array: the next one, and the connection's part */
-    char *staging;  /* accumulate and fetch_add: what was received and is not yet added */
+    char *staging;           /* accumulate and fetch_add: what was received and is not yet added */
     uint64_t staged;
     bool ended;
 };
@@ -67,7 +74,8 @@ static struct connection served[CLIENTS_MAX * CONNECTIONS_MAX];
 static void answer(struct connection *connection, void *at, uint64_t bytes)
 {
     /* Fits into the socket's buffer: nothing else is there. */
-    ssize_t moved = plan.tls ? tls_move(connection->socket, at, bytes, true) : send(connection->socket, at, bytes, MSG_NOSIGNAL);
+    ssize_t moved = plan.tls ? tls_move(connection->socket, at, bytes, true)
+                             : send(connection->socket, at, bytes, MSG_NOSIGNAL);
     if (moved != (ssize_t)bytes) {
         connection->ended = true;
     }
@@ -82,7 +90,8 @@ static void add_piece(struct connection *connection)
         answer(connection, &value, sizeof value);
     } else {
         _Atomic unsigned *lock = lock_stripe(connection->at);
-        add(array + connection->at / sizeof(float), (float *)(void *)connection->staging, connection->staged);
+        add(array + connection->at / sizeof(float), (float *)(void *)connection->staging,
+            connection->staged);
         unlock_stripe(lock);
     }
     connection->at += connection->staged;
@@ -95,17 +104,19 @@ static bool serve_step(struct connection *connection)
     bool sending = plan.operation == READ;
     if (sending && !connection->answering) {
         char question;
-        connection->answering = pump(connection->socket, &question, 1, false, &connection->ended) == 1;
+        connection->answering = pump(connection->socket, &question, 1, false, &connection->ended) ==
+                                1;
         return connection->answering;
     }
     uint64_t left = connection->end - connection->at, moved;
     if (connection->staging == NULL) {
-        moved = pump(connection->socket, (char *)array + connection->at, left, sending, &connection->ended);
+        moved = pump(connection->socket, (char *)array + connection->at, left, sending,
+                     &connection->ended);
         connection->at += moved;
     } else {
         uint64_t piece = left < plan.piece_bytes ? left : plan.piece_bytes;
-        moved = pump(connection->socket, connection->staging + connection->staged, piece - connection->staged, false,
-                     &connection->ended);
+        moved = pump(connection->socket, connection->staging + connection->staged,
+                     piece - connection->staged, false, &connection->ended);
         connection->staged += moved;
         if (connection->staged < piece) {
             return moved > 0;
@@ -184,15 +195,18 @@ int listen_somewhere(void)
     int listener = new_socket();
     address_bytes = sizeof address.tcp;
     if (plan.transport == TCP) {
-        address.tcp = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        address.tcp = (struct sockaddr_in){.sin_family = AF_INET,
+                                           .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
         if (plan.address && inet_pton(AF_INET, plan.address, &address.tcp.sin_addr) != 1) {
             fail("%s is no IPv4 address", plan.address);
         }
     } else {
-        address_bytes = sizeof address.unix_.sun_family; /* the system picks a name outside the file system */
+        /* the system picks a name outside the file system */
+        address_bytes = sizeof address.unix_.sun_family;
         address.unix_.sun_family = AF_UNIX;
     }
-    if (bind(listener, &address.any, address_bytes) != 0 || listen(listener, CLIENTS_MAX * CONNECTIONS_MAX) != 0) {
+    if (bind(listener, &address.any, address_bytes) != 0 ||
+        listen(listener, CLIENTS_MAX * CONNECTIONS_MAX) != 0) {
         fail("listen: %s", strerror(errno));
     }
     address_bytes = sizeof address;
@@ -216,7 +230,8 @@ void serve(int listener)
             tls_begin(fd, true);
         }
         uint64_t begin = part_at(index);
-        served[i] = (struct connection){.socket = fd, .at = begin, .begin = begin, .end = part_at(index + 1u)};
+        served[i] = (struct connection){
+            .socket = fd, .at = begin, .begin = begin, .end = part_at(index + 1u)};
         if (plan.operation == ACCUMULATE || plan.operation == FETCH_ADD) {
             served[i].staging = allocate(plan.piece_bytes);
         }
@@ -241,7 +256,7 @@ void serve(int listener)
     }
 }
 
-/* ---- a client's call, over its connections */
+/* ---- a client's call, over its connections --------------------------------------------------- */
 
 /* Move `bytes` over the connection, whatever it takes. */
 static void pump_all(int socket, void *memory, uint64_t bytes, bool sending)
@@ -314,7 +329,8 @@ void connect_all(struct client *client)
         int fd = client->sockets[i] = new_socket();
         unsigned char index = (unsigned char)i, hello;
         bool ended = false;
-        if (connect(fd, &address.any, address_bytes) != 0 || send(fd, &index, 1, MSG_NOSIGNAL) != 1) {
+        if (connect(fd, &address.any, address_bytes) != 0 ||
+            send(fd, &index, 1, MSG_NOSIGNAL) != 1) {
             fail("connect: %s", strerror(errno));
         }
         if (plan.tls) {

@@ -26,28 +26,35 @@ void tls_prepare(void)
     EVP_PKEY *key = EVP_EC_gen("P-256");
     X509 *own = X509_new();
     signal(SIGPIPE, SIG_IGN);
-    if (!key || !own || !X509_set_version(own, 2) || !ASN1_INTEGER_set(X509_get_serialNumber(own), 1) ||
-        !X509_gmtime_adj(X509_getm_notBefore(own), -300) || !X509_gmtime_adj(X509_getm_notAfter(own), 86400) ||
-        !X509_NAME_add_entry_by_txt(X509_get_subject_name(own), "CN", MBSTRING_ASC, (const unsigned char *)"limits", -1, -1, 0) ||
-        !X509_set_issuer_name(own, X509_get_subject_name(own)) || !X509_set_pubkey(own, key) || !X509_sign(own, key, EVP_sha256())) {
+    if (!key || !own || !X509_set_version(own, 2) ||
+        !ASN1_INTEGER_set(X509_get_serialNumber(own), 1) ||
+        !X509_gmtime_adj(X509_getm_notBefore(own), -300) ||
+        !X509_gmtime_adj(X509_getm_notAfter(own), 86400) ||
+        !X509_NAME_add_entry_by_txt(X509_get_subject_name(own), "CN", MBSTRING_ASC,
+                                    (const unsigned char *)"limits", -1, -1, 0) ||
+        !X509_set_issuer_name(own, X509_get_subject_name(own)) || !X509_set_pubkey(own, key) ||
+        !X509_sign(own, key, EVP_sha256())) {
         give_up("a certificate");
     }
     context = SSL_CTX_new(TLS_method());
     if (!context || !SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) ||
-        !SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") || !SSL_CTX_set_num_tickets(context, 0) ||
-        !SSL_CTX_use_certificate(context, own) || !SSL_CTX_use_PrivateKey(context, key) ||
+        !SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") ||
+        !SSL_CTX_set_num_tickets(context, 0) || !SSL_CTX_use_certificate(context, own) ||
+        !SSL_CTX_use_PrivateKey(context, key) ||
         !X509_STORE_add_cert(SSL_CTX_get_cert_store(context), own)) {
         give_up("a context");
     }
     SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, NULL);
-    SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_AUTO_RETRY);
+    SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER |
+                                  SSL_MODE_AUTO_RETRY);
     SSL_CTX_set_read_ahead(context, 1);
     SSL_CTX_set_default_read_buffer_len(context, READ_AHEAD_BYTES);
 }
 
 void tls_begin(int socket, bool server)
 {
-    if (socket >= DESCRIPTORS_MAX || !(sessions[socket] = SSL_new(context)) || !SSL_set_fd(sessions[socket], socket) ||
+    if (socket >= DESCRIPTORS_MAX || !(sessions[socket] = SSL_new(context)) ||
+        !SSL_set_fd(sessions[socket], socket) ||
         (server ? SSL_accept(sessions[socket]) : SSL_connect(sessions[socket])) != 1) {
         give_up("a handshake");
     }
@@ -61,7 +68,8 @@ ssize_t tls_move(int socket, void *at, uint64_t bytes, bool sending)
     SSL *session = sessions[socket];
     size_t moved = 0;
     ERR_clear_error();
-    int done = sending ? SSL_write_ex(session, at, bytes, &moved) : SSL_read_ex(session, at, bytes, &moved);
+    int done = sending ? SSL_write_ex(session, at, bytes, &moved)
+                       : SSL_read_ex(session, at, bytes, &moved);
     if (done == 1) {
         return (ssize_t)moved;
     }

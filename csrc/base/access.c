@@ -4,13 +4,19 @@
 
 #include "base/sha256.h"
 
-enum { LABEL_BYTES = 16, SECRET_TEXT_BYTES = LABEL_BYTES + 40, PROOF_TEXT_BYTES = LABEL_BYTES + 32, ANSWER_TEXT_BYTES = LABEL_BYTES + 40 };
-static const char secret_label[LABEL_BYTES] = "smb token 1", proof_label[LABEL_BYTES] = "smb proof 1",
+enum {
+    LABEL_BYTES = 16,
+    SECRET_TEXT_BYTES = LABEL_BYTES + 40,
+    PROOF_TEXT_BYTES = LABEL_BYTES + 32,
+    ANSWER_TEXT_BYTES = LABEL_BYTES + 40
+};
+static const char secret_label[LABEL_BYTES] = "smb token 1",
+                  proof_label[LABEL_BYTES] = "smb proof 1",
                   answer_label[LABEL_BYTES] = "smb answer 1";
 
 /* The words that the secret is made of; smb/coordinator/token_issuer.py makes the same. */
-void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session, const struct smb_token *token,
-                   uint8_t secret[SMB_KEY_BYTES])
+void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
+                   const struct smb_token *token, uint8_t secret[SMB_KEY_BYTES])
 {
     uint8_t text[SECRET_TEXT_BYTES];
     memcpy(text, secret_label, LABEL_BYTES);
@@ -34,7 +40,8 @@ void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_conne
     smb_hmac_sha256(secret, SMB_KEY_BYTES, text, sizeof text, proof);
 }
 
-struct access_answer access_answer(const struct smb_token *token, const struct access_connection *connection)
+struct access_answer access_answer(const struct smb_token *token,
+                                   const struct access_connection *connection)
 {
     uint8_t text[ANSWER_TEXT_BYTES], mac[SHA256_BYTES];
     memcpy(text, answer_label, LABEL_BYTES);
@@ -44,15 +51,18 @@ struct access_answer access_answer(const struct smb_token *token, const struct a
     smb_store64(text + LABEL_BYTES + 24, connection->session);
     smb_store64(text + LABEL_BYTES + 32, connection->lane);
     smb_hmac_sha256(token->secret, SMB_KEY_BYTES, text, sizeof text, mac);
-    return (struct access_answer){{smb_load64(mac), smb_load64(mac + 8)}}; /* half of it: RFC 2104, 5 */
+    /* half of it: RFC 2104, 5 */
+    return (struct access_answer){{smb_load64(mac), smb_load64(mac + 8)}};
 }
 
 bool access_same_answer(const struct access_answer *one, const struct access_answer *other)
 {
-    return ((one->words[0] ^ other->words[0]) | (one->words[1] ^ other->words[1])) == 0; /* one look, wherever they differ */
+    /* one look, wherever they differ */
+    return ((one->words[0] ^ other->words[0]) | (one->words[1] ^ other->words[1])) == 0;
 }
 
-void access_store(const struct smb_token *token, const struct access_connection *connection, uint8_t payload[SMB_AUTHORIZE_BYTES])
+void access_store(const struct smb_token *token, const struct access_connection *connection,
+                  uint8_t payload[SMB_AUTHORIZE_BYTES])
 {
     smb_store64(payload, token->rights | (uint64_t)token->generation << 32);
     smb_store64(payload + 8, token->expires_ms);

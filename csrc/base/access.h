@@ -1,8 +1,11 @@
-/* access.h: tokens of the data plane, and how they are proved. docs/protocol.md, "Access"; docs/decisions/0013.
+/* access.h: tokens of the data plane, and how they are proved. docs/protocol.md, "Access";
+ * docs/decisions/0013.
  *
- * A token is a few public words (session, segment, rights, expiry) and a secret. Only the coordinator and the segment's server can
- * make the secret, with a key that both have. The client gets it over TLS, and it never travels here. On each connection the client
- * shows the words, and proves the secret with an HMAC over the server's HELLO. A recorded proof is of no use on another connection.
+ * A token is a few public words (session, segment, rights, expiry) and a secret. Only the
+ * coordinator and the segment's server can make the secret, with a key that both have. The client
+ * gets it over TLS, and it never travels here. On each connection the client shows the words, and
+ * proves the secret with an HMAC over the server's HELLO. A recorded proof is of no use on another
+ * connection.
  *
  * Pure: no state, no I/O. server/grants.h has a server's keys and the tokens that it was shown.
  */
@@ -14,27 +17,33 @@
 
 /* What a connection is: a proof for one is none for another. */
 struct access_connection {
-    uint64_t nonce;           /* the server's */
+    uint64_t nonce; /* the server's */
     uint64_t client_nonce;
     uint64_t instance;
     uint64_t session;
     uint16_t lane;
 };
-/* The lane of proofs for the control plane, which TLS keeps from others; there is no such connection. Nonce and instance are 0. */
+/* The lane of proofs for the control plane, which TLS keeps from others; there is no such
+ * connection. Nonce and instance are 0. */
 enum { ACCESS_CONTROL_LANE = 0xFFFF };
 
-/* What the server answers to a token that is good: only who can make the token's secret can make it, and on this connection alone. In
- * argument and offset of the reply. */
-struct access_answer { uint64_t words[2]; };
-struct access_answer access_answer(const struct smb_token *token, const struct access_connection *connection);
+/* What the server answers to a good token. It takes the token's secret to make, and is good on this
+ * connection alone. In argument and offset of the reply. */
+struct access_answer {
+    uint64_t words[2];
+};
+struct access_answer access_answer(const struct smb_token *token,
+                                   const struct access_connection *connection);
 bool access_same_answer(const struct access_answer *one, const struct access_answer *other);
 
 /* What the coordinator alone, and a server with its key, can make of a token's words. */
-void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session, const struct smb_token *token, uint8_t secret[SMB_KEY_BYTES]);
+void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
+                   const struct smb_token *token, uint8_t secret[SMB_KEY_BYTES]);
 /* What a client shows on a connection instead of the secret. */
-void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection, uint8_t proof[SMB_KEY_BYTES]);
+void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection,
+                  uint8_t proof[SMB_KEY_BYTES]);
 /* The payload of AUTHORIZE. The token's segment and epoch, and the session, are the frame's. */
-void access_store(const struct smb_token *token, const struct access_connection *connection, uint8_t payload[SMB_AUTHORIZE_BYTES]);
-
+void access_store(const struct smb_token *token, const struct access_connection *connection,
+                  uint8_t payload[SMB_AUTHORIZE_BYTES]);
 
 #endif

@@ -1,4 +1,5 @@
-/* address.h: a numeric IPv4 or IPv6 address and a port, as a socket address. Names are resolved by callers of the engine. */
+/* address.h: a numeric IPv4 or IPv6 address and a port, as a socket address. Names are resolved by
+ * callers of the engine. */
 #ifndef SMB_ADDRESS_H
 #define SMB_ADDRESS_H
 
@@ -34,7 +35,8 @@ static inline bool address_parse(const char *text, uint16_t port, struct address
 
 static inline uint16_t address_port(const struct address *address)
 {
-    return ntohs(address->name.any.sa_family == AF_INET ? address->name.v4.sin_port : address->name.v6.sin6_port);
+    return ntohs(address->name.any.sa_family == AF_INET ? address->name.v4.sin_port
+                                                        : address->name.v6.sin6_port);
 }
 
 #endif

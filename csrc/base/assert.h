@@ -1,7 +1,8 @@
 /* assert.h: what only a programmer's error can break, checked in every build.
  *
- * Never for what a peer, a file, a caller's argument or another process can do: that is a status. What lies in shared memory is
- * never asserted, since whoever maps a segment can write anything into it. NDEBUG, which Python's builds define, changes nothing.
+ * Never for what a peer, a file, a caller's argument or another process can do: that is a status.
+ * Nothing in shared memory is asserted: any process that maps a segment can write anything into it.
+ * NDEBUG, which Python's builds define, changes nothing.
  */
 #ifndef SMB_ASSERT_H
 #define SMB_ASSERT_H
@@ -9,7 +10,8 @@
 /* Says which one and where on stderr, then aborts. */
 _Noreturn void smb_assert_failed(const char *condition, const char *file, int line);
 
-#define SMB_ASSERT(condition) \
-    (__builtin_expect(!(condition), 0) ? smb_assert_failed(#condition, __FILE__, __LINE__) : (void)0)
+#define SMB_ASSERT(condition)                                                              \
+    (__builtin_expect(!(condition), 0) ? smb_assert_failed(#condition, __FILE__, __LINE__) \
+                                       : (void)0)
 
 #endif

@@ -1,4 +1,5 @@
-/* channel.h: the bytes of a connection, plain or inside TLS: the one seam between frames and sockets. */
+/* channel.h: the bytes of a connection, plain or inside TLS: the one seam between frames and
+ * sockets. */
 #ifndef SMB_CHANNEL_H
 #define SMB_CHANNEL_H
 
@@ -15,23 +16,29 @@ struct channel {
 };
 
 /* As readv of a socket that does not block. */
-static inline ssize_t channel_read(const struct channel *channel, const struct iovec *parts, int count)
+static inline ssize_t channel_read(const struct channel *channel, const struct iovec *parts,
+                                   int count)
 {
     SMB_ASSERT(channel->fd >= 0 && count > 0);
     if (channel->tls)
         return tls_read(channel->tls, parts, count);
-    return count == 1 ? read(channel->fd, parts->iov_base, parts->iov_len) : readv(channel->fd, parts, count);
+    return count == 1 ? read(channel->fd, parts->iov_base, parts->iov_len)
+                      : readv(channel->fd, parts, count);
 }
 
-/* As writev, without the signal. Bytes that were taken may wait here for the socket: channel_unsent_bytes. */
-static inline ssize_t channel_write(const struct channel *channel, const struct iovec *parts, int count)
+/* As writev, without the signal. Bytes that were taken may wait here for the socket:
+ * channel_unsent_bytes. */
+static inline ssize_t channel_write(const struct channel *channel, const struct iovec *parts,
+                                    int count)
 {
     SMB_ASSERT(channel->fd >= 0);
     if (channel->tls)
         return tls_write(channel->tls, parts, count);
-    struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)parts, .msg_iovlen = (size_t)count};
-    return count == 1 ? send(channel->fd, parts->iov_base, parts->iov_len, MSG_NOSIGNAL | MSG_DONTWAIT)
-                      : sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)parts,
+                             .msg_iovlen = (size_t)count};
+    return count == 1
+               ? send(channel->fd, parts->iov_base, parts->iov_len, MSG_NOSIGNAL | MSG_DONTWAIT)
+               : sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 static inline size_t channel_unsent_bytes(const struct channel *channel)

@@ -1,4 +1,5 @@
-/* clock.h: nanoseconds of the two clocks in use, and how long a thread polls for its peer before it sleeps. */
+/* clock.h: nanoseconds of the two clocks in use, and how long a thread polls for its peer before it
+ * sleeps. */
 #ifndef SMB_CLOCK_H
 #define SMB_CLOCK_H
 
@@ -6,8 +7,9 @@
 #include <time.h>
 
 enum {
-    SPIN_NS = 100000,        /* longer than it takes to wake a thread whose core sleeps */
-    SPIN_BYTES_MAX = 1 << 20 /* where more is under way, being woken costs little beside it: the core is left to others */
+    SPIN_NS = 100000, /* longer than it takes to wake a thread whose core sleeps */
+    /* where more is under way, being woken costs little beside it: the core is left to others */
+    SPIN_BYTES_MAX = 1 << 20
 };
 
 static inline uint64_t smb_clock_ns(clockid_t clock)
@@ -23,7 +25,8 @@ static inline uint64_t smb_now_ns(void)
     return smb_clock_ns(CLOCK_MONOTONIC);
 }
 
-/* Of what is stored in segments: the host's, the same for every process on it and every run of the daemon. */
+/* Of what is stored in segments: the host's, the same for every process on it and every run of the
+ * daemon. */
 static inline uint64_t smb_boot_ns(void)
 {
     return smb_clock_ns(CLOCK_BOOTTIME);

@@ -17,7 +17,8 @@ static void read_environment(void)
     const char *text = getenv("SMB_ENGINE_FAILPOINT");
     const char *colon = text ? strchr(text, ':') : NULL;
     if (text)
-        snprintf(armed, sizeof armed, "%.*s", colon ? (int)(colon - text) : (int)strlen(text), text);
+        snprintf(armed, sizeof armed, "%.*s", colon ? (int)(colon - text) : (int)strlen(text),
+                 text);
     atomic_store(&left, colon ? atol(colon + 1) : 1);
 }
 

@@ -5,12 +5,27 @@
 #include "base/frame.h"
 
 enum {
-    MAGIC_AT = 0, VERSION_AT = 2, OPCODE_AT = 3, DTYPE_AT = 4, OP_AT = 5, FLAGS_AT = 6, STATUS_AT = 8, LANE_AT = 10,
-    EPOCH_AT = 12, SESSION_AT = 16, SEQUENCE_AT = 24, SEGMENT_AT = 32, OFFSET_AT = 40, LENGTH_AT = 48, PAYLOAD_AT = 52,
-    ARGUMENT_AT = 56, END_AT = 64
+    MAGIC_AT = 0,
+    VERSION_AT = 2,
+    OPCODE_AT = 3,
+    DTYPE_AT = 4,
+    OP_AT = 5,
+    FLAGS_AT = 6,
+    STATUS_AT = 8,
+    LANE_AT = 10,
+    EPOCH_AT = 12,
+    SESSION_AT = 16,
+    SEQUENCE_AT = 24,
+    SEGMENT_AT = 32,
+    OFFSET_AT = 40,
+    LENGTH_AT = 48,
+    PAYLOAD_AT = 52,
+    ARGUMENT_AT = 56,
+    END_AT = 64
 };
 _Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
-_Static_assert((int)SMB_AUTHORIZE + 1 == (int)SMB_OPCODE_COUNT, "counters have a place for every opcode");
+_Static_assert((int)SMB_AUTHORIZE + 1 == (int)SMB_OPCODE_COUNT,
+               "counters have a place for every opcode");
 
 static void store16(uint8_t *bytes, uint16_t value)
 {
@@ -58,12 +73,16 @@ static bool wire_is_sound(const struct smb_frame *frame)
 {
     int wire = smb_frame_wire(frame);
     if (wire == SMB_WIRE_SPARSE)
-        return frame->opcode == SMB_ACCUMULATE && !(frame->flags & SMB_FLAG_FETCH) && smb_dtype_bytes(frame->dtype) > 0;
-    bool carries = frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
-    return wire == SMB_WIRE_EXACT || (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
+        return frame->opcode == SMB_ACCUMULATE && !(frame->flags & SMB_FLAG_FETCH) &&
+               smb_dtype_bytes(frame->dtype) > 0;
+    bool carries = frame->opcode == SMB_READ || frame->opcode == SMB_WRITE ||
+                   frame->opcode == SMB_ACCUMULATE;
+    return wire == SMB_WIRE_EXACT ||
+           (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
 }
 
-/* The one place where bytes of payload follow from a range and the way its elements travel. The length has been checked. */
+/* The one place where bytes of payload follow from a range and the way its elements travel. The
+ * length has been checked. */
 static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t payload)
 {
     if (wire == SMB_WIRE_SPARSE) {
@@ -71,7 +90,8 @@ static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t paylo
         return payload > 0 && payload <= SMB_CHUNK_BYTES_MAX && payload % entry == 0 &&
                payload / entry <= frame->length / element;
     }
-    return payload == (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
+    return payload ==
+           (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
 }
 
 static bool reply_is_sound(const struct smb_frame *frame)
@@ -97,7 +117,8 @@ static bool request_is_sound(const struct smb_frame *frame)
         return false;
     bool fenced = frame->flags & SMB_FLAG_FENCED;
     bool changes = smb_opcode_changes(frame->opcode);
-    if ((fenced && !changes) || (changes && frame->sequence == 0)) /* 0 is what a lane has done that did nothing yet */
+    /* 0 is what a lane has done that did nothing yet */
+    if ((fenced && !changes) || (changes && frame->sequence == 0))
         return false;
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK)
         return frame->length == 0 && payload == 0;
@@ -106,10 +127,12 @@ static bool request_is_sound(const struct smb_frame *frame)
     if (frame->opcode == SMB_AUTHORIZE)
         return frame->length == 0 && payload == SMB_AUTHORIZE_BYTES;
 
-    /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a chunk can be. */
+    /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a
+     * chunk can be. */
     uint32_t element = smb_dtype_bytes(frame->dtype);
-    if (element == 0 || frame->length == 0 || frame->length > SMB_CHUNK_BYTES_MAX || frame->length % element != 0 ||
-        frame->offset % element != 0 || frame->offset > UINT64_MAX - frame->length)
+    if (element == 0 || frame->length == 0 || frame->length > SMB_CHUNK_BYTES_MAX ||
+        frame->length % element != 0 || frame->offset % element != 0 ||
+        frame->offset > UINT64_MAX - frame->length)
         return false;
     if (fenced) {
         if (payload < SMB_TOKEN_BYTES)
@@ -124,9 +147,11 @@ static bool request_is_sound(const struct smb_frame *frame)
         return elements_fit(frame, smb_frame_wire(frame), payload) &&
                smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_ACCUMULATE_FROM:
-        return payload == SMB_FROM_BYTES && smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+        return payload == SMB_FROM_BYTES &&
+               smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_APPLY:
-        return payload == SMB_APPLY_BYTES && smb_rule_states(frame->op) >= 0 && frame->dtype == SMB_FLOAT32;
+        return payload == SMB_APPLY_BYTES && smb_rule_states(frame->op) >= 0 &&
+               frame->dtype == SMB_FLOAT32;
     case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
     case SMB_COMPARE_SWAP: return frame->length == 8 && payload == 8 && frame->dtype == SMB_INT64;
     default: return false;
@@ -155,8 +180,8 @@ int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *fram
         .payload = load32(bytes + PAYLOAD_AT),
         .argument = smb_load64(bytes + ARGUMENT_AT),
     };
-    if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT || frame->flags & ~SMB_FLAGS_KNOWN ||
-        !wire_is_sound(frame))
+    if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT ||
+        frame->flags & ~SMB_FLAGS_KNOWN || !wire_is_sound(frame))
         return SMB_PROTOCOL;
     bool sound = frame->flags & SMB_FLAG_REPLY ? reply_is_sound(frame) : request_is_sound(frame);
     return sound ? SMB_OK : SMB_PROTOCOL;

@@ -1,27 +1,33 @@
-/* frame.h: the frame. One format on TCP, on the local Unix socket and (as SEND payload) on verbs; docs/protocol.md is its page.
+/* frame.h: the frame. One format on TCP, on the local Unix socket and (as SEND payload) on verbs;
+ * docs/protocol.md is its page.
  *
- * A frame is this header, little-endian, then `payload` bytes. Requests of one lane carry growing sequence numbers from 1 on; a
- * reply repeats opcode, lane, session and sequence, and may overtake others. A data frame never leaves one chunk: a chunk is the
- * unit of atomicity, of locking and of staging memory, so that every limit follows from SMB_CHUNK_BYTES_MAX.
+ * A frame is this header, little-endian, then `payload` bytes. Requests of one lane carry growing
+ * sequence numbers from 1 on; a reply repeats opcode, lane, session and sequence, and may overtake
+ * others. A data frame never leaves one chunk: a chunk is the unit of atomicity, of locking and of
+ * staging memory, so that every limit follows from SMB_CHUNK_BYTES_MAX.
  *
  *   offset size field      why it is there
  *        0    2 magic      tells a stranger (HTTP, TLS, a port scanner) at its first bytes
  *        2    1 version    of this layout; another one is refused before anything else is believed
  *        3    1 opcode
- *        4    1 dtype      of the range; must be the segment's, so that a stale client can't add floats to integers
+ *        4    1 dtype      of the range; must be the segment's, so that a stale client can't add
+ *                          floats to integers
  *        5    1 op         of accumulate; of apply the rule
  *        6    2 flags      and in them how the payload's elements are encoded (enum smb_wire)
  *        8    2 status     of a reply; 0 in a request
- *       10    2 lane       of the session: each lane has its own sequence, so that several links may be used side by side
+ *       10    2 lane       of the session: each lane has its own sequence, so that several links
+ *                          may be used side by side
  *       12    4 epoch      of the layout that the client computed the range with
- *       16    8 session    who: with lane and sequence it names a mutation for ever (the key of exactly-once)
+ *       16    8 session    who: with lane and sequence it names a mutation for ever (the key of
+ *                          exactly-once)
  *       24    8 sequence
  *       32    8 segment
  *       40    8 offset     bytes into the segment's data
  *       48    4 length     bytes of the range, however its elements travel
- *       52    4 payload    bytes that follow the header, token and checksum included; a function of the other fields, and checked
- *                          against them
- *       56    8 argument   scale (float64 bits), operand, fill pattern; in replies the old value, features or instance
+ *       52    4 payload    bytes that follow the header, token and checksum included; a function of
+ *                          the other fields, and checked against them
+ *       56    8 argument   scale (float64 bits), operand, fill pattern; in replies the old value,
+ *                          features or instance
  */
 #ifndef SMB_FRAME_H
 #define SMB_FRAME_H
@@ -32,22 +38,35 @@ enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
 
 enum smb_frame_flag {
     SMB_FLAG_REPLY = 1 << 0,
-    SMB_FLAG_FETCH = 1 << 1,  /* accumulate: send the new values back */
-    SMB_FLAG_RETRY = 1 << 2,  /* was sent before, over a link that broke: it may have been applied */
-    SMB_FLAG_FENCED = 1 << 3, /* the payload begins with a lock's token: refused once the lock is another's */
-    SMB_FLAG_WIRE_SHIFT = 4,  /* enum smb_wire, 3 bits */
+    SMB_FLAG_FETCH = 1 << 1, /* accumulate: send the new values back */
+    SMB_FLAG_RETRY = 1 << 2, /* was sent before, over a link that broke: it may have been applied */
+    /* the payload begins with a lock's token: refused once the lock is another's */
+    SMB_FLAG_FENCED = 1 << 3,
+    SMB_FLAG_WIRE_SHIFT = 4, /* enum smb_wire, 3 bits */
     SMB_FLAG_WIRE = 7 << SMB_FLAG_WIRE_SHIFT,
-    SMB_FLAG_CHECKSUM = 1 << 7, /* the payload ends with the crc32c of header and payload before it */
-    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED | SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
+    /* the payload ends with the crc32c of header and payload before it */
+    SMB_FLAG_CHECKSUM = 1 << 7,
+    SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED |
+        SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
-/* Payloads: of ACCUMULATE_FROM, where to read; of APPLY, the segments of the gradient and of the state (0: none), then the words
- * of struct smb_hyper, as float64; of what waits, four words (sync.h); of
- * AUTHORIZE, rights and generation (32 bits each), expiry, proof (access.h); before the payload of a fenced change, the
- * token. The token's lowest bit says which of the segment's locks it is of (enum sync_lock). */
-enum { SMB_FROM_BYTES = 16, SMB_SYNC_WORDS = 4, SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS, SMB_TOKEN_BYTES = 8, SMB_CHECKSUM_BYTES = 4,
-       SMB_APPLY_SEGMENTS = 1 + SMB_RULE_STATES_MAX, SMB_HYPER_WORDS = 9, SMB_APPLY_BYTES = 8 * (SMB_APPLY_SEGMENTS + SMB_HYPER_WORDS),
-       SMB_AUTHORIZE_WORDS = 6, SMB_AUTHORIZE_BYTES = 8 * SMB_AUTHORIZE_WORDS };
+/* Payloads. ACCUMULATE_FROM: where to read. APPLY: the segments of the gradient and of the state
+ * (0: none), then the words of struct smb_hyper, as float64. Requests that wait: four words
+ * (sync.h). AUTHORIZE: rights and generation (32 bits each), expiry, proof (access.h). The payload
+ * of a fenced change follows its token. The token's lowest bit says which of the segment's locks it
+ * is of (enum sync_lock). */
+enum {
+    SMB_FROM_BYTES = 16,
+    SMB_SYNC_WORDS = 4,
+    SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS,
+    SMB_TOKEN_BYTES = 8,
+    SMB_CHECKSUM_BYTES = 4,
+    SMB_APPLY_SEGMENTS = 1 + SMB_RULE_STATES_MAX,
+    SMB_HYPER_WORDS = 9,
+    SMB_APPLY_BYTES = 8 * (SMB_APPLY_SEGMENTS + SMB_HYPER_WORDS),
+    SMB_AUTHORIZE_WORDS = 6,
+    SMB_AUTHORIZE_BYTES = 8 * SMB_AUTHORIZE_WORDS
+};
 _Static_assert(sizeof(struct smb_hyper) == 8 * SMB_HYPER_WORDS, "it travels word for word");
 
 /* Changes a segment's bytes: has a sequence number that counts, and may be fenced. */
@@ -62,20 +81,27 @@ static inline bool smb_opcode_waits(int opcode)
     return opcode >= SMB_LOCK && opcode <= SMB_UNPIN;
 }
 
-/* A request by reference is a record of SMB_RECORD_BYTES, all of one size, so that many are read at once:
+/* A request by reference is a record of SMB_RECORD_BYTES, all of one size, so that many are read at
+ * once:
  *   offset size
  *        0   64  the header, as ever: its `payload` says how many bytes the payload has
  *       64  104  what of the payload is small: token, words
- *      168    8  where the elements of a WRITE or ACCUMULATE lie: client's address; on the way from there on, the slot that they are in,
- *                and that an answer's data is to be put into, or SMB_NO_SLOT
+ *      168    8  where the elements of a WRITE or ACCUMULATE lie: client's address; on the way from
+ *                there on, the slot that they are in, and that an answer's data is to be put into,
+ *                or SMB_NO_SLOT
  *      176    8  where the answer's data goes: client's address; 0 on the way from there on
  *      184    4  bytes of the elements
  *      188    4  bytes of the answer's data
- * HELLO and answers are headers alone; the data of an answer, as many bytes as its `payload` says, is in the slot that its request
- * named. There are no checksums: the network card has its own. */
-enum { SMB_RECORD_SMALL_AT = SMB_FRAME_BYTES, SMB_RECORD_SMALL_BYTES = SMB_TOKEN_BYTES + SMB_APPLY_BYTES,
-       SMB_RECORD_ENDS_AT = SMB_RECORD_SMALL_AT + SMB_RECORD_SMALL_BYTES, SMB_RECORD_ENDS_BYTES = 24 };
-_Static_assert(SMB_RECORD_ENDS_AT + SMB_RECORD_ENDS_BYTES == SMB_RECORD_BYTES, "a record has no gaps");
+ * HELLO and answers are headers alone; the data of an answer, as many bytes as its `payload` says,
+ * is in the slot that its request named. There are no checksums: the network card has its own. */
+enum {
+    SMB_RECORD_SMALL_AT = SMB_FRAME_BYTES,
+    SMB_RECORD_SMALL_BYTES = SMB_TOKEN_BYTES + SMB_APPLY_BYTES,
+    SMB_RECORD_ENDS_AT = SMB_RECORD_SMALL_AT + SMB_RECORD_SMALL_BYTES,
+    SMB_RECORD_ENDS_BYTES = 24
+};
+_Static_assert(SMB_RECORD_ENDS_AT + SMB_RECORD_ENDS_BYTES == SMB_RECORD_BYTES,
+               "a record has no gaps");
 static const uint64_t SMB_NO_SLOT = UINT64_MAX;
 
 struct smb_frame {
@@ -109,14 +135,16 @@ static inline uint32_t smb_frame_checksum_bytes(const struct smb_frame *frame)
 /* Bytes of a sound request's payload between token and checksum. */
 static inline uint32_t smb_frame_body(const struct smb_frame *frame)
 {
-    return frame->payload - (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) - smb_frame_checksum_bytes(frame);
+    return frame->payload - (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) -
+           smb_frame_checksum_bytes(frame);
 }
 
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);
 
-/* The one parser. SMB_OK: every field is in its range and payload is what opcode, flags, status and length demand; what only
- * the segment can tell (bounds, dtype, epoch) is the gate's to check. SMB_VERSION: a frame of another version. SMB_PROTOCOL:
- * no frame at all. Nothing of *frame may be used unless SMB_OK. */
+/* The one parser. SMB_OK: every field is in its range and payload is what opcode, flags, status and
+ * length demand; what only the segment can tell (bounds, dtype, epoch) is the gate's to check.
+ * SMB_VERSION: a frame of another version. SMB_PROTOCOL: no frame at all. Nothing of *frame may be
+ * used unless SMB_OK. */
 int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *frame);
 
 /* The reply to a request: same names, no range. */

@@ -1,4 +1,5 @@
-/* layout.h: which bytes live where. Pure. Beside what smb.h declares, a walk over the part of a range on one segment. */
+/* layout.h: which bytes live where. Pure. Beside what smb.h declares, a walk over the part of a
+ * range on one segment. */
 #ifndef SMB_LAYOUT_H
 #define SMB_LAYOUT_H
 
@@ -12,7 +13,8 @@ struct smb_cursor {
     uint32_t segment;
 };
 
-struct smb_cursor smb_cursor_make(const struct smb_layout *layout, uint32_t segment, uint64_t offset, uint64_t bytes);
+struct smb_cursor smb_cursor_make(const struct smb_layout *layout, uint32_t segment,
+                                  uint64_t offset, uint64_t bytes);
 bool smb_cursor_next(struct smb_cursor *cursor, struct smb_piece *piece);
 
 #endif

@@ -1,4 +1,5 @@
-/* sha256.h: SHA-256 (FIPS 180-4) and HMAC (RFC 2104) over it. Pure; for short texts, a few a second: written to be read. */
+/* sha256.h: SHA-256 (FIPS 180-4) and HMAC (RFC 2104) over it. Pure; for short texts, a few a
+ * second: written to be read. */
 #ifndef SMB_SHA256_H
 #define SMB_SHA256_H
 

@@ -1,7 +1,7 @@
 /* stats.h: counters, kept where things happen. One thread writes a tally, and any thread reads it.
  *
- * Words are loaded and stored relaxed. So a request needs no bus lock and no other core's cache line. A reader sees each word as it
- * was at some instant, not all words at the same one.
+ * Words are loaded and stored relaxed. So a request needs no bus lock and no other core's cache
+ * line. A reader sees each word as it was at some instant, not all words at the same one.
  */
 #ifndef SMB_STATS_H
 #define SMB_STATS_H
@@ -13,7 +13,10 @@
 
 /* Side by side, so that what a request writes is one cache line. */
 struct smb_tally {
-    struct { _Alignas(16) _Atomic uint64_t operations; _Atomic uint64_t bytes; } of[SMB_OPCODE_COUNT];
+    struct {
+        _Alignas(16) _Atomic uint64_t operations;
+        _Atomic uint64_t bytes;
+    } of[SMB_OPCODE_COUNT];
 };
 
 /* How long requests took. Bucket i: at most 2^(10 + i) ns; the last one: longer. */
@@ -22,7 +25,8 @@ struct latency {
     _Atomic uint64_t sum_ns;
 };
 
-/* Of a client, from when it is asked for. Calls that are done at once are made with Python's lock held: one thread at a time. The others add. */
+/* Of a client, from when it is asked for. Calls that are done at once are made with Python's lock
+ * held: one thread at a time. The others add. */
 struct client_stats {
     _Atomic bool wanted;
     struct smb_tally at_once;
@@ -31,7 +35,8 @@ struct client_stats {
     _Atomic uint64_t failed[SMB_STATUS_COUNT];
     _Atomic uint64_t repeated;
 };
-enum { CALLS_PER_TIMED = 64 }; /* of those at once: two looks at the clock take as long as a fifth of one */
+/* of those at once: two looks at the clock take as long as a fifth of one */
+enum { CALLS_PER_TIMED = 64 };
 
 /* Of one event loop; its thread writes. */
 struct loop_stats {
@@ -45,7 +50,8 @@ struct loop_stats {
 /* By the one thread that writes it. */
 static inline void stats_add(_Atomic uint64_t *word, uint64_t by)
 {
-    atomic_store_explicit(word, atomic_load_explicit(word, memory_order_relaxed) + by, memory_order_relaxed);
+    atomic_store_explicit(word, atomic_load_explicit(word, memory_order_relaxed) + by,
+                          memory_order_relaxed);
 }
 
 static inline uint64_t stats_read(const _Atomic uint64_t *word)

@@ -15,17 +15,19 @@
 #include <openssl/x509v3.h>
 
 enum {
-    GATHER_BYTES = 4096,           /* what lies in several places and is no more than this goes as one record */
-    READ_AHEAD_BYTES = 2 * (TLS_RECORD_BYTES + 256), /* ciphertext in one system call; more was no faster */
+    /* what lies in several places and is no more than this goes as one record */
+    GATHER_BYTES = 4096,
+    /* ciphertext in one system call; more was no faster */
+    READ_AHEAD_BYTES = 2 * (TLS_RECORD_BYTES + 256),
     LEFT_BYTES = GATHER_BYTES + 2 * TLS_RECORD_BYTES + 4096,
     NAME_BYTES = 256,
     PEM_BYTES_MAX = 1 << 20,
     LINGER_BYTES = 1 << 16,
     LOOKS_MAX = 4, /* a peer that sends nothing but key updates does not keep the thread */
 #ifdef SMB_FAILPOINTS
-    RECORDS_PER_KEY = 64           /* so that tests see keys change */
+    RECORDS_PER_KEY = 64 /* so that tests see keys change */
 #else
-    RECORDS_PER_KEY = 1 << 23      /* RFC 8446, 5.5: AES-GCM is good for 2^24.5 full records */
+    RECORDS_PER_KEY = 1 << 23 /* RFC 8446, 5.5: AES-GCM is good for 2^24.5 full records */
 #endif
 };
 
@@ -39,26 +41,26 @@ struct tls {
     struct smb_tls *with;
     int fd;
     bool serves;
-    bool greeted;                  /* the handshake is done */
-    bool may_receive;              /* the last look at the socket did not take all that was there */
-    uint8_t looks;                 /* at the socket since a record of data came, at most LOOKS_MAX in one call */
-    bool hold;                     /* more follows at once: what is small waits for it */
-    int broken;                    /* errno of the socket, for good; 0: it is well */
-    uint32_t records;              /* under the key of now */
+    bool greeted;     /* the handshake is done */
+    bool may_receive; /* the last look at the socket did not take all that was there */
+    uint8_t looks;    /* at the socket since a record of data came, at most LOOKS_MAX in one call */
+    bool hold;        /* more follows at once: what is small waits for it */
+    int broken;       /* errno of the socket, for good; 0: it is well */
+    uint32_t records; /* under the key of now */
     uint32_t left_start, left_end; /* encrypted, for the socket */
     uint8_t *left;
     char expected[NAME_BYTES];
     char why[SMB_WHY_BYTES];
 };
 
-/* ---- who may be at the other end ---------------------------------------------------------------------------------- */
+/* ---- who may be at the other end ------------------------------------------------------------- */
 
 static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
 static const char *const user_roles[] = {"client", "reader", "operator"};
 
 /* What a certificate says. */
 struct shown {
-    int roles;                     /* how many it has; those that are too long, or not printable, count, too */
+    int roles; /* how many it has; those that are too long, or not printable, count, too */
     char role[32];
     char name[NAME_BYTES];
     bool is_expected;
@@ -95,13 +97,17 @@ static void read_names(X509 *certificate, const char *expected, struct shown *sh
     for (int i = 0; i < sk_GENERAL_NAME_num(names); i++) {
         const GENERAL_NAME *name = sk_GENERAL_NAME_value(names, i);
         if (name->type == GEN_URI) {
-            shown->roles += take_after(role_uri, name->d.uniformResourceIdentifier, shown->role, sizeof shown->role);
-            take_after(name_uri, name->d.uniformResourceIdentifier, shown->name, sizeof shown->name);
+            shown->roles += take_after(role_uri, name->d.uniformResourceIdentifier, shown->role,
+                                       sizeof shown->role);
+            take_after(name_uri, name->d.uniformResourceIdentifier, shown->name,
+                       sizeof shown->name);
         } else if (name->type == GEN_DNS) {
             char host[NAME_BYTES];
             const ASN1_IA5STRING *text = name->d.dNSName;
-            if (take_text((const char *)ASN1_STRING_get0_data(text), (size_t)ASN1_STRING_length(text), host, sizeof host))
-                shown->is_expected |= expected[0] && strcasecmp(host, expected) == 0; /* as it stands: no patterns */
+            if (take_text((const char *)ASN1_STRING_get0_data(text),
+                          (size_t)ASN1_STRING_length(text), host, sizeof host))
+                /* as it stands: no patterns */
+                shown->is_expected |= expected[0] && strcasecmp(host, expected) == 0;
         }
     }
     GENERAL_NAMES_free(names);
@@ -124,20 +130,24 @@ static int verify(int good, X509_STORE_CTX *chain)
         return 1;
     struct shown shown;
     read_names(X509_STORE_CTX_get0_cert(chain), tls->expected, &shown);
-    if (good && (tls->serves ? may_use(&shown) : shown.roles == 1 && strcmp(shown.role, "server") == 0 && shown.is_expected))
+    if (good &&
+        (tls->serves ? may_use(&shown)
+                     : shown.roles == 1 && strcmp(shown.role, "server") == 0 && shown.is_expected))
         return 1;
     if (!good) {
-        snprintf(tls->why, sizeof tls->why, "its certificate (role \"%s\", name \"%s\") is not good: %s", shown.role, shown.name,
-                 X509_verify_cert_error_string(X509_STORE_CTX_get_error(chain)));
+        snprintf(tls->why, sizeof tls->why,
+                 "its certificate (role \"%s\", name \"%s\") is not good: %s", shown.role,
+                 shown.name, X509_verify_cert_error_string(X509_STORE_CTX_get_error(chain)));
     } else {
-        snprintf(tls->why, sizeof tls->why, "it shows the certificate of role \"%s\"%s, name \"%s\"", shown.role,
+        snprintf(tls->why, sizeof tls->why,
+                 "it shows the certificate of role \"%s\"%s, name \"%s\"", shown.role,
                  shown.roles > 1 ? " and others" : "", shown.name);
         X509_STORE_CTX_set_error(chain, X509_V_ERR_APPLICATION_VERIFICATION);
     }
     return 0;
 }
 
-/* ---- contexts ----------------------------------------------------------------------------------------------------- */
+/* ---- contexts -------------------------------------------------------------------------------- */
 
 static const char *last_error(void)
 {
@@ -146,12 +156,14 @@ static const char *last_error(void)
     return reason ? reason : "no reason given";
 }
 
-/* The next certificate of several; NULL: none follows, or, with *good false, what follows is damaged. */
+/* The next certificate of several; NULL: none follows, or, with *good false, what follows is
+ * damaged. */
 static X509 *next_certificate(BIO *pem, bool *good)
 {
     X509 *one = PEM_read_bio_X509(pem, NULL, NULL, NULL);
     unsigned long error = one ? 0 : ERR_peek_last_error();
-    *good = one || (ERR_GET_LIB(error) == ERR_LIB_PEM && ERR_GET_REASON(error) == PEM_R_NO_START_LINE);
+    *good = one ||
+            (ERR_GET_LIB(error) == ERR_LIB_PEM && ERR_GET_REASON(error) == PEM_R_NO_START_LINE);
     if (!one && *good)
         ERR_clear_error(); /* the end of the file */
     return one;
@@ -184,8 +196,10 @@ static bool use_chain(SSL_CTX *context, BIO *pem)
 
 static bool use_key(SSL_CTX *context, BIO *pem)
 {
-    EVP_PKEY *key = PEM_read_bio_PrivateKey(pem, NULL, NULL, (void *)(uintptr_t)""); /* nobody is asked at a terminal */
-    bool good = key && SSL_CTX_use_PrivateKey(context, key) == 1 && SSL_CTX_check_private_key(context) == 1;
+    /* nobody is asked at a terminal */
+    EVP_PKEY *key = PEM_read_bio_PrivateKey(pem, NULL, NULL, (void *)(uintptr_t)"");
+    bool good = key && SSL_CTX_use_PrivateKey(context, key) == 1 &&
+                SSL_CTX_check_private_key(context) == 1;
     EVP_PKEY_free(key);
     return good;
 }
@@ -197,8 +211,12 @@ static SSL_CTX *make_context(const SSL_METHOD *method, const char *const pems[3]
         return NULL;
     /* The cipher that is fastest on processors with instructions for AES comes first. */
     bool good = SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) == 1 &&
-                SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256") == 1 &&
-                SSL_CTX_set_num_tickets(context, 0) == 1; /* nothing is resumed: a certificate that is replaced counts at once */
+                SSL_CTX_set_ciphersuites(
+                    context,
+                    "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256") ==
+                    1 &&
+                /* nothing is resumed: a certificate that is replaced counts at once */
+                SSL_CTX_set_num_tickets(context, 0) == 1;
     SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
     SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
     SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, verify);
@@ -216,7 +234,8 @@ static SSL_CTX *make_context(const SSL_METHOD *method, const char *const pems[3]
     return NULL;
 }
 
-int smb_tls_create(const char *ca, const char *certificate, const char *key, struct smb_tls **tls, char why[SMB_WHY_BYTES])
+int smb_tls_create(const char *ca, const char *certificate, const char *key, struct smb_tls **tls,
+                   char why[SMB_WHY_BYTES])
 {
     const char *const pems[3] = {ca, certificate, key};
     why[0] = 0;
@@ -255,7 +274,7 @@ void smb_tls_release(struct smb_tls *tls)
     free(tls);
 }
 
-/* ---- the socket below --------------------------------------------------------------------------------------------- */
+/* ---- the socket below ------------------------------------------------------------------------ */
 
 static bool keep(struct tls *tls, const uint8_t *bytes, size_t count)
 {
@@ -274,8 +293,10 @@ static bool keep(struct tls *tls, const uint8_t *bytes, size_t count)
 static bool put(struct tls *tls, const void *bytes, size_t count, size_t *taken)
 {
     size_t before = tls->left_end - tls->left_start;
-    struct iovec parts[2] = {{tls->left + tls->left_start, before}, {(void *)(uintptr_t)bytes, count}};
-    struct msghdr message = {.msg_iov = before > 0 ? parts : parts + 1, .msg_iovlen = before > 0 ? 1 + (count > 0) : 1};
+    struct iovec parts[2] = {{tls->left + tls->left_start, before},
+                             {(void *)(uintptr_t)bytes, count}};
+    struct msghdr message = {.msg_iov = before > 0 ? parts : parts + 1,
+                             .msg_iovlen = before > 0 ? 1 + (count > 0) : 1};
     ssize_t done = sendmsg(tls->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     *taken = 0;
     if (done < 0 && errno != EAGAIN && errno != EINTR) {
@@ -351,7 +372,7 @@ static void make_method(void)
     }
 }
 
-/* ---- a connection ------------------------------------------------------------------------------------------------- */
+/* ---- a connection ---------------------------------------------------------------------------- */
 
 struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected)
 {
@@ -385,13 +406,15 @@ struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected)
     return tls;
 }
 
-/* Where we have refused the peer what it has sent meanwhile is read: a socket that is closed with bytes unread takes back what it was
- * sent, and that says why. */
+/* Where we have refused the peer what it has sent meanwhile is read: a socket that is closed with
+ * bytes unread takes back what it was sent, and that says why. */
 static void linger(struct tls *tls)
 {
     uint8_t nowhere[4096];
     shutdown(tls->fd, SHUT_WR);
-    for (int i = 0; i < LINGER_BYTES / (int)sizeof nowhere && recv(tls->fd, nowhere, sizeof nowhere, MSG_DONTWAIT) > 0; i++)
+    for (int i = 0; i < LINGER_BYTES / (int)sizeof nowhere &&
+                    recv(tls->fd, nowhere, sizeof nowhere, MSG_DONTWAIT) > 0;
+         i++)
         ;
 }
 
@@ -428,17 +451,20 @@ static int kind_of_failure(struct tls *tls, int result)
         int reason = ERR_GET_REASON(ERR_peek_last_error());
         const char *text = last_error();
         if (reason > SSL_AD_REASON_OFFSET && reason < SSL_AD_REASON_OFFSET + 256)
-            snprintf(tls->why, sizeof tls->why, "it does not take us for a member of its cluster (%s)", text);
+            snprintf(tls->why, sizeof tls->why,
+                     "it does not take us for a member of its cluster (%s)", text);
         else if (kind == SSL_ERROR_WANT_WRITE)
             snprintf(tls->why, sizeof tls->why, "it does not read what it asks for");
         else
-            snprintf(tls->why, sizeof tls->why, "it does not speak TLS as a memory server does (%s)", text);
+            snprintf(tls->why, sizeof tls->why,
+                     "it does not speak TLS as a memory server does (%s)", text);
     }
     return EPROTO;
 }
 
-/* After a call of OpenSSL that did not succeed: errno, EAGAIN where it is to be called again once the socket has more. The thread's queue
- * of errors is left empty: a program's own use of OpenSSL looks at it, too. */
+/* After a call of OpenSSL that did not succeed: errno, EAGAIN where it is to be called again once
+ * the socket has more. The thread's queue of errors is left empty: a program's own use of OpenSSL
+ * looks at it, too. */
 static int failure(struct tls *tls, int result)
 {
     int error = kind_of_failure(tls, result);
@@ -473,7 +499,8 @@ ssize_t tls_read(struct tls *tls, const struct iovec *parts, int count)
     ERR_clear_error();
     for (int i = 0; i < count; i++) {
         for (size_t at = 0, have; at < parts[i].iov_len; at += have, total += have) {
-            int result = SSL_read_ex(tls->ssl, (uint8_t *)parts[i].iov_base + at, parts[i].iov_len - at, &have);
+            int result = SSL_read_ex(tls->ssl, (uint8_t *)parts[i].iov_base + at,
+                                     parts[i].iov_len - at, &have);
             if (result == 1) {
                 tls->looks = 0;
                 continue;

@@ -1,13 +1,17 @@
-/* tls.h: TLS 1.3 over a socket that does not block, by OpenSSL's libssl. tls.c is the one file that knows OpenSSL.
+/* tls.h: TLS 1.3 over a socket that does not block, by OpenSSL's libssl. tls.c is the one file that
+ * knows OpenSSL.
  *
- * Both ends show a certificate of one authority. A server takes those of the roles that may use data; a client takes that of the
- * memory server that it names, and no other (smb/security/credentials.py and smb/security/roles.py say what stands in them).
+ * Both ends show a certificate of one authority. A server takes certificates of roles that may use
+ * data. A client takes the certificate of the memory server that it names, and no other.
+ * smb/security/credentials.py and smb/security/roles.py say what stands in them.
  *
- * Bytes go straight between OpenSSL and the caller's memory. Below OpenSSL are send and recv of our own: what OpenSSL has encrypted is
- * always taken, and what the socket does not take of it is kept and goes first. So bytes that tls_write says it took are on their
- * way, whatever becomes of the memory that they were in, and no record is ever offered to OpenSSL twice.
+ * Bytes go straight between OpenSSL and the caller's memory. Below OpenSSL are send and recv of our
+ * own: what OpenSSL has encrypted is always taken, and what the socket does not take of it is kept
+ * and goes first. So bytes that tls_write took are on their way, whatever happens to the caller's
+ * memory. No record is offered to OpenSSL twice.
  *
- * Threads. A struct smb_tls is never changed once it is made, and any thread may use it. A struct tls is one thread's at a time. */
+ * Threads. A struct smb_tls is never changed once it is made, and any thread may use it. A struct
+ * tls is one thread's at a time. */
 #ifndef SMB_TLS_H
 #define SMB_TLS_H
 
@@ -24,21 +28,24 @@ struct tls;
 
 struct smb_tls *tls_retain(struct smb_tls *tls);
 
-/* The connection's end of it: a server's where `expected` is NULL, else that of a client who wants the memory server of that name.
- * NULL: no memory. The descriptor stays the caller's. */
+/* The connection's end of it: a server's where `expected` is NULL, else that of a client who wants
+ * the memory server of that name. NULL: no memory. The descriptor stays the caller's. */
 struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected);
 /* Nothing is sent. */
 void tls_end(struct tls *tls);
 
-/* SMB_OK: both have shown who they are (what the server thinks of the client's certificate a client hears with its first read).
- * SMB_BUSY: once the socket can be read, or written where tls_unsent_bytes. SMB_UNTRUSTED: the other is not whom it should be, or
- * speaks no TLS: tls_why. SMB_LINK_LOST: it has closed, or its connection broke. */
+/* SMB_OK: both have shown who they are (what the server thinks of the client's certificate a client
+ * hears with its first read). SMB_BUSY: once the socket can be read, or written where
+ * tls_unsent_bytes. SMB_UNTRUSTED: the other is not whom it should be, or speaks no TLS: tls_why.
+ * SMB_LINK_LOST: it has closed, or its connection broke. */
 int tls_handshake(struct tls *tls);
 
-/* As readv and writev of a socket that does not block. After EAGAIN of tls_read nothing that could be read is held back here. */
+/* As readv and writev of a socket that does not block. After EAGAIN of tls_read nothing that could
+ * be read is held back here. */
 ssize_t tls_read(struct tls *tls, const struct iovec *parts, int count);
 ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count);
-/* Of what tls_write took so much has not gone, encrypted: tls_write, of nothing as well, goes on with it. */
+/* Of what tls_write took so much has not gone, encrypted: tls_write, of nothing as well, goes on
+ * with it. */
 size_t tls_unsent_bytes(const struct tls *tls);
 /* What went wrong, for people; empty: nothing that is not the network's. */
 const char *tls_why(const struct tls *tls);

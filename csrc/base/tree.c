@@ -8,7 +8,8 @@
 uint64_t tree_random(void)
 {
     uint64_t drawn = 0;
-    (void)!getrandom(&drawn, sizeof drawn, 0); /* at worst as if known: slower where a client is after that */
+    /* at worst as if known: slower where a client is after that */
+    (void)!getrandom(&drawn, sizeof drawn, 0);
     return drawn;
 }
 
@@ -48,14 +49,17 @@ static void rotate_up(struct tree *tree, struct tree_node *node)
     parent->parent = node;
 }
 
-void tree_add(struct tree *tree, struct tree_node *node, uint64_t high, uint64_t low, uint64_t *weights)
+void tree_add(struct tree *tree, struct tree_node *node, uint64_t high, uint64_t low,
+              uint64_t *weights)
 {
     struct tree_node *parent = NULL, **at = &tree->root;
     while (*at) {
         parent = *at;
-        at = is_less((uint64_t[]){high, low}, parent->key[0], parent->key[1]) ? &parent->left : &parent->right;
+        at = is_less((uint64_t[]){high, low}, parent->key[0], parent->key[1]) ? &parent->left
+                                                                              : &parent->right;
     }
-    *node = (struct tree_node){.parent = parent, .key = {high, low}, .weight = next_weight(weights)};
+    *node = (struct tree_node){
+        .parent = parent, .key = {high, low}, .weight = next_weight(weights)};
     *at = node;
     tree->count++;
     while (node->parent && node->weight < node->parent->weight)

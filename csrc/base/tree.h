@@ -1,9 +1,10 @@
-/* tree.h: an ordered set of things that their owner keeps, by a key of two words; adding, taking out, the first, the next and the
- * search take logarithmic time.
+/* tree.h: an ordered set of things that their owner keeps, by a key of two words; adding, taking
+ * out, the first, the next and the search take logarithmic time.
  *
- * A treap: in the order of its keys from left to right, of its weights from top to bottom. The depth is logarithmic for any keys
- * that whoever chooses them picks without knowing the weights, so `weights` starts at something that no client can know.
- * Nothing is allocated. Equal keys may be there several times. No locks: the owner's. */
+ * A treap: in the order of its keys from left to right, of its weights from top to bottom. The
+ * depth is logarithmic unless the keys were chosen with knowledge of the weights. So `weights`
+ * starts at something that no client can know. Nothing is allocated. Equal keys may be there
+ * several times. No locks: the owner's. */
 #ifndef SMB_TREE_H
 #define SMB_TREE_H
 
@@ -34,7 +35,8 @@ static inline void *tree_owner(struct tree_node *node, size_t offset)
 uint64_t tree_random(void);
 
 /* `node` is in no tree. `weights`: moved on. */
-void tree_add(struct tree *tree, struct tree_node *node, uint64_t high, uint64_t low, uint64_t *weights);
+void tree_add(struct tree *tree, struct tree_node *node, uint64_t high, uint64_t low,
+              uint64_t *weights);
 /* `node` is in this tree. */
 void tree_take(struct tree *tree, struct tree_node *node);
 /* NULL: it is empty. */

@@ -4,11 +4,14 @@
 
 #include "memory/segment.h"
 
-int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype, struct smb_buffer **buffer)
+int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype,
+                      struct smb_buffer **buffer)
 {
-    if (smb_layout_check(layout) != SMB_OK || smb_dtype_bytes(dtype) == 0 || layout->bytes % smb_dtype_bytes(dtype) != 0)
+    if (smb_layout_check(layout) != SMB_OK || smb_dtype_bytes(dtype) == 0 ||
+        layout->bytes % smb_dtype_bytes(dtype) != 0)
         return SMB_INVALID;
-    struct smb_buffer *made = calloc(1, sizeof *made + layout->segment_count * sizeof made->places[0]);
+    struct smb_buffer *made = calloc(1,
+                                     sizeof *made + layout->segment_count * sizeof made->places[0]);
     if (!made)
         return SMB_OUT_OF_MEMORY;
     made->client = client;
@@ -19,9 +22,11 @@ int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout
     return SMB_OK;
 }
 
-int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id, uint32_t epoch, struct smb_link *link)
+int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id,
+                        uint32_t epoch, struct smb_link *link)
 {
-    if (index >= buffer->layout.segment_count || link->client != buffer->client || place_is_set(&buffer->places[index]))
+    if (index >= buffer->layout.segment_count || link->client != buffer->client ||
+        place_is_set(&buffer->places[index]))
         return SMB_INVALID;
     int may = client_may_use(link);
     if (may != SMB_OK)
@@ -35,12 +40,13 @@ int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_s
 {
     struct smb_segment_info info;
     smb_segment_info(segment, &info);
-    if (index >= buffer->layout.segment_count || place_is_set(&buffer->places[index]) || info.dtype != (uint32_t)buffer->dtype ||
-        info.chunk_bytes != buffer->layout.chunk_bytes ||
+    if (index >= buffer->layout.segment_count || place_is_set(&buffer->places[index]) ||
+        info.dtype != (uint32_t)buffer->dtype || info.chunk_bytes != buffer->layout.chunk_bytes ||
         info.data_bytes != smb_layout_segment_bytes(&buffer->layout, index))
         return SMB_INVALID;
     smb_segment_retain(segment);
-    buffer->places[index] = (struct place){.segment_id = info.id, .epoch = info.epoch, .segment = segment};
+    buffer->places[index] = (struct place){
+        .segment_id = info.id, .epoch = info.epoch, .segment = segment};
     return SMB_OK;
 }
 

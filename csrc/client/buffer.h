@@ -9,16 +9,18 @@
 struct place {
     uint64_t segment_id;
     uint32_t epoch;
-    struct smb_link *link;       /* one of the two is set */
+    struct smb_link *link; /* one of the two is set */
     struct smb_segment *segment;
 };
 
-/* Complete before the first call and never changed afterwards, so that calls of many threads need no lock to read it. */
+/* Complete before the first call and never changed afterwards, so that calls of many threads need
+ * no lock to read it. */
 struct smb_buffer {
     struct smb_client *client;
     struct smb_layout layout;
     int dtype;
-    uint32_t element_bytes;      /* 1, 2, 4 or 8: a multiple is found without a division, which small calls feel */
+    /* 1, 2, 4 or 8: a multiple is found without a division, which small calls feel */
+    uint32_t element_bytes;
     struct place places[];
 };
 

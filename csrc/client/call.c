@@ -84,18 +84,21 @@ static void sleep_caller(struct smb_client *client, struct call *call, uint64_t 
     if (until_ns == UINT64_MAX) {
         pthread_cond_wait(&call->wake, &client->mutex);
     } else {
-        struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U), .tv_nsec = (long)(until_ns % 1000000000U)};
+        struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                                 .tv_nsec = (long)(until_ns % 1000000000U)};
         pthread_cond_clockwait(&call->wake, &client->mutex, CLOCK_MONOTONIC, &until);
     }
     call->waits = false;
 }
 
-bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument)
+bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns,
+               bool (*work)(void *), void *work_argument)
 {
     pthread_mutex_lock(&client->mutex);
     while ((!call->done || work) && smb_now_ns() < until_ns) {
         if (work && (client->has_progress_thread || call->done)) {
-            /* Another thread may have carried the call's frames to their end before this one came to its own part. */
+            /* Another thread may have carried the call's frames to their end before this one came
+             * to its own part. */
             pthread_mutex_unlock(&client->mutex);
             bool more = true;
             while (more && smb_now_ns() < until_ns)
@@ -124,13 +127,17 @@ bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns, 
     return done;
 }
 
-void call_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument)
+void call_run(struct smb_client *client, struct call *call, bool (*work)(void *),
+              void *work_argument)
 {
     call_submit(client, call);
-    while (!call_wait(client, call, client_has_look() ? smb_now_ns() + LOOK_MS * 1000000U : UINT64_MAX, work, work_argument)) {
+    while (!call_wait(client, call,
+                      client_has_look() ? smb_now_ns() + LOOK_MS * 1000000U : UINT64_MAX, work,
+                      work_argument)) {
         if (call->stopped || !client_look())
             continue;
-        /* As one that is late: what was sent is of unknown outcome, what was not is not sent any more. */
+        /* As one that is late: what was sent is of unknown outcome, what was not is not sent any
+         * more. */
         call->stopped = true;
         atomic_store(&call->deadline_ns, 0);
         client_wake_progress(client);

@@ -1,7 +1,7 @@
 /* call.h: a call of one thread, and its streams: the frames of the call for one segment each.
  *
- * A call and its streams live on the caller's stack until `done`, and so does the caller's memory. Unless noted otherwise, functions
- * are the progress thread's.
+ * A call and its streams live on the caller's stack until `done`, and so does the caller's memory.
+ * Unless noted otherwise, functions are the progress thread's.
  */
 #ifndef SMB_CALL_H
 #define SMB_CALL_H
@@ -22,15 +22,15 @@ enum { LOOK_MS = 100 }; /* so often a blocking call sees whether it is wanted st
 struct call {
     struct smb_outcome *outcome;
     _Atomic uint64_t deadline_ns;
-    uint32_t streams_left;         /* streams not yet finished */
+    uint32_t streams_left; /* streams not yet finished */
     bool done;
-    bool waits;                    /* its thread sleeps on `wake` */
-    bool stopped;                  /* its caller's: no more local pieces are begun */
+    bool waits;   /* its thread sleeps on `wake` */
+    bool stopped; /* its caller's: no more local pieces are begun */
     bool has_wake;
-    struct call *next;             /* of arrivals, then of the progress thread's list */
-    struct stream *streams;        /* all of it, stream_count */
+    struct call *next;      /* of arrivals, then of the progress thread's list */
+    struct stream *streams; /* all of it, stream_count */
     uint32_t stream_count;
-    struct smb_unknown *resolves;     /* done once this is resolved */
+    struct smb_unknown *resolves; /* done once this is resolved */
     pthread_cond_t wake;
 };
 
@@ -38,20 +38,22 @@ struct call {
 struct stream {
     struct call *call;
     struct smb_link *link;
-    struct stream *next;           /* of the link's queue */
+    struct stream *next; /* of the link's queue */
     const struct smb_request *request;
-    const struct smb_ask *ask;     /* instead of a request: one frame, no range */
+    const struct smb_ask *ask; /* instead of a request: one frame, no range */
     struct smb_reply *reply;
     struct smb_cursor cursor;
-    struct smb_piece piece;        /* the next to be sent, if have_piece */
+    struct smb_piece piece; /* the next to be sent, if have_piece */
     bool have_piece;
-    struct smb_piece rest;         /* SMB_WIRE_SPARSE: of the cursor's piece, if its entries are too many for one frame */
+    /* SMB_WIRE_SPARSE: of the cursor's piece, if its entries are too many for one frame */
+    struct smb_piece rest;
     uint64_t first_entry, entries; /* and those of `piece` */
     bool queued;
     uint32_t in_flight;
     uint32_t segment_index;
     uint64_t segment_id;
-    uint64_t source_ids[SMB_APPLY_SEGMENTS]; /* of the other buffers' segments: ACCUMULATE_FROM, APPLY */
+    /* of the other buffers' segments: ACCUMULATE_FROM, APPLY */
+    uint64_t source_ids[SMB_APPLY_SEGMENTS];
     uint32_t epoch;
     uint8_t dtype;
 };
@@ -63,11 +65,13 @@ void call_applied(struct stream *stream, uint32_t bytes, uint64_t result);
 void call_note_sent(struct call *call);
 bool call_was_sent(const struct stream *stream);
 
-/* The caller's thread: runs the call's streams to their end. `work` runs in between, piece by piece, until it returns false. It may
- * be called once more after that. */
-void call_run(struct smb_client *client, struct call *call, bool (*work)(void *), void *work_argument);
+/* The caller's thread: runs the call's streams to their end. `work` runs in between, piece by
+ * piece, until it returns false. It may be called once more after that. */
+void call_run(struct smb_client *client, struct call *call, bool (*work)(void *),
+              void *work_argument);
 /* The same in parts: submit once, then wait until it returns true. */
 void call_submit(struct smb_client *client, struct call *call);
-bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns, bool (*work)(void *), void *work_argument);
+bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns,
+               bool (*work)(void *), void *work_argument);
 
 #endif

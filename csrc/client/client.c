@@ -72,7 +72,8 @@ void smb_client_counters(struct smb_client *client, struct smb_client_counters *
 {
     const struct client_stats *stats = &client->stats;
     memset(counters, 0, sizeof *counters);
-    tally_read(&stats->at_once, counters->operations[SMB_TRANSPORT_SHM], counters->bytes[SMB_TRANSPORT_SHM]);
+    tally_read(&stats->at_once, counters->operations[SMB_TRANSPORT_SHM],
+               counters->bytes[SMB_TRANSPORT_SHM]);
     for (int t = 0; t < SMB_TRANSPORT_COUNT; t++) {
         tally_read(&stats->calls[t], counters->operations[t], counters->bytes[t]);
         for (int i = 0; i < SMB_OPCODE_COUNT; i++)
@@ -159,12 +160,14 @@ static struct smb_link *find_wanted(const struct smb_client *client)
 int smb_client_wait_down(struct smb_client *client, uint32_t timeout_ms, uint64_t *link_id)
 {
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
-    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U), .tv_nsec = (long)(until_ns % 1000000000U)};
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                             .tv_nsec = (long)(until_ns % 1000000000U)};
     int failure = 0;
     pthread_mutex_lock(&client->mutex);
     struct smb_link *link = find_wanted(client);
     while (!link && failure == 0 && !atomic_load(&client->closing)) {
-        failure = pthread_cond_clockwait(&client->link_wanted, &client->mutex, CLOCK_MONOTONIC, &until);
+        failure = pthread_cond_clockwait(&client->link_wanted, &client->mutex, CLOCK_MONOTONIC,
+                                         &until);
         link = find_wanted(client);
     }
     if (link) {

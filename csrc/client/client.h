@@ -1,11 +1,13 @@
 /* client.h: a session: its links to servers, and the calls that travel on them.
  *
- * I/O. The client has no thread of its own. Of the threads that wait for a call, one is the progress thread. It moves the bytes of
- * all calls on all links of the client. When its own call is done, another waiting thread takes over. So a lone caller sends and
- * receives by itself, without a wake-up in between. Many callers share the links and fill them.
+ * I/O. The client has no thread of its own. Of the threads that wait for a call, one is the
+ * progress thread. It moves the bytes of all calls on all links of the client. When its own call is
+ * done, another waiting thread takes over. So a lone caller sends and receives by itself, without a
+ * wake-up in between. Many callers share the links and fill them.
  *
- * Ownership. `mutex` guards: has_progress_thread, arrivals, each call's `done` and `waits`, and which links want a connection. All
- * else of links, streams, calls and unknown outcomes belongs to the progress thread.
+ * Ownership. `mutex` guards: has_progress_thread, arrivals, each call's `done` and `waits`, and
+ * which links want a connection. All else of links, streams, calls and unknown outcomes belongs to
+ * the progress thread.
  */
 #ifndef SMB_CLIENT_H
 #define SMB_CLIENT_H
@@ -21,23 +23,25 @@ struct smb_link;
 
 struct smb_client {
     struct client_stats stats;
-    _Atomic uint32_t references;   /* its owner's and one for each link: whoever collects objects may free them in any order */
+    /* its owner's and one for each link: a garbage collector may free them in any order */
+    _Atomic uint32_t references;
     uint64_t session;
-    bool checksums;                /* from before its first link */
-    bool wants_proof;              /* likewise */
+    bool checksums;   /* from before its first link */
+    bool wants_proof; /* likewise */
     _Atomic uint64_t spoilt;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;
     bool has_progress_thread;
-    bool sleeping;                 /* the progress thread is in poll: wake it */
+    bool sleeping; /* the progress thread is in poll: wake it */
     _Atomic bool closing;
     _Atomic uint64_t links_made;
-    _Atomic uint64_t sequences;    /* numbers used, by all links: one lane's later link goes on above what its earlier ones used */
-    struct smb_link *links;        /* all that are not freed */
+    /* numbers used, by all links: one lane's later link goes on above what its earlier ones used */
+    _Atomic uint64_t sequences;
+    struct smb_link *links; /* all that are not freed */
     struct call *arrivals;
     int wake_fd;
     /* the progress thread's */
-    struct call *calls;            /* in progress */
+    struct call *calls; /* in progress */
     struct smb_link *active;
 };
 
@@ -47,7 +51,8 @@ bool client_look(void);
 bool client_has_look(void);
 struct smb_client *client_retain(struct smb_client *client);
 void client_release(struct smb_client *client);
-/* SMB_UNTRUSTED: nothing but tokens may be sent over the link, as proof is wanted and its server has given none. */
+/* SMB_UNTRUSTED: nothing but tokens may be sent over the link, as proof is wanted and its server
+ * has given none. */
 int client_may_use(struct smb_link *link);
 /* Somebody should make a connection for the link (or no longer). */
 void client_want_link(struct smb_link *link, bool wanted);

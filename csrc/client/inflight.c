@@ -69,7 +69,8 @@ void inflight_seal(struct inflight *inflight)
         return;
     uint32_t crc = smb_crc32c(0, inflight->header, SMB_FRAME_BYTES);
     crc = smb_crc32c(crc, inflight->small, inflight->small_bytes);
-    smb_store_checksum(inflight->checksum, smb_crc32c(crc, inflight->payload, inflight->payload_bytes));
+    smb_store_checksum(inflight->checksum,
+                       smb_crc32c(crc, inflight->payload, inflight->payload_bytes));
 }
 
 void inflight_encode(struct smb_link *link, struct inflight *inflight, struct smb_frame *frame)
@@ -99,20 +100,23 @@ static void make_ask(struct smb_link *link, struct stream *stream, struct inflig
     const struct smb_ask *ask = stream->ask;
     struct smb_frame frame = {.opcode = (uint8_t)ask->opcode, .argument = ask->argument};
     inflight->opcode = frame.opcode;
-    for (int i = 0; i < (ask->opcode == SMB_AUTHORIZE ? (int)SMB_AUTHORIZE_WORDS : (int)SMB_SYNC_WORDS); i++)
+    for (int i = 0;
+         i < (ask->opcode == SMB_AUTHORIZE ? (int)SMB_AUTHORIZE_WORDS : (int)SMB_SYNC_WORDS); i++)
         inflight_put_small(inflight, ask->words[i]);
     inflight_encode(link, inflight, &frame);
     stream->have_piece = false;
 }
 
-/* Elements that travel encoded: made once, so that what is sent again is the same. Only where this fails is nothing done. */
+/* Elements that travel encoded: made once, so that what is sent again is the same. Only where this
+ * fails is nothing done. */
 static bool make_encoded(const struct stream *stream, struct inflight *inflight)
 {
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
     uint32_t element = smb_dtype_bytes(stream->dtype);
-    uint64_t bytes = request->wire == SMB_WIRE_SPARSE ? stream->entries * (SMB_WIRE_INDEX_BYTES + element)
-                                                      : smb_wire_bytes(request->wire, piece->bytes / 4);
+    uint64_t bytes = request->wire == SMB_WIRE_SPARSE
+                         ? stream->entries * (SMB_WIRE_INDEX_BYTES + element)
+                         : smb_wire_bytes(request->wire, piece->bytes / 4);
     inflight->encoded = malloc(bytes);
     if (!inflight->encoded)
         return false;
@@ -122,9 +126,12 @@ static bool make_encoded(const struct stream *stream, struct inflight *inflight)
         return true;
     }
     if (request->wire == SMB_WIRE_SPARSE)
-        sparse_encode(request, element, piece, stream->first_entry, stream->entries, inflight->encoded);
+        sparse_encode(request, element, piece, stream->first_entry, stream->entries,
+                      inflight->encoded);
     else
-        smb_kernel_encode(request->wire, (const uint8_t *)request->source + (piece->buffer_offset - request->offset),
+        smb_kernel_encode(request->wire,
+                          (const uint8_t *)request->source +
+                              (piece->buffer_offset - request->offset),
                           piece->bytes / 4, inflight->encoded);
     inflight->payload = inflight->encoded;
     inflight->payload_bytes = (uint32_t)bytes;
@@ -143,8 +150,9 @@ void stream_advance(struct stream *stream)
             stream->have_piece = false;
             return;
         }
-        stream->have_piece = sparse_cut(stream->request, element, SMB_CHUNK_BYTES_MAX / (SMB_WIRE_INDEX_BYTES + element),
-                                        &stream->rest, &stream->piece, &stream->first_entry, &stream->entries);
+        stream->have_piece = sparse_cut(
+            stream->request, element, SMB_CHUNK_BYTES_MAX / (SMB_WIRE_INDEX_BYTES + element),
+            &stream->rest, &stream->piece, &stream->first_entry, &stream->entries);
     } while (!stream->have_piece);
 }
 
@@ -153,7 +161,9 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
     uint64_t within = piece->buffer_offset - request->offset; /* in the caller's memory */
-    struct smb_frame frame = {.opcode = (uint8_t)request->opcode, .dtype = stream->dtype, .offset = piece->segment_offset,
+    struct smb_frame frame = {.opcode = (uint8_t)request->opcode,
+                              .dtype = stream->dtype,
+                              .offset = piece->segment_offset,
                               .argument = request->argument};
     inflight->opcode = frame.opcode;
     inflight->length = inflight->answer_bytes = (uint32_t)piece->bytes;
@@ -177,7 +187,8 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
             break;
         inflight->payload = (const uint8_t *)request->source + within;
         inflight->payload_bytes = inflight->length;
-        if (link->client->checksums) { /* a caller's array may change meanwhile: what is sent is what the checksum is of */
+        if (link->client->checksums) {
+            /* a caller's array may change meanwhile: what is sent is what the checksum is of */
             inflight->encoded = malloc(inflight->length);
             if (!inflight->encoded)
                 return false;
@@ -213,8 +224,12 @@ bool inflight_make(struct smb_link *link, struct stream *stream)
     struct inflight *inflight = inflight_take(link);
     if (!inflight)
         return false;
-    *inflight = (struct inflight){.stream = stream, .sequence = link_next_sequence(link), .segment_id = stream->segment_id,
-                              .epoch = stream->epoch, .made_ns = smb_now_ns(), .fate = SMB_OUTCOME_NOT_APPLIED};
+    *inflight = (struct inflight){.stream = stream,
+                                  .sequence = link_next_sequence(link),
+                                  .segment_id = stream->segment_id,
+                                  .epoch = stream->epoch,
+                                  .made_ns = smb_now_ns(),
+                                  .fate = SMB_OUTCOME_NOT_APPLIED};
     if (stream->ask) {
         make_ask(link, stream, inflight);
     } else if (!make_piece(link, stream, inflight)) {

@@ -10,31 +10,35 @@
 
 /* Of fetch_add and compare_swap; a record keeps the results of the last RECORD_RESULTS. */
 enum { ATOMICS_IN_FLIGHT_MAX = 4 };
-_Static_assert((int)ATOMICS_IN_FLIGHT_MAX <= (int)RECORD_RESULTS, "every result that may be asked for again is kept");
+_Static_assert((int)ATOMICS_IN_FLIGHT_MAX <= (int)RECORD_RESULTS,
+               "every result that may be asked for again is kept");
 
 /* A request on its way. */
 struct inflight {
-    struct inflight *next;           /* of the link's unsent or sent ones, or of its spare ones */
-    struct stream *stream;         /* NULL: its caller has left */
-    struct smb_unknown *unknown;       /* then: a reference, for a change */
+    struct inflight *next;       /* of the link's unsent or sent ones, or of its spare ones */
+    struct stream *stream;       /* NULL: its caller has left */
+    struct smb_unknown *unknown; /* then: a reference, for a change */
     uint32_t unknown_index;
     uint64_t sequence;
     uint64_t segment_id;
     uint64_t buffer_offset;
     uint64_t made_ns;
-    void *sink;                    /* where the answer's elements go */
-    uint8_t *encoded;              /* its own memory: what is sent, as often as it is, or the answer until it is decoded */
-    uint32_t answer_bytes;         /* of its payload, if there is one */
+    void *sink; /* where the answer's elements go */
+    /* its own memory: what is sent, as often as it is, or the answer until it is decoded */
+    uint8_t *encoded;
+    uint32_t answer_bytes; /* of its payload, if there is one */
     uint32_t epoch;
     uint32_t length;
     uint8_t opcode;
-    uint8_t wire;                  /* enum smb_wire */
-    bool was_sent;                 /* some of it, over any connection */
-    bool went_by_reference;        /* some time: a WRITE may have been made where no record of the server tells of it */
-    int fate;                      /* enum smb_outcome_state: what is known of a change by now */
-    const void *payload;           /* still to be sent after the header */
+    uint8_t wire;  /* enum smb_wire */
+    bool was_sent; /* some of it, over any connection */
+    /* some time: a WRITE may have been made where no record of the server tells of it */
+    bool went_by_reference;
+    int fate;            /* enum smb_outcome_state: what is known of a change by now */
+    const void *payload; /* still to be sent after the header */
     uint32_t payload_bytes;
-    uint8_t small[SMB_RECORD_SMALL_BYTES]; /* payload that is no caller's memory, or what comes before it */
+    /* payload that is no caller's memory, or what comes before it */
+    uint8_t small[SMB_RECORD_SMALL_BYTES];
     uint32_t small_bytes;
     uint8_t checksum[SMB_CHECKSUM_BYTES]; /* after the payload, if the client uses them */
     uint32_t checksum_bytes;

@@ -14,7 +14,9 @@
 
 enum {
     TAKE_BACK_NS = 2000000000,
-    QUIET_NS = 1000000 /* a link that has said nothing for so long is asked whether its peer is there, before it is used */
+    /* a link that has said nothing for so long is asked whether its peer is there, before it is
+     * used */
+    QUIET_NS = 1000000
 };
 
 struct smb_link *link_retain(struct smb_link *link)
@@ -97,23 +99,28 @@ bool link_busy(const struct smb_link *link)
 
 bool link_sleeps_at_once(const struct smb_link *link)
 {
-    return link->in_flight_bytes >= SPIN_BYTES_MAX && !link->channel.tls; /* whose next record is never far */
+    /* whose next record is never far */
+    return link->in_flight_bytes >= SPIN_BYTES_MAX && !link->channel.tls;
 }
 
 bool link_wants_output(const struct smb_link *link)
 {
     if (channel_unsent_bytes(&link->channel))
         return true;
-    return link->watermark_count > 0 ? link->watermark_bytes_sent < link->watermark_count * (uint64_t)watermark_frame_bytes(link)
-                                     : link->unsent != NULL;
+    return link->watermark_count > 0
+               ? link->watermark_bytes_sent <
+                     link->watermark_count * (uint64_t)watermark_frame_bytes(link)
+               : link->unsent != NULL;
 }
 
 int link_fd(const struct smb_link *link)
 {
-    return link_state_of(link) == LINK_UP || link_state_of(link) == LINK_RESUMING ? link->channel.fd : -1;
+    return link_state_of(link) == LINK_UP || link_state_of(link) == LINK_RESUMING ? link->channel.fd
+                                                                                  : -1;
 }
 
-/* What was sent goes back to what is to be sent, in order: (sent, unsent). Reads and waits that nobody waits for are dropped. */
+/* What was sent goes back to what is to be sent, in order: (sent, unsent). Reads and waits that
+ * nobody waits for are dropped. */
 static void gather(struct smb_link *link)
 {
     *link->sent_end = link->unsent;
@@ -133,8 +140,9 @@ static void gather(struct smb_link *link)
     }
 }
 
-/* Memory named in records may be read and written by somebody else: not once this returns. Short, as whoever has the other end waits
- * for nothing else; a process in which that thread is dead has lost its senses, and goes on. */
+/* The other end may read and write memory named in records, but not once this returns. Short, as
+ * whoever has the other end waits for nothing else; a process in which that thread is dead has lost
+ * its senses, and goes on. */
 static void take_memory_back(struct smb_link *link)
 {
     uint64_t until_ns = smb_now_ns() + TAKE_BACK_NS;
@@ -180,8 +188,8 @@ static int adopt_connection(struct smb_link *link, struct channel *fresh)
     return status;
 }
 
-/* An idle link says nothing; if it can be read now, its server is gone, and to know that before the first byte is sent is
- * the difference between "not applied" and "unknown". */
+/* An idle link says nothing; if it can be read now, its server is gone. To know
+ * that before the first byte is sent makes the outcome "not applied" instead of "unknown". */
 static bool peer_is_gone(const struct smb_link *link)
 {
     uint8_t byte;
@@ -207,7 +215,8 @@ static int move(struct smb_link *link, bool *moved)
         status = link_receive(link, moved);
     if (status == SMB_OK)
         status = link_digest(link);
-    if (status == SMB_OK && link_state_of(link) == LINK_RESUMING && link->watermarks_answered == link->watermark_count)
+    if (status == SMB_OK && link_state_of(link) == LINK_RESUMING &&
+        link->watermarks_answered == link->watermark_count)
         link_resume(link);
     return status;
 }
@@ -215,7 +224,8 @@ static int move(struct smb_link *link, bool *moved)
 bool link_progress(struct smb_link *link)
 {
     bool moved = false;
-    if (atomic_load_explicit(&link->closing, memory_order_acquire)) { /* pairs with hand_over_connection: and why */
+    if (atomic_load_explicit(&link->closing, memory_order_acquire)) {
+        /* pairs with hand_over_connection: and why */
         int why = atomic_load_explicit(&link->closed_why, memory_order_relaxed);
         link_shut(link, why ? why : SMB_LINK_LOST);
         return true;
@@ -249,7 +259,8 @@ static void note_unmade(struct stream *stream)
 {
     while (stream->have_piece && !stream->ask) {
         if (smb_opcode_changes(stream->request->opcode))
-            call_note_unknown(stream->call, stream->piece.buffer_offset, (uint32_t)stream->piece.bytes, SMB_OUTCOME_NOT_APPLIED);
+            call_note_unknown(stream->call, stream->piece.buffer_offset,
+                              (uint32_t)stream->piece.bytes, SMB_OUTCOME_NOT_APPLIED);
         stream_advance(stream);
     }
     stream->have_piece = false;
@@ -265,7 +276,8 @@ static void fail_inflight(struct smb_link *link, int status)
         if (stream) {
             if (smb_opcode_changes(inflight->opcode))
                 call_note_unknown(stream->call, inflight->buffer_offset, inflight->length, fate);
-            call_failed(stream, status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED : status);
+            call_failed(stream, status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED
+                                                                                  : status);
             note_unmade(stream);
         }
         inflight_landed(link, inflight);
@@ -283,7 +295,8 @@ void link_shut(struct smb_link *link, int status)
     while (link->queue_head) {
         struct stream *stream = link->queue_head;
         link_dequeue(link);
-        call_failed(stream, status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED : status);
+        call_failed(stream,
+                    status == SMB_LINK_LOST && !call_was_sent(stream) ? SMB_DISCONNECTED : status);
         note_unmade(stream);
         if (stream->in_flight == 0)
             call_stream_finished(stream);
@@ -299,15 +312,17 @@ static void leave(struct inflight *inflight)
     stream->in_flight--;
     if (!smb_opcode_changes(inflight->opcode))
         return;
-    inflight->unknown_index = call_note_unknown(stream->call, inflight->buffer_offset, inflight->length, inflight->fate);
+    inflight->unknown_index = call_note_unknown(stream->call, inflight->buffer_offset,
+                                                inflight->length, inflight->fate);
     if (inflight->fate != SMB_OUTCOME_PENDING || inflight->unknown_index == UINT32_MAX)
         return;
     inflight->unknown = stream->call->outcome->unknown;
     atomic_fetch_add_explicit(&inflight->unknown->references, 1, memory_order_relaxed);
 }
 
-/* One that is half sent takes its connection along: its caller's memory can't be used any more. So does one of a data lane that
- * was sent: it may be deferred at the server, and all that comes after it with it; on the next connection it is not there. */
+/* One that is half sent takes its connection along: its caller's memory can't be used any more. So
+ * does one of a data lane that was sent: the server may have deferred it, and all that follows it.
+ * The next connection is free of it. */
 void link_abandon(struct smb_link *link, struct stream *stream)
 {
     if (stream->queued)
@@ -334,7 +349,8 @@ void link_abandon(struct smb_link *link, struct stream *stream)
     }
     if (half_sent || (deferred && link_state_of(link) == LINK_UP)) {
         break_connection(link);
-        client_want_link(link, link_busy(link)); /* now: the progress thread may be about to sleep, and others' calls wait here */
+        /* now: the progress thread may be about to sleep, and others' calls wait here */
+        client_want_link(link, link_busy(link));
     }
     call_stream_finished(stream);
 }

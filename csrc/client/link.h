@@ -1,11 +1,12 @@
 /* link.h: one lane to a server. The progress thread's, except make, retain and release.
  *
- * A link is a lane, not a connection. When its connection breaks, frames without an answer stay. A thread of the library above
- * connects again and hands the connection over. The link then asks how far each segment has come (WATERMARK). Frames at or below the
- * watermark count as answered; the rest is sent again.
+ * A link is a lane, not a connection. When its connection breaks, frames without an answer stay. A
+ * thread of the library above connects again and hands the connection over. The link then asks how
+ * far each segment has come (WATERMARK). Frames at or below the watermark count as answered; the
+ * rest is sent again.
  *
- * When a caller's time is over, it leaves. Its sent frames have an unknown outcome until they are answered, or until the next
- * resumption resolves them. They are not sent again.
+ * When a caller's time is over, it leaves. Its sent frames have an unknown outcome until they are
+ * answered, or until the next resumption resolves them. They are not sent again.
  */
 #ifndef SMB_LINK_H
 #define SMB_LINK_H
@@ -23,9 +24,10 @@ struct stream;
 struct watermark;
 
 enum {
-    WINDOW_FRAMES = 64,    /* in flight on one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
+    /* in flight on one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
+    WINDOW_FRAMES = 64,
     LINK_IN_BYTES = 4096,
-    ANSWERS_AWAITED = 16   /* reads that are answered in one look at the socket: 4 MiB of chunks */
+    ANSWERS_AWAITED = 16 /* reads that are answered in one look at the socket: 4 MiB of chunks */
 };
 
 enum link_state { LINK_UP, LINK_RESUMING, LINK_DOWN, LINK_CLOSED };
@@ -33,43 +35,49 @@ enum link_state { LINK_UP, LINK_RESUMING, LINK_DOWN, LINK_CLOSED };
 struct smb_link {
     struct smb_client *client;
     uint64_t id;
-    uint64_t identity;             /* of the server's memory */
+    uint64_t identity; /* of the server's memory */
     _Atomic uint32_t references;
-    _Atomic bool closing;          /* asked for by its owner; the progress thread does it */
-    struct channel *_Atomic fresh; /* a new connection, handed over; NULL: none */
+    _Atomic bool closing;            /* asked for by its owner; the progress thread does it */
+    struct channel *_Atomic fresh;   /* a new connection, handed over; NULL: none */
     _Atomic bool fresh_by_reference; /* of what kind; stored before `fresh` */
-    _Atomic int state;             /* enum link_state; written by the progress thread, read by anyone */
-    _Atomic int closed_why;        /* status of calls on a closed link; before `closing`, by who connects it anew, or the progress thread's */
+    _Atomic int state; /* enum link_state; written by the progress thread, read by anyone */
+    /* status of calls on a closed link; before `closing`, by who connects it anew, or the progress
+     * thread's */
+    _Atomic int closed_why;
     struct access_connection proof; /* mutex: of its newest connection */
-    struct smb_token *tokens;      /* mutex: shown on each new connection */
+    struct smb_token *tokens;       /* mutex: shown on each new connection */
     uint32_t token_count, token_room;
-    bool trusted;                  /* mutex: a server has proved on it that it is the one; each connection after that proves it first */
-    bool proven;                   /* mutex: its newest connection's server has proved that it is the one */
-    bool wanted, in_hands;         /* mutex: it has something to send but no connection; somebody is making one */
-    struct channel channel;        /* its connection */
-    bool by_reference;             /* records are sent over it, see frame.h */
+    /* mutex: a server has proved on it that it is the one; each connection after that proves it
+     * first */
+    bool trusted;
+    bool proven; /* mutex: its newest connection's server has proved that it is the one */
+    /* mutex: it has something to send but no connection; somebody is making one */
+    bool wanted, in_hands;
+    struct channel channel; /* its connection */
+    bool by_reference;      /* records are sent over it, see frame.h */
     uint16_t lane;
-    bool local;                    /* to a server of this host, over its Unix socket */
+    bool local; /* to a server of this host, over its Unix socket */
     uint32_t window;
-    bool active;                   /* in the progress thread's list */
-    struct smb_link *next;         /* of it */
-    struct smb_link *next_of_all;  /* mutex */
+    bool active;                  /* in the progress thread's list */
+    struct smb_link *next;        /* of it */
+    struct smb_link *next_of_all; /* mutex */
     struct stream *queue_head, *queue_tail;
-    uint64_t made;                 /* frames, ever */
-    uint32_t in_flight;               /* unsent and sent ones */
-    uint64_t in_flight_bytes;         /* of ranges, of them */
+    uint64_t made;            /* frames, ever */
+    uint32_t in_flight;       /* unsent and sent ones */
+    uint64_t in_flight_bytes; /* of ranges, of them */
     uint32_t atomics_in_flight;
     struct inflight *unsent, *sent, *spare;
     struct inflight **unsent_end, **sent_end;
-    uint64_t sent_bytes;           /* of the first unsent one */
-    uint64_t heard_ns;             /* when the peer was heard of last */
+    uint64_t sent_bytes; /* of the first unsent one */
+    uint64_t heard_ns;   /* when the peer was heard of last */
     /* the answer coming in */
-    struct inflight *reading;        /* whose payload is expected, or NULL */
+    struct inflight *reading; /* whose payload is expected, or NULL */
     uint32_t reading_have;
-    uint32_t crc;                  /* of its header and what is here of its payload */
+    uint32_t crc; /* of its header and what is here of its payload */
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
-    uint8_t awaited[ANSWERS_AWAITED][SMB_FRAME_BYTES]; /* headers of the answers in one look; of no use between looks */
+    /* headers of the answers in one look; of no use between looks */
+    uint8_t awaited[ANSWERS_AWAITED][SMB_FRAME_BYTES];
     /* while it resumes */
     struct watermark *watermarks;
     uint32_t watermark_count, watermarks_answered;
@@ -89,7 +97,8 @@ bool link_wants_output(const struct smb_link *link);
 int link_fd(const struct smb_link *link);
 /* Fails everything on it, for good. */
 void link_shut(struct smb_link *link, int status);
-/* The stream's call is over: what was not sent is forgotten, what was is left of unknown outcome. */
+/* The stream's call is over: what was not sent is forgotten, what was is left of unknown
+ * outcome. */
 void link_abandon(struct smb_link *link, struct stream *stream);
 
 static inline int link_state_of(const struct smb_link *link)
@@ -102,8 +111,9 @@ static inline void link_enter(struct smb_link *link, enum link_state state)
     atomic_store_explicit(&link->state, state, memory_order_release);
 }
 
-/* Of the next frame on any of the client's links. A server takes a lane's change for one that it has made unless its number is above
- * those of all that were: so numbers go up for as long as the client lives, whatever links it makes meanwhile. */
+/* Of the next frame on any of the client's links. A server takes a lane's change for a repeated one
+ * unless its number is above all earlier ones. So numbers go up for as long as the client lives,
+ * over all of its links. */
 static inline uint64_t link_next_sequence(struct smb_link *link)
 {
     link->made++;

@@ -5,18 +5,20 @@
 #include "client/buffer.h"
 #include "client/call.h"
 
-/* The local part of a call, one piece per step, so that the links can be looked after in between. */
+/* The local part of a call, one piece per step, so that the links can be looked after in
+ * between. */
 struct local_work {
     struct smb_buffer *buffer;
     const struct smb_request *request;
     const struct call *call;
     struct smb_outcome *outcome;
     uint64_t deadline_ns;
-    uint32_t index;              /* of the segment */
+    uint32_t index; /* of the segment */
     bool walking;
     struct smb_cursor cursor;
-    uint64_t bytes_here;         /* done on this segment */
-    uint8_t *scratch;            /* one chunk: of ACCUMULATE_FROM the source, else the piece as it would travel */
+    uint64_t bytes_here; /* done on this segment */
+    /* one chunk: of ACCUMULATE_FROM the source, else the piece as it would travel */
+    uint8_t *scratch;
 };
 
 /* false: nothing left. */

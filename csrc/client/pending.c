@@ -26,8 +26,13 @@ int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_p
     made->call.streams = &made->stream;
     made->call.stream_count = 1;
     made->call.streams_left = 1;
-    made->stream = (struct stream){.call = &made->call, .link = link_retain(link), .ask = &made->ask, .reply = &made->reply,
-                                   .have_piece = true, .segment_id = ask->segment, .epoch = ask->epoch};
+    made->stream = (struct stream){.call = &made->call,
+                                   .link = link_retain(link),
+                                   .ask = &made->ask,
+                                   .reply = &made->reply,
+                                   .have_piece = true,
+                                   .segment_id = ask->segment,
+                                   .epoch = ask->epoch};
     call_submit(link->client, &made->call);
     *pending = made;
     return SMB_OK;

@@ -9,9 +9,7 @@
 #include "client/link.h"
 #include "client/unknown.h"
 
-enum {
-    POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX
-};
+enum { POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX };
 
 static bool is_finished(const struct call *call)
 {
@@ -75,12 +73,14 @@ static void take_out_finished(struct smb_client *client)
     }
 }
 
-/* Whoever waits for a connection would have to be told something else than whoever waits for an answer. */
+/* A call without a connection fails with another status than a call without an answer. */
 static int why_late(const struct stream *stream)
 {
     int state = atomic_load_explicit(&stream->link->state, memory_order_relaxed);
     bool sent = call_was_sent(stream);
-    return state == LINK_UP || state == LINK_RESUMING ? SMB_TIMEOUT : sent ? SMB_LINK_LOST : SMB_DISCONNECTED;
+    return state == LINK_UP || state == LINK_RESUMING ? SMB_TIMEOUT
+           : sent                                     ? SMB_LINK_LOST
+                                                      : SMB_DISCONNECTED;
 }
 
 static void abandon(struct call *call)
@@ -148,8 +148,9 @@ static void progress_sleep(struct smb_client *client, uint64_t now_ns, uint64_t 
     nfds_t count = 0;
     pollers[count++] = (struct pollfd){.fd = client->wake_fd, .events = POLLIN};
     for (struct smb_link *link = client->active; link && count < POLLED_MAX; link = link->next)
-        pollers[count++] = (struct pollfd){.fd = link_fd(link), /* one of -1 is passed over */
-                                           .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
+        pollers[count++] = (struct pollfd){
+            .fd = link_fd(link), /* one of -1 is passed over */
+            .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
     uint64_t ms = deadline_ns <= now_ns ? 0 : (deadline_ns - now_ns) / 1000000U + 1;
     if (client->active && count == POLLED_MAX && ms > 1)
         ms = 1; /* more links than are looked at */
@@ -176,7 +177,8 @@ static bool much_is_under_way(const struct smb_client *client)
     return false;
 }
 
-bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument)
+bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns,
+                  bool (*work)(void *), void *work_argument)
 {
     SMB_ASSERT(client->has_progress_thread);
     uint64_t last_move_ns = smb_now_ns();
@@ -189,7 +191,8 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
             break;
         if (until_ns < deadline_ns)
             deadline_ns = until_ns;
-        bool own_done = is_finished(own); /* before take_out_finished, which may free others but not own */
+        /* before take_out_finished, which may free others but not own */
+        bool own_done = is_finished(own);
         take_out_finished(client);
         if (work) {
             if (!work(work_argument))

@@ -5,7 +5,9 @@
 #include "client/call.h"
 #include "client/client.h"
 
-/* Runs the progress thread until its own call is done, or until_ns. Returns whether `work` is done. */
-bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns, bool (*work)(void *), void *work_argument);
+/* Runs the progress thread until its own call is done, or until_ns. Returns whether `work` is
+ * done. */
+bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns,
+                  bool (*work)(void *), void *work_argument);
 
 #endif

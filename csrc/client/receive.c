@@ -22,7 +22,9 @@ static struct inflight **find_sent(struct smb_link *link, uint64_t sequence)
 
 static int state_after(int status)
 {
-    return status == SMB_OK ? SMB_OUTCOME_APPLIED : status == SMB_EVICTED ? SMB_OUTCOME_UNKNOWN : SMB_OUTCOME_NOT_APPLIED;
+    return status == SMB_OK        ? SMB_OUTCOME_APPLIED
+           : status == SMB_EVICTED ? SMB_OUTCOME_UNKNOWN
+                                   : SMB_OUTCOME_NOT_APPLIED;
 }
 
 static void take_failure(struct smb_link *link, struct inflight *inflight, int status)
@@ -39,15 +41,20 @@ static void take_failure(struct smb_link *link, struct inflight *inflight, int s
     inflight_landed(link, inflight);
 }
 
-/* A lock was granted to a caller that has left: it goes back at once. If the connection breaks first, its ttl ends it. */
+/* A lock was granted to a caller that has left: it goes back at once. If the connection breaks
+ * first, its ttl ends it. */
 static void give_back(struct smb_link *link, const struct inflight *lock, uint64_t token)
 {
     struct inflight *inflight = inflight_take(link);
     if (!inflight)
         return;
-    *inflight = (struct inflight){.sequence = link_next_sequence(link), .segment_id = lock->segment_id, .epoch = lock->epoch,
-                              .opcode = SMB_UNLOCK, .fate = SMB_OUTCOME_NOT_APPLIED};
-    struct smb_frame frame = {.opcode = SMB_UNLOCK, .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
+    *inflight = (struct inflight){.sequence = link_next_sequence(link),
+                                  .segment_id = lock->segment_id,
+                                  .epoch = lock->epoch,
+                                  .opcode = SMB_UNLOCK,
+                                  .fate = SMB_OUTCOME_NOT_APPLIED};
+    struct smb_frame frame = {.opcode = SMB_UNLOCK,
+                              .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
     inflight_put_small(inflight, token);
     for (int i = 1; i < SMB_SYNC_WORDS; i++)
         inflight_put_small(inflight, 0);
@@ -73,7 +80,8 @@ void link_take_success(struct smb_link *link, struct inflight *inflight, uint64_
 
 static bool wants_data(const struct inflight *inflight, const struct smb_frame *reply)
 {
-    return inflight->stream ? inflight->sink != NULL : reply->payload > smb_frame_checksum_bytes(reply);
+    return inflight->stream ? inflight->sink != NULL
+                            : reply->payload > smb_frame_checksum_bytes(reply);
 }
 
 /* The header of an answer. */
@@ -82,16 +90,18 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
     struct inflight **at = find_sent(link, reply->sequence);
     struct inflight *inflight = *at;
     uint32_t elements = reply->payload - smb_frame_checksum_bytes(reply);
-    if (!inflight || reply->opcode != inflight->opcode ||
-        smb_frame_wire(reply) != inflight->wire ||
-        (elements > 0 && (elements != inflight->answer_bytes || (inflight->stream && !inflight->sink))))
+    if (!inflight || reply->opcode != inflight->opcode || smb_frame_wire(reply) != inflight->wire ||
+        (elements > 0 &&
+         (elements != inflight->answer_bytes || (inflight->stream && !inflight->sink))))
         return SMB_PROTOCOL;
     bool data = reply->status == SMB_OK && wants_data(inflight, reply);
     if (data && elements == 0)
         return SMB_PROTOCOL; /* data was asked for, and success without data can't be */
     if (data) {
-        link->reading = inflight; /* still in the list: if the connection breaks now it is asked for again */
-        link->reading_have = link->by_reference ? inflight->answer_bytes : 0; /* by reference: it is there already */
+        /* still in the list: if the connection breaks now it is asked for again */
+        link->reading = inflight;
+        /* by reference: it is there already */
+        link->reading_have = link->by_reference ? inflight->answer_bytes : 0;
         return SMB_OK;
     }
     inflight_take_from(at, &link->sent_end);
@@ -111,8 +121,9 @@ int link_spoilt(struct smb_link *link)
     return SMB_LINK_LOST;
 }
 
-/* Of `here` bytes takes those of a header, and its checksum where no data is between them: *taken, 0 where that is not all here.
- * A header is believed once its checksum is right; data that follows it is, before anybody is told. */
+/* Of `here` bytes takes those of a header, and its checksum where no data is between them: *taken,
+ * 0 where that is not all here. A header is believed once its checksum is right; data that follows
+ * it is, before anybody is told. */
 static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t here, uint32_t *taken)
 {
     struct smb_frame reply;
@@ -120,7 +131,8 @@ static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t her
     *taken = 0;
     if (status != SMB_OK)
         return status;
-    if (!(reply.flags & SMB_FLAG_REPLY) || (reply.flags & SMB_FLAG_CHECKSUM) != client_frame_flags(link->client))
+    if (!(reply.flags & SMB_FLAG_REPLY) ||
+        (reply.flags & SMB_FLAG_CHECKSUM) != client_frame_flags(link->client))
         return SMB_PROTOCOL;
     uint32_t checksum = smb_frame_checksum_bytes(&reply);
     uint32_t whole = SMB_FRAME_BYTES + (reply.payload == checksum ? checksum : 0);
@@ -142,7 +154,8 @@ static uint32_t take_data(struct smb_link *link, const uint8_t *bytes, uint32_t 
     if (inflight->stream && bytes)
         memcpy(inflight_landing(inflight) + link->reading_have, bytes, take);
     if (link->client->checksums)
-        link->crc = smb_crc32c(link->crc, bytes ? bytes : inflight_landing(inflight) + link->reading_have, take);
+        link->crc = smb_crc32c(
+            link->crc, bytes ? bytes : inflight_landing(inflight) + link->reading_have, take);
     link->reading_have += take;
     return take;
 }
@@ -154,13 +167,15 @@ static void finish_reading(struct smb_link *link)
     link->reading = NULL;
     inflight_take_from(find_sent(link, inflight->sequence), &link->sent_end);
     if (inflight->stream && inflight->opcode == SMB_READ && inflight->encoded)
-        smb_kernel_apply_encoded(inflight->wire, SMB_REPLACE, inflight->sink, inflight->encoded, 0, inflight->length / 4, 1.0);
+        smb_kernel_apply_encoded(inflight->wire, SMB_REPLACE, inflight->sink, inflight->encoded, 0,
+                                 inflight->length / 4, 1.0);
     link_take_success(link, inflight, 0, 0);
 }
 
-/* ---- several answers in one look: their data goes to its places before their headers are understood */
+/* ---- several answers in one look: data is placed before headers are understood --------------- */
 
-/* Whether the answer has a place that no answer before it has, too: two threads may read to one place. */
+/* Whether the answer has a place that no answer before it has, too: two threads may read to one
+ * place. */
 static bool lands_apart(const struct smb_link *link, const struct inflight *inflight)
 {
     const uint8_t *place = inflight_landing(inflight);
@@ -172,18 +187,21 @@ static bool lands_apart(const struct smb_link *link, const struct inflight *infl
     return true;
 }
 
-/* A place for each of the reads that are answered next, if they are answered in order and with data, behind what is being received.
- * To take them in one call, and with none of them through `in`, is up to a quarter faster within a host: each call that ends tells
- * the peer that there is room again, and lets it run before the rest has been taken. Until all of them have come their callers'
- * memory may hold bytes of other answers. Returns how many parts. */
+/* A place for each of the reads that are answered next, if they are answered in order and with
+ * data, behind what is being received. One call for all, and none of them through `in`, is up to a
+ * quarter faster within a host. Each call that ends tells the peer of new room, and lets it run
+ * before the rest is taken. Until all of them have come their callers' memory may hold bytes of
+ * other answers. Returns how many parts. */
 static int await_answers(struct smb_link *link, struct iovec *parts)
 {
     int count = 0;
-    if (link->in_end > 0 || link->by_reference || link->client->checksums || (link->reading && link->reading != link->sent))
+    if (link->in_end > 0 || link->by_reference || link->client->checksums ||
+        (link->reading && link->reading != link->sent))
         return 0;
     const struct inflight *inflight = link->reading ? link->reading->next : link->sent;
-    while (count < 2 * ANSWERS_AWAITED && inflight && inflight->opcode == SMB_READ && inflight->stream &&
-           inflight->answer_bytes >= LINK_IN_BYTES && lands_apart(link, inflight)) {
+    while (count < 2 * ANSWERS_AWAITED && inflight && inflight->opcode == SMB_READ &&
+           inflight->stream && inflight->answer_bytes >= LINK_IN_BYTES &&
+           lands_apart(link, inflight)) {
         parts[count] = (struct iovec){link->awaited[count / 2], SMB_FRAME_BYTES};
         parts[count + 1] = (struct iovec){inflight_landing(inflight), inflight->answer_bytes};
         count += 2;
@@ -192,8 +210,9 @@ static int await_answers(struct smb_link *link, struct iovec *parts)
     return count;
 }
 
-/* Something else than what was awaited: `left` bytes, from parts[0] on, that are not where they belong, and maybe where others of
- * them do. They are all copied before the first is looked at: that may end a call, whose memory is its caller's again. */
+/* Something else than what was awaited: `left` bytes, from parts[0] on, that are not where they
+ * belong, and maybe where others of them do. They are all copied before the first is looked at:
+ * that may end a call, whose memory is its caller's again. */
 static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint64_t left)
 {
     uint8_t *bytes = malloc(left);
@@ -220,7 +239,8 @@ static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint
 static bool is_awaited(const struct smb_link *link, const uint8_t *header)
 {
     struct smb_frame reply;
-    return smb_frame_parse(header, &reply) == SMB_OK && reply.status == SMB_OK && reply.sequence == link->sent->sequence;
+    return smb_frame_parse(header, &reply) == SMB_OK && reply.status == SMB_OK &&
+           reply.sequence == link->sent->sequence;
 }
 
 /* `left` bytes have come into the awaited parts, and into `in` behind them. */
@@ -238,7 +258,9 @@ static int take_awaited(struct smb_link *link, const struct iovec *parts, int co
         if (status != SMB_OK)
             return status;
         left -= SMB_FRAME_BYTES;
-        left -= take_data(link, NULL, left < parts[i + 1].iov_len ? (uint32_t)left : (uint32_t)parts[i + 1].iov_len);
+        left -= take_data(link, NULL,
+                          left < parts[i + 1].iov_len ? (uint32_t)left
+                                                      : (uint32_t)parts[i + 1].iov_len);
         if (link->reading_have < link->reading->answer_bytes)
             break;
         finish_reading(link);
@@ -252,9 +274,11 @@ int link_receive(struct smb_link *link, bool *moved)
     struct iovec parts[2 + 2 * ANSWERS_AWAITED];
     int count = 0, awaited = 0;
     uint32_t missing = 0;
-    if (link->reading && link->reading->stream) { /* straight to the caller's memory, and what is behind it */
+    if (link->reading && link->reading->stream) {
+        /* straight to the caller's memory, and what is behind it */
         missing = link->reading->answer_bytes - link->reading_have;
-        parts[count++] = (struct iovec){inflight_landing(link->reading) + link->reading_have, missing};
+        parts[count++] = (struct iovec){inflight_landing(link->reading) + link->reading_have,
+                                        missing};
     }
     if (!link->reading || missing > 0)
         awaited = await_answers(link, parts + count);

@@ -13,7 +13,8 @@
 static struct watermark *watermark_of(struct smb_link *link, const struct inflight *inflight)
 {
     for (uint32_t i = 0; i < link->watermark_count; i++)
-        if (link->watermarks[i].segment_id == inflight->segment_id && link->watermarks[i].epoch == inflight->epoch)
+        if (link->watermarks[i].segment_id == inflight->segment_id &&
+            link->watermarks[i].epoch == inflight->epoch)
             return &link->watermarks[i];
     return NULL;
 }
@@ -34,8 +35,10 @@ int link_ask_watermarks(struct smb_link *link)
             link->watermarks = calloc(WINDOW_FRAMES, sizeof *link->watermarks);
         if (!link->watermarks || link->watermark_count == WINDOW_FRAMES)
             return SMB_OUT_OF_MEMORY;
-        link->watermarks[link->watermark_count++] =
-            (struct watermark){.segment_id = inflight->segment_id, .epoch = inflight->epoch, .sequence = link_next_sequence(link)};
+        link->watermarks[link->watermark_count++] = (struct watermark){
+            .segment_id = inflight->segment_id,
+            .epoch = inflight->epoch,
+            .sequence = link_next_sequence(link)};
     }
     return SMB_OK;
 }
@@ -48,9 +51,13 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
     while (link->watermark_bytes_sent < link->watermark_count * (uint64_t)each) {
         const struct watermark *watermark = &link->watermarks[link->watermark_bytes_sent / each];
         uint64_t skip = link->watermark_bytes_sent % each;
-        struct smb_frame frame = {.opcode = SMB_WATERMARK, .flags = client_frame_flags(link->client),
-                                  .payload = link->by_reference ? 0 : each - SMB_FRAME_BYTES, .lane = link->lane, .epoch = watermark->epoch,
-                                  .session = link->client->session, .sequence = watermark->sequence,
+        struct smb_frame frame = {.opcode = SMB_WATERMARK,
+                                  .flags = client_frame_flags(link->client),
+                                  .payload = link->by_reference ? 0 : each - SMB_FRAME_BYTES,
+                                  .lane = link->lane,
+                                  .epoch = watermark->epoch,
+                                  .session = link->client->session,
+                                  .sequence = watermark->sequence,
                                   .segment = watermark->segment_id};
         smb_frame_encode(&frame, bytes);
         if (!link->by_reference)
@@ -63,7 +70,8 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
         link->watermark_bytes_sent += (uint64_t)done;
     }
     /* All are encrypted; the socket may not have taken all of that. */
-    if (channel_unsent_bytes(&link->channel) && channel_failed(channel_write(&link->channel, NULL, 0)))
+    if (channel_unsent_bytes(&link->channel) &&
+        channel_failed(channel_write(&link->channel, NULL, 0)))
         return SMB_LINK_LOST;
     return SMB_OK;
 }
@@ -72,7 +80,8 @@ int link_take_watermark(struct smb_link *link, const struct smb_frame *reply)
 {
     for (uint32_t i = 0; i < link->watermark_count; i++) {
         struct watermark *watermark = &link->watermarks[i];
-        if (watermark->sequence == reply->sequence && !watermark->answered && reply->opcode == SMB_WATERMARK) {
+        if (watermark->sequence == reply->sequence && !watermark->answered &&
+            reply->opcode == SMB_WATERMARK) {
             watermark->answered = true;
             watermark->status = reply->status;
             watermark->value = reply->argument;
@@ -94,7 +103,8 @@ static void mark_repeated(const struct smb_link *link, struct inflight *inflight
     frame.flags |= SMB_FLAG_RETRY;
     smb_frame_encode(&frame, inflight->header);
     if (inflight->opcode == SMB_LOCK) /* it keeps its place in the queue */
-        smb_store64(inflight->small + 16, smb_load64(inflight->small + 16) + (smb_now_ns() - inflight->made_ns) / 1000000U);
+        smb_store64(inflight->small + 16, smb_load64(inflight->small + 16) +
+                                              (smb_now_ns() - inflight->made_ns) / 1000000U);
     inflight->made_ns = smb_now_ns();
     inflight_seal(inflight);
 }
@@ -108,10 +118,15 @@ static bool decided(struct smb_link *link, struct inflight *inflight)
     if (watermark->status != SMB_OK || inflight->fate == SMB_OUTCOME_UNKNOWN)
         inflight->fate = SMB_OUTCOME_UNKNOWN; /* once forgotten, whatever the lane has done since */
     else if (inflight->sequence > watermark->value)
-        inflight->fate = inflight->opcode == SMB_WRITE && inflight->went_by_reference ? SMB_OUTCOME_UNKNOWN : SMB_OUTCOME_NOT_APPLIED;
+        inflight->fate = inflight->opcode == SMB_WRITE && inflight->went_by_reference
+                             ? SMB_OUTCOME_UNKNOWN
+                             : SMB_OUTCOME_NOT_APPLIED;
     else
-        inflight->fate = inflight->sequence > watermark->refused ? SMB_OUTCOME_APPLIED : SMB_OUTCOME_UNKNOWN; /* its repetition tells */
-    return !inflight->stream || (inflight->fate == SMB_OUTCOME_APPLIED && !inflight->sink && !opcode_is_atomic(inflight->opcode));
+        /* its repetition tells */
+        inflight->fate = inflight->sequence > watermark->refused ? SMB_OUTCOME_APPLIED
+                                                                 : SMB_OUTCOME_UNKNOWN;
+    return !inflight->stream || (inflight->fate == SMB_OUTCOME_APPLIED && !inflight->sink &&
+                                 !opcode_is_atomic(inflight->opcode));
 }
 
 void link_resume(struct smb_link *link)

@@ -1,4 +1,5 @@
-/* resume.h: a lane resumes over a new connection: watermarks, and what is sent again. The progress thread's. */
+/* resume.h: a lane resumes over a new connection: watermarks, and what is sent again. The progress
+ * thread's. */
 #ifndef SMB_RESUME_H
 #define SMB_RESUME_H
 
@@ -7,9 +8,10 @@
 /* How far a segment has come, asked when a link resumes. */
 struct watermark {
     uint64_t segment_id;
-    uint64_t sequence;             /* of the question */
+    uint64_t sequence; /* of the question */
     uint64_t value;
-    uint64_t refused;              /* up to here some changes were refused: the value alone does not speak for them */
+    /* up to here some changes were refused: the value alone does not speak for them */
+    uint64_t refused;
     uint32_t epoch;
     int status;
     bool answered;
@@ -17,7 +19,9 @@ struct watermark {
 
 static inline uint32_t watermark_frame_bytes(const struct smb_link *link)
 {
-    return link->by_reference ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
+    return link->by_reference
+               ? SMB_RECORD_BYTES
+               : SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
 }
 
 /* Begins to ask for the watermark of every segment that has changes of unknown outcome. */

@@ -51,8 +51,9 @@ void link_take_out_of_queue(struct smb_link *link, struct stream *stream)
 static bool may_make(const struct smb_link *link, const struct stream *stream)
 {
     /* Waits are answered when their time comes: they leave no room for each other to take. */
-    return stream->ask || (link->in_flight < link->window &&
-                           (!opcode_is_atomic(stream->request->opcode) || link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
+    return stream->ask ||
+           (link->in_flight < link->window && (!opcode_is_atomic(stream->request->opcode) ||
+                                               link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
 }
 
 void send_fill_window(struct smb_link *link)
@@ -76,26 +77,30 @@ static void write_ends(struct inflight *inflight)
     uintptr_t sink = (uintptr_t)inflight_landing(inflight);
     smb_store64(inflight->ends, (uintptr_t)inflight->payload);
     smb_store64(inflight->ends + 8, sink);
-    smb_store64(inflight->ends + 16, inflight->payload_bytes | (sink ? (uint64_t)inflight->answer_bytes << 32 : 0));
+    smb_store64(inflight->ends + 16,
+                inflight->payload_bytes | (sink ? (uint64_t)inflight->answer_bytes << 32 : 0));
 }
 
 /* What is left of the frame to be sent, `skip` bytes of it having gone; returns how many parts. */
-static int frame_parts(const struct smb_link *link, struct inflight *inflight, uint64_t skip, struct iovec *parts)
+static int frame_parts(const struct smb_link *link, struct inflight *inflight, uint64_t skip,
+                       struct iovec *parts)
 {
     const struct iovec record[FRAME_PARTS] = {{inflight->header, SMB_FRAME_BYTES},
                                               {inflight->small, SMB_RECORD_SMALL_BYTES},
                                               {inflight->ends, SMB_RECORD_ENDS_BYTES}};
-    const struct iovec bytes[FRAME_PARTS] = {{inflight->header, SMB_FRAME_BYTES},
-                                             {inflight->small, inflight->small_bytes},
-                                             {(void *)(uintptr_t)inflight->payload, inflight->payload_bytes},
-                                             {inflight->checksum, inflight->checksum_bytes}};
+    const struct iovec bytes[FRAME_PARTS] = {
+        {inflight->header, SMB_FRAME_BYTES},
+        {inflight->small, inflight->small_bytes},
+        {(void *)(uintptr_t)inflight->payload, inflight->payload_bytes},
+        {inflight->checksum, inflight->checksum_bytes}};
     const struct iovec *whole = link->by_reference ? record : bytes;
     if (link->by_reference && skip == 0)
         write_ends(inflight);
     int count = 0;
     for (int i = 0; i < FRAME_PARTS; i++) {
         if (whole[i].iov_len > skip)
-            parts[count++] = (struct iovec){(uint8_t *)whole[i].iov_base + skip, whole[i].iov_len - skip};
+            parts[count++] = (struct iovec){(uint8_t *)whole[i].iov_base + skip,
+                                            whole[i].iov_len - skip};
         skip -= skip < whole[i].iov_len ? skip : whole[i].iov_len;
     }
     return count;
@@ -105,7 +110,8 @@ static uint64_t frame_bytes(const struct smb_link *link, const struct inflight *
 {
     if (link->by_reference)
         return SMB_RECORD_BYTES;
-    return SMB_FRAME_BYTES + (uint64_t)inflight->small_bytes + inflight->payload_bytes + inflight->checksum_bytes;
+    return SMB_FRAME_BYTES + (uint64_t)inflight->small_bytes + inflight->payload_bytes +
+           inflight->checksum_bytes;
 }
 
 static void note_sent(const struct smb_link *link, struct inflight *inflight)
@@ -127,7 +133,8 @@ int send_some(struct smb_link *link, bool *moved)
     struct iovec parts[SEND_PARTS];
     int count = 0;
     uint64_t skip = link->sent_bytes;
-    for (struct inflight *inflight = link->unsent; inflight && count + FRAME_PARTS <= SEND_PARTS; inflight = inflight->next) {
+    for (struct inflight *inflight = link->unsent; inflight && count + FRAME_PARTS <= SEND_PARTS;
+         inflight = inflight->next) {
         count += frame_parts(link, inflight, skip, parts + count);
         skip = 0;
     }

@@ -15,8 +15,8 @@ static uint64_t first_entry_from(const struct smb_request *request, uint64_t ele
     return low;
 }
 
-bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max, struct smb_piece *rest,
-                struct smb_piece *piece, uint64_t *first, uint64_t *entries)
+bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max,
+                struct smb_piece *rest, struct smb_piece *piece, uint64_t *first, uint64_t *entries)
 {
     uint64_t start = rest->buffer_offset / element, end = start + rest->bytes / element;
     *first = first_entry_from(request, start);
@@ -25,24 +25,28 @@ bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t en
         rest->bytes = 0;
         return false;
     }
-    /* They were checked; but they are the caller's, who may change them meanwhile: no more than there is room for. */
+    /* They were checked, but the caller may change them meanwhile: no more than there is room
+     * for. */
     uint64_t found = last - *first < rest->bytes / element ? last - *first : rest->bytes / element;
     *entries = found < entries_max ? found : entries_max;
     uint64_t skip = ((uint64_t)request->indices[*first] - start) * element;
     uint64_t stop = ((uint64_t)request->indices[*first + *entries - 1] + 1 - start) * element;
-    *piece = (struct smb_piece){.segment = rest->segment, .segment_offset = rest->segment_offset + skip,
-                                .buffer_offset = rest->buffer_offset + skip, .bytes = stop - skip};
+    *piece = (struct smb_piece){.segment = rest->segment,
+                                .segment_offset = rest->segment_offset + skip,
+                                .buffer_offset = rest->buffer_offset + skip,
+                                .bytes = stop - skip};
     rest->segment_offset += stop, rest->buffer_offset += stop;
     rest->bytes = *entries == found ? 0 : rest->bytes - stop;
     return true;
 }
 
-void sparse_encode(const struct smb_request *request, uint32_t element, const struct smb_piece *piece, uint64_t first,
-                   uint64_t entries, uint8_t *to)
+void sparse_encode(const struct smb_request *request, uint32_t element,
+                   const struct smb_piece *piece, uint64_t first, uint64_t entries, uint8_t *to)
 {
     const uint8_t *values = (const uint8_t *)request->source + first * element;
     for (uint64_t i = 0; i < entries; i++, to += SMB_WIRE_INDEX_BYTES + element) {
-        uint32_t index = (uint32_t)((uint64_t)request->indices[first + i] - piece->buffer_offset / element);
+        uint32_t index = (uint32_t)((uint64_t)request->indices[first + i] -
+                                    piece->buffer_offset / element);
         memcpy(to, &index, sizeof index);
         memcpy(to + SMB_WIRE_INDEX_BYTES, values + i * element, element);
     }
@@ -56,5 +60,6 @@ bool sparse_is_sound(const struct smb_request *request, uint32_t element)
         if (request->indices[i] <= request->indices[i - 1])
             return false;
     return request->indices[0] >= 0 && (uint64_t)request->indices[0] == request->offset / element &&
-           (uint64_t)request->indices[request->count - 1] + 1 == (request->offset + request->bytes) / element;
+           (uint64_t)request->indices[request->count - 1] + 1 ==
+               (request->offset + request->bytes) / element;
 }

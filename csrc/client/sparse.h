@@ -4,12 +4,14 @@
 
 #include "smb.h"
 
-/* Cuts off *rest the part from the first of its entries on, at most entries_max of them: false if there is none. */
-bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max, struct smb_piece *rest,
-                struct smb_piece *piece, uint64_t *first, uint64_t *entries);
+/* Cuts off *rest the part from the first of its entries on, at most entries_max of them: false if
+ * there is none. */
+bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max,
+                struct smb_piece *rest, struct smb_piece *piece, uint64_t *first,
+                uint64_t *entries);
 /* Writes the piece's entries as they travel: 4 + element bytes each. */
-void sparse_encode(const struct smb_request *request, uint32_t element, const struct smb_piece *piece, uint64_t first,
-                   uint64_t entries, uint8_t *to);
+void sparse_encode(const struct smb_request *request, uint32_t element,
+                   const struct smb_piece *piece, uint64_t first, uint64_t entries, uint8_t *to);
 /* The indices ascend, from the range's first element to its last. */
 bool sparse_is_sound(const struct smb_request *request, uint32_t element);
 

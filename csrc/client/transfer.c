@@ -1,4 +1,5 @@
-/* One call on a buffer: checked once, cut into pieces, local pieces done here, the others put on their links. */
+/* One call on a buffer: checked once, cut into pieces, local pieces done here, the others put on
+ * their links. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,12 +17,13 @@ enum { STREAMS_ON_STACK = 8 };
 
 static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
 {
-    return a->bytes == b->bytes && a->stripe_bytes == b->stripe_bytes && a->chunk_bytes == b->chunk_bytes &&
-           a->segment_count == b->segment_count;
+    return a->bytes == b->bytes && a->stripe_bytes == b->stripe_bytes &&
+           a->chunk_bytes == b->chunk_bytes && a->segment_count == b->segment_count;
 }
 
 /* The other buffers that a request names, and how many: ACCUMULATE_FROM, APPLY. */
-static int others_of(const struct smb_request *request, const struct smb_buffer *others[SMB_APPLY_SEGMENTS])
+static int others_of(const struct smb_request *request,
+                     const struct smb_buffer *others[SMB_APPLY_SEGMENTS])
 {
     int states = request->opcode == SMB_APPLY ? smb_rule_states(request->op) : 0, count = 0;
     if (request->opcode != SMB_APPLY && request->opcode != SMB_ACCUMULATE_FROM)
@@ -37,7 +39,8 @@ static bool others_are_sound(const struct smb_buffer *buffer, const struct smb_r
     const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
     int count = others_of(request, others);
     for (int i = 0; i < count; i++) {
-        if (!others[i] || others[i]->dtype != buffer->dtype || !same_layout(&others[i]->layout, &buffer->layout))
+        if (!others[i] || others[i]->dtype != buffer->dtype ||
+            !same_layout(&others[i]->layout, &buffer->layout))
             return false;
         for (int j = 0; j < i && request->opcode == SMB_APPLY; j++)
             if (others[j] == others[i])
@@ -52,39 +55,51 @@ static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_r
 {
     uint32_t element = buffer->element_bytes;
     if (request->bytes == 0 || request->bytes > buffer->layout.bytes ||
-        request->offset > buffer->layout.bytes - request->bytes || ((request->offset | request->bytes) & (element - 1)) != 0)
+        request->offset > buffer->layout.bytes - request->bytes ||
+        ((request->offset | request->bytes) & (element - 1)) != 0)
         return false;
     if (request->wire == SMB_WIRE_SPARSE)
         return request->opcode == SMB_ACCUMULATE && sparse_is_sound(request, element) &&
                smb_op_accepts(buffer->dtype, request->op, request->scale);
     if (request->wire != SMB_WIRE_EXACT &&
         (!smb_wire_is_dense(request->wire) || buffer->dtype != SMB_FLOAT32 ||
-         (request->opcode != SMB_READ && request->opcode != SMB_WRITE && request->opcode != SMB_ACCUMULATE)))
+         (request->opcode != SMB_READ && request->opcode != SMB_WRITE &&
+          request->opcode != SMB_ACCUMULATE)))
         return false;
     switch (request->opcode) {
     case SMB_READ: return request->sink != NULL;
     case SMB_WRITE: return request->source != NULL && request->sink == NULL;
-    case SMB_ACCUMULATE: return request->source != NULL && smb_op_accepts(buffer->dtype, request->op, request->scale);
+    case SMB_ACCUMULATE:
+        return request->source != NULL &&
+               smb_op_accepts(buffer->dtype, request->op, request->scale);
     case SMB_FILL: return request->sink == NULL;
     case SMB_ACCUMULATE_FROM:
         return request->sink == NULL && others_are_sound(buffer, request) &&
                smb_op_accepts(buffer->dtype, request->op, request->scale);
     case SMB_APPLY:
-        return request->sink == NULL && buffer->dtype == SMB_FLOAT32 && smb_rule_accepts(request->op, &request->hyper) &&
-               others_are_sound(buffer, request);
+        return request->sink == NULL && buffer->dtype == SMB_FLOAT32 &&
+               smb_rule_accepts(request->op, &request->hyper) && others_are_sound(buffer, request);
     case SMB_FETCH_ADD:
-    case SMB_COMPARE_SWAP: return request->bytes == 8 && buffer->dtype == SMB_INT64 && request->sink == NULL;
+    case SMB_COMPARE_SWAP:
+        return request->bytes == 8 && buffer->dtype == SMB_INT64 && request->sink == NULL;
     default: return false;
     }
 }
 
 /* The part of the range that travels over one link; false: there is none. */
-static bool make_stream(struct smb_buffer *buffer, const struct smb_request *request, struct call *call, uint32_t index,
-                        struct smb_cursor cursor, struct stream *stream)
+static bool make_stream(struct smb_buffer *buffer, const struct smb_request *request,
+                        struct call *call, uint32_t index, struct smb_cursor cursor,
+                        struct stream *stream)
 {
     const struct place *place = &buffer->places[index];
-    *stream = (struct stream){.call = call, .link = place->link, .request = request, .cursor = cursor, .segment_index = index,
-                              .segment_id = place->segment_id, .epoch = place->epoch, .dtype = (uint8_t)buffer->dtype};
+    *stream = (struct stream){.call = call,
+                              .link = place->link,
+                              .request = request,
+                              .cursor = cursor,
+                              .segment_index = index,
+                              .segment_id = place->segment_id,
+                              .epoch = place->epoch,
+                              .dtype = (uint8_t)buffer->dtype};
     const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
     int sources = others_of(request, others);
     for (int s = 0; s < sources; s++)
@@ -93,14 +108,16 @@ static bool make_stream(struct smb_buffer *buffer, const struct smb_request *req
     return stream->have_piece; /* or nothing of the range is there */
 }
 
-/* Writes the streams of every linked segment that has a part in the range; returns how many. *local: some segment is mapped. */
-static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request *request, struct call *call,
-                             struct stream *streams, bool *local)
+/* Writes the streams of every linked segment that has a part in the range; returns how many.
+ * *local: some segment is mapped. */
+static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request *request,
+                             struct call *call, struct stream *streams, bool *local)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
         struct place *place = &buffer->places[i];
-        struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset, request->bytes);
+        struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset,
+                                                   request->bytes);
         if (cursor.position >= cursor.end)
             continue;
         if (place->segment) {
@@ -112,8 +129,10 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
     return count;
 }
 
-/* Every segment of the range is reachable, in the same way in all buffers; for what passes the gate, over a link. */
-static bool places_are_set(const struct smb_buffer *buffer, const struct smb_request *request, uint32_t *missing)
+/* Every segment of the range is reachable, over the same kind of path in all buffers. What must
+ * pass the gate needs a link. */
+static bool places_are_set(const struct smb_buffer *buffer, const struct smb_request *request,
+                           uint32_t *missing)
 {
     const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
     int count = others_of(request, others);
@@ -122,7 +141,8 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
         bool beside_the_gate = (request->fenced || request->opcode == SMB_APPLY) && place->segment;
         bool alike = true;
         for (int o = 0; o < count; o++)
-            alike = alike && place_is_set(&others[o]->places[i]) && !others[o]->places[i].segment == !place->segment;
+            alike = alike && place_is_set(&others[o]->places[i]) &&
+                    !others[o]->places[i].segment == !place->segment;
         if (!place_is_set(place) || !alike || beside_the_gate) {
             *missing = i;
             return false;
@@ -136,7 +156,8 @@ static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 {
     struct call account = {.outcome = sum};
     for (uint32_t i = 0; part->unknown && i < part->unknown->count; i++)
-        call_note_unknown(&account, part->unknown->pieces[i].buffer_offset, part->unknown->pieces[i].bytes, part->unknown->pieces[i].state);
+        call_note_unknown(&account, part->unknown->pieces[i].buffer_offset,
+                          part->unknown->pieces[i].bytes, part->unknown->pieces[i].state);
     if (part->unknown)
         smb_unknown_release(part->unknown);
     if (sum->status == SMB_OK && part->status != SMB_OK) {
@@ -152,18 +173,20 @@ static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 /* Bytes at `source`. */
 static uint64_t source_bytes(const struct smb_buffer *buffer, const struct smb_request *request)
 {
-    return request->wire == SMB_WIRE_SPARSE ? request->count * buffer->element_bytes : request->bytes;
+    return request->wire == SMB_WIRE_SPARSE ? request->count * buffer->element_bytes
+                                            : request->bytes;
 }
 
-/* Whether the caller's memory is a view of the buffer itself. Copied while it is read, element after element, what is written would be
- * read again further on. */
+/* Whether the caller's memory is a view of the buffer itself. Copied while it is read, element
+ * after element, what is written would be read again further on. */
 static inline bool uses_itself(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     if (!views_any())
         return false;
     uint64_t id = buffer->places[0].segment_id;
     return (request->source && views_overlap(request->source, source_bytes(buffer, request), id)) ||
-           (request->indices && views_overlap(request->indices, request->count * sizeof *request->indices, id)) ||
+           (request->indices &&
+            views_overlap(request->indices, request->count * sizeof *request->indices, id)) ||
            (request->sink && views_overlap(request->sink, request->bytes, id));
 }
 
@@ -175,12 +198,12 @@ static void *copy_of(const void *memory, uint64_t bytes)
     return copy;
 }
 
-static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
-                          const struct smb_link **link);
+static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *request,
+                          struct smb_outcome *outcome, const struct smb_link **link);
 
 /* As if the source had been copied before the call, and the sink were filled after it. */
-static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
-                                   const struct smb_link **link)
+static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_request *request,
+                                   struct smb_outcome *outcome, const struct smb_link **link)
 {
     struct smb_request apart = *request;
     void *source = copy_of(request->source, source_bytes(buffer, request));
@@ -188,7 +211,8 @@ static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_r
     apart.source = source;
     apart.indices = indices;
     apart.sink = request->sink ? malloc(request->bytes) : NULL;
-    if (!apart.source != !request->source || !apart.indices != !request->indices || !apart.sink != !request->sink)
+    if (!apart.source != !request->source || !apart.indices != !request->indices ||
+        !apart.sink != !request->sink)
         outcome->status = SMB_OUT_OF_MEMORY;
     else
         outcome->status = transfer_apart(buffer, &apart, outcome, link);
@@ -200,25 +224,35 @@ static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_r
     return outcome->status;
 }
 
-/* A call within one chunk that this process has mapped and whose lock is free: no account to be kept, no clock to be read.
- * false: nothing was done. `tally` is where to count it for this client, or NULL: before the segment's counters, whose bus locks
- * it would have to wait for. Inlined: a call of its own is 3 % of a small read. */
-static inline __attribute__((always_inline)) bool done_at_once(struct smb_buffer *buffer, const struct smb_request *request,
-                                                              struct smb_outcome *outcome, uint64_t patience,
-                                                              struct smb_tally *tally)
+/* A call within one chunk that this process has mapped and whose lock is free: no account to be
+ * kept, no clock to be read. false: nothing was done. `tally` is where to count it for this client,
+ * or NULL: before the segment's counters, whose bus locks it would have to wait for. Inlined: a
+ * call of its own is 3 % of a small read. */
+static inline __attribute__((always_inline)) bool done_at_once(struct smb_buffer *buffer,
+                                                               const struct smb_request *request,
+                                                               struct smb_outcome *outcome,
+                                                               uint64_t patience,
+                                                               struct smb_tally *tally)
 {
     uint64_t first = request->offset / buffer->layout.chunk_bytes;
     if (first != (request->offset + request->bytes - 1) / buffer->layout.chunk_bytes ||
-        request->opcode == SMB_ACCUMULATE_FROM || request->opcode == SMB_APPLY || request->fenced || request->wire != SMB_WIRE_EXACT)
+        request->opcode == SMB_ACCUMULATE_FROM || request->opcode == SMB_APPLY || request->fenced ||
+        request->wire != SMB_WIRE_EXACT)
         return false;
     struct smb_piece piece;
     smb_layout_piece(&buffer->layout, request->offset, request->bytes, &piece);
     struct smb_segment *segment = buffer->places[piece.segment].segment;
     if (!segment)
         return false;
-    struct smb_change change = {.opcode = request->opcode, .op = request->op, .scale = request->scale,
-                                .offset = piece.segment_offset, .bytes = piece.bytes, .source = request->source,
-                                .sink = request->sink, .argument = request->argument, .expected = request->expected};
+    struct smb_change change = {.opcode = request->opcode,
+                                .op = request->op,
+                                .scale = request->scale,
+                                .offset = piece.segment_offset,
+                                .bytes = piece.bytes,
+                                .source = request->source,
+                                .sink = request->sink,
+                                .argument = request->argument,
+                                .expected = request->expected};
     if (smb_segment_apply(segment, &change, patience) != SMB_OK)
         return false;
     if (tally)
@@ -230,48 +264,59 @@ static inline __attribute__((always_inline)) bool done_at_once(struct smb_buffer
     return true;
 }
 
-__attribute__((noinline)) static int timed_at_once(struct smb_buffer *buffer, const struct smb_request *request,
-                                                  struct smb_outcome *outcome)
+__attribute__((noinline)) static int timed_at_once(struct smb_buffer *buffer,
+                                                   const struct smb_request *request,
+                                                   struct smb_outcome *outcome)
 {
     struct client_stats *stats = &buffer->client->stats;
     uint64_t begun_ns = smb_now_ns();
     if (!done_at_once(buffer, request, outcome, SMB_TRY_ONCE, &stats->at_once))
         return 0;
-    latency_share(&stats->latency[SMB_TRANSPORT_SHM][request->opcode], smb_now_ns() - begun_ns, CALLS_PER_TIMED);
+    latency_share(&stats->latency[SMB_TRANSPORT_SHM][request->opcode], smb_now_ns() - begun_ns,
+                  CALLS_PER_TIMED);
     return 1;
 }
 
-int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
+int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request,
+                         struct smb_outcome *outcome)
 {
     struct client_stats *stats = &buffer->client->stats;
     *outcome = (struct smb_outcome){0};
     if (!request_is_sound(buffer, request) || uses_itself(buffer, request))
         return 0;
-    struct smb_tally *tally = atomic_load_explicit(&stats->wanted, memory_order_relaxed) ? &stats->at_once : NULL;
+    struct smb_tally *tally = atomic_load_explicit(&stats->wanted, memory_order_relaxed)
+                                  ? &stats->at_once
+                                  : NULL;
     if (tally && stats_read(&stats->at_once.of[request->opcode].operations) % CALLS_PER_TIMED == 0)
         return timed_at_once(buffer, request, outcome);
     return done_at_once(buffer, request, outcome, SMB_TRY_ONCE, tally);
 }
 
 /* Once for the call, however it was done: over links if there was one, of the first one's kind. */
-static void count_call(struct smb_buffer *buffer, const struct smb_request *request, const struct smb_outcome *outcome,
-                       const struct smb_link *link, uint64_t begun_ns)
+static void count_call(struct smb_buffer *buffer, const struct smb_request *request,
+                       const struct smb_outcome *outcome, const struct smb_link *link,
+                       uint64_t begun_ns)
 {
     struct client_stats *stats = &buffer->client->stats;
-    int transport = !link ? SMB_TRANSPORT_SHM : link->local ? SMB_TRANSPORT_UNIX : SMB_TRANSPORT_TCP;
+    int transport = !link         ? SMB_TRANSPORT_SHM
+                    : link->local ? SMB_TRANSPORT_UNIX
+                                  : SMB_TRANSPORT_TCP;
     if (outcome->status != SMB_OK) {
         atomic_fetch_add_explicit(&stats->failed[outcome->status], 1, memory_order_relaxed);
         return;
     }
-    atomic_fetch_add_explicit(&stats->calls[transport].of[request->opcode].operations, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&stats->calls[transport].of[request->opcode].bytes, request->bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&stats->calls[transport].of[request->opcode].operations, 1,
+                              memory_order_relaxed);
+    atomic_fetch_add_explicit(&stats->calls[transport].of[request->opcode].bytes, request->bytes,
+                              memory_order_relaxed);
     latency_share(&stats->latency[transport][request->opcode], smb_now_ns() - begun_ns, 1);
 }
 
-static int transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
-                    const struct smb_link **link);
+static int transfer(struct smb_buffer *buffer, const struct smb_request *request,
+                    struct smb_outcome *outcome, const struct smb_link **link);
 
-int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome)
+int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request,
+                 struct smb_outcome *outcome)
 {
     const struct smb_link *link = NULL;
     bool counted = atomic_load_explicit(&buffer->client->stats.wanted, memory_order_relaxed);
@@ -288,32 +333,39 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request, s
     return outcome->status;
 }
 
-static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
-                          const struct smb_link **link)
+static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *request,
+                          struct smb_outcome *outcome, const struct smb_link **link)
 {
     if (done_at_once(buffer, request, outcome, SMB_TRY, NULL))
         return outcome->status = SMB_OK;
     return transfer(buffer, request, outcome, link);
 }
 
-static int transfer(struct smb_buffer *buffer, const struct smb_request *request, struct smb_outcome *outcome,
-                    const struct smb_link **link)
+static int transfer(struct smb_buffer *buffer, const struct smb_request *request,
+                    struct smb_outcome *outcome, const struct smb_link **link)
 {
     if (!places_are_set(buffer, request, &outcome->segment))
         return outcome->status = SMB_INVALID;
     struct stream on_stack[STREAMS_ON_STACK];
     struct stream *streams = on_stack;
-    /* The local part may run in this thread while another one drives the links: each has its own account. */
+    /* The local part may run in this thread while another one drives the links: each has its own
+     * account. */
     struct smb_outcome local_outcome = {0};
-    struct call call = {.outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
-    struct local_work work = {.buffer = buffer, .request = request, .call = &call, .outcome = &local_outcome,
+    struct call call = {.outcome = outcome,
+                        .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
+    struct local_work work = {.buffer = buffer,
+                              .request = request,
+                              .call = &call,
+                              .outcome = &local_outcome,
                               .deadline_ns = call.deadline_ns};
     if (buffer->layout.segment_count > STREAMS_ON_STACK)
         streams = malloc(buffer->layout.segment_count * sizeof *streams);
     bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
-    /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1 byte. */
+    /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1
+     * byte. */
     if (needs_scratch)
-        work.scratch = aligned_alloc(4096, buffer->layout.chunk_bytes * (request->wire == SMB_WIRE_SPARSE ? 5U : 1U));
+        work.scratch = aligned_alloc(4096, buffer->layout.chunk_bytes *
+                                               (request->wire == SMB_WIRE_SPARSE ? 5U : 1U));
     if (!streams || (needs_scratch && !work.scratch)) {
         if (streams != on_stack)
             free(streams);
@@ -343,10 +395,19 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
     return outcome->status;
 }
 
-int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink, int op,
-             double scale, uint64_t argument, uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome)
+int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t bytes,
+             const void *source, void *sink, int op, double scale, uint64_t argument,
+             uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome)
 {
-    struct smb_request request = {.opcode = opcode, .op = op, .scale = scale, .offset = offset, .bytes = bytes, .source = source,
-                                  .sink = sink, .argument = argument, .expected = expected, .timeout_ms = timeout_ms};
+    struct smb_request request = {.opcode = opcode,
+                                  .op = op,
+                                  .scale = scale,
+                                  .offset = offset,
+                                  .bytes = bytes,
+                                  .source = source,
+                                  .sink = sink,
+                                  .argument = argument,
+                                  .expected = expected,
+                                  .timeout_ms = timeout_ms};
     return smb_transfer(buffer, &request, outcome);
 }

@@ -24,7 +24,8 @@ uint32_t call_note_unknown(struct call *call, uint64_t buffer_offset, uint32_t b
         unknown->pieces = pieces;
         unknown->room = room;
     }
-    unknown->pieces[unknown->count] = (struct unknown_piece){.buffer_offset = buffer_offset, .bytes = bytes, .state = state};
+    unknown->pieces[unknown->count] = (struct unknown_piece){
+        .buffer_offset = buffer_offset, .bytes = bytes, .state = state};
     unknown->pending += state == SMB_OUTCOME_PENDING;
     return unknown->count++;
 }
@@ -45,13 +46,16 @@ void unknown_resolved(struct smb_unknown *unknown, uint32_t index, int state)
 int smb_unknown_resolve(struct smb_client *client, struct smb_unknown *unknown, uint32_t timeout_ms)
 {
     struct smb_outcome outcome = {0};
-    struct call call = {.outcome = &outcome, .deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U,
-                        .streams_left = 1, .resolves = unknown};
+    struct call call = {.outcome = &outcome,
+                        .deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U,
+                        .streams_left = 1,
+                        .resolves = unknown};
     call_run(client, &call, NULL, NULL);
     return outcome.status;
 }
 
-bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_t *offset, uint32_t *bytes, int *state)
+bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_t *offset,
+                      uint32_t *bytes, int *state)
 {
     if (index >= unknown->count)
         return false;

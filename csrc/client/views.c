@@ -73,17 +73,19 @@ bool views_overlap(const void *memory, uint64_t bytes, uint64_t segment_id)
     bool found = false;
     lock();
     for (const struct view *view = views; view && !found; view = view->next)
-        found = view->segment_id == segment_id && start < view->start + view->bytes && view->start < start + bytes;
+        found = view->segment_id == segment_id && start < view->start + view->bytes &&
+                view->start < start + bytes;
     unlock();
     return found;
 }
 
-/* ---- a contiguous view */
+/* ---- a contiguous view ----------------------------------------------------------------------- */
 
 static int map_stripe(struct smb_segment *segment, uint8_t *at, const struct smb_piece *piece)
 {
     off_t offset = (off_t)(smb_segment_data_offset(segment) + piece->segment_offset);
-    void *mapped = mmap(at, piece->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, smb_segment_fd(segment), offset);
+    void *mapped = mmap(at, piece->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                        smb_segment_fd(segment), offset);
     return mapped == MAP_FAILED ? SMB_SYSTEM : SMB_OK;
 }
 
@@ -93,9 +95,11 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
     for (uint32_t i = 0; i < layout->segment_count; i++)
         if (!buffer->places[i].segment)
             return SMB_INVALID;
-    uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN * SMB_CHUNK_BYTES_MIN;
+    uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN *
+                     SMB_CHUNK_BYTES_MIN;
     /* The address range first, in one piece; then the stripes over it. */
-    uint8_t *base = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *base = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                         0);
     if (base == MAP_FAILED)
         return SMB_SYSTEM;
     int status = SMB_OK;

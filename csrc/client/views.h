@@ -1,7 +1,9 @@
-/* views.h: which memory of this process belongs to a buffer: the contiguous mappings of smb_buffer_map.
+/* views.h: which memory of this process belongs to a buffer: the contiguous mappings of
+ * smb_buffer_map.
  *
- * They lie at other addresses than the segments' own mappings. So an address alone does not tell that a call reads what it writes. Any
- * thread. The one lock is a leaf. A child of fork has its own copy.
+ * They lie at other addresses than the segments' own mappings. So an address alone does not tell
+ * that a call reads what it writes. Any thread. The one lock is a leaf. A child of fork has its own
+ * copy.
  */
 #ifndef SMB_VIEWS_H
 #define SMB_VIEWS_H
@@ -12,7 +14,8 @@
 
 extern _Atomic uint32_t views_count;
 
-/* Whether there is any: what every call asks. A view that its caller passes was added before, and its store seen. */
+/* Whether there is any: what every call asks. A view that its caller passes was added before, and
+ * its store seen. */
 static inline bool views_any(void)
 {
     return atomic_load_explicit(&views_count, memory_order_relaxed) > 0;

@@ -7,10 +7,12 @@
 
 enum { READ_ATTEMPTS = 8 };
 
-/* The copy of an unlocked reader races with writers by design: what it got is thrown away if the count moved. ThreadSanitizer
- * can't know that, so under it the copy is a loop that it does not look into. */
+/* The copy of an unlocked reader races with writers by design: what it got is thrown away if the
+ * count moved. ThreadSanitizer can't know that, so under it the copy is a loop that it does not
+ * look into. */
 #if defined(__SANITIZE_THREAD__)
-__attribute__((no_sanitize_thread, noinline)) static void racing_copy(const struct smb_change *change, const void *from)
+__attribute__((no_sanitize_thread,
+               noinline)) static void racing_copy(const struct smb_change *change, const void *from)
 {
     for (uint64_t i = 0; i < change->bytes; i++)
         ((volatile uint8_t *)change->sink)[i] = ((const volatile uint8_t *)from)[i];
@@ -22,9 +24,9 @@ static void racing_copy(const struct smb_change *change, const void *from)
 }
 #endif
 
-static bool read_unlocked(struct smb_segment *segment, const struct smb_change *change, int attempts)
+static bool read_unlocked(struct smb_segment *segment, struct chunk_state *chunk,
+                          const struct smb_change *change, int attempts)
 {
-    struct chunk_state *chunk = chunk_at(segment, change->offset);
     for (int attempt = 0; attempt < attempts; attempt++) {
         uint32_t before = atomic_load_explicit(&chunk->sequence, memory_order_acquire);
         if (before % 2 == 0) {
@@ -80,7 +82,8 @@ static bool entries_are_sound(const struct smb_change *change, uint32_t element)
 }
 
 /* Those of elements [first, end) of the range. */
-static void apply_entries(struct smb_segment *segment, const struct smb_change *change, uint64_t first, uint64_t end)
+static void apply_entries(struct smb_segment *segment, const struct smb_change *change,
+                          uint64_t first, uint64_t end)
 {
     enum { BATCH = 256 };
     uint64_t old[BATCH], values[BATCH]; /* of any dtype */
@@ -99,20 +102,22 @@ static void apply_entries(struct smb_segment *segment, const struct smb_change *
         uint64_t n = 0;
         for (; n < BATCH && low + n < count && index_of(entries + (low + n) * entry) < end; n++) {
             const uint8_t *here = entries + (low + n) * entry;
-            memcpy((uint8_t *)old + n * element, target + (uint64_t)index_of(here) * element, element);
+            memcpy((uint8_t *)old + n * element, target + (uint64_t)index_of(here) * element,
+                   element);
             memcpy((uint8_t *)values + n * element, here + SMB_WIRE_INDEX_BYTES, element);
         }
         smb_kernel_apply((int)segment->dtype, change->op, old, values, n, change->scale);
         for (uint64_t i = 0; i < n; i++)
-            memcpy(target + (uint64_t)index_of(entries + (low + i) * entry) * element, (uint8_t *)old + i * element, element);
+            memcpy(target + (uint64_t)index_of(entries + (low + i) * entry) * element,
+                   (uint8_t *)old + i * element, element);
         low += n;
     }
 }
 
-void smb_segment_change_range(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes)
+void smb_segment_change_range(struct smb_segment *segment, struct smb_change *change, uint64_t from,
+                              uint64_t bytes)
 {
     SMB_ASSERT(bytes > 0 && from <= change->bytes && bytes <= change->bytes - from);
-    SMB_ASSERT(smb_segment_holds(segment, change->offset, change->bytes));
     uint8_t *target = segment->data + change->offset + from;
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
     if (change->wire == SMB_WIRE_SPARSE) {
@@ -120,24 +125,29 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
         return;
     }
     if (change->wire != SMB_WIRE_EXACT) {
-        smb_kernel_apply_encoded(change->wire, change->opcode == SMB_WRITE ? SMB_REPLACE : change->op, target, change->source,
-                                 from / element, bytes / element, change->opcode == SMB_WRITE ? 1.0 : change->scale);
+        smb_kernel_apply_encoded(change->wire,
+                                 change->opcode == SMB_WRITE ? SMB_REPLACE : change->op, target,
+                                 change->source, from / element, bytes / element,
+                                 change->opcode == SMB_WRITE ? 1.0 : change->scale);
         return;
     }
     switch (change->opcode) {
-    case SMB_WRITE: kernel_copy(target, (const uint8_t *)change->source + from, bytes, change->streaming); break;
+    case SMB_WRITE:
+        kernel_copy(target, (const uint8_t *)change->source + from, bytes, change->streaming);
+        break;
     case SMB_ACCUMULATE:
     case SMB_ACCUMULATE_FROM:
-        smb_kernel_apply((int)segment->dtype, change->op, target, (const uint8_t *)change->source + from, bytes / element,
-                         change->scale);
+        smb_kernel_apply((int)segment->dtype, change->op, target,
+                         (const uint8_t *)change->source + from, bytes / element, change->scale);
         break;
     case SMB_APPLY: {
         float *states[SMB_RULE_STATES_MAX] = {NULL};
         for (int i = 0; i < SMB_RULE_STATES_MAX; i++)
             if (change->states[i])
                 states[i] = (float *)(change->states[i]->data + change->offset + from);
-        kernel_step(change->op, &change->factors, (float *)target, (const float *)((const uint8_t *)change->source + from), states[0],
-                    states[1], bytes / element);
+        kernel_step(change->op, &change->factors, (float *)target,
+                    (const float *)((const uint8_t *)change->source + from), states[0], states[1],
+                    bytes / element);
         break;
     }
     case SMB_FILL: fill(target, bytes, element, change->argument); break;
@@ -161,20 +171,23 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
 static bool step_fits(const struct smb_segment *segment, const struct smb_change *change)
 {
     int count = smb_rule_states(change->op);
-    if (segment->dtype != SMB_FLOAT32 || change->sink || !smb_rule_accepts(change->op, &change->hyper))
+    if (segment->dtype != SMB_FLOAT32 || change->sink ||
+        !smb_rule_accepts(change->op, &change->hyper))
         return false;
     for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {
         const struct smb_segment *state = change->states[i];
         if ((state != NULL) != (i < count))
             return false;
-        if (state && (state == segment || (i > 0 && state == change->states[0]) || state->dtype != SMB_FLOAT32 ||
-                      !smb_segment_holds(state, change->offset, change->bytes)))
+        if (state &&
+            (state == segment || (i > 0 && state == change->states[0]) ||
+             state->dtype != SMB_FLOAT32 || !mapping_holds(state, change->offset, change->bytes)))
             return false;
     }
     return true;
 }
 
-int smb_segment_targets(struct smb_segment *segment, const struct smb_change *change, struct smb_segment *targets[SMB_TARGETS_MAX])
+int smb_segment_targets(struct smb_segment *segment, const struct smb_change *change,
+                        struct smb_segment *targets[SMB_TARGETS_MAX])
 {
     int count = 0;
     targets[count++] = segment;
@@ -187,13 +200,14 @@ int smb_segment_targets(struct smb_segment *segment, const struct smb_change *ch
 bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change)
 {
     uint32_t element = smb_dtype_bytes((int)segment->dtype);
-    if (!smb_segment_holds(segment, change->offset, change->bytes) || change->offset % element != 0 ||
+    if (!mapping_holds(segment, change->offset, change->bytes) || change->offset % element != 0 ||
         change->bytes % element != 0)
         return false;
     bool encoded = smb_wire_is_dense(change->wire) && segment->dtype == SMB_FLOAT32 &&
                    (change->opcode == SMB_WRITE || change->opcode == SMB_ACCUMULATE);
     if (change->wire == SMB_WIRE_SPARSE)
-        encoded = change->opcode == SMB_ACCUMULATE && !change->sink && entries_are_sound(change, element);
+        encoded = change->opcode == SMB_ACCUMULATE && !change->sink &&
+                  entries_are_sound(change, element);
     if (change->wire != SMB_WIRE_EXACT && !encoded)
         return false;
     switch (change->opcode) {
@@ -212,7 +226,7 @@ bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb
 int smb_segment_still_there(const struct smb_segment *segment)
 {
     atomic_thread_fence(memory_order_acquire);
-    return smb_segment_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
+    return mapping_is_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
 }
 
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
@@ -220,24 +234,26 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
     /* APPLY passes the gate alone: it takes several locks. */
     if (change->opcode == SMB_APPLY || !smb_segment_change_fits(segment, change))
         return SMB_INVALID;
-    if (smb_segment_deleted(segment))
+    struct chunk_state *chunk = chunk_at(segment, change->offset);
+    if (mapping_is_deleted(segment))
         return SMB_NOT_FOUND;
-    if (!smb_segment_is_shared(segment))
+    if (!mapping_is_shared(segment))
         return SMB_NAMESPACE;
-    if (change->opcode == SMB_READ && read_unlocked(segment, change, deadline_ns == SMB_TRY_ONCE ? 2 : READ_ATTEMPTS))
+    if (change->opcode == SMB_READ &&
+        read_unlocked(segment, chunk, change, deadline_ns == SMB_TRY_ONCE ? 2 : READ_ATTEMPTS))
         return smb_segment_still_there(segment);
-    int status = smb_segment_lock(segment, change->offset, deadline_ns);
+    int status = chunk_lock(segment, chunk, deadline_ns);
     if (status != SMB_OK)
         return status;
     if (change->opcode == SMB_READ) {
         kernel_copy(change->sink, segment->data + change->offset, change->bytes, change->streaming);
     } else {
-        smb_segment_change_begin(segment, change->offset);
+        chunk_change_begin(chunk);
         smb_segment_change_range(segment, change, 0, change->bytes);
         if (change->sink)
             memcpy(change->sink, segment->data + change->offset, change->bytes);
-        smb_segment_change_end(segment, change->offset);
+        chunk_change_end(chunk);
     }
-    smb_segment_unlock(segment, change->offset);
+    pthread_mutex_unlock(&chunk->lock);
     return smb_segment_still_there(segment);
 }

@@ -7,12 +7,14 @@
 
 enum { LOCK_SPINS = 2000, MARKED_RETRY_NS = 1000000 };
 
-/* Whoever died in the lock has left the chunk, element by element, old or new. If it was the daemon in the middle of a
- * journalled change, the chunk stays as it is for its recovery: marked, and with the count odd. */
+/* The dead owner has left each element of the chunk old or new. If it was the daemon in the middle
+ * of a journalled change, the chunk stays as it is for its recovery: marked, and with the count
+ * odd. */
 static int revive(struct smb_segment *segment, struct chunk_state *chunk)
 {
     uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
-    /* Relaxed: where recovery makes the count even between these two looks, both store the same; smb_segment_lock looks again. */
+    /* Relaxed: where recovery makes the count even between these two looks, both store the same;
+     * smb_segment_lock looks again. */
     if (sequence % 2 == 1 && atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
         atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
@@ -46,16 +48,16 @@ static int lock_once(struct smb_segment *segment, struct chunk_state *chunk, uin
     return SMB_OK;
 }
 
-int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+int chunk_lock(struct smb_segment *segment, struct chunk_state *chunk, uint64_t deadline_ns)
 {
-    struct chunk_state *chunk = chunk_at(segment, offset);
     for (;;) {
         int status = lock_once(segment, chunk, deadline_ns);
-        /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so the lock does not bring its bytes and
-         * its even count. */
+        /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so the lock
+         * does not bring its bytes and its even count. */
         if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_acquire) == 0)
             return status;
-        /* The daemon was killed while it changed this chunk. Started again, it finishes what it began. */
+        /* The daemon was killed while it changed this chunk. Started again, it finishes what it
+         * began. */
         pthread_mutex_unlock(&chunk->lock);
         if (deadline_ns <= SMB_TRY_ONCE)
             return SMB_BUSY;
@@ -65,7 +67,13 @@ int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t dead
     }
 }
 
-int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset, uint64_t deadline_ns)
+int smb_segment_lock(struct smb_segment *segment, uint64_t offset, uint64_t deadline_ns)
+{
+    return chunk_lock(segment, chunk_at(segment, offset), deadline_ns);
+}
+
+int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_t offset,
+                          uint64_t deadline_ns)
 {
     SMB_ASSERT(count > 0);
     SMB_ASSERT(deadline_ns <= SMB_TRY_ONCE);
@@ -73,7 +81,8 @@ int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_
     for (int round = 0; round <= count; round++) {
         int held = 0, status = SMB_OK;
         for (; held < count && status == SMB_OK; held += status == SMB_OK)
-            status = smb_segment_lock(targets[(first + held) % count], offset, held == 0 ? deadline_ns : SMB_TRY_ONCE);
+            status = smb_segment_lock(targets[(first + held) % count], offset,
+                                      held == 0 ? deadline_ns : SMB_TRY_ONCE);
         if (status == SMB_OK)
             return SMB_OK;
         for (int i = 0; i < held; i++)
@@ -90,39 +99,21 @@ void smb_segment_unlock(struct smb_segment *segment, uint64_t offset)
     pthread_mutex_unlock(&chunk_at(segment, offset)->lock);
 }
 
-/* A network card that reads counts and bytes (RDMA) is no processor: on ARM release orders stores for the inner shareable domain, and
- * devices may lie outside of it. As the kernel's dma_wmb. On x86 devices see stores in order. */
-static inline void order_for_devices(void)
-{
-#if defined(__aarch64__)
-    __asm__ volatile("dmb oshst" ::: "memory");
-#endif
-}
-
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset)
 {
-    struct chunk_state *chunk = chunk_at(segment, offset);
-    /* Made odd and not one more, here, and even below: whatever it was found as, it is right from the next change on. */
-    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U;
-    atomic_store_explicit(&chunk->sequence, sequence, memory_order_relaxed);
-    /* The odd count is seen before any changed byte; pairs with the acquire fence in read_unlocked. */
-    atomic_thread_fence(memory_order_release);
-    order_for_devices();
+    chunk_change_begin(chunk_at(segment, offset));
 }
 
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 {
-    struct chunk_state *chunk = chunk_at(segment, offset);
-    uint32_t sequence = (atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U) + 1;
-    order_for_devices();
-    /* Pairs with the acquire load at the start of read_unlocked. */
-    atomic_store_explicit(&chunk->sequence, sequence, memory_order_release);
+    chunk_change_end(chunk_at(segment, offset));
 }
 
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
 {
-    /* Release: pairs with the acquire in smb_segment_lock. Whoever finds the mark of a recovery gone finds its bytes and the even
-     * count. For the daemon's death it also keeps the compiler from moving an unmarking before the count and the record. */
+    /* Release: pairs with the acquire in smb_segment_lock. A thread that finds the mark of a
+     * recovery gone finds its bytes and the even count. For the daemon's death it also keeps the
+     * compiler from moving an unmarking before the count and the record. */
     atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_release);
 }
 
@@ -133,7 +124,8 @@ uint32_t smb_segment_marked(const struct smb_segment *segment, uint64_t offset)
 
 bool smb_segment_changing(const struct smb_segment *segment, uint64_t offset)
 {
-    return atomic_load_explicit(&chunk_at(segment, offset)->sequence, memory_order_relaxed) % 2 == 1;
+    return atomic_load_explicit(&chunk_at(segment, offset)->sequence, memory_order_relaxed) % 2 ==
+           1;
 }
 
 uint64_t smb_segment_clear_marks(struct smb_segment *segment)

@@ -3,7 +3,8 @@
  * The file (tmpfs):
  *   [0, 4096)             header: who it is; written once, except the words marked _Atomic
  *   [2048, 2560) of it    what waits: sync.h
- *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock, sequence count, mark
+ *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock, sequence count,
+ *                         mark
  *   [records_offset, ..)  completion records: records.h
  *   [data_offset, ..)     the bytes, page aligned
  */
@@ -27,7 +28,8 @@ enum {
 
 static const uint64_t FORMAT_MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
 
-/* Locks of another C library, or of another word size, lie differently in memory: such a process must not share them. */
+/* Locks of another C library, or of another word size, lie differently in memory: such a process
+ * must not share them. */
 #if defined(__GLIBC__)
 #define LIBC_ID 1U
 #else
@@ -49,21 +51,26 @@ struct header {
     uint64_t data_offset;
     uint32_t chunk_bytes;
     uint32_t record_count;
-    _Atomic uint64_t evictions;       /* of completion records whose session had not ended */
-    _Atomic uint32_t deleted;         /* release by the daemon; acquire by everyone before each operation */
-    _Atomic uint32_t pid_namespace;   /* in which the locks hold; release by the daemon, acquire by everyone before each operation */
+    _Atomic uint64_t evictions; /* of completion records whose session had not ended */
+    _Atomic uint32_t deleted; /* release by the daemon; acquire by everyone before each operation */
+    /* in which the locks hold; release by the daemon, acquire by everyone before each operation */
+    _Atomic uint32_t pid_namespace;
     _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
     _Atomic uint64_t operations[32];  /* by local clients, per opcode */
     _Atomic uint64_t bytes[32];
     _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
 };
-_Static_assert(sizeof(struct header) <= SYNC_OFFSET && SYNC_OFFSET + sizeof(struct sync_words) <= PAGE, "the header is one page");
+_Static_assert(sizeof(struct header) <= SYNC_OFFSET &&
+                   SYNC_OFFSET + sizeof(struct sync_words) <= PAGE,
+               "the header is one page");
 _Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opcode");
 
 struct chunk_state {
     pthread_mutex_t lock;
     _Atomic uint32_t sequence; /* odd while the chunk changes */
-    _Atomic uint32_t mark;     /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by who has the lock */
+    /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by the
+     * lock's holder */
+    _Atomic uint32_t mark;
     uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
 };
 _Static_assert(sizeof(struct chunk_state) == CHUNK_STATE_BYTES, "one cache line per chunk");
@@ -73,8 +80,9 @@ static inline uint64_t format_round_up_to_page(uint64_t bytes)
     return (bytes + PAGE - 1) / PAGE * PAGE;
 }
 
-/* The kernel's number of this process's PID namespace, 0 where /proc does not tell. A robust lock holds its owner's thread id as that
- * is inside the namespace: of two that share a segment, each with a thread 1, the kernel would take one's death for the other's. */
+/* The kernel's number of this process's PID namespace, 0 where /proc does not tell. A robust lock
+ * holds its owner's thread id inside the namespace. If two namespaces shared a segment, each with a
+ * thread 1, the kernel would take one's death for the other's. */
 uint32_t format_own_pid_namespace(void);
 uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes);
 /* Of a file with so many records. */
@@ -84,8 +92,8 @@ uint64_t format_data_offset(uint64_t data_bytes, uint32_t chunk_bytes, uint32_t 
 bool format_is_sound(const struct header *header, uint64_t real_bytes);
 /* Whether this process may take the locks. */
 int format_check_sharing(const struct header *header);
-/* The same of a daemon that finds the segments of its earlier run. That one may have lived in another namespace, or have had the
- * format before: `header` becomes what it will be. */
+/* The same of a daemon that finds the segments of its earlier run. That one may have lived in
+ * another namespace, or have had the format before: `header` becomes what it will be. */
 int format_check_taking_over(struct header *header);
 
 #endif

@@ -19,10 +19,14 @@ enum {
     PAYLOAD_AT = 2 * PAGE,
     SLOT_BYTES = PAYLOAD_AT + SMB_CHUNK_BYTES_MAX,
     HEADER_BYTES = PAGE + JOURNAL_SLOTS_MAX * (int)sizeof(uint32_t),
-    FREE_KEPT = 16,     /* the lowest slots keep their memory when they are free, the others give it back */
-    VERSION = 5,             /* 3 is the same; 4 had SMB_WRITE, too: one left there is not finished, its chunk counts as torn */
+    /* the lowest slots keep their memory when they are free, the others give it back */
+    FREE_KEPT = 16,
+    /* 3 is the same; 4 had SMB_WRITE, too: one left there is not finished, its chunk counts as
+     * torn */
+    VERSION = 5,
     VERSION_ONE_SEGMENT = 2, /* without SMB_APPLY */
-    VERSION_EXACT = 1        /* and without `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
+    /* and without `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
+    VERSION_EXACT = 1
 };
 _Static_assert(HEADER_BYTES % PAGE == 0, "slots begin at a page");
 static const uint64_t MAGIC = 0x4C4E524A424D5353U; /* "SSMBJRNL" */
@@ -33,7 +37,8 @@ struct journal_header {
     uint32_t version;
     uint32_t slot_bytes;
     uint64_t identity;
-    /* and, from the second page on, of each slot how many bytes of payload are allocated: 0 for one that was never used */
+    /* and, from the second page on, of each slot how many bytes of payload are allocated: 0 for one
+     * that was never used */
 };
 
 struct slot_words {
@@ -50,7 +55,7 @@ struct slot_words {
     uint32_t opcode;
     uint32_t op;
     uint32_t source_bytes; /* of SMB_WIRE_SPARSE */
-    uint32_t wire;       /* how the payload is encoded; the blocks are those of what it is decoded to */
+    uint32_t wire; /* how the payload is encoded; the blocks are those of what it is decoded to */
     uint64_t states[SMB_RULE_STATES_MAX]; /* of SMB_APPLY: ids, 0 for none */
     struct smb_hyper hyper;
 };
@@ -65,7 +70,7 @@ struct journal {
     uint32_t *ready_bytes; /* in the file */
 };
 
-/* ---- the progress word: nothing under way (0), or dirty (bit 0), active (1), block (2..17), sequence (18..63) ------- */
+/* ---- the progress word: 0, or dirty (bit 0), active (1), block (2..17), sequence (18..63) ---- */
 
 enum { DIRTY = 1, ACTIVE = 2, BLOCK_SHIFT = 2, SEQUENCE_SHIFT = 18 };
 static const uint64_t BLOCK_MASK = 0xFFFF;
@@ -97,10 +102,11 @@ static struct slot_words *words_of(const struct journal *journal, uint32_t numbe
     return (struct slot_words *)(slot_at(journal, number) + WORDS_AT);
 }
 
-/* ---- one change --------------------------------------------------------------------------------------------------- */
+/* ---- one change ------------------------------------------------------------------------------ */
 
-void slot_describe(struct journal *journal, const struct slot *slot, const struct smb_segment *segment,
-                   const struct smb_change *change, const struct change_name *name)
+void slot_describe(struct journal *journal, const struct slot *slot,
+                   const struct smb_segment *segment, const struct smb_change *change,
+                   const struct change_name *name)
 {
     SMB_ASSERT(slot->number < JOURNAL_SLOTS_MAX && slot->payload);
     struct slot_words *words = words_of(journal, slot->number);
@@ -125,7 +131,8 @@ void slot_describe(struct journal *journal, const struct slot *slot, const struc
     FAILPOINT("journal.described");
 }
 
-void slot_begin(struct journal *journal, const struct slot *slot, struct smb_segment *segment, const struct smb_change *change)
+void slot_begin(struct journal *journal, const struct slot *slot, struct smb_segment *segment,
+                const struct smb_change *change)
 {
     struct slot_words *words = words_of(journal, slot->number);
     struct smb_segment *targets[SMB_TARGETS_MAX];
@@ -143,11 +150,14 @@ void slot_begin(struct journal *journal, const struct slot *slot, struct smb_seg
     }
 }
 
-/* A block, large enough for all but the smallest part of the work to be in it, and what it was fits the undo page. */
+/* A block, large enough for all but the smallest part of the work to be in it, and what it was fits
+ * the undo page. */
 static uint64_t whole_block_bytes(const struct smb_change *change)
 {
     int states = change->opcode == SMB_APPLY ? smb_rule_states(change->op) : 0;
-    return states <= 0 ? JOURNAL_BLOCK_BYTES : states == 1 ? JOURNAL_BLOCK_BYTES / 2 : JOURNAL_BLOCK_BYTES / 4;
+    return states <= 0   ? JOURNAL_BLOCK_BYTES
+           : states == 1 ? JOURNAL_BLOCK_BYTES / 2
+                         : JOURNAL_BLOCK_BYTES / 4;
 }
 _Static_assert(SMB_TARGETS_MAX <= 4, "the undo page is cut into quarters");
 
@@ -163,10 +173,12 @@ static uint64_t block_count(const struct smb_change *change)
     return (change->bytes + whole - 1) / whole;
 }
 
-static void change_block(struct smb_segment *segment, struct smb_change *change, uint64_t from, uint64_t bytes)
+static void change_block(struct smb_segment *segment, struct smb_change *change, uint64_t from,
+                         uint64_t bytes)
 {
 #ifdef SMB_FAILPOINTS
-    if (change->opcode == SMB_ACCUMULATE || change->opcode == SMB_ACCUMULATE_FROM || change->opcode == SMB_APPLY) {
+    if (change->opcode == SMB_ACCUMULATE || change->opcode == SMB_ACCUMULATE_FROM ||
+        change->opcode == SMB_APPLY) {
         /* A kill lands inside a kernel, too: let there be a place for it. */
         uint64_t half = bytes / 2 / 8 * 8;
         if (half > 0)
@@ -187,8 +199,8 @@ static void fetch_ahead(const uint8_t *from, uint64_t bytes)
 }
 
 /* From block `first` on. */
-static void run_blocks(uint8_t *undo, struct slot_words *words, struct smb_segment *segment, struct smb_change *change,
-                       uint64_t first)
+static void run_blocks(uint8_t *undo, struct slot_words *words, struct smb_segment *segment,
+                       struct smb_change *change, uint64_t first)
 {
     struct smb_segment *targets[SMB_TARGETS_MAX];
     uint64_t whole = whole_block_bytes(change), blocks = block_count(change);
@@ -196,7 +208,8 @@ static void run_blocks(uint8_t *undo, struct slot_words *words, struct smb_segme
     for (uint64_t block = first; block < blocks; block++) {
         uint64_t from = block * whole, bytes = block_bytes(change, block);
         for (int i = 0; i < count; i++) {
-            const uint8_t *old = (const uint8_t *)smb_segment_data(targets[i]) + change->offset + from;
+            const uint8_t *old = (const uint8_t *)smb_segment_data(targets[i]) + change->offset +
+                                 from;
             kernel_copy(undo + (uint64_t)i * whole, old, bytes, false);
             if (block + 1 < blocks)
                 fetch_ahead(old + whole, block_bytes(change, block + 1));
@@ -211,12 +224,14 @@ static void run_blocks(uint8_t *undo, struct slot_words *words, struct smb_segme
     }
 }
 
-void slot_run(struct journal *journal, const struct slot *slot, struct smb_segment *segment, struct smb_change *change)
+void slot_run(struct journal *journal, const struct slot *slot, struct smb_segment *segment,
+              struct smb_change *change)
 {
     run_blocks(slot_at(journal, slot->number), words_of(journal, slot->number), segment, change, 0);
 }
 
-void slot_end(struct journal *journal, const struct slot *slot, struct smb_segment *segment, const struct smb_change *change)
+void slot_end(struct journal *journal, const struct slot *slot, struct smb_segment *segment,
+              const struct smb_change *change)
 {
     (void)journal;
     (void)slot;
@@ -242,29 +257,41 @@ void slot_rest(struct journal *journal, const struct slot *slot)
     FAILPOINT("journal.rested");
 }
 
-/* ---- recovery ----------------------------------------------------------------------------------------------------- */
+/* ---- recovery -------------------------------------------------------------------------------- */
 
-/* What the slot says, if that can be: it was written by a process that died, and nothing is believed before it is checked. */
-static bool describe_left(const struct slot_words *words, uint8_t *payload, uint64_t payload_bytes, struct smb_change *change)
+/* What the slot says, if that can be: it was written by a process that died, and nothing is
+ * believed before it is checked. */
+static bool describe_left(const struct slot_words *words, uint8_t *payload, uint64_t payload_bytes,
+                          struct smb_change *change)
 {
-    *change = (struct smb_change){.opcode = (int)words->opcode, .op = (int)words->op, .wire = (int)words->wire,
-                                  .source_bytes = words->source_bytes, .scale = words->scale,
-                                  .offset = words->offset, .bytes = words->bytes, .source = payload,
-                                  .argument = words->argument, .expected = words->expected};
+    *change = (struct smb_change){.opcode = (int)words->opcode,
+                                  .op = (int)words->op,
+                                  .wire = (int)words->wire,
+                                  .source_bytes = words->source_bytes,
+                                  .scale = words->scale,
+                                  .offset = words->offset,
+                                  .bytes = words->bytes,
+                                  .source = payload,
+                                  .argument = words->argument,
+                                  .expected = words->expected};
     uint64_t word = atomic_load_explicit(&words->progress, memory_order_relaxed);
     bool applies = words->opcode == SMB_APPLY && smb_rule_states(change->op) >= 0;
-    bool additive = words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM || applies;
+    bool additive = words->opcode == SMB_ACCUMULATE || words->opcode == SMB_ACCUMULATE_FROM ||
+                    applies;
     if (applies) {
         change->hyper = words->hyper;
         change->factors = kernel_factors_of(change->op, &change->hyper);
     }
     /* The segment has not been asked yet, but only float32 is encoded. */
-    uint64_t needed = words->wire == SMB_WIRE_EXACT    ? words->bytes
-                      : words->wire == SMB_WIRE_SPARSE ? words->source_bytes
-                                                       : smb_wire_bytes(change->wire, words->bytes / 4);
-    return (word & ACTIVE) && word >> SEQUENCE_SHIFT == (words->sequence << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT &&
-           (additive || words->opcode == SMB_FETCH_ADD || words->opcode == SMB_COMPARE_SWAP) && words->bytes > 0 &&
-           words->bytes <= SMB_CHUNK_BYTES_MAX && (!additive || (needed > 0 && needed <= payload_bytes)) && words->lane <= UINT16_MAX &&
+    uint64_t needed = words->wire == SMB_WIRE_EXACT ? words->bytes
+                      : words->wire == SMB_WIRE_SPARSE
+                          ? words->source_bytes
+                          : smb_wire_bytes(change->wire, words->bytes / 4);
+    return (word & ACTIVE) &&
+           word >> SEQUENCE_SHIFT == (words->sequence << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT &&
+           (additive || words->opcode == SMB_FETCH_ADD || words->opcode == SMB_COMPARE_SWAP) &&
+           words->bytes > 0 && words->bytes <= SMB_CHUNK_BYTES_MAX &&
+           (!additive || (needed > 0 && needed <= payload_bytes)) && words->lane <= UINT16_MAX &&
            words->sequence > 0 && words->session > 0 &&
            (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change);
 }
@@ -283,7 +310,8 @@ struct left {
 
 static bool left_marked(const struct left *left, int target)
 {
-    return left->targets[target] && smb_segment_holds(left->targets[target], left->change.offset, left->change.bytes) &&
+    return left->targets[target] &&
+           smb_segment_holds(left->targets[target], left->change.offset, left->change.bytes) &&
            smb_segment_marked(left->targets[target], left->change.offset) == left->mark;
 }
 
@@ -293,7 +321,8 @@ static bool find_targets(struct left *left, journal_find find, void *argument)
     bool all = (left->targets[0] = find(argument, left->words->segment)) != NULL;
     left->count = 1;
     for (int i = 0; left->change.opcode == SMB_APPLY && i < smb_rule_states(left->change.op); i++) {
-        left->targets[left->count] = left->change.states[i] = find(argument, left->words->states[i]);
+        left->targets[left->count] = left->change.states[i] = find(argument,
+                                                                   left->words->states[i]);
         all = left->targets[left->count++] && all;
     }
     return all;
@@ -305,7 +334,8 @@ static void restore(const struct left *left)
     for (int i = 0; left->dirty && i < left->count; i++) {
         if (!left_marked(left, i))
             continue;
-        memcpy((uint8_t *)smb_segment_data(left->targets[i]) + left->change.offset + left->block * whole,
+        memcpy((uint8_t *)smb_segment_data(left->targets[i]) + left->change.offset +
+                   left->block * whole,
                left->undo + (uint64_t)i * whole, block_bytes(&left->change, left->block));
         FAILPOINT("recovery.restored");
     }
@@ -327,7 +357,8 @@ static struct record *record_of(struct smb_segment *segment, const struct slot_w
 {
     struct record_table table = smb_segment_records(segment);
     for (uint32_t i = 0; i < table.count; i++)
-        if (atomic_load(&table.records[i].session) == words->session && atomic_load(&table.records[i].lane) == words->lane)
+        if (atomic_load(&table.records[i].session) == words->session &&
+            atomic_load(&table.records[i].lane) == words->lane)
             return &table.records[i];
     return NULL;
 }
@@ -344,7 +375,8 @@ static void finish_left(struct left *left)
     bool whole = change->opcode == SMB_FETCH_ADD || change->opcode == SMB_COMPARE_SWAP;
     restore(left);
     if (whole && left->block > 0)
-        memcpy(&change->result, left->undo, 8); /* done already: the old value is what was kept of it */
+        /* done already: the old value is what was kept of it */
+        memcpy(&change->result, left->undo, 8);
     run_blocks(left->undo, left->words, left->targets[0], change, left->block);
     FAILPOINT("recovery.finished");
     if (record)
@@ -354,7 +386,8 @@ static void finish_left(struct left *left)
 }
 
 /* true: there was something to finish. */
-static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payload_bytes, journal_find find, void *argument)
+static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payload_bytes,
+                         journal_find find, void *argument)
 {
     uint8_t *at = slot_at(journal, number);
     struct left left = {.mark = number + 1, .undo = at, .words = words_of(journal, number)};
@@ -363,18 +396,20 @@ static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payl
         uint64_t word = atomic_load_explicit(&left.words->progress, memory_order_relaxed);
         left.block = word >> BLOCK_SHIFT & BLOCK_MASK;
         left.dirty = word & DIRTY;
-        bool here = find_targets(&left, find, argument) && smb_segment_change_fits(left.targets[0], &left.change);
+        bool here = find_targets(&left, find, argument) &&
+                    smb_segment_change_fits(left.targets[0], &left.change);
         int marked = 0;
         for (int i = 0; i < left.count; i++)
             marked += left_marked(&left, i);
-        bool untouched = left.block == 0 && !left.dirty, all_done = left.block == block_count(&left.change);
+        bool untouched = left.block == 0 && !left.dirty,
+             all_done = left.block == block_count(&left.change);
         if (here && (marked == left.count || (marked > 0 && all_done))) {
             finish_left(&left);
             finished = true;
         } else if (here && untouched) {
             let_go(&left); /* the others may be in use: it never began */
         } else {
-            restore(&left); /* it can't be finished; whoever clears the marks that are left counts them */
+            restore(&left); /* it can't be finished; smb_segment_clear_marks counts what is left */
         }
         /* Not marked by this slot at all: it never began, or it was over. */
         for (int i = 0; i < left.count; i++)
@@ -395,28 +430,33 @@ static int allocate(int fd, uint32_t number, uint32_t payload_bytes)
     return failure == 0 ? SMB_OK : SMB_OUT_OF_MEMORY;
 }
 
-/* Only slots that were ever used have memory. What a slot says of itself is allocated before it is touched. */
-static void recover(struct journal *journal, journal_find find, void *argument, struct smb_recovery *recovery)
+/* Only slots that were ever used have memory. What a slot says of itself is allocated before it is
+ * touched. */
+static void recover(struct journal *journal, journal_find find, void *argument,
+                    struct smb_recovery *recovery)
 {
     for (uint32_t number = 0; number < JOURNAL_SLOTS_MAX; number++) {
         uint32_t ready = journal->ready_bytes[number];
-        if (ready > 0 && ready <= SMB_CHUNK_BYTES_MAX && allocate(journal->fd, number, ready) == SMB_OK)
+        if (ready > 0 && ready <= SMB_CHUNK_BYTES_MAX &&
+            allocate(journal->fd, number, ready) == SMB_OK)
             recovery->finished += recover_slot(journal, number, ready, find, argument);
     }
     FAILPOINT("recovery.slots_done");
     /* All of it goes back: connections of this run make their slots anew. */
     memset(journal->ready_bytes, 0, HEADER_BYTES - PAGE);
-    fallocate(journal->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, HEADER_BYTES, (off_t)(FILE_BYTES - HEADER_BYTES));
+    fallocate(journal->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, HEADER_BYTES,
+              (off_t)(FILE_BYTES - HEADER_BYTES));
 }
 
-/* ---- the file ----------------------------------------------------------------------------------------------------- */
+/* ---- the file -------------------------------------------------------------------------------- */
 
 static bool header_is_ours(int fd, struct journal_header *header)
 {
     struct stat file;
     return fstat(fd, &file) == 0 && S_ISREG(file.st_mode) && (uint64_t)file.st_size == FILE_BYTES &&
-           pread(fd, header, sizeof *header, 0) == (ssize_t)sizeof *header && header->magic == MAGIC &&
-           header->version >= VERSION_EXACT && header->version <= VERSION && header->slot_bytes == SLOT_BYTES && header->identity != 0;
+           pread(fd, header, sizeof *header, 0) == (ssize_t)sizeof *header &&
+           header->magic == MAGIC && header->version >= VERSION_EXACT &&
+           header->version <= VERSION && header->slot_bytes == SLOT_BYTES && header->identity != 0;
 }
 
 /* Under another name first, so that a file under its own name is always complete. */
@@ -433,11 +473,13 @@ static int make_file(const char *path, int *fd)
         return errno == ENOSPC ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
     struct journal_header header = {.magic = MAGIC, .version = VERSION, .slot_bytes = SLOT_BYTES};
     while (header.identity == 0)
-        if (getrandom(&header.identity, sizeof header.identity, 0) != (ssize_t)sizeof header.identity)
+        if (getrandom(&header.identity, sizeof header.identity, 0) !=
+            (ssize_t)sizeof header.identity)
             header.identity = 0;
     int failure = posix_fallocate(*fd, 0, HEADER_BYTES);
     if (failure == 0 && ftruncate(*fd, (off_t)FILE_BYTES) == 0 &&
-        pwrite(*fd, &header, sizeof header, 0) == (ssize_t)sizeof header && rename(new_path, path) == 0)
+        pwrite(*fd, &header, sizeof header, 0) == (ssize_t)sizeof header &&
+        rename(new_path, path) == 0)
         return SMB_OK;
     int saved = failure != 0 ? failure : errno;
     unlink(new_path);
@@ -469,7 +511,8 @@ static int map_journal(int fd, struct journal **journal)
     return SMB_OK;
 }
 
-int journal_open(const char *path, journal_find find, void *argument, struct smb_recovery *recovery, struct journal **journal)
+int journal_open(const char *path, journal_find find, void *argument, struct smb_recovery *recovery,
+                 struct journal **journal)
 {
     struct journal_header header;
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
@@ -480,7 +523,8 @@ int journal_open(const char *path, journal_find find, void *argument, struct smb
             close(fd);
             recovery->journal_lost = 1;
         } else if (errno != ENOENT) {
-            recovery->journal_lost = 1; /* something lies there that is no file of ours: it is replaced */
+            /* something lies there that is no file of ours: it is replaced */
+            recovery->journal_lost = 1;
         }
         status = make_file(path, &fd);
     }
@@ -492,7 +536,8 @@ int journal_open(const char *path, journal_find find, void *argument, struct smb
     if (status == SMB_OK && left)
         recover(*journal, find, argument, recovery);
     if (status == SMB_OK)
-        ((struct journal_header *)(*journal)->base)->version = VERSION; /* what an older daemon would not understand follows */
+        /* what an older daemon would not understand follows */
+        ((struct journal_header *)(*journal)->base)->version = VERSION;
     return status;
 }
 
@@ -509,11 +554,10 @@ uint64_t journal_identity(const struct journal *journal)
     return journal->identity;
 }
 
-/* ---- slots -------------------------------------------------------------------------------------------------------- */
+/* ---- slots ----------------------------------------------------------------------------------- */
 
 int journal_take_slot(struct journal *journal, struct slot *slot)
 {
-    SMB_ASSERT(!slot->payload);
     pthread_mutex_lock(&journal->mutex);
     bool any = journal->free_count > 0;
     if (any) {
@@ -532,7 +576,8 @@ void journal_give_slot(struct journal *journal, struct slot *slot)
     SMB_ASSERT(slot->payload);
     if (slot->number >= FREE_KEPT) {
         journal->ready_bytes[slot->number] = 0;
-        fallocate(journal->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, slot_offset(slot->number), SLOT_BYTES);
+        fallocate(journal->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  slot_offset(slot->number), SLOT_BYTES);
     }
     pthread_mutex_lock(&journal->mutex);
     journal->free[journal->free_count++] = slot->number;

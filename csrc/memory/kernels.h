@@ -1,11 +1,13 @@
-/* kernels.h: beside what smb.h declares, a copy for the engine itself, and optimizers' steps in parts. */
+/* kernels.h: beside what smb.h declares, a copy for the engine itself, and optimizers' steps in
+ * parts. */
 #ifndef SMB_KERNELS_H
 #define SMB_KERNELS_H
 
 #include "smb.h"
 
-/* memcpy of ranges that do not overlap. around_cache: with stores that go around the cache, for data that does not fit there
- * anyway; a line that is overwritten whole need not be read first, which saves a third of the memory traffic. */
+/* memcpy of ranges that do not overlap. around_cache: with stores that go around the cache, for
+ * data that does not fit there. A line that is overwritten whole need not be read first. That saves
+ * a third of the memory traffic. */
 void kernel_copy(void *to, const void *from, uint64_t bytes, bool around_cache);
 
 /* A rule's numbers as they meet elements. */
@@ -22,8 +24,10 @@ struct factors {
     float keep; /* what decoupled decay leaves of b */
 };
 
-/* Once for all parts of a step: its powers take as long as a hundred elements. Of numbers that smb_rule_accepts does not, any. */
+/* Once for all parts of a step: its powers take as long as a hundred elements. Of numbers that
+ * smb_rule_accepts does not, any. */
 struct factors kernel_factors_of(int rule, const struct smb_hyper *hyper);
-void kernel_step(int rule, const struct factors *factors, float *b, const float *g, float *m, float *v, uint64_t count);
+void kernel_step(int rule, const struct factors *factors, float *b, const float *g, float *m,
+                 float *v, uint64_t count);
 
 #endif

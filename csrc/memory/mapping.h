@@ -1,4 +1,5 @@
-/* mapping.h: the struct of a mapped segment, for segment.c, chunk.c and change.c alone: no other code touches shared memory. */
+/* mapping.h: the struct of a mapped segment, for segment.c, chunk.c and change.c alone: no other
+ * code touches shared memory. */
 #ifndef SMB_MAPPING_H
 #define SMB_MAPPING_H
 
@@ -39,5 +40,56 @@ static inline void pause_cpu(void)
     __asm__ volatile("yield");
 #endif
 }
+
+/* What every operation asks, inlined: calls would be a twentieth of a small one. */
+static inline bool mapping_is_deleted(const struct smb_segment *segment)
+{
+    return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;
+}
+
+static inline bool mapping_is_shared(const struct smb_segment *segment)
+{
+    return atomic_load_explicit(&segment->header->pid_namespace, memory_order_acquire) ==
+           segment->pid_namespace;
+}
+
+static inline bool mapping_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes)
+{
+    return bytes > 0 && bytes <= segment->data_bytes && offset <= segment->data_bytes - bytes &&
+           offset / segment->chunk_bytes == (offset + bytes - 1) / segment->chunk_bytes;
+}
+
+/* A network card that reads counts and bytes (RDMA) is no processor: on ARM release orders stores
+ * for the inner shareable domain, and devices may lie outside of it. As the kernel's dma_wmb. On
+ * x86 devices see stores in order. */
+static inline void order_for_devices(void)
+{
+#if defined(__aarch64__)
+    __asm__ volatile("dmb oshst" ::: "memory");
+#endif
+}
+
+static inline void chunk_change_begin(struct chunk_state *chunk)
+{
+    /* Made odd and not one more, here, and even below: whatever it was found as, it is right from
+     * the next change on. */
+    uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U;
+    atomic_store_explicit(&chunk->sequence, sequence, memory_order_relaxed);
+    /* The odd count is seen before any changed byte; pairs with the acquire fence in
+     * read_unlocked. */
+    atomic_thread_fence(memory_order_release);
+    order_for_devices();
+}
+
+static inline void chunk_change_end(struct chunk_state *chunk)
+{
+    uint32_t sequence = (atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U) + 1;
+    order_for_devices();
+    /* Pairs with the acquire load at the start of read_unlocked. */
+    atomic_store_explicit(&chunk->sequence, sequence, memory_order_release);
+}
+
+/* smb_segment_lock, of a chunk that was looked up. */
+int chunk_lock(struct smb_segment *segment, struct chunk_state *chunk, uint64_t deadline_ns);
 
 #endif

@@ -1,6 +1,7 @@
-/* Large pages without leave of the administrator: tmpfs makes none unless it was mounted so, but a process may ask for them where
- * it has small ones (MADV_COLLAPSE, Linux 6.1). One small page in each is enough for that: the rest is zeroed at once, several
- * times as fast as page by page. Over shared memory calls from 64 MiB on are 1.2 to 1.4 times as fast then, writes over TCP a tenth
+/* Large pages without leave of the administrator: tmpfs makes none unless it was mounted so, but a
+ * process may ask for them where it has small ones (MADV_COLLAPSE, Linux 6.1). One small page in
+ * each is enough for that: the rest is zeroed at once, several times as fast as page by page. Over
+ * shared memory calls from 64 MiB on are 1.2 to 1.4 times as fast then, writes over TCP a tenth
  * faster (perf/README.md). */
 #include "memory/pages.h"
 
@@ -32,17 +33,20 @@ static bool is_on_tmpfs(int fd)
 static int no_pages(int failure)
 {
     errno = failure;
-    return failure == ENOSPC || failure == EFBIG || failure == ENOMEM ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
+    return failure == ENOSPC || failure == EFBIG || failure == ENOMEM ? SMB_OUT_OF_MEMORY
+                                                                      : SMB_SYSTEM;
 }
 
 /* At an address that large pages can be mapped at. */
 static void *map_aligned(int fd, uint64_t bytes, int flags)
 {
     uint64_t around = bytes + LARGE_PAGE;
-    uint8_t *reserved = mmap(NULL, around, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *reserved = mmap(NULL, around, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                             -1, 0);
     if (reserved == MAP_FAILED)
         return MAP_FAILED;
-    uint8_t *base = reserved + (-(uintptr_t)reserved & (LARGE_PAGE - 1)), *end = base + (bytes + PAGE - 1) / PAGE * PAGE;
+    uint8_t *base = reserved + (-(uintptr_t)reserved & (LARGE_PAGE - 1)),
+            *end = base + (bytes + PAGE - 1) / PAGE * PAGE;
     void *mapped = mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | flags, fd, 0);
     int saved = errno;
     if (mapped == MAP_FAILED) {
@@ -77,23 +81,26 @@ static bool allocate_large(int fd, uint64_t bytes)
     if (base == MAP_FAILED)
         return false;
     for (uint64_t at = 0; at < bytes; at += LARGE_PAGE)
-        *(volatile const uint8_t *)(base + at); /* mapped: where nothing is, nothing is made large */
+        /* mapped: where nothing is, nothing is made large */
+        *(volatile const uint8_t *)(base + at);
     int failure = EAGAIN; /* a page was in somebody's hands for a moment */
     for (int tries = 0; tries < TRIES && failure == EAGAIN; tries++)
         failure = madvise(base, bytes, MADV_COLLAPSE) == 0 ? 0 : errno;
     munmap(base, bytes);
-    /* Where the processor's large pages are larger than ours, success tells nothing of what is less than one. */
+    /* Where the processor's large pages are larger than ours, success tells nothing of what is less
+     * than one. */
     struct stat file;
     return failure == 0 && fstat(fd, &file) == 0 && (uint64_t)file.st_blocks * 512 >= bytes;
 }
 
-/* Zeros are written, where the file system takes writes (hugetlbfs does not): pages of fallocate would each be zeroed at its
- * first fault, which takes longer. */
+/* Zeros are written, where the file system takes writes (hugetlbfs does not): pages of fallocate
+ * would each be zeroed at its first fault, which takes longer. */
 static int write_zeros(int fd, uint64_t from, uint64_t to)
 {
     for (uint64_t done = from; done < to;) {
         uint64_t left = to - done;
-        ssize_t written = pwrite(fd, zeros, left < sizeof zeros ? (size_t)left : sizeof zeros, (off_t)done);
+        ssize_t written = pwrite(fd, zeros, left < sizeof zeros ? (size_t)left : sizeof zeros,
+                                 (off_t)done);
         if (written > 0) {
             done += (uint64_t)written;
         } else if (written < 0 && errno == EINVAL && done == 0) {
@@ -111,7 +118,8 @@ int pages_allocate(int fd, uint64_t bytes)
 {
     struct statvfs space;
     if (fstatvfs(fd, &space) == 0 && space.f_blocks != 0 && bytes / space.f_frsize > space.f_bfree)
-        return no_pages(ENOSPC); /* before all that there is was taken; ramfs has no blocks, and no end */
+        /* before all that there is was taken; ramfs has no blocks, and no end */
+        return no_pages(ENOSPC);
     uint64_t large = bytes / LARGE_PAGE * LARGE_PAGE;
     return write_zeros(fd, large > 0 && allocate_large(fd, large) ? large : 0, bytes);
 }

@@ -24,7 +24,8 @@ static bool has_most(const struct pins *pins, uint64_t session)
     return count == SESSION_PINS_MAX;
 }
 
-struct pin *pins_add(struct pins *pins, uint64_t session, uint64_t name, uint64_t version, uint64_t expires_ns)
+struct pin *pins_add(struct pins *pins, uint64_t session, uint64_t name, uint64_t version,
+                     uint64_t expires_ns)
 {
     SMB_ASSERT(!pins_find(pins, session, name));
     struct pin *pin = has_most(pins, session) ? NULL : calloc(1, sizeof *pin);
@@ -79,7 +80,8 @@ static struct pin *first_to_end(const struct pins *pins)
 
 void pins_drop_expired(struct pins *pins, uint64_t now_ns)
 {
-    for (struct pin *pin = first_to_end(pins); pin && pin->expires_ns <= now_ns; pin = first_to_end(pins))
+    for (struct pin *pin = first_to_end(pins); pin && pin->expires_ns <= now_ns;
+         pin = first_to_end(pins))
         pins_drop(pins, pin);
 }
 

@@ -1,6 +1,8 @@
-/* pins.h: the pins of one segment: which session keeps which version from being overwritten, and until when. In the daemon only.
+/* pins.h: the pins of one segment: which session keeps which version from being overwritten, and
+ * until when. In the daemon only.
  *
- * No locks and no clock in here: sync.c has both. Each call takes logarithmic time, plus the pins that it frees.
+ * No locks and no clock in here: sync.c has both. Each call takes logarithmic time, plus the pins
+ * that it frees.
  */
 #ifndef SMB_PINS_H
 #define SMB_PINS_H
@@ -25,7 +27,8 @@ struct pins {
 /* NULL: there is none. */
 struct pin *pins_find(const struct pins *pins, uint64_t session, uint64_t name);
 /* Of a name that there is not. NULL: no memory, or the session has SESSION_PINS_MAX. */
-struct pin *pins_add(struct pins *pins, uint64_t session, uint64_t name, uint64_t version, uint64_t expires_ns);
+struct pin *pins_add(struct pins *pins, uint64_t session, uint64_t name, uint64_t version,
+                     uint64_t expires_ns);
 void pins_renew(struct pins *pins, struct pin *pin, uint64_t expires_ns);
 void pins_drop(struct pins *pins, struct pin *pin);
 void pins_drop_session(struct pins *pins, uint64_t session);

@@ -8,12 +8,15 @@
 
 enum { NONE = UINT32_MAX };
 
-/* What this process knows of one record of the table, so that nothing is looked for in shared memory. */
+/* What this process knows of one record of the table, so that nothing is looked for in shared
+ * memory. */
 struct entry {
-    uint32_t next;          /* in its bucket, or of the empty ones */
-    uint32_t bucket;        /* NONE: empty. Local clients can write to the record itself: it may say anything by now */
-    uint32_t older, newer;  /* among those that are not empty, by last use; ended ones are the oldest */
-    uint16_t in_use;        /* requests that hold it */
+    uint32_t next; /* in its bucket, or of the empty ones */
+    /* NONE: empty. Local clients can write to the record itself: it may say anything by now */
+    uint32_t bucket;
+    /* among those that are not empty, by last use; ended ones are the oldest */
+    uint32_t older, newer;
+    uint16_t in_use; /* requests that hold it */
 };
 
 struct records {
@@ -21,7 +24,7 @@ struct records {
     struct record_table table;
     const _Atomic bool *ended_are_known;
     uint32_t empty, oldest, newest;
-    uint32_t *buckets;      /* as many as records: the first of each */
+    uint32_t *buckets; /* as many as records: the first of each */
     struct entry entries[];
 };
 
@@ -62,7 +65,7 @@ static bool is_of(const struct record *record, uint64_t session, uint16_t lane)
     return read_word(&record->session) == session && read_word(&record->lane) == lane;
 }
 
-/* ---- which record is whose ---------------------------------------------------------------------------------------- */
+/* ---- which record is whose ------------------------------------------------------------------- */
 
 static uint32_t bucket_of(const struct records *records, uint64_t session, uint64_t lane)
 {
@@ -95,20 +98,23 @@ static uint32_t search(const struct records *records, uint64_t session, uint16_t
     return at;
 }
 
-/* ---- which was used last ------------------------------------------------------------------------------------------ */
+/* ---- which was used last --------------------------------------------------------------------- */
 
 static void unlink_entry(struct records *records, uint32_t index)
 {
     struct entry *entry = &records->entries[index];
-    *(entry->older == NONE ? &records->oldest : &records->entries[entry->older].newer) = entry->newer;
-    *(entry->newer == NONE ? &records->newest : &records->entries[entry->newer].older) = entry->older;
+    *(entry->older == NONE ? &records->oldest
+                           : &records->entries[entry->older].newer) = entry->newer;
+    *(entry->newer == NONE ? &records->newest
+                           : &records->entries[entry->newer].older) = entry->older;
 }
 
 static void link_newest(struct records *records, uint32_t index)
 {
     records->entries[index].older = records->newest;
     records->entries[index].newer = NONE;
-    *(records->newest == NONE ? &records->oldest : &records->entries[records->newest].newer) = index;
+    *(records->newest == NONE ? &records->oldest
+                              : &records->entries[records->newest].newer) = index;
     records->newest = index;
 }
 
@@ -116,7 +122,8 @@ static void link_oldest(struct records *records, uint32_t index)
 {
     records->entries[index].newer = records->oldest;
     records->entries[index].older = NONE;
-    *(records->oldest == NONE ? &records->newest : &records->entries[records->oldest].older) = index;
+    *(records->oldest == NONE ? &records->newest
+                              : &records->entries[records->oldest].older) = index;
     records->oldest = index;
 }
 
@@ -159,7 +166,8 @@ static void read_table(struct records *records, struct use *uses)
         link_newest(records, uses[i].index);
 }
 
-int records_create(struct record_table table, const _Atomic bool *ended_are_known, struct records **records)
+int records_create(struct record_table table, const _Atomic bool *ended_are_known,
+                   struct records **records)
 {
     struct records *made = calloc(1, sizeof *made + table.count * sizeof made->entries[0]);
     uint32_t *buckets = malloc(table.count * sizeof *buckets);
@@ -190,22 +198,26 @@ void records_destroy(struct records *records)
     free(records);
 }
 
-/* ---- taking one --------------------------------------------------------------------------------------------------- */
+/* ---- taking one ------------------------------------------------------------------------------ */
 
-/* Whether somebody who may still send had a record here that is gone. A session that has ended sends nothing more, once those that
- * have are known: not between the daemon's start and the coordinator's first answer. */
+/* Whether a session that may still send had a record here that is gone. A session that has ended
+ * sends nothing more, once those that have are known: not between the daemon's start and the
+ * coordinator's first answer. */
 static bool may_have_lost_one(const struct records *records)
 {
     return read_word(records->table.evictions) > 0 ||
            (read_word(records->table.ended_evictions) > 0 &&
-            !atomic_load_explicit(records->ended_are_known, memory_order_acquire)); /* the store: smb_server_know_ended */
+            /* the store: smb_server_know_ended */
+            !atomic_load_explicit(records->ended_are_known, memory_order_acquire));
 }
 
-/* A daemon killed between these stores leaves an empty record, or one of the lane with no watermark: both are true. */
+/* A daemon killed between these stores leaves an empty record, or one of the lane with no
+ * watermark: both are true. */
 static void begin_record(struct record *record, uint64_t session, uint16_t lane, uint64_t forgotten)
 {
     write_word(&record->session, 0);
-    atomic_signal_fence(memory_order_seq_cst); /* before anything that the old lane is told from is gone: a kill may come in between */
+    /* before anything that the old lane is told from is gone: a kill may come in between */
+    atomic_signal_fence(memory_order_seq_cst);
     FAILPOINT("records.emptied");
     write_word(&record->watermark, 0);
     for (int i = 0; i < RECORD_RESULTS; i++)
@@ -218,7 +230,8 @@ static void begin_record(struct record *record, uint64_t session, uint16_t lane,
     FAILPOINT("records.begun");
 }
 
-/* An empty one, or the one that was not used for longest; NONE where all are in use. It is in no list then. */
+/* An empty one, or the one that was not used for longest; NONE where all are in use. It is in no
+ * list then. */
 static uint32_t make_room(struct records *records)
 {
     uint32_t index = records->empty;
@@ -230,16 +243,18 @@ static uint32_t make_room(struct records *records)
     if (index == NONE)
         return NONE;
     bool ended = read_word(&record_at(records, index)->used_ns) == 0;
-    /* Counted before it is done: to have evicted, and not to know it, would be taking an old change for a new one. */
-    atomic_fetch_add_explicit(ended ? records->table.ended_evictions : records->table.evictions, 1, memory_order_release);
+    /* Counted before it is done: to have evicted, and not to know it, would be taking an old change
+     * for a new one. */
+    atomic_fetch_add_explicit(ended ? records->table.ended_evictions : records->table.evictions, 1,
+                              memory_order_release);
     FAILPOINT("records.counted");
     take_out_of_bucket(records, index);
     unlink_entry(records, index);
     return index;
 }
 
-static int take_locked(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry,
-                       uint32_t *index)
+static int take_locked(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence,
+                       bool retry, uint32_t *index)
 {
     *index = search(records, session, lane);
     if (*index != NONE)
@@ -250,14 +265,15 @@ static int take_locked(struct records *records, uint64_t session, uint16_t lane,
     if (*index == NONE)
         return SMB_BUSY;
     /* What came before may have had a record that was evicted. */
-    begin_record(record_at(records, *index), session, lane, may_have_lost_one(records) ? sequence - 1 : 0);
+    begin_record(record_at(records, *index), session, lane,
+                 may_have_lost_one(records) ? sequence - 1 : 0);
     put_in_bucket(records, *index);
     link_newest(records, *index);
     return SMB_OK;
 }
 
-int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry, uint32_t *hint,
-                 struct record **record)
+int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence,
+                 bool retry, uint32_t *hint, struct record **record)
 {
     uint64_t now_ns = smb_boot_ns();
     pthread_mutex_lock(&records->mutex);
@@ -282,13 +298,15 @@ int records_take(struct records *records, uint64_t session, uint16_t lane, uint6
 
 void records_release(struct records *records, struct record *record)
 {
-    SMB_ASSERT(record >= records->table.records && record < records->table.records + records->table.count);
+    SMB_ASSERT(record >= records->table.records &&
+               record < records->table.records + records->table.count);
     pthread_mutex_lock(&records->mutex);
     records->entries[record - records->table.records].in_use--;
     pthread_mutex_unlock(&records->mutex);
 }
 
-int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark, uint64_t *refused)
+int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark,
+                      uint64_t *refused)
 {
     pthread_mutex_lock(&records->mutex);
     uint32_t index = search(records, session, lane);
@@ -310,7 +328,8 @@ void records_end_session(struct records *records, uint64_t session)
 {
     pthread_mutex_lock(&records->mutex);
     for (uint32_t i = 0; i < records->table.count; i++) {
-        if (records->entries[i].bucket == NONE || read_word(&record_at(records, i)->session) != session)
+        if (records->entries[i].bucket == NONE ||
+            read_word(&record_at(records, i)->session) != session)
             continue;
         write_word(&record_at(records, i)->used_ns, 0);
         unlink_entry(records, i);
@@ -335,7 +354,8 @@ void record_note(struct record *record, uint64_t sequence, bool with_result, uin
         record->results[place].result = result;
         record->results[place].sequence = sequence;
     }
-    atomic_signal_fence(memory_order_seq_cst); /* the change and its result are made before the record says so, here or below */
+    /* the change and its result are made before the record says so, here or below */
+    atomic_signal_fence(memory_order_seq_cst);
     for (int i = 0; i < RECORD_REFUSALS; i++)
         if (record->refused[i] == sequence)
             record->refused[i] = 0; /* refused at first, and made now */
@@ -364,7 +384,8 @@ void record_refuse(struct record *record, uint64_t sequence)
     }
     if (record->refused[oldest] > record->refused_floor)
         record->refused_floor = record->refused[oldest];
-    atomic_signal_fence(memory_order_seq_cst); /* killed in between, the oldest is known twice; the other way round, not at all */
+    /* killed in between, the oldest is known twice; the other way round, not at all */
+    atomic_signal_fence(memory_order_seq_cst);
     record->refused[oldest] = sequence;
 }
 

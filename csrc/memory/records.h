@@ -1,10 +1,13 @@
-/* records.h: completion records: how far each lane of each session has come on a segment. docs/decisions/0008.
+/* records.h: completion records: how far each lane of each session has come on a segment.
+ * docs/decisions/0008.
  *
- * The table lies in the segment's file and survives the daemon. Only the daemon writes it. One thread at a time writes a record's
- * watermark: a lane has one connection, and its changes are in order. Under the mutex, a record that nobody uses may get another lane.
+ * The table lies in the segment's file and survives the daemon. Only the daemon writes it. One
+ * thread at a time writes a record's watermark: a lane has one connection, and its changes are in
+ * order. Under the mutex, a record that nobody uses may get another lane.
  *
- * The daemon may be killed between any two stores, and the next one reads the table. As with the journal (journal.h), the order of
- * the program is what counts. Release stores and compiler fences keep it.
+ * The daemon may be killed between any two stores, and the next one reads the table. As with the
+ * journal (journal.h), the order of the program is what counts. Release stores and compiler fences
+ * keep it.
  */
 #ifndef SMB_RECORDS_H
 #define SMB_RECORDS_H
@@ -15,19 +18,27 @@
 #include "smb.h"
 
 /* At most as many fetch_add and compare_swap of a lane may be unanswered at any time. */
-enum { RECORD_RESULTS = 4, RECORD_REFUSALS = 3, RECORD_BYTES = 128, RECORDS_MIN = 128, RECORDS_MIN_BEFORE = 32, RECORDS_MAX = 1024 };
+enum {
+    RECORD_RESULTS = 4,
+    RECORD_REFUSALS = 3,
+    RECORD_BYTES = 128,
+    RECORDS_MIN = 128,
+    RECORDS_MIN_BEFORE = 32,
+    RECORDS_MAX = 1024
+};
 
 struct record {
-    _Atomic uint64_t session;    /* 0: empty */
+    _Atomic uint64_t session; /* 0: empty */
     _Atomic uint64_t lane;
-    _Atomic uint64_t watermark;  /* changes up to this sequence number were applied; written last */
-    _Atomic uint64_t used_ns;    /* CLOCK_BOOTTIME; 0: its session has ended */
+    _Atomic uint64_t watermark; /* changes up to this sequence number were applied; written last */
+    _Atomic uint64_t used_ns;   /* CLOCK_BOOTTIME; 0: its session has ended */
     struct {
         uint64_t sequence, result;
-    } results[RECORD_RESULTS];   /* of fetch_add and compare_swap */
-    /* Changes that were refused although later ones were applied: the watermark does not speak for them. */
+    } results[RECORD_RESULTS]; /* of fetch_add and compare_swap */
+    /* Changes that were refused although later ones were applied: the watermark does not speak for
+     * them. */
     uint64_t refused[RECORD_REFUSALS];
-    uint64_t refused_floor;      /* up to here there may be others, which are forgotten: unknown */
+    uint64_t refused_floor; /* up to here there may be others, which are forgotten: unknown */
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
 
@@ -35,7 +46,8 @@ _Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
 struct record_table {
     struct record *records;
     uint32_t count;
-    _Atomic uint64_t *evictions;       /* of sessions that may come back: whether a repeated change is a new one is then unknown */
+    /* of sessions that may come back: whether a repeated change is a new one is then unknown */
+    _Atomic uint64_t *evictions;
     _Atomic uint64_t *ended_evictions; /* of sessions that had ended */
 };
 
@@ -45,18 +57,22 @@ struct records;
 uint32_t records_count_for(uint64_t data_bytes);
 /* And how many those of format 2 have. */
 uint32_t records_count_before(uint64_t data_bytes);
-/* `ended_are_known`, which lives as long: every session that has ended is known to have, and not let in. Until it is, evictions of
- * ended sessions count as the others do. */
-int records_create(struct record_table table, const _Atomic bool *ended_are_known, struct records **records);
+/* `ended_are_known`, which lives as long: every session that has ended is known to have, and not
+ * let in. Until it is, evictions of ended sessions count as the others do. */
+int records_create(struct record_table table, const _Atomic bool *ended_are_known,
+                   struct records **records);
 void records_destroy(struct records *records);
 
-/* The record of a lane, kept from eviction until released. A new one is made, where `retry` says that the frame was sent
- * before only if none of a session that may come back was ever evicted here: SMB_EVICTED otherwise. *hint: where it was the last time. */
-int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry, uint32_t *hint,
-                 struct record **record);
+/* The record of a lane, kept from eviction until released. A new one is made if there is none. With
+ * `retry` (the frame was sent before) that is SMB_EVICTED if the table ever evicted a record of a
+ * session that may come back. *hint: where it was the last time. */
+int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence,
+                 bool retry, uint32_t *hint, struct record **record);
 void records_release(struct records *records, struct record *record);
-/* Read only: SMB_OK and the watermark, 0 where there is no record and never was; SMB_EVICTED where there may have been. */
-int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark, uint64_t *refused);
+/* Read only: SMB_OK and the watermark, 0 where there is no record and never was; SMB_EVICTED where
+ * there may have been. */
+int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark,
+                      uint64_t *refused);
 /* It sends nothing more. Its records are the first to be evicted. */
 void records_end_session(struct records *records, uint64_t session);
 

@@ -58,8 +58,8 @@ static int initialise_locks(struct smb_segment *segment)
     return failed ? SMB_SYSTEM : SMB_OK;
 }
 
-int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes,
-                       struct smb_segment **segment)
+int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
+                       uint64_t data_bytes, uint32_t chunk_bytes, struct smb_segment **segment)
 {
     uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
     if (file_bytes == 0 || id == 0 || smb_dtype_bytes(dtype) == 0)
@@ -120,7 +120,8 @@ static int open_owned(int fd, bool take_over, struct smb_segment **segment)
     int status = SMB_OK;
     if (fstat(fd, &file) != 0)
         status = SMB_SYSTEM;
-    else if (!S_ISREG(file.st_mode) || pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header ||
+    else if (!S_ISREG(file.st_mode) ||
+             pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header ||
              header.magic != FORMAT_MAGIC)
         status = SMB_INVALID;
     else
@@ -157,9 +158,11 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment)
     if (status != SMB_OK)
         return status;
     /* Release: pairs with the acquire in smb_segment_is_shared. */
-    atomic_store_explicit(&taken->header->pid_namespace, taken->pid_namespace, memory_order_release);
+    atomic_store_explicit(&taken->header->pid_namespace, taken->pid_namespace,
+                          memory_order_release);
     atomic_thread_fence(memory_order_release);
-    taken->header->format_version = FORMAT_VERSION; /* last: whoever finds it finds the namespace */
+    /* last: a reader that finds it finds the namespace */
+    taken->header->format_version = FORMAT_VERSION;
     *segment = taken;
     return SMB_OK;
 }
@@ -185,9 +188,10 @@ void smb_segment_release(struct smb_segment *segment)
         return;
     if (segment->companion)
         segment->free_companion(segment->companion);
-    /* The memory of a deleted segment goes back now, although other processes may still have it mapped: what they read from
-     * here on is zeros, and smb_segment_apply tells them so. In the daemon the last reference goes when no request is using
-     * the segment. Failure costs memory until they unmap. */
+    /* The memory of a deleted segment goes back now, although other processes may still have it
+     * mapped: what they read from here on is zeros, and smb_segment_apply tells them so. In the
+     * daemon the last reference goes when no request is using the segment. Failure costs memory
+     * until they unmap. */
     if (smb_segment_deleted(segment))
         fallocate(segment->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                   (off_t)((uint8_t *)segment->records - (uint8_t *)segment->header),
@@ -199,19 +203,20 @@ void smb_segment_release(struct smb_segment *segment)
 
 void smb_segment_mark_deleted(struct smb_segment *segment)
 {
-    /* Pairs with the acquire in smb_segment_deleted. That it is seen before the zeros of memory given back is the work of the system call
-     * that gives it back, on this side, and of the fence in smb_segment_still_there on the other. */
+    /* Pairs with the acquire in smb_segment_deleted. It must be seen before the zeros of memory
+     * given back. On this side the system call that gives it back sees to that, on the other the
+     * fence in smb_segment_still_there. */
     atomic_store_explicit(&segment->header->deleted, 1, memory_order_release);
 }
 
 bool smb_segment_deleted(const struct smb_segment *segment)
 {
-    return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;
+    return mapping_is_deleted(segment);
 }
 
 int smb_segment_is_shared(const struct smb_segment *segment)
 {
-    return atomic_load_explicit(&segment->header->pid_namespace, memory_order_acquire) == segment->pid_namespace;
+    return mapping_is_shared(segment);
 }
 
 uint64_t smb_segment_id(const struct smb_segment *segment)
@@ -239,11 +244,13 @@ void smb_segment_info(const struct smb_segment *segment, struct smb_segment_info
         .data_bytes = segment->data_bytes,
         .file_bytes = segment->file_bytes,
         .deleted = smb_segment_deleted(segment),
-        .recovered_locks = atomic_load_explicit(&segment->header->recovered_locks, memory_order_relaxed),
+        .recovered_locks = atomic_load_explicit(&segment->header->recovered_locks,
+                                                memory_order_relaxed),
     };
 }
 
-const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes, uint32_t *sequence_at)
+const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes,
+                               uint32_t *sequence_at)
 {
     *bytes = format_chunk_count(segment->data_bytes, segment->chunk_bytes) * CHUNK_STATE_BYTES;
     *sequence_at = offsetof(struct chunk_state, sequence);
@@ -275,15 +282,15 @@ void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes)
 void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes)
 {
     for (int i = 0; i < SMB_OPCODE_COUNT; i++) {
-        operations[i] += atomic_load_explicit(&segment->header->operations[i], memory_order_relaxed);
+        operations[i] += atomic_load_explicit(&segment->header->operations[i],
+                                              memory_order_relaxed);
         bytes[i] += atomic_load_explicit(&segment->header->bytes[i], memory_order_relaxed);
     }
 }
 
 bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes)
 {
-    return bytes > 0 && bytes <= segment->data_bytes && offset <= segment->data_bytes - bytes &&
-           offset / segment->chunk_bytes == (offset + bytes - 1) / segment->chunk_bytes;
+    return mapping_holds(segment, offset, bytes);
 }
 
 struct record_table smb_segment_records(struct smb_segment *segment)
@@ -301,9 +308,11 @@ struct sync_words *smb_segment_sync_words(struct smb_segment *segment)
 
 void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing)
 {
-    const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header + SYNC_OFFSET);
-    /* Seen before whatever is read of the copy; and, for the second look, after all that was read. Pairs with the release of sync_state.h (word_put):
-     * `version` after the copy's last byte, `writing` before its publisher is answered and stores the first byte over it. */
+    const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header +
+                                                                 SYNC_OFFSET);
+    /* Seen before whatever is read of the copy; and, for the second look, after all that was read.
+     * Pairs with the release of sync_state.h (word_put): `version` after the copy's last byte,
+     * `writing` before its publisher is answered and stores the first byte over it. */
     atomic_thread_fence(memory_order_acquire);
     *version = atomic_load_explicit(&words->version, memory_order_acquire);
     *writing = atomic_load_explicit(&words->writing, memory_order_acquire);

@@ -1,12 +1,15 @@
 /* segment.h: a mapped segment: its life, its identity, its counters. In the daemon and in clients.
  *
- * Namespaces. A robust lock holds its owner's thread id as its PID namespace has it. The kernel tells a dead owner by that id alone. So
- * the header names the namespace of the locks, and no process of another namespace maps the segment. A daemon that starts in a new
- * namespace takes its segments along. Clients of the old one get SMB_NAMESPACE from their next operation. docs/decisions/0019.
+ * Namespaces. A robust lock holds its owner's thread id as its PID namespace has it. The kernel
+ * tells a dead owner by that id alone. So the header names the namespace of the locks, and no
+ * process of another namespace maps the segment. A daemon that starts in a new namespace takes its
+ * segments along. Clients of the old one get SMB_NAMESPACE from their next operation.
+ * docs/decisions/0019.
  *
- * Trust. Bounds come from a private copy of the header, checked against the file's size at mapping. Nothing that another process
- * writes later can make us leave the mapping. A process that may map a segment can write anything into it, locks included. So only
- * processes of the daemon's own user may map.
+ * Trust. Bounds come from a private copy of the header, checked against the file's size at mapping.
+ * Nothing that another process writes later can make us leave the mapping. A process that may map a
+ * segment can write anything into it, locks included. So only processes of the daemon's own user
+ * may map.
  */
 #ifndef SMB_SEGMENT_H
 #define SMB_SEGMENT_H
@@ -28,7 +31,8 @@ struct smb_segment *smb_segment_retain(struct smb_segment *segment);
 void smb_segment_count(struct smb_segment *segment, int opcode, uint64_t bytes);
 /* Whether [offset, offset + bytes) lies in the segment and within one of its chunks. */
 bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint64_t bytes);
-/* As smb_segment_open, for the daemon: one that an earlier run left, in another PID namespace maybe, or in the format before. */
+/* As smb_segment_open, for the daemon: one that an earlier run left, in another PID namespace
+ * maybe, or in the format before. */
 int smb_segment_take_over(const char *path, struct smb_segment **segment);
 bool smb_segment_deleted(const struct smb_segment *segment);
 uint64_t smb_segment_id(const struct smb_segment *segment);

@@ -9,8 +9,8 @@
 #include "memory/sync_queue.h"
 #include "memory/sync_version.h"
 
-/* What an earlier run left. Here only: afterwards the words are ours, and calls whose times are a little apart must not take
- * each other's longest lease for garbage. */
+/* What an earlier run left. Here only: afterwards the words are ours, and calls whose times are a
+ * little apart must not take each other's longest lease for garbage. */
 static void mend_words(struct sync_words *words, uint64_t now_ns)
 {
     struct sync_lock_words *publisher = &words->locks[SYNC_PUBLISHER];
@@ -18,10 +18,12 @@ static void mend_words(struct sync_words *words, uint64_t now_ns)
     for (int i = 0; i < SYNC_LOCKS; i++)
         if (word_get(&words->locks[i].expires_ns) > clock_later(now_ns, SYNC_TTL_MS_MAX))
             word_put(&words->locks[i].expires_ns, 0);
-    /* A holder writes the version after the published one: this one has published, and was killed before it let go. Its
-     * repeated PUBLISH is told so for as long as any UNLOCK is, whether its lease went on or not. */
+    /* A holder writes the version after the published one: this one has published, and was killed
+     * before it let go. Its repeated PUBLISH is told so for as long as any UNLOCK is, whether its
+     * lease went on or not. */
     if (word_get(&publisher->expires_ns) != 0 && writing == version) {
-        word_put(&publisher->released, word_get(&publisher->released) | lock_released_bit(word_get(&publisher->token)));
+        word_put(&publisher->released,
+                 word_get(&publisher->released) | lock_released_bit(word_get(&publisher->token)));
         FAILPOINT("sync.mended");
         word_put(&publisher->expires_ns, 0);
     }
@@ -29,7 +31,8 @@ static void mend_words(struct sync_words *words, uint64_t now_ns)
         word_put(&words->writing, version + 1); /* garbage: that may have begun */
 }
 
-int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, bool grace, uint64_t now_ns, struct sync **sync)
+int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, bool grace,
+                uint64_t now_ns, struct sync **sync)
 {
     struct sync *made = calloc(1, sizeof *made);
     if (!made)
@@ -50,7 +53,8 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     if (made->capacity > SYNC_PARTIES_MAX)
         made->capacity = SYNC_PARTIES_MAX;
     mend_words(words, now_ns);
-    bool locked_before = word_get(&words->locks[SYNC_USER].token) || word_get(&words->locks[SYNC_PUBLISHER].token);
+    bool locked_before = word_get(&words->locks[SYNC_USER].token) ||
+                         word_get(&words->locks[SYNC_PUBLISHER].token);
     made->grace_ns = grace && locked_before ? clock_later(now_ns, SYNC_GRACE_MS) : 0;
     made->due_ns = made->pinned_ns = UINT64_MAX;
     made->asked_ns = now_ns;
@@ -65,7 +69,8 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
 
 void sync_destroy(struct sync *sync)
 {
-    SMB_ASSERT(sync->locks[SYNC_USER].turns.count == 0 && sync->locks[SYNC_PUBLISHER].turns.count == 0);
+    SMB_ASSERT(sync->locks[SYNC_USER].turns.count == 0 &&
+               sync->locks[SYNC_PUBLISHER].turns.count == 0);
     SMB_ASSERT(sync->barrier.turns.count == 0 && sync->versions.turns.count == 0);
     barrier_clear(sync);
     pins_drop_expired(&sync->pins, UINT64_MAX);
@@ -74,7 +79,8 @@ void sync_destroy(struct sync *sync)
     free(sync);
 }
 
-void sync_on_sooner(struct sync *sync, void (*sooner)(void *argument, uint64_t at_ns), void *argument)
+void sync_on_sooner(struct sync *sync, void (*sooner)(void *argument, uint64_t at_ns),
+                    void *argument)
 {
     pthread_mutex_lock(&sync->mutex);
     sync->sooner = sooner;
@@ -103,7 +109,8 @@ void sync_close(struct sync *sync, int status)
 static bool idle(const struct sync *sync, uint64_t idle_ns, uint64_t now_ns)
 {
     /* Calls whose times are a little apart may come in either order. */
-    bool used = now_ns < sync->grace_ns || now_ns < sync->asked_ns || now_ns - sync->asked_ns < idle_ns || barrier_arrived(sync) > 0 ||
+    bool used = now_ns < sync->grace_ns || now_ns < sync->asked_ns ||
+                now_ns - sync->asked_ns < idle_ns || barrier_arrived(sync) > 0 ||
                 sync->barrier.turns.count || sync->versions.turns.count || sync->pins.names.count;
     for (int i = 0; i < SYNC_LOCKS; i++)
         used |= lock_is_held(&sync->words->locks[i], now_ns) || sync->locks[i].turns.count;
@@ -136,7 +143,8 @@ int sync_raise_token(struct sync *sync, uint64_t token)
     return SMB_OK;
 }
 
-static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply, struct news *news)
+static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
+                      struct sync_answer *reply, struct news *news)
 {
     const struct sync_request *request = &waiter->request;
     switch (request->opcode) {
@@ -157,8 +165,8 @@ static int ask_locked(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
     }
 }
 
-int sync_ask(struct sync *sync, const struct sync_request *request, struct waiter *waiter, uint64_t now_ns,
-             struct sync_answer *answer)
+int sync_ask(struct sync *sync, const struct sync_request *request, struct waiter *waiter,
+             uint64_t now_ns, struct sync_answer *answer)
 {
     waiter->request = *request;
     waiter->sync = sync;
@@ -179,7 +187,9 @@ bool sync_forget(struct waiter *waiter, uint64_t now_ns)
     bool kept = waiter->kept;
     if (kept) {
         queue_take_out(queue_of(sync, waiter), waiter);
-        struct party *party = waiter->request.opcode == SMB_AWAIT_BARRIER ? barrier_party(sync, waiter->request.session) : NULL;
+        struct party *party = waiter->request.opcode == SMB_AWAIT_BARRIER
+                                  ? barrier_party(sync, waiter->request.session)
+                                  : NULL;
         if (party) {
             party->waiting--;
             barrier_judge_presence(sync, party, now_ns, &news);
@@ -242,8 +252,10 @@ uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
 void sync_status(struct sync *sync, uint64_t now_ns, struct sync_status *status)
 {
     pthread_mutex_lock(&sync->mutex);
-    *status = (struct sync_status){.version = word_get(&sync->words->version), .broken_rounds = sync->broken_rounds,
-                                   .barrier_waiting = sync->barrier.turns.count, .arrived = barrier_arrived(sync),
+    *status = (struct sync_status){.version = word_get(&sync->words->version),
+                                   .broken_rounds = sync->broken_rounds,
+                                   .barrier_waiting = sync->barrier.turns.count,
+                                   .arrived = barrier_arrived(sync),
                                    .versions_waiting = sync->versions.turns.count};
     status->parties = status->arrived ? word_get(&sync->words->parties) : 0;
     for (int which = 0; which < SYNC_LOCKS; which++) {

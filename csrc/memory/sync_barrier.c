@@ -14,7 +14,8 @@ static uint64_t round_of(const struct sync *sync)
 
 uint64_t barrier_arrived(const struct sync *sync)
 {
-    uint64_t arrived = word_get(&sync->words->round) & ARRIVED_MASK, parties = word_get(&sync->words->parties);
+    uint64_t arrived = word_get(&sync->words->round) & ARRIVED_MASK,
+             parties = word_get(&sync->words->parties);
     return parties <= sync->capacity && arrived < parties ? arrived : 0;
 }
 
@@ -41,7 +42,8 @@ static uint64_t absence_end_ns(const struct sync *sync)
     return since_ns == UINT64_MAX ? UINT64_MAX : clock_later(since_ns, SYNC_ABSENCE_MS);
 }
 
-void barrier_judge_presence(struct sync *sync, struct party *party, uint64_t now_ns, struct news *news)
+void barrier_judge_presence(struct sync *sync, struct party *party, uint64_t now_ns,
+                            struct news *news)
 {
     bool was_absent = party->absent_ns != UINT64_MAX, is_absent = party->waiting < party->seats;
     if (was_absent && !is_absent) {
@@ -72,7 +74,8 @@ static bool seat_party(struct sync *sync, uint64_t session, uint64_t now_ns, str
 
 void barrier_clear(struct sync *sync)
 {
-    for (struct tree_node *node = tree_first(&sync->parties); node; node = tree_first(&sync->parties)) {
+    for (struct tree_node *node = tree_first(&sync->parties); node;
+         node = tree_first(&sync->parties)) {
         tree_take(&sync->parties, node);
         free(TREE_OWNER(node, struct party, by_session));
     }
@@ -94,10 +97,10 @@ void barrier_end_round(struct sync *sync, bool broken, struct news *news)
     queue_answer_all(sync, &sync->barrier, broken ? SMB_BROKEN : SMB_OK, news);
 }
 
-static bool find_seat(const struct sync *sync, const struct sync_request *request, uint64_t round, uint64_t seats,
-                      struct sync_answer *reply)
+static bool find_seat(const struct sync *sync, const struct sync_request *request, uint64_t round,
+                      uint64_t seats, struct sync_answer *reply)
 {
-    uint64_t(*row)[2] = seats_of(sync, round);
+    uint64_t (*row)[2] = seats_of(sync, round);
     for (uint64_t i = 0; i < seats; i++) {
         if (row[i][0] == request->session && row[i][1] == request->sequence) {
             *reply = (struct sync_answer){SMB_OK, round, i};
@@ -107,8 +110,8 @@ static bool find_seat(const struct sync *sync, const struct sync_request *reques
     return false;
 }
 
-int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *reply,
-                      struct news *news)
+int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                       struct sync_answer *reply, struct news *news)
 {
     uint64_t parties = request->words[0], round = round_of(sync), arrived = barrier_arrived(sync);
     if (parties == 0 || parties > sync->capacity)
@@ -143,7 +146,9 @@ int barrier_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
     if (asked > round)
         return SMB_INVALID;
     if (asked < round)
-        return round - asked > ROUNDS_KEPT || word_get(&sync->words->broken) >> (asked % 64) & 1 ? SMB_BROKEN : SMB_OK;
+        return round - asked > ROUNDS_KEPT || word_get(&sync->words->broken) >> (asked % 64) & 1
+                   ? SMB_BROKEN
+                   : SMB_OK;
     struct party *party = barrier_party(sync, waiter->request.session);
     if (!party)
         return SMB_INVALID; /* it has no seat */
@@ -160,7 +165,7 @@ int barrier_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
 bool barrier_find_parties(struct sync *sync, uint64_t now_ns)
 {
     struct news untold = {.due_ns = UINT64_MAX}; /* the first sync_tick finds it */
-    uint64_t(*row)[2] = seats_of(sync, round_of(sync));
+    uint64_t (*row)[2] = seats_of(sync, round_of(sync));
     for (uint64_t i = 0, arrived = barrier_arrived(sync); i < arrived; i++)
         if (!seat_party(sync, row[i][0], now_ns, &untold))
             return false;

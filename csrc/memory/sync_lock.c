@@ -31,10 +31,11 @@ static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *
     return sync->pinned_ns == UINT64_MAX ? UINT64_MAX : clock_later(sync->pinned_ns, bound_ms);
 }
 
-/* Readers renew their pins; but publishers wait for them no longer than the first of those chooses, whoever asks in between.
- * pinned_ns never counts against a later pin: pins are made on the published version, so one that is new is in nobody's way until
- * the next version, and before that is a grant, which resets it. */
-static bool publisher_may_begin(struct sync *sync, const struct sync_request *publisher, uint64_t now_ns)
+/* Readers renew their pins; but publishers wait for them no longer than the first publisher
+ * chooses. pinned_ns never counts against a later pin: a new pin is on the published version. It
+ * holds nobody up until the next version, and the grant before that resets pinned_ns. */
+static bool publisher_may_begin(struct sync *sync, const struct sync_request *publisher,
+                                uint64_t now_ns)
 {
     uint64_t version = word_get(&sync->words->version);
     pins_drop_expired(&sync->pins, now_ns);
@@ -44,7 +45,8 @@ static bool publisher_may_begin(struct sync *sync, const struct sync_request *pu
     return !pinned || pins_end_ns(sync, publisher) <= now_ns;
 }
 
-static bool may_grant(struct sync *sync, int which, const struct sync_request *request, uint64_t now_ns)
+static bool may_grant(struct sync *sync, int which, const struct sync_request *request,
+                      uint64_t now_ns)
 {
     return now_ns >= sync->grace_ns && !lock_is_held(&sync->words->locks[which], now_ns) &&
            (which == SYNC_USER || publisher_may_begin(sync, request, now_ns));
@@ -64,8 +66,8 @@ static uint64_t next_token(const struct sync_lock_words *lock, int which)
 }
 
 /* The expiry last: until then nobody holds it, whatever else was written. */
-static struct sync_answer grant(struct sync *sync, int which, const struct sync_request *request, uint64_t now_ns,
-                                struct news *news)
+static struct sync_answer grant(struct sync *sync, int which, const struct sync_request *request,
+                                uint64_t now_ns, struct news *news)
 {
     struct sync_lock_words *lock = &sync->words->locks[which];
     uint64_t expires_ns = clock_later(now_ns, request->words[0]);
@@ -82,7 +84,8 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     word_put(&lock->session, request->session);
     word_put(&lock->request, request->sequence);
     if (which == SYNC_PUBLISHER) {
-        /* Those on the copy that is about to be overwritten: overtaken. Their readers are told at their next renewal. */
+        /* Those on the copy that is about to be overwritten: overtaken. Their readers are told at
+         * their next renewal. */
         pins_drop_version(&sync->pins, word_get(&sync->words->version) - 1);
         sync->pinned_ns = UINT64_MAX;
         word_put(&sync->words->writing, word_get(&sync->words->version) + 1);
@@ -110,7 +113,8 @@ void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news 
         news_due(news, pins_end_ns(sync, &first->request));
 }
 
-static void enqueue_for_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct news *news)
+static void enqueue_for_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
+                             struct news *news)
 {
     const struct sync_request *request = &waiter->request;
     uint64_t age_ns = request->words[2] >= now_ns / MS ? now_ns : request->words[2] * MS;
@@ -118,21 +122,26 @@ static void enqueue_for_lock(struct sync *sync, struct waiter *waiter, uint64_t 
 }
 
 /* Its connection was replaced, and it was asked for again: the place is the new one's. */
-static void drop_repeated(struct sync *sync, struct queue *queue, const struct sync_request *request, struct news *news)
+static void drop_repeated(struct sync *sync, struct queue *queue,
+                          const struct sync_request *request, struct news *news)
 {
     struct tree_node *found = tree_find(&queue->names, request->session, request->sequence);
     if (found)
-        queue_answer(sync, TREE_OWNER(found, struct waiter, by_name), (struct sync_answer){.status = SMB_DISCONNECTED}, news);
+        queue_answer(sync, TREE_OWNER(found, struct waiter, by_name),
+                     (struct sync_answer){.status = SMB_DISCONNECTED}, news);
 }
 
-int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply, struct news *news)
+int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,
+             struct news *news)
 {
     const struct sync_request *request = &waiter->request;
-    if (request->argument >= SYNC_LOCKS || request->words[0] < SYNC_TTL_MS_MIN || request->words[0] > SYNC_TTL_MS_MAX)
+    if (request->argument >= SYNC_LOCKS || request->words[0] < SYNC_TTL_MS_MIN ||
+        request->words[0] > SYNC_TTL_MS_MAX)
         return SMB_INVALID;
     int which = (int)request->argument;
     struct sync_lock_words *lock = &sync->words->locks[which];
-    if (lock_is_held(lock, now_ns) && word_get(&lock->session) == request->session && word_get(&lock->request) == request->sequence) {
+    if (lock_is_held(lock, now_ns) && word_get(&lock->session) == request->session &&
+        word_get(&lock->request) == request->sequence) {
         lock_set_expiry(sync, lock, clock_later(now_ns, request->words[0]));
         *reply = granted(sync, which);
         return SMB_OK;
@@ -160,7 +169,8 @@ void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *new
     lock_grant_next(sync, which, now_ns, news);
 }
 
-int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news)
+int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                    struct news *news)
 {
     uint64_t token = request->words[0];
     if (request->argument >= SYNC_LOCKS || token % SYNC_LOCKS != request->argument)
@@ -178,9 +188,11 @@ int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint6
     return recent && word_get(&lock->released) & lock_released_bit(token) ? SMB_OK : SMB_LOCK_LOST;
 }
 
-int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news)
+int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                   struct news *news)
 {
-    if (request->argument >= SYNC_LOCKS || request->words[1] < SYNC_TTL_MS_MIN || request->words[1] > SYNC_TTL_MS_MAX)
+    if (request->argument >= SYNC_LOCKS || request->words[1] < SYNC_TTL_MS_MIN ||
+        request->words[1] > SYNC_TTL_MS_MAX)
         return SMB_INVALID;
     struct sync_lock_words *lock = &sync->words->locks[request->argument];
     if (!lock_is_holder(lock, request->words[0], now_ns))
@@ -209,7 +221,8 @@ int sync_fence_enter(struct sync *sync, uint64_t token, uint64_t now_ns)
     struct sync_lock_words *lock = &sync->words->locks[token % SYNC_LOCKS];
     pthread_rwlock_rdlock(&sync->fence);
     bool home = word_get(&lock->token) != 0;
-    if (home ? lock_is_holder(lock, token, now_ns) : token != 0 && token >= word_get(&lock->fence)) {
+    if (home ? lock_is_holder(lock, token, now_ns)
+             : token != 0 && token >= word_get(&lock->fence)) {
         uint64_t fence = word_get(&lock->fence);
         while (fence < token && !atomic_compare_exchange_weak(&lock->fence, &fence, token)) {
         }

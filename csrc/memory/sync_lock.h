@@ -1,4 +1,4 @@
-/* sync_lock.h: the two locks of a segment: who holds them, who is next, fencing. */
+/* sync_lock.h: the two locks of a segment: holders, queues, fencing. */
 #ifndef SMB_SYNC_LOCK_H
 #define SMB_SYNC_LOCK_H
 
@@ -9,13 +9,16 @@ bool lock_is_held(const struct sync_lock_words *lock, uint64_t now_ns);
 bool lock_is_holder(const struct sync_lock_words *lock, uint64_t token, uint64_t now_ns);
 /* No fenced change is under way while somebody stops or begins to hold. */
 void lock_set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t expires_ns);
-/* Whoever is first, if the lock is free; else it is due when it may be. */
+/* Grants the lock to the first in the queue, if it is free; else sets when it is due. */
 void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news);
 void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *news);
 /* Requests; see sync.h. */
-int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply, struct news *news);
-int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news);
-int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct news *news);
+int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,
+             struct news *news);
+int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                    struct news *news);
+int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                   struct news *news);
 int lock_ask_fence(struct sync *sync, const struct sync_request *request);
 
 #endif

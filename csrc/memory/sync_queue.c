@@ -10,7 +10,8 @@ struct waiter *queue_first(const struct queue *queue)
 
 struct waiter *queue_first_of_session(const struct queue *queue, uint64_t session)
 {
-    struct waiter *waiter = TREE_OWNER(tree_from(&queue->names, session, 0), struct waiter, by_name);
+    struct waiter *waiter = TREE_OWNER(tree_from(&queue->names, session, 0), struct waiter,
+                                       by_name);
     return waiter && waiter->request.session == session ? waiter : NULL;
 }
 
@@ -37,8 +38,8 @@ struct queue *queue_of(struct sync *sync, const struct waiter *waiter)
     }
 }
 
-void queue_keep(struct sync *sync, struct waiter *waiter, uint64_t turn, uint64_t timeout_ms, uint64_t now_ns,
-                 struct news *news)
+void queue_keep(struct sync *sync, struct waiter *waiter, uint64_t turn, uint64_t timeout_ms,
+                uint64_t now_ns, struct news *news)
 {
     SMB_ASSERT(!waiter->kept);
     struct queue *queue = queue_of(sync, waiter);
@@ -52,7 +53,8 @@ void queue_keep(struct sync *sync, struct waiter *waiter, uint64_t turn, uint64_
     news_due(news, waiter->deadline_ns);
 }
 
-void queue_answer(struct sync *sync, struct waiter *waiter, struct sync_answer ready, struct news *news)
+void queue_answer(struct sync *sync, struct waiter *waiter, struct sync_answer ready,
+                  struct news *news)
 {
     queue_take_out(queue_of(sync, waiter), waiter);
     waiter->ready = ready;
@@ -67,7 +69,8 @@ void queue_answer_all(struct sync *sync, struct queue *queue, int status, struct
         queue_answer(sync, waiter, (struct sync_answer){.status = status}, news);
 }
 
-void queue_answer_session(struct sync *sync, struct queue *queue, uint64_t session, struct news *news)
+void queue_answer_session(struct sync *sync, struct queue *queue, uint64_t session,
+                          struct news *news)
 {
     struct waiter *waiter = queue_first_of_session(queue, session);
     for (; waiter; waiter = queue_first_of_session(queue, session))

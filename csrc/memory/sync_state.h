@@ -1,5 +1,6 @@
-/* sync_state.h: what the parts of a segment's sync share: sync_queue.c (who waits), sync_lock.c, sync_barrier.c, sync_version.c (versions
- * and pins) and sync.c (the door, time). Everything with the mutex held, unless a function says otherwise. */
+/* sync_state.h: what the parts of a segment's sync share: sync_queue.c (who waits), sync_lock.c,
+ * sync_barrier.c, sync_version.c (versions and pins) and sync.c (the door, time). Everything with
+ * the mutex held, unless a function says otherwise. */
 #ifndef SMB_SYNC_STATE_H
 #define SMB_SYNC_STATE_H
 
@@ -10,28 +11,30 @@
 
 static const uint64_t MS = 1000000;
 
-/* turns: locks by since_ns, versions by the one that is awaited, then as they came. names: session, sequence. */
+/* turns: locks by since_ns, versions by the one that is awaited, then as they came. names: session,
+ * sequence. */
 struct queue {
     struct tree turns, deadlines, names;
 };
 
 struct sync {
     pthread_mutex_t mutex;
-    pthread_rwlock_t fence;        /* taken after the mutex; its write side by whoever changes who holds a lock */
+    pthread_rwlock_t fence; /* taken after the mutex; its write side to change a lock's holder */
     struct sync_words *words;
-    uint64_t (*seats)[2];          /* session, sequence */
-    uint64_t capacity;             /* seats of one round */
+    uint64_t (*seats)[2]; /* session, sequence */
+    uint64_t capacity;    /* seats of one round */
     struct queue locks[SYNC_LOCKS], barrier, versions;
     struct tree parties, absences; /* by session; by absent_ns */
     struct pins pins;
-    uint64_t weights;              /* of the trees */
-    uint64_t kept;                 /* waiters so far */
-    uint64_t pinned_ns;            /* since when pins alone keep the publishers from their turn; UINT64_MAX: they don't */
-    uint64_t grace_ns;             /* nothing is granted before */
+    uint64_t weights; /* of the trees */
+    uint64_t kept;    /* waiters so far */
+    /* since when pins alone keep the publishers from their turn; UINT64_MAX: they don't */
+    uint64_t pinned_ns;
+    uint64_t grace_ns; /* nothing is granted before */
     uint64_t broken_rounds;
-    uint64_t asked_ns;             /* the last request, or the start */
-    int closed;                    /* status of everything from now on */
-    uint64_t due_ns;               /* as last told */
+    uint64_t asked_ns;                   /* the last request, or the start */
+    int closed;                          /* status of everything from now on */
+    uint64_t due_ns;                     /* as last told */
     struct sync_counters own, *counters; /* it may have no other */
     void (*sooner)(void *argument, uint64_t at_ns);
     void *sooner_argument;

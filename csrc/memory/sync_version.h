@@ -6,12 +6,12 @@
 
 struct sync_answer version_answer(const struct sync *sync, int status);
 /* Requests; see sync.h. */
-int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,
-                      struct news *news);
+int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
+                      struct sync_answer *reply, struct news *news);
 int version_ask_publish(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
                         struct sync_answer *reply, struct news *news);
-int version_ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns, struct sync_answer *reply,
-                    struct news *news);
+int version_ask_pin(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                    struct sync_answer *reply, struct news *news);
 void version_unpin(struct sync *sync, uint64_t session, uint64_t name, uint64_t now_ns);
 
 #endif

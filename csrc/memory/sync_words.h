@@ -1,30 +1,35 @@
-/* sync_words.h: what of locks, barrier and version lies in a segment's header page and survives the daemon. */
+/* sync_words.h: what of locks, barrier and version lies in a segment's header page and survives the
+ * daemon. */
 #ifndef SMB_SYNC_WORDS_H
 #define SMB_SYNC_WORDS_H
 
 #include <stdatomic.h>
 #include <stdint.h>
 
-enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 }; /* the lowest bit of every token of it */
+/* the lowest bit of every token of it */
+enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 };
 
-/* In the segment's header page. Zeroes: nothing was ever locked, published or awaited. Everything may hold garbage (recovery
- * trusts nothing): what is read from here is bounded before it is used. Times are CLOCK_BOOTTIME nanoseconds: the host's, so
- * they go on while no daemon runs. */
+/* In the segment's header page. Zeroes: nothing was ever locked, published or awaited. Everything
+ * may hold garbage (recovery trusts nothing): what is read from here is bounded before it is used.
+ * Times are CLOCK_BOOTTIME nanoseconds: the host's, so they go on while no daemon runs. */
 struct sync_words {
     struct sync_lock_words {
-        _Atomic uint64_t expires_ns;    /* 0: free. Written last when granted, first when released: decides alone */
-        _Atomic uint64_t token;         /* the last one granted; 0: none ever */
-        _Atomic uint64_t session;       /* of the holder */
-        _Atomic uint64_t request;       /* its sequence number */
-        _Atomic uint64_t released;      /* bit (token / 2 mod 64): that one was released by its holder */
-        _Atomic uint64_t fence;         /* lower tokens are refused */
+        /* 0: free. Written last when granted, first when released: decides alone */
+        _Atomic uint64_t expires_ns;
+        _Atomic uint64_t token;    /* the last one granted; 0: none ever */
+        _Atomic uint64_t session;  /* of the holder */
+        _Atomic uint64_t request;  /* its sequence number */
+        _Atomic uint64_t released; /* bit (token / 2 mod 64): that one was released by its holder */
+        _Atomic uint64_t fence;    /* lower tokens are refused */
     } locks[SYNC_LOCKS];
-    _Atomic uint64_t version;           /* published */
-    _Atomic uint64_t writing;           /* a publication of this version has begun (it may never end); 0: none ever */
-    _Atomic uint64_t round;             /* of the barrier: round number << 24 | arrived */
-    _Atomic uint64_t parties;           /* of the round under way */
-    _Atomic uint64_t broken;            /* bit (round mod 64): that round was broken */
-    _Atomic uint64_t retired;           /* SYNC_RETIRED: nothing is asked of it any more; any other value means nothing */
+    _Atomic uint64_t version; /* published */
+    /* a publication of this version has begun (it may never end); 0: none ever */
+    _Atomic uint64_t writing;
+    _Atomic uint64_t round;   /* of the barrier: round number << 24 | arrived */
+    _Atomic uint64_t parties; /* of the round under way */
+    _Atomic uint64_t broken;  /* bit (round mod 64): that round was broken */
+    /* SYNC_RETIRED: nothing is asked of it any more; any other value means nothing */
+    _Atomic uint64_t retired;
 };
 static const uint64_t SYNC_RETIRED = 0x64656E7275746572; /* "returned" */
 _Static_assert(sizeof(struct sync_words) <= 512, "a place in the header page");

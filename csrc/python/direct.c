@@ -1,14 +1,17 @@
-/* direct.c: the calls of a buffer from Python in one step, as a CPython extension of its own (smb._direct).
+/* direct.c: the calls of a buffer from Python in one step, as a CPython extension of its own
+ * (smb._direct).
  *
- * A small call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to 2 us. `Method` stands in
- * front of a Python method of a class whose objects hold a `Place` in their slot `_place`. A usual call (a numpy array of the
- * buffer's dtype, contiguous, on a buffer whose segments are known) is handed to the engine from here. Everything else goes to
- * the Python method, with nothing done. The Python method is the definition, and this the short path to the same end. When the
- * engine refuses a call, the place's `go_on` gets it and its outcome: it decides and raises as for Python's own calls.
+ * A small call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to
+ * 2 us. `Method` stands in front of a Python method of a class whose objects hold a `Place` in
+ * their slot `_place`. A usual call (a numpy array of the buffer's dtype, contiguous, on a buffer
+ * whose segments are known) is handed to the engine from here. Everything else goes to the Python
+ * method, with nothing done. The Python method is the definition, and this the short path to the
+ * same end. When the engine refuses a call, the place's `go_on` gets it and its outcome: it decides
+ * and raises as for Python's own calls.
  *
- * Threads. All fields are read and written with the GIL. A call that may wait or takes long releases it, with a reference
- * to the handle: another thread may disarm meanwhile. The engine's functions are pointers taken from smb._engine, whose library
- * this one does not link against. */
+ * Threads. All fields are read and written with the GIL. A call that may wait or takes long
+ * releases it, with a reference to the handle: another thread may disarm meanwhile. The engine's
+ * functions are pointers taken from smb._engine, whose library this one does not link against. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -18,17 +21,20 @@
 #include "base/clock.h"
 #include "smb.h"
 
-enum { HOLD_GIL_BYTES = 64 << 10 }; /* up to here what can be done at once takes 2 us at most: as long as handing the GIL over */
+/* up to here what can be done at once takes 2 us at most: as long as handing the GIL over */
+enum { HOLD_GIL_BYTES = 64 << 10 };
 
-typedef int (*transfer_function)(struct smb_buffer *, const struct smb_request *, struct smb_outcome *);
+typedef int (*transfer_function)(struct smb_buffer *, const struct smb_request *,
+                                 struct smb_outcome *);
 static transfer_function engine_transfer, engine_transfer_at_once;
-static PyTypeObject *array_type;             /* numpy.ndarray */
+static PyTypeObject *array_type; /* numpy.ndarray */
 static PyObject *name_offset, *name_count, *name_out, *name_scale;
-static unsigned long forks;                  /* how often this process is a child */
+static unsigned long forks; /* how often this process is a child */
 
-/* ---- signals, while a call waits */
+/* ---- signals, while a call waits ------------------------------------------------------------- */
 
-static _Thread_local PyObject *interrupt;    /* what a handler raised in the middle of a call of this thread; its caller raises it */
+/* what a handler raised in the middle of a call of this thread; its caller raises it */
+static _Thread_local PyObject *interrupt;
 
 /* The engine's calls run without the GIL. Python's handlers run on the main thread alone. */
 static int look(void)
@@ -52,11 +58,10 @@ static int look(void)
     return interrupt != NULL;
 }
 
-/* ---- whether the client is still open: one for all its buffers */
+/* ---- whether the client is still open: one for all its buffers ------------------------------- */
 
 typedef struct {
-    PyObject_HEAD
-    char open;
+    PyObject_HEAD char open;
 } Switch;
 
 static PyMemberDef switch_members[] = {
@@ -65,8 +70,7 @@ static PyMemberDef switch_members[] = {
 };
 
 static PyTypeObject switch_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "smb._direct.Switch",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Switch",
     .tp_doc = "Turns all places that were armed with it on and off.",
     .tp_basicsize = sizeof(Switch),
     .tp_flags = Py_TPFLAGS_DEFAULT,
@@ -74,18 +78,17 @@ static PyTypeObject switch_type = {
     .tp_members = switch_members,
 };
 
-/* ---- where the calls go */
+/* ---- where the calls go ---------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject_HEAD
-    PyObject *go_on;                         /* called with a call that failed */
-    PyObject *handle;                        /* keeps `buffer` alive; NULL: not armed */
+    PyObject_HEAD PyObject *go_on; /* called with a call that failed */
+    PyObject *handle;              /* keeps `buffer` alive; NULL: not armed */
     Switch *client;
-    Switch *quiet;                           /* closed while the buffer has async calls, whose turn is first */
+    Switch *quiet; /* closed while the buffer has async calls, whose turn is first */
     struct smb_buffer *buffer;
-    uint64_t size;                           /* elements */
+    uint64_t size; /* elements */
     uint32_t itemsize, timeout_ms;
-    char format;                             /* of the buffer protocol */
+    char format; /* of the buffer protocol */
     unsigned long forks;
 } Place;
 
@@ -126,8 +129,8 @@ static PyObject *place_arm(Place *self, PyObject *args)
     unsigned long long buffer, size;
     unsigned int itemsize, timeout_ms;
     int format;
-    if (!PyArg_ParseTuple(args, "OO!O!KKICI:arm", &handle, &switch_type, &client, &switch_type, &quiet, &buffer, &size, &itemsize,
-                          &format, &timeout_ms))
+    if (!PyArg_ParseTuple(args, "OO!O!KKICI:arm", &handle, &switch_type, &client, &switch_type,
+                          &quiet, &buffer, &size, &itemsize, &format, &timeout_ms))
         return NULL;
     self->buffer = (struct smb_buffer *)(uintptr_t)buffer; /* NOLINT: what cffi gives as a number */
     self->size = size;
@@ -158,17 +161,18 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
 
 static PyMethodDef place_methods[] = {
     {"arm", (PyCFunction)place_arm, METH_VARARGS,
-     "arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go straight to the engine's `buffer`,\n"
-     "which `handle` keeps alive, while both switches are on."},
+     "arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go\n"
+     "straight to the engine's `buffer`, which `handle` keeps alive, while both switches are on."},
     {"disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
     {NULL},
 };
 
 static PyTypeObject place_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "smb._direct.Place",
-    .tp_doc = "Place(go_on): where the direct calls of one object go. go_on(started, request, outcome) finishes a call that failed:\n"
-              "seconds of the monotonic clock, and the addresses of the engine's structs.",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Place",
+    .tp_doc =
+        "Place(go_on): where the direct calls of one object go.\n"
+        "go_on(started, request, outcome) finishes a call that failed: seconds of the monotonic\n"
+        "clock, and the addresses of the engine's structs.",
     .tp_basicsize = sizeof(Place),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = place_new,
@@ -178,22 +182,22 @@ static PyTypeObject place_type = {
     .tp_methods = place_methods,
 };
 
-/* ---- the methods */
+/* ---- the methods ----------------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject_HEAD
-    PyObject *function;                      /* the Python method */
-    PyTypeObject *owner;                     /* the class that has it; NULL outside of one: then Python does every call */
-    Py_ssize_t place_at;                     /* offset of the owner's slot `_place` */
+    PyObject_HEAD PyObject *function; /* the Python method */
+    /* the class that has it; NULL outside of one: then Python does every call */
+    PyTypeObject *owner;
+    Py_ssize_t place_at; /* offset of the owner's slot `_place` */
     vectorcallfunc call;
     int opcode;
 } Method;
 
 /* What a call is about, as far as its arguments say. Borrowed. */
 struct given {
-    PyObject *array;                         /* to be read from, or `out` */
+    PyObject *array; /* to be read from, or `out` */
     PyObject *offset, *count, *scale;
-    PyObject *value, *expected;              /* of counters */
+    PyObject *value, *expected; /* of counters */
 };
 
 static bool is_atomic(int opcode)
@@ -202,7 +206,8 @@ static bool is_atomic(int opcode)
 }
 
 /* false: there is something that only the Python method knows. */
-static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positional, PyObject *names, struct given *given)
+static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positional,
+                           PyObject *names, struct given *given)
 {
     PyObject **orders[][3] = {
         [SMB_READ] = {&given->offset, &given->count},
@@ -218,7 +223,8 @@ static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positio
     }
     Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
     for (Py_ssize_t i = 0; i < named; i++) {
-        PyObject *name = PyTuple_GET_ITEM(names, i); /* interned, as ours are; if not, the Python method takes it */
+        /* interned, as ours are; if not, the Python method takes it */
+        PyObject *name = PyTuple_GET_ITEM(names, i);
         PyObject **slot = name == name_offset && !is_atomic(opcode)        ? &given->offset
                           : name == name_count && opcode == SMB_READ       ? &given->count
                           : name == name_out && opcode == SMB_READ         ? &given->array
@@ -241,23 +247,29 @@ static bool integer_of(PyObject *value, long long *integer)
     return overflow == 0;
 }
 
-/* The array's memory, if it is of the usual kind and as large as it has to be. Fills in the range. */
-static bool array_of(const Place *place, const struct given *given, bool writable, struct smb_request *request, Py_buffer *view)
+/* The array's memory, if it is of the usual kind and as large as it has to be. Fills in the
+ * range. */
+static bool array_of(const Place *place, const struct given *given, bool writable,
+                     struct smb_request *request, Py_buffer *view)
 {
     long long offset = 0, count = -1;
     if (!given->array || Py_TYPE(given->array) != array_type)
         return false;
-    if ((given->offset && !integer_of(given->offset, &offset)) || (given->count && !integer_of(given->count, &count)))
+    if ((given->offset && !integer_of(given->offset, &offset)) ||
+        (given->count && !integer_of(given->count, &count)))
         return false;
     if (offset < 0 || (uint64_t)offset > place->size)
         return false;
-    if (PyObject_GetBuffer(given->array, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) != 0) {
+    if (PyObject_GetBuffer(given->array, view,
+                           PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) !=
+        0) {
         PyErr_Clear();
         return false;
     }
     uint64_t elements = (uint64_t)view->len / place->itemsize;
     bool usual = view->format && view->format[0] == place->format && view->format[1] == 0 &&
-                 (uint32_t)view->itemsize == place->itemsize && elements > 0 && elements <= place->size - (uint64_t)offset;
+                 (uint32_t)view->itemsize == place->itemsize && elements > 0 &&
+                 elements <= place->size - (uint64_t)offset;
     /* Of a read it must be all that was asked for. */
     if (usual && writable)
         usual = elements == (given->count ? (uint64_t)count : place->size - (uint64_t)offset);
@@ -270,7 +282,8 @@ static bool array_of(const Place *place, const struct given *given, bool writabl
     return true;
 }
 
-static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssize_t positional, PyObject *names, bool *taken)
+static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssize_t positional,
+                         PyObject *names, bool *taken)
 {
     struct given given = {0};
     *taken = false;
@@ -281,8 +294,10 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
     Py_buffer view = {0};
     if (is_atomic(opcode)) {
         long long index, value, expected = 0;
-        if (place->format != 'l' || !given.value || !integer_of(given.offset, &index) || !integer_of(given.value, &value) ||
-            (given.expected && !integer_of(given.expected, &expected)) || index < 0 || (uint64_t)index >= place->size)
+        if (place->format != 'l' || !given.value || !integer_of(given.offset, &index) ||
+            !integer_of(given.value, &value) ||
+            (given.expected && !integer_of(given.expected, &expected)) || index < 0 ||
+            (uint64_t)index >= place->size)
             return NULL;
         request.offset = (uint64_t)index * 8;
         request.bytes = 8;
@@ -318,7 +333,8 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
     }
     PyObject *result = NULL;
     if (outcome.status != SMB_OK || interrupt)
-        result = PyObject_CallFunction(place->go_on, "dKK", (double)started_ns / 1e9, (unsigned long long)(uintptr_t)&request,
+        result = PyObject_CallFunction(place->go_on, "dKK", (double)started_ns / 1e9,
+                                       (unsigned long long)(uintptr_t)&request,
                                        (unsigned long long)(uintptr_t)&outcome);
     else if (is_atomic(opcode))
         result = PyLong_FromLongLong((long long)outcome.result);
@@ -333,7 +349,8 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
     return result;
 }
 
-static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names)
+static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, size_t flags,
+                                   PyObject *names)
 {
     Method *method = (Method *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
@@ -342,7 +359,8 @@ static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, si
         place = *(PyObject **)((char *)args[0] + method->place_at);
     if (place && Py_TYPE(place) == &place_type) {
         bool taken;
-        PyObject *result = call_of(method->opcode, (Place *)place, args + 1, count - 1, names, &taken);
+        PyObject *result = call_of(method->opcode, (Place *)place, args + 1, count - 1, names,
+                                   &taken);
         if (taken)
             return result;
     }
@@ -357,7 +375,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO:Method", names, &opcode, &function))
         return NULL;
     if (opcode != SMB_READ && opcode != SMB_WRITE && opcode != SMB_ACCUMULATE && !is_atomic(opcode))
-        return PyErr_Format(PyExc_ValueError, "Method: no short way for opcode %d", opcode);
+        return PyErr_Format(PyExc_ValueError, "Method: no direct call for opcode %d", opcode);
     Method *self = (Method *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -393,8 +411,8 @@ static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSE
     return object ? PyMethod_New(self, object) : Py_NewRef(self);
 }
 
-/* Python calls it when the class is made. A slot lies at the same offset in every object of the class and its subclasses, so a
- * call finds its place by one load. */
+/* Python calls it when the class is made. A slot lies at the same offset in every object of the
+ * class and its subclasses, so a call finds its place by one load. */
 static PyObject *method_set_name(Method *self, PyObject *args)
 {
     PyObject *owner, *name;
@@ -403,7 +421,9 @@ static PyObject *method_set_name(Method *self, PyObject *args)
     PyObject *slot = PyObject_GetAttrString(owner, "_place");
     if (!slot)
         return NULL;
-    const PyMemberDef *member = Py_IS_TYPE(slot, &PyMemberDescr_Type) ? ((PyMemberDescrObject *)slot)->d_member : NULL;
+    const PyMemberDef *member = Py_IS_TYPE(slot, &PyMemberDescr_Type)
+                                    ? ((PyMemberDescrObject *)slot)->d_member
+                                    : NULL;
     bool usable = member && member->type == T_OBJECT_EX;
     if (usable) {
         self->place_at = member->offset;
@@ -412,7 +432,8 @@ static PyObject *method_set_name(Method *self, PyObject *args)
     }
     Py_DECREF(slot);
     if (!usable)
-        return PyErr_Format(PyExc_TypeError, "%S of %R: direct methods need a slot \"_place\"", name, owner);
+        return PyErr_Format(PyExc_TypeError, "%S of %R: direct methods need a slot \"_place\"",
+                            name, owner);
     Py_RETURN_NONE;
 }
 
@@ -447,10 +468,10 @@ static PyMemberDef method_members[] = {
 };
 
 static PyTypeObject method_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "smb._direct.Method",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Method",
     .tp_basicsize = sizeof(Method),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                Py_TPFLAGS_METHOD_DESCRIPTOR,
     .tp_new = method_new,
     .tp_dealloc = (destructor)method_dealloc,
     .tp_traverse = (traverseproc)method_traverse,
@@ -464,7 +485,7 @@ static PyTypeObject method_type = {
     .tp_members = method_members,
 };
 
-/* ---- the module */
+/* ---- the module ------------------------------------------------------------------------------ */
 
 static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -499,18 +520,22 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 
 static PyMethodDef functions[] = {
     {"set_up", set_up, METH_VARARGS,
-     "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once, before any place is armed."},
-    {"look_address", look_address, METH_NOARGS, "The address of what the engine is to ask while a call waits: smb_set_look."},
+     "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once,\n"
+     "before any place is armed."},
+    {"look_address", look_address, METH_NOARGS,
+     "The address of what the engine is to ask while a call waits: smb_set_look."},
     {"take_interrupt", take_interrupt, METH_NOARGS,
-     "What a signal's handler raised during the engine's call that has just returned in this thread, or None. Once."},
-    {"forked", forked, METH_NOARGS, "This process is a child of fork: what was armed before is not any more."},
+     "What a signal's handler raised during the engine's call that has just returned in this\n"
+     "thread, or None. Once."},
+    {"forked", forked, METH_NOARGS,
+     "This process is a child of fork: what was armed before is not any more."},
     {NULL},
 };
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "smb._direct",
-    .m_doc = "The short way from Python to the engine; csrc/direct.c.",
+    .m_doc = "Direct calls from Python to the engine; csrc/python/direct.c.",
     .m_size = -1,
     .m_methods = functions,
 };
@@ -527,7 +552,8 @@ PyMODINIT_FUNC PyInit__direct(void)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     for (size_t i = 0; made && i < sizeof types / sizeof types[0]; i++) {
-        if (PyType_Ready(types[i]) != 0 || PyModule_AddObjectRef(made, names[i], (PyObject *)types[i]) != 0)
+        if (PyType_Ready(types[i]) != 0 ||
+            PyModule_AddObjectRef(made, names[i], (PyObject *)types[i]) != 0)
             Py_CLEAR(made);
     }
     return made;

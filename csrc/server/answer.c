@@ -17,7 +17,8 @@ void answer_count(struct connection *connection, const struct gate_request *requ
 {
     struct loop *loop = connection->loop;
     loop->clock_ns = smb_now_ns();
-    count_request(connection, request->segment, request->frame.opcode, request->frame.length, loop->clock_ns - connection->begun_ns);
+    count_request(connection, request->segment, request->frame.opcode, request->frame.length,
+                  loop->clock_ns - connection->begun_ns);
 }
 
 void answer_finish(struct connection *connection, bool done)
@@ -63,7 +64,8 @@ static enum step answer_attach(struct connection *connection)
         return answer_failure(connection, SMB_DENIED);
     if (smb_segment_deleted(connection->request.segment))
         return answer_failure(connection, SMB_NOT_FOUND);
-    /* A descriptor arrives with the first byte of what is sent along with it: earlier answers must be gone. */
+    /* A descriptor arrives with the first byte of what is sent along with it: earlier answers must
+     * be gone. */
     if (output_flush(connection) == STEP_CLOSE)
         return STEP_CLOSE;
     if (!output_all_sent(connection)) {
@@ -89,7 +91,8 @@ static enum step answer_change(struct connection *connection)
     const uint8_t *payload = connection->staging;
     if (staging_is_from_segments(frame->opcode)) {
         if (!connection->from_kept)
-            memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES, SMB_TOKEN_BYTES + smb_frame_body(frame));
+            memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES,
+                   SMB_TOKEN_BYTES + smb_frame_body(frame));
         connection->from_kept = true;
         payload = connection->from + SMB_TOKEN_BYTES;
     }
@@ -130,8 +133,8 @@ static enum step answer_watermark(struct connection *connection)
     return STEP_ON;
 }
 
-static void put_answer(struct connection *connection, const struct smb_frame *request, struct smb_segment *segment,
-                       uint64_t begun_ns, struct sync_answer answer)
+static void put_answer(struct connection *connection, const struct smb_frame *request,
+                       struct smb_segment *segment, uint64_t begun_ns, struct sync_answer answer)
 {
     if (answer.status == SMB_OK)
         count_request(connection, segment, request->opcode, 0, smb_now_ns() - begun_ns);
@@ -143,14 +146,16 @@ static void put_answer(struct connection *connection, const struct smb_frame *re
     output_put(connection, &reply);
 }
 
-/* It is answered, or leaves the connection and is answered later; either way the next request is looked at. */
+/* It is answered, or leaves the connection and is answered later; either way the next request is
+ * looked at. */
 static enum step answer_sync(struct connection *connection)
 {
     struct sync_answer answer = {0};
     int status = waits_ask(connection, &connection->request, connection->staging, &answer);
     if (status != SMB_DEFERRED) {
         answer.status = status;
-        put_answer(connection, &connection->request.frame, connection->request.segment, connection->begun_ns, answer);
+        put_answer(connection, &connection->request.frame, connection->request.segment,
+                   connection->begun_ns, answer);
     }
     gate_done(&connection->request);
     connection->have_request = false;
@@ -172,9 +177,11 @@ void answer_put_late(struct connection *connection)
 
 enum step answer_request(struct connection *connection)
 {
-    SMB_ASSERT(connection->have_request && connection->payload_have == connection->request.frame.payload);
+    SMB_ASSERT(connection->have_request &&
+               connection->payload_have == connection->request.frame.payload);
     if (connection->admitted == SMB_OK && !connection->request.segment)
-        connection->admitted = gate_admit(connection->loop->server, &connection->request.frame, &connection->request);
+        connection->admitted = gate_admit(connection->loop->server, &connection->request.frame,
+                                          &connection->request);
     connection->request.retried = connection->retried;
     if (connection->admitted != SMB_OK)
         return answer_failure(connection, connection->admitted);
@@ -182,6 +189,8 @@ enum step answer_request(struct connection *connection)
     case SMB_READ: return answer_read(connection);
     case SMB_ATTACH: return answer_attach(connection);
     case SMB_WATERMARK: return answer_watermark(connection);
-    default: return smb_opcode_changes(connection->request.frame.opcode) ? answer_change(connection) : answer_sync(connection);
+    default:
+        return smb_opcode_changes(connection->request.frame.opcode) ? answer_change(connection)
+                                                                    : answer_sync(connection);
     }
 }

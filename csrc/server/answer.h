@@ -9,7 +9,8 @@ enum step answer_request(struct connection *connection);
 enum step answer_failure(struct connection *connection, int status);
 /* The chunk is locked: it is tried again. */
 enum step answer_defer(struct connection *connection);
-/* The request in hand is answered. `done`: it was carried out, not refused, and is to be counted. */
+/* The request in hand is answered. `done`: it was carried out, not refused, and is to be
+ * counted. */
 void answer_finish(struct connection *connection, bool done);
 /* It was carried out. */
 void answer_count(struct connection *connection, const struct gate_request *request);

@@ -21,7 +21,8 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
     if (!connection)
         return NULL;
     if (transport == SMB_TRANSPORT_TCP) {
-        int on = 1; /* an answer must not wait for the next one; failure costs time, not correctness */
+        /* an answer must not wait for the next one; failure costs time, not correctness */
+        int on = 1;
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     }
     connection->loop = loop;
@@ -45,7 +46,8 @@ void connection_destroy(struct connection *connection)
     gate_done(&connection->request);
     if (connection->pass_segment)
         smb_segment_release(connection->pass_segment);
-    atomic_fetch_sub_explicit(&connection->loop->server->now[connection->transport], 1, memory_order_relaxed);
+    atomic_fetch_sub_explicit(&connection->loop->server->now[connection->transport], 1,
+                              memory_order_relaxed);
     channel_close(&connection->channel);
     if (connection->secures)
         smb_tls_release(connection->secures);
@@ -66,12 +68,14 @@ void connection_be_stranger(struct connection *connection, struct smb_tls *tls)
 
 bool connection_is_empty(const struct connection *connection)
 {
-    return connection->wait == WAIT_INPUT && !connection->have_request && !connection->waits && !connection->answered;
+    return connection->wait == WAIT_INPUT && !connection->have_request && !connection->waits &&
+           !connection->answered;
 }
 
 bool connection_is_silent(const struct connection *connection, uint64_t now_ns)
 {
-    return !connection->proven && now_ns > connection->opened_ns + (uint64_t)HELLO_DEADLINE_MS * 1000000U;
+    return !connection->proven &&
+           now_ns > connection->opened_ns + (uint64_t)HELLO_DEADLINE_MS * 1000000U;
 }
 
 enum step connection_refuse(struct connection *connection, int why)
@@ -84,10 +88,13 @@ bool connection_turn(struct connection *connection)
 {
     enum step step = connection->secures ? handshake_secure(connection) : STEP_ON;
     for (int frames = 0; step == STEP_ON;) {
-        /* Data of an answer goes out, and there is room for one more answer, before the next request is touched. */
+        /* Data of an answer goes out, and there is room for one more answer, before the next
+         * request is touched. */
         answer_put_late(connection);
-        bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 || connection->out_start > 0 || channel_unsent_bytes(&connection->channel) ||
-                          connection->replies_held >= REPLIES_HELD_MAX || connection->out_end > OUT_BYTES - SMALL_REPLY_BYTES;
+        bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 ||
+                          connection->out_start > 0 || channel_unsent_bytes(&connection->channel) ||
+                          connection->replies_held >= REPLIES_HELD_MAX ||
+                          connection->out_end > OUT_BYTES - SMALL_REPLY_BYTES;
         if (must_flush) {
             step = output_flush(connection);
             if (step == STEP_ON && !output_all_sent(connection)) {

@@ -1,5 +1,6 @@
-/* What the daemon counts, and how it is read. Loops count for themselves (stats.h); who asks adds up. A scrape takes the registry's
- * lock for reading and the lanes' lock, each for as long as it takes to copy; no request waits for more than that. */
+/* What the daemon counts, and how it is read. Loops count for themselves (stats.h); a reader adds
+ * up. A scrape takes the registry's lock for reading and the lanes' lock, each for as long as it
+ * takes to copy; no request waits for more than that. */
 #include "server/counters.h"
 
 #include <stdlib.h>
@@ -11,7 +12,7 @@
 #include "server/loop.h"
 #include "server/server.h"
 
-/* ---- counting ----------------------------------------------------------------------------------------------------- */
+/* ---- counting -------------------------------------------------------------------------------- */
 
 /* NULL: no memory for it; the request is counted all the same, for its loop. */
 static struct share *share_of(struct smb_segment *segment, const struct loop *loop)
@@ -25,7 +26,8 @@ static struct share *share_of(struct smb_segment *segment, const struct loop *lo
     return share;
 }
 
-void count_request(struct connection *connection, struct smb_segment *segment, int opcode, uint64_t bytes, uint64_t ns)
+void count_request(struct connection *connection, struct smb_segment *segment, int opcode,
+                   uint64_t bytes, uint64_t ns)
 {
     SMB_ASSERT(opcode >= 0 && opcode < SMB_OPCODE_COUNT);
     struct loop *loop = connection->loop;
@@ -75,13 +77,14 @@ void forget_past(struct smb_server *server, uint64_t session)
     free(past);
 }
 
-/* ---- reading ------------------------------------------------------------------------------------------------------ */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 static void read_segment(struct smb_segment *segment, int loops, struct smb_share *sum)
 {
     const struct served *served = served_of(segment);
     sum->id = smb_segment_id(segment);
-    smb_segment_counters(segment, sum->operations[SMB_TRANSPORT_SHM], sum->bytes[SMB_TRANSPORT_SHM]);
+    smb_segment_counters(segment, sum->operations[SMB_TRANSPORT_SHM],
+                         sum->bytes[SMB_TRANSPORT_SHM]);
     for (int i = 0; i < loops; i++) {
         const struct share *share = atomic_load_explicit(&served->shares[i], memory_order_acquire);
         for (int t = 0; share && t < SMB_TRANSPORT_COUNT; t++)
@@ -89,12 +92,14 @@ static void read_segment(struct smb_segment *segment, int loops, struct smb_shar
     }
 }
 
-uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares, uint64_t most)
+uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares,
+                                   uint64_t most)
 {
     uint64_t count = 0;
     pthread_rwlock_rdlock(&server->registry_lock);
     for (int b = 0; b < BUCKETS; b++) {
-        for (struct entry *entry = server->buckets[b]; entry && count < most; entry = entry->next, count++) {
+        for (struct entry *entry = server->buckets[b]; entry && count < most;
+             entry = entry->next, count++) {
             shares[count] = (struct smb_share){0};
             read_segment(entry->segment, server->loop_count, &shares[count]);
         }
@@ -104,7 +109,8 @@ uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *
 }
 
 /* The session's place among those written, which it gets if it has none. NULL: there is no room. */
-static struct smb_share *place_of(struct smb_share *shares, uint64_t *count, uint64_t most, uint64_t session)
+static struct smb_share *place_of(struct smb_share *shares, uint64_t *count, uint64_t most,
+                                  uint64_t session)
 {
     uint64_t i = 0;
     while (i < *count && shares[i].id != session)
@@ -116,16 +122,19 @@ static struct smb_share *place_of(struct smb_share *shares, uint64_t *count, uin
     return &shares[i];
 }
 
-uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares, uint64_t most)
+uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares,
+                                   uint64_t most)
 {
     uint64_t count = 0;
     pthread_mutex_lock(&server->lanes_lock);
     for (const struct past *past = server->pasts; past && count < most; past = past->next)
         shares[count++] = past->share;
-    for (const struct connection *connection = server->lanes; connection; connection = connection->lane_next) {
+    for (const struct connection *connection = server->lanes; connection;
+         connection = connection->lane_next) {
         struct smb_share *share = place_of(shares, &count, most, connection->session);
         if (share)
-            tally_read(&connection->done, share->operations[connection->transport], share->bytes[connection->transport]);
+            tally_read(&connection->done, share->operations[connection->transport],
+                       share->bytes[connection->transport]);
     }
     pthread_mutex_unlock(&server->lanes_lock);
     return count;
@@ -158,14 +167,16 @@ static void read_segments(struct smb_server *server, struct smb_server_counters 
     counters->segments = server->segments;
     counters->segment_bytes = server->used_bytes;
     counters->recovered_locks = server->retired_recovered_locks;
-    memcpy(counters->operations[SMB_TRANSPORT_SHM], server->retired_operations, sizeof server->retired_operations);
+    memcpy(counters->operations[SMB_TRANSPORT_SHM], server->retired_operations,
+           sizeof server->retired_operations);
     memcpy(counters->bytes[SMB_TRANSPORT_SHM], server->retired_bytes, sizeof server->retired_bytes);
     for (int b = 0; b < BUCKETS; b++) {
         for (struct entry *entry = server->buckets[b]; entry; entry = entry->next) {
             struct smb_segment_info info;
             smb_segment_info(entry->segment, &info);
             counters->recovered_locks += info.recovered_locks;
-            smb_segment_counters(entry->segment, counters->operations[SMB_TRANSPORT_SHM], counters->bytes[SMB_TRANSPORT_SHM]);
+            smb_segment_counters(entry->segment, counters->operations[SMB_TRANSPORT_SHM],
+                                 counters->bytes[SMB_TRANSPORT_SHM]);
         }
     }
     pthread_rwlock_unlock(&server->registry_lock);

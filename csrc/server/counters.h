@@ -15,10 +15,12 @@ struct past {
     struct smb_share share;
 };
 
-enum { PASTS_MAX = 4096 };        /* a session without one counts from its next connection on */
+enum { PASTS_MAX = 4096 }; /* a session without one counts from its next connection on */
 
-/* By the loop's thread: a request of the connection is answered, in that time. `segment` may be NULL. */
-void count_request(struct connection *connection, struct smb_segment *segment, int opcode, uint64_t bytes, uint64_t ns);
+/* By the loop's thread: a request of the connection is answered, in that time. `segment` may be
+ * NULL. */
+void count_request(struct connection *connection, struct smb_segment *segment, int opcode,
+                   uint64_t bytes, uint64_t ns);
 /* With the lanes' lock held: what the connection did stays known, as the session's. */
 void count_past(struct smb_server *server, const struct connection *connection);
 /* The session is over, and nobody asks for what it did. */

@@ -1,4 +1,5 @@
-/* The single door between frames and memory: nothing reaches a segment from a socket but through here. */
+/* The single door between frames and memory: nothing reaches a segment from a socket but through
+ * here. */
 #include "server/gate.h"
 
 #include <string.h>
@@ -16,7 +17,7 @@ static bool has_range(int opcode)
     return opcode == SMB_READ || smb_opcode_changes(opcode);
 }
 
-/* What a reader may ask. Whatever else there is, or will be, is for those who may write. */
+/* What a reader may ask. All else needs the right to write. */
 static uint32_t right_for(int opcode)
 {
     switch (opcode) {
@@ -29,9 +30,10 @@ static uint32_t right_for(int opcode)
     }
 }
 
-/* A reference to a segment that the request's connection has this right to. Whether it is here is told to nobody else. */
-static int find(struct smb_server *server, const struct gate_request *request, uint64_t id, uint32_t right,
-                struct smb_segment **segment)
+/* A reference to a segment that the request's connection has this right to. Whether it is here is
+ * told to nobody else. */
+static int find(struct smb_server *server, const struct gate_request *request, uint64_t id,
+                uint32_t right, struct smb_segment **segment)
 {
     if (server->guarded) {
         const struct grant *grant = request->grants ? grants_find(request->grants, id) : NULL;
@@ -46,16 +48,21 @@ static int find(struct smb_server *server, const struct gate_request *request, u
 }
 
 /* A token is for the epoch that it was made in. */
-static bool is_of_epoch(struct smb_server *server, const struct gate_request *request, const struct smb_segment *segment)
+static bool is_of_epoch(struct smb_server *server, const struct gate_request *request,
+                        const struct smb_segment *segment)
 {
-    const struct grant *grant = server->guarded ? grants_find(request->grants, request->frame.segment) : NULL;
+    const struct grant *grant = server->guarded
+                                    ? grants_find(request->grants, request->frame.segment)
+                                    : NULL;
     uint32_t epoch = smb_segment_epoch(segment);
     return request->frame.epoch == epoch && (!server->guarded || (grant && grant->epoch == epoch));
 }
 
-int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request)
+int gate_admit(struct smb_server *server, const struct smb_frame *frame,
+               struct gate_request *request)
 {
-    *request = (struct gate_request){.frame = *frame, .record_hint = request->record_hint, .grants = request->grants};
+    *request = (struct gate_request){
+        .frame = *frame, .record_hint = request->record_hint, .grants = request->grants};
     struct smb_segment *segment;
     int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
     if (status != SMB_OK)
@@ -63,7 +70,8 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct 
     if (!is_of_epoch(server, request, segment))
         status = SMB_STALE_EPOCH;
     else if (has_range(frame->opcode) &&
-             (frame->dtype != smb_segment_dtype(segment) || !smb_segment_holds(segment, frame->offset, frame->length)))
+             (frame->dtype != smb_segment_dtype(segment) ||
+              !smb_segment_holds(segment, frame->offset, frame->length)))
         status = SMB_INVALID;
     if (status == SMB_OK)
         request->segment = segment;
@@ -72,20 +80,23 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct 
     return status;
 }
 
-/* What is tried again every millisecond must not spin each time: many of them would take the loop. */
+/* What is tried again every millisecond must not spin each time: many of them would take the
+ * loop. */
 static uint64_t patience(const struct gate_request *request)
 {
     return request->retried ? SMB_TRY_ONCE : SMB_TRY;
 }
 
-/* ---- exactly once ------------------------------------------------------------------------------------------------- */
+/* ---- exactly once ---------------------------------------------------------------------------- */
 
-/* SMB_EXISTS: the change was made before. SMB_OK: it was not; its lane's record is kept until let_go. */
+/* SMB_EXISTS: the change was made before. SMB_OK: it was not; its lane's record is kept until
+ * let_go. */
 static int take_record(struct gate_request *request)
 {
     const struct smb_frame *frame = &request->frame;
-    int status = records_take(served_of(request->segment)->records, frame->session, frame->lane, frame->sequence,
-                              frame->flags & SMB_FLAG_RETRY, &request->record_hint, &request->record);
+    int status = records_take(served_of(request->segment)->records, frame->session, frame->lane,
+                              frame->sequence, frame->flags & SMB_FLAG_RETRY, &request->record_hint,
+                              &request->record);
     return status == SMB_OK ? record_judge(request->record, frame->sequence) : status;
 }
 
@@ -103,20 +114,24 @@ static bool has_result(int opcode)
 
 static bool is_journalled(int opcode)
 {
-    return opcode == SMB_ACCUMULATE || opcode == SMB_ACCUMULATE_FROM || opcode == SMB_APPLY || has_result(opcode);
+    return opcode == SMB_ACCUMULATE || opcode == SMB_ACCUMULATE_FROM || opcode == SMB_APPLY ||
+           has_result(opcode);
 }
 
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused)
 {
-    return records_watermark(served_of(request->segment)->records, request->frame.session, request->frame.lane, watermark,
-                             refused);
+    return records_watermark(served_of(request->segment)->records, request->frame.session,
+                             request->frame.lane, watermark, refused);
 }
 
 void gate_refused(struct smb_server *server, const struct gate_request *refused)
 {
     const struct smb_frame *frame = &refused->frame;
-    const struct grant *grant = server->guarded && refused->grants ? grants_find(refused->grants, frame->segment) : NULL;
-    if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0)) /* one that has expired was one */
+    const struct grant *grant = server->guarded && refused->grants
+                                    ? grants_find(refused->grants, frame->segment)
+                                    : NULL;
+    /* one that has expired was one */
+    if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0))
         return;
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
@@ -129,8 +144,8 @@ void gate_refused(struct smb_server *server, const struct gate_request *refused)
     smb_segment_release(segment);
 }
 
-/* What a repeated change is answered: the old value that it was told before; of an accumulate the values of now, which contain
- * its contribution. */
+/* What a repeated change is answered: the old value that it was told before; of an accumulate the
+ * values of now, which contain its contribution. */
 static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *result)
 {
     const struct smb_frame *frame = &request->frame;
@@ -141,9 +156,10 @@ static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *r
     return gate_copy(request, sink);
 }
 
-/* Under the chunk's lock, or locks: bytes, watermark, and the journal around both where there is one. */
-static int make_change(struct smb_server *server, struct gate_request *request, const struct slot *slot,
-                       struct smb_change *change)
+/* Under the chunk's lock, or locks: bytes, watermark, and the journal around both where there is
+ * one. */
+static int make_change(struct smb_server *server, struct gate_request *request,
+                       const struct slot *slot, struct smb_change *change)
 {
     struct smb_segment *segment = request->segment, *targets[SMB_TARGETS_MAX];
     const struct smb_frame *frame = &request->frame;
@@ -155,7 +171,8 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
         if (smb_segment_deleted(targets[i]))
             return SMB_NOT_FOUND;
     if (journal) {
-        struct change_name name = {.session = frame->session, .sequence = frame->sequence, .lane = frame->lane};
+        struct change_name name = {
+            .session = frame->session, .sequence = frame->sequence, .lane = frame->lane};
         slot_describe(journal, slot, segment, change, &name);
     }
     int status = smb_segment_lock_each(targets, count, change->offset, patience(request));
@@ -170,7 +187,8 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
         smb_segment_change_range(segment, change, 0, change->bytes);
     }
     if (change->sink)
-        memcpy(change->sink, (const uint8_t *)smb_segment_data(segment) + change->offset, change->bytes);
+        memcpy(change->sink, (const uint8_t *)smb_segment_data(segment) + change->offset,
+               change->bytes);
     FAILPOINT("gate.changed");
     record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
     if (journal)
@@ -185,10 +203,11 @@ static int make_change(struct smb_server *server, struct gate_request *request, 
     return smb_segment_still_there(segment);
 }
 
-/* ---- the ways through --------------------------------------------------------------------------------------------- */
+/* ---- the paths through ----------------------------------------------------------------------- */
 
 /* Copies the source range into scratch: no chunk lock is waited for while another is held. */
-static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id, uint64_t offset, uint8_t *scratch)
+static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id,
+                       uint64_t offset, uint8_t *scratch)
 {
     struct smb_segment **source = &request->others[0];
     int status = *source ? SMB_OK : find(server, request, id, SMB_RIGHT_READ, source);
@@ -196,13 +215,15 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
         return status;
     if (smb_segment_dtype(*source) != request->frame.dtype)
         return SMB_INVALID;
-    struct smb_change read = {.opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
+    struct smb_change read = {
+        .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
     return smb_segment_apply(*source, &read, patience(request));
 }
 
-/* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or each other. */
-static int read_step(struct smb_server *server, struct gate_request *request, const uint8_t *words, uint8_t *scratch,
-                     struct smb_change *change)
+/* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or
+ * each other. */
+static int read_step(struct smb_server *server, struct gate_request *request, const uint8_t *words,
+                     uint8_t *scratch, struct smb_change *change)
 {
     const struct smb_frame *frame = &request->frame;
     uint64_t gradient = smb_load64(words);
@@ -223,17 +244,25 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
     return read_source(server, request, gradient, frame->offset, scratch);
 }
 
-static int change_now(struct smb_server *server, struct gate_request *request, const struct slot *slot,
-                      const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result)
+static int change_now(struct smb_server *server, struct gate_request *request,
+                      const struct slot *slot, const uint8_t *payload, uint8_t *scratch,
+                      uint8_t *sink, uint64_t *result)
 {
     const struct smb_frame *frame = &request->frame;
     int status = SMB_OK;
-    struct smb_change change = {.opcode = frame->opcode, .op = frame->op, .offset = frame->offset, .bytes = frame->length,
+    struct smb_change change = {.opcode = frame->opcode,
+                                .op = frame->op,
+                                .offset = frame->offset,
+                                .bytes = frame->length,
                                 .wire = smb_frame_wire(frame),
-                                .source_bytes = smb_frame_body(frame), .source = payload, .sink = sink, .argument = frame->argument};
+                                .source_bytes = smb_frame_body(frame),
+                                .source = payload,
+                                .sink = sink,
+                                .argument = frame->argument};
     switch (frame->opcode) {
     case SMB_ACCUMULATE_FROM:
-        status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8), scratch);
+        status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8),
+                             scratch);
         change.source = scratch;
         change.scale = smb_double_of(frame->argument);
         break;
@@ -251,9 +280,10 @@ static int change_now(struct smb_server *server, struct gate_request *request, c
     return status;
 }
 
-/* The record first, then the fence: what was made under the lock was made, though the lock be lost by now. */
-int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
-                 uint8_t *scratch, uint8_t *sink, uint64_t *result)
+/* The record first, then the fence: what was made under the lock was made, though the lock be lost
+ * by now. */
+int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
+                 const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result)
 {
     SMB_ASSERT(request->segment && (slot == NULL || slot->payload));
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
@@ -278,7 +308,10 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
 int gate_copy(const struct gate_request *request, uint8_t *to)
 {
     SMB_ASSERT(request->segment);
-    struct smb_change read = {.opcode = SMB_READ, .offset = request->frame.offset, .bytes = request->frame.length, .sink = to};
+    struct smb_change read = {.opcode = SMB_READ,
+                              .offset = request->frame.offset,
+                              .bytes = request->frame.length,
+                              .sink = to};
     return smb_segment_apply(request->segment, &read, patience(request));
 }
 
@@ -289,7 +322,8 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
         return SMB_NOT_FOUND;
     int status = to_change ? take_record(request) : SMB_OK;
     if (status == SMB_OK)
-        status = smb_segment_lock(request->segment, request->frame.offset, to_change ? patience(request) : SMB_TRY_ONCE);
+        status = smb_segment_lock(request->segment, request->frame.offset,
+                                  to_change ? patience(request) : SMB_TRY_ONCE);
     if (status != SMB_OK) {
         let_go(request);
         return status;

@@ -14,35 +14,39 @@ struct smb_server;
 
 struct gate_request {
     struct smb_frame frame;
-    struct smb_segment *segment;  /* a reference while the request is in hand */
-    struct smb_segment *others[SMB_APPLY_SEGMENTS]; /* references too. ACCUMULATE_FROM: the source; APPLY: gradient, then state */
-    struct record *record;        /* of the change's lane, while it is carried out */
+    struct smb_segment *segment; /* a reference while the request is in hand */
+    /* references too. ACCUMULATE_FROM: the source; APPLY: gradient, then state */
+    struct smb_segment *others[SMB_APPLY_SEGMENTS];
+    struct record *record; /* of the change's lane, while it is carried out */
     uint32_t record_hint;
-    const struct grants *grants;  /* what its connection has shown; not looked at unless the server is guarded */
-    bool retried;                 /* was deferred before */
+    /* what its connection has shown; not looked at unless the server is guarded */
+    const struct grants *grants;
+    bool retried; /* was deferred before */
 };
 
-/* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the payload is received, to know whether it
- * is wanted; once more when it is all here. */
-int gate_admit(struct smb_server *server, const struct smb_frame *frame, struct gate_request *request);
-/* With the payload in hand: do the change, unless it was done before. `payload` is the frame's, without the token, which lies before it;
- * `slot` the journal's, whose payload it is, or NULL; `scratch` and `sink` a chunk's worth of memory for the source's bytes and
- * the new values, or NULL. SMB_BUSY: defer it. The old value of the 64-bit operations goes to *result. */
-int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot, const uint8_t *payload,
-                 uint8_t *scratch, uint8_t *sink, uint64_t *result);
-/* The range as it was at one instant, copied without its chunk's lock unless changes follow each other without end. SMB_BUSY:
- * defer it. For what gate_open found locked. */
+/* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the
+ * payload is received, to know whether it is wanted; once more when it is all here. */
+int gate_admit(struct smb_server *server, const struct smb_frame *frame,
+               struct gate_request *request);
+/* With the payload in hand: do the change, unless it was done before. `payload` is the frame's,
+ * without the token, which lies before it. `slot` is the journal's slot that holds it, or NULL.
+ * `scratch` and `sink` are a chunk's worth of memory for the source's bytes and the new values, or
+ * NULL. SMB_BUSY: defer it. The old value of the 64-bit operations goes to *result. */
+int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
+                 const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result);
+/* The range as it was at one instant, copied without its chunk's lock unless changes follow each
+ * other without end. SMB_BUSY: defer it. For what gate_open found locked. */
 int gate_copy(const struct gate_request *request, uint8_t *to);
-/* The other way to do it: the range itself, under its chunk's lock, for the socket to be sent from or received into. Not to
- * be held while anything is waited for. SMB_BUSY: defer it, or go another way (for a read, the lock is tried once); SMB_EXISTS: this
- * change was made before. */
+/* The other path: the range itself, under its chunk's lock, for the socket to be sent from or
+ * received into. Not to be held while anything is waited for. SMB_BUSY: defer it, or take another
+ * path (for a read, the lock is tried once); SMB_EXISTS: this change was made before. */
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 /* `done`: the change was made, whole. */
 void gate_close(struct gate_request *request, bool to_change, bool done);
 /* How far the frame's lane has come on its segment, and up to where some changes were refused. */
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
-/* A change is answered with a failure: a later one of the lane must not make it look applied. Who has no right to change
- * the segment leaves no trace there. */
+/* A change is answered with a failure: a later one of the lane must not make it look applied. A
+ * client without the right to change the segment leaves no trace there. */
 void gate_refused(struct smb_server *server, const struct gate_request *refused);
 void gate_done(struct gate_request *request);
 

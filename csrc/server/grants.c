@@ -21,12 +21,16 @@ bool access_ready(struct access_keys *keys)
     return ready;
 }
 
-int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
-                 const uint8_t *payload, struct grant *grant, struct access_answer *answer, uint64_t *why)
+int access_check(struct access_keys *keys, const struct access_connection *connection,
+                 const struct smb_frame *frame, const uint8_t *payload, struct grant *grant,
+                 struct access_answer *answer, uint64_t *why)
 {
     uint64_t first = smb_load64(payload), now_ns = smb_now_ns(), now_ms;
-    struct smb_token token = {.segment = frame->segment, .epoch = frame->epoch, .rights = (uint32_t)first,
-                              .generation = (uint32_t)(first >> 32), .expires_ms = smb_load64(payload + 8)};
+    struct smb_token token = {.segment = frame->segment,
+                              .epoch = frame->epoch,
+                              .rights = (uint32_t)first,
+                              .generation = (uint32_t)(first >> 32),
+                              .expires_ms = smb_load64(payload + 8)};
     uint8_t key[SMB_KEY_BYTES] = {0}, proof[SMB_KEY_BYTES];
     bool known = false;
     pthread_mutex_lock(&keys->lock);
@@ -41,20 +45,26 @@ int access_check(struct access_keys *keys, const struct access_connection *conne
     access_secret(key, connection->session, &token, token.secret);
     access_proof(token.secret, connection, proof);
     bool right = sha256_same(proof, payload + 16);
-    if (!known || !right || now_ms >= token.expires_ms || token.segment == 0 || frame->session != connection->session) {
-        *why = !known ? SMB_DENIED_GENERATION : !right ? SMB_DENIED_PROOF : now_ms >= token.expires_ms ? SMB_DENIED_EXPIRED
-                                                                                                       : SMB_DENIED_PROOF;
+    if (!known || !right || now_ms >= token.expires_ms || token.segment == 0 ||
+        frame->session != connection->session) {
+        *why = !known                       ? SMB_DENIED_GENERATION
+               : !right                     ? SMB_DENIED_PROOF
+               : now_ms >= token.expires_ms ? SMB_DENIED_EXPIRED
+                                            : SMB_DENIED_PROOF;
         return SMB_DENIED;
     }
-    *grant = (struct grant){.segment = token.segment, .epoch = token.epoch, .rights = token.rights,
+    *grant = (struct grant){.segment = token.segment,
+                            .epoch = token.epoch,
+                            .rights = token.rights,
                             .expires_ns = now_ns + (token.expires_ms - now_ms) * 1000000U};
     *answer = access_answer(&token, connection);
     return SMB_OK;
 }
 
-/* ---- what a connection has shown ---------------------------------------------------------------------------------- */
+/* ---- what a connection has shown ------------------------------------------------------------- */
 
-/* Ids are random: their low bits will do. The place of the segment's grant, or the free one where it would be. */
+/* Ids are random: their low bits will do. The place of the segment's grant, or the free one where
+ * it would be. */
 static struct grant *place_of(const struct grants *grants, uint64_t segment)
 {
     uint32_t at = (uint32_t)segment & (grants->room - 1);
@@ -113,14 +123,15 @@ void grants_clear(struct grants *grants)
     *grants = (struct grants){0};
 }
 
-/* ---- the server's side -------------------------------------------------------------------------------------------- */
+/* ---- the server's side ----------------------------------------------------------------------- */
 
 void smb_server_guard(struct smb_server *server)
 {
     server->guarded = true;
 }
 
-int smb_server_check_proof(struct smb_server *server, uint64_t session, const struct smb_token *shown, uint64_t *left_ns)
+int smb_server_check_proof(struct smb_server *server, uint64_t session,
+                           const struct smb_token *shown, uint64_t *left_ns)
 {
     struct access_connection control = {.session = session, .lane = ACCESS_CONTROL_LANE};
     struct smb_frame frame = {.segment = shown->segment, .epoch = shown->epoch, .session = session};
@@ -140,7 +151,8 @@ int smb_server_check_proof(struct smb_server *server, uint64_t session, const st
     return status;
 }
 
-int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set, uint64_t now_ms)
+int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set,
+                        uint64_t now_ms)
 {
     struct access_keys *keys = &server->keys;
     if (count == 0 || count > ACCESS_KEYS)

@@ -1,6 +1,7 @@
 /* grants.h: a server's keys, and the tokens that a connection has shown (base/access.h).
  *
- * Threads. A connection's grants belong to its loop. The keys have a lock of their own; they change a few times a day.
+ * Threads. A connection's grants belong to its loop. The keys have a lock of their own; they change
+ * a few times a day.
  */
 #ifndef SMB_GRANTS_H
 #define SMB_GRANTS_H
@@ -11,7 +12,8 @@
 
 enum {
     ACCESS_KEYS = SMB_KEYS_MAX, /* of the generation before, of this one, and of the next */
-    GRANTS_MAX = 1 << 20      /* of one connection: each was made by the coordinator for a segment that is there */
+    /* of one connection: each was made by the coordinator for a segment that is there */
+    GRANTS_MAX = 1 << 20
 };
 
 struct access_keys {
@@ -21,25 +23,27 @@ struct access_keys {
         uint32_t generation;
         uint8_t bytes[SMB_KEY_BYTES];
     } keys[ACCESS_KEYS];
-    uint64_t known_at_ns;     /* what the coordinator's clock said then; 0: never told */
+    uint64_t known_at_ns; /* what the coordinator's clock said then; 0: never told */
     uint64_t known_ms;
 };
 
 struct grant {
-    uint64_t segment;         /* 0: none */
-    uint64_t expires_ns;      /* of smb_now_ns */
+    uint64_t segment;    /* 0: none */
+    uint64_t expires_ns; /* of smb_now_ns */
     uint32_t epoch;
     uint32_t rights;
 };
 struct grants {
-    struct grant *entries;    /* an open hash table, `room` a power of two */
+    struct grant *entries; /* an open hash table, `room` a power of two */
     uint32_t room, count;
 };
 
-/* SMB_OK: the frame, an AUTHORIZE, proves that the coordinator made it; *grant is what it gives. Else SMB_DENIED, and *why is of
- * enum smb_denied; that a token has expired is said of one that is proved. */
-int access_check(struct access_keys *keys, const struct access_connection *connection, const struct smb_frame *frame,
-                 const uint8_t *payload, struct grant *grant, struct access_answer *answer, uint64_t *why);
+/* SMB_OK: the frame, an AUTHORIZE, proves that the coordinator made it; *grant is what it gives.
+ * Else SMB_DENIED, and *why is of enum smb_denied; that a token has expired is said of one that is
+ * proved. */
+int access_check(struct access_keys *keys, const struct access_connection *connection,
+                 const struct smb_frame *frame, const uint8_t *payload, struct grant *grant,
+                 struct access_answer *answer, uint64_t *why);
 
 /* Whether any key is known. */
 bool access_ready(struct access_keys *keys);

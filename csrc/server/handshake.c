@@ -38,7 +38,8 @@ static void speak_for_lane(struct connection *connection)
 }
 
 /* The peer learns why before it is closed. */
-static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame, int status)
+static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame,
+                              int status)
 {
     if (connection->out_end + SMALL_REPLY_BYTES <= OUT_BYTES) {
         struct smb_frame reply = smb_frame_reply(frame, status);
@@ -53,9 +54,11 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     if (frame->opcode != SMB_HELLO || connection->greeted)
         return connection_refuse(connection, SMB_PROTOCOL);
     struct smb_server *server = connection->loop->server;
-    if (server->guarded && !access_ready(&server->keys)) /* it has not heard of the coordinator yet; the peer tries again */
+    /* it has not heard of the coordinator yet; the peer tries again */
+    if (server->guarded && !access_ready(&server->keys))
         return connection_refuse(connection, SMB_DENIED);
-    if (server->guarded && getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
+    if (server->guarded &&
+        getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
         return connection_refuse(connection, SMB_SYSTEM);
     connection->greeted = true;
     connection->checksums = frame->flags & SMB_FLAG_CHECKSUM;
@@ -66,7 +69,8 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     /* Where tokens are asked for, a session's name alone must shut nobody out. */
     if (!server->guarded)
         speak_for_lane(connection);
-    /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences this connection. */
+    /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences
+     * this connection. */
     if (session_has_ended(server, frame->session))
         return refuse_hello(connection, frame, SMB_SESSION_ENDED);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
@@ -78,15 +82,21 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     return STEP_ON;
 }
 
-enum step handshake_authorize(struct connection *connection, const struct smb_frame *frame, const uint8_t *payload)
+enum step handshake_authorize(struct connection *connection, const struct smb_frame *frame,
+                              const uint8_t *payload)
 {
     struct smb_server *server = connection->loop->server;
-    struct access_connection self = {.nonce = connection->nonce, .client_nonce = connection->client_nonce, .instance = server->instance, .session = connection->session,
+    struct access_connection self = {.nonce = connection->nonce,
+                                     .client_nonce = connection->client_nonce,
+                                     .instance = server->instance,
+                                     .session = connection->session,
                                      .lane = connection->lane};
     struct grant grant;
     struct access_answer answer = {0};
     uint64_t why = 0;
-    int status = server->guarded ? access_check(&server->keys, &self, frame, payload, &grant, &answer, &why) : SMB_OK;
+    int status = server->guarded
+                     ? access_check(&server->keys, &self, frame, payload, &grant, &answer, &why)
+                     : SMB_OK;
     if (status == SMB_OK && !connection->proven) {
         speak_for_lane(connection);
         if (session_has_ended(server, frame->session))

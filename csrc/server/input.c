@@ -15,7 +15,8 @@
 #include "server/staging.h"
 
 /* *have: bytes read. STEP_WAIT: nothing there now. */
-static enum step receive(struct connection *connection, struct iovec *parts, int count, size_t *have)
+static enum step receive(struct connection *connection, struct iovec *parts, int count,
+                         size_t *have)
 {
     if (connection->drained) { /* epoll will say: one system call less before the answers go out */
         connection->drained = false;
@@ -51,7 +52,8 @@ static enum step receive_more(struct connection *connection)
 
 enum step input_next_request(struct connection *connection)
 {
-    SMB_ASSERT(!connection->have_request && connection->in_start <= connection->in_end && connection->in_end <= IN_BYTES);
+    SMB_ASSERT(!connection->have_request && connection->in_start <= connection->in_end &&
+               connection->in_end <= IN_BYTES);
     uint32_t here = connection->in_end - connection->in_start;
     bool is_record = connection->slots && connection->greeted;
     uint32_t header_bytes = is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES;
@@ -66,14 +68,16 @@ enum step input_next_request(struct connection *connection)
         return connection_refuse(connection, SMB_PROTOCOL);
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
     if (connection->greeted &&
-        (frame.session != connection->session || frame.lane != connection->lane || checksum != connection->checksums))
+        (frame.session != connection->session || frame.lane != connection->lane ||
+         checksum != connection->checksums))
         return connection_refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
     if (!connection->greeted || frame.opcode == SMB_HELLO) {
         if (frame.opcode == SMB_HELLO && here < SMB_FRAME_BYTES + frame.payload)
             return receive_more(connection); /* no more than a checksum */
         connection->in_start += SMB_FRAME_BYTES + (frame.opcode == SMB_HELLO ? frame.payload : 0);
-        if (frame.opcode == SMB_HELLO && checksum && !smb_checksum_is(header + SMB_FRAME_BYTES, connection->crc))
+        if (frame.opcode == SMB_HELLO && checksum &&
+            !smb_checksum_is(header + SMB_FRAME_BYTES, connection->crc))
             return connection_refuse(connection, SMB_CHECKSUM);
         return handshake_greet(connection, &frame);
     }
@@ -82,8 +86,10 @@ enum step input_next_request(struct connection *connection)
         const uint8_t *payload = header + SMB_FRAME_BYTES;
         if (here < SMB_FRAME_BYTES + frame.payload)
             return receive_more(connection);
-        connection->in_start += is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload; /* of a record the small part */
-        if (checksum && !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
+        /* of a record the small part */
+        connection->in_start += is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload;
+        if (checksum &&
+            !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
             return connection_refuse(connection, SMB_CHECKSUM);
         return handshake_authorize(connection, &frame, payload);
     }
@@ -94,7 +100,8 @@ enum step input_next_request(struct connection *connection)
         connection->admitted = staging_take_record(connection, header);
     else if (connection->admitted == SMB_OK && staging_is_needed(&frame))
         connection->admitted = staging_make(connection, staging_bytes(&frame));
-    /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted segment's memory. */
+    /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted
+     * segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
     connection->begun_ns = connection->loop->clock_ns;
@@ -102,18 +109,21 @@ enum step input_next_request(struct connection *connection)
         stats_add(&connection->loop->stats.repeated, 1);
     connection->retried = connection->from_kept = false;
     connection->payload_have = is_record ? frame.payload : 0;
-    return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL) : STEP_ON;
+    return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL)
+                                                : STEP_ON;
 }
 
 static bool has_arrived(const struct connection *connection)
 {
     uint32_t here = connection->in_end - connection->in_start;
     int queued = 0;
-    return !connection->channel.tls && ioctl(connection->channel.fd, FIONREAD, &queued) == 0 && (uint64_t)here + (uint64_t)queued >= connection->request.frame.length;
+    return !connection->channel.tls && ioctl(connection->channel.fd, FIONREAD, &queued) == 0 &&
+           (uint64_t)here + (uint64_t)queued >= connection->request.frame.length;
 }
 
-/* A chunk to be written that has arrived whole goes from the socket straight to its place, under the chunk's lock: the copy
- * can't stall, since every byte is here. One that is still on its way is staged, so that no lock waits for a network. */
+/* A chunk to be written that has arrived whole goes from the socket straight to its place, under
+ * the chunk's lock: the copy can't stall, since every byte is here. One that is still on its way is
+ * staged, so that no lock waits for a network. */
 static enum step receive_in_place(struct connection *connection, bool *done)
 {
     struct gate_request *request = &connection->request;
@@ -154,7 +164,8 @@ static enum step receive_in_place(struct connection *connection, bool *done)
     return step;
 }
 
-/* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or answered: the header may be, too. */
+/* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or
+ * answered: the header may be, too. */
 static enum step take_payload(struct connection *connection, const uint8_t *bytes, uint32_t count)
 {
     SMB_ASSERT(count <= connection->request.frame.payload - connection->payload_have);
@@ -163,24 +174,30 @@ static enum step take_payload(struct connection *connection, const uint8_t *byte
     if (checksum > 0 && connection->payload_have < frame->payload - checksum)
         connection->crc = smb_crc32c(connection->crc, bytes, count);
     connection->payload_have += count;
-    if (checksum > 0 && connection->payload_have == frame->payload && !smb_checksum_is(connection->checksum, connection->crc))
+    if (checksum > 0 && connection->payload_have == frame->payload &&
+        !smb_checksum_is(connection->checksum, connection->crc))
         return connection_refuse(connection, SMB_CHECKSUM);
     return STEP_ON;
 }
 
 enum step input_receive_payload(struct connection *connection)
 {
-    SMB_ASSERT(connection->have_request && connection->payload_have < connection->request.frame.payload);
+    SMB_ASSERT(connection->have_request &&
+               connection->payload_have < connection->request.frame.payload);
     const struct smb_frame *frame = &connection->request.frame;
-    if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK && connection->payload_have == 0 &&
-        frame->length >= BULK_BYTES && frame->payload == frame->length) { /* as it is, and nothing beside it */
+    if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK &&
+        connection->payload_have == 0 && frame->length >= BULK_BYTES &&
+        frame->payload == frame->length) {
+        /* as it is, and nothing beside it */
         bool done = false;
         enum step step = has_arrived(connection) ? receive_in_place(connection, &done) : STEP_ON;
         if (done || step != STEP_ON)
             return step;
     }
-    /* Inside TLS the next record is never far: the peer takes as long to make one as we to open it. */
-    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX && !connection->channel.tls;
+    /* Inside TLS the next record is never far: the peer takes as long to make one as we to open
+     * it. */
+    connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX &&
+                              !connection->channel.tls;
     uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
     bool in_checksum = connection->payload_have >= elements;
     uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;
@@ -190,8 +207,9 @@ enum step input_receive_payload(struct connection *connection)
     if (!wanted && missing > sizeof nowhere)
         missing = sizeof nowhere;
     uint8_t *to = in_checksum ? connection->checksum + (connection->payload_have - elements)
-                  : wanted    ? connection->staging - staging_token_bytes(frame) + connection->payload_have
-                              : nowhere;
+                  : wanted
+                      ? connection->staging - staging_token_bytes(frame) + connection->payload_have
+                      : nowhere;
     uint32_t here = connection->in_end - connection->in_start;
     if (here > 0) {
         uint32_t take = here < missing ? here : missing;

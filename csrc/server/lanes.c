@@ -9,7 +9,8 @@
 /* With the lanes' lock held. */
 static void fence(struct connection *connection)
 {
-    atomic_store_explicit(&connection->fenced, true, memory_order_relaxed); /* the mutex orders it */
+    /* the mutex orders it */
+    atomic_store_explicit(&connection->fenced, true, memory_order_relaxed);
     pthread_mutex_lock(&connection->turn);
     pthread_mutex_unlock(&connection->turn);
     atomic_store_explicit(&connection->loop->sweep, true, memory_order_release);
@@ -19,13 +20,15 @@ static void fence(struct connection *connection)
 void lanes_fence_session(struct smb_server *server, uint64_t session)
 {
     pthread_mutex_lock(&server->lanes_lock);
-    for (struct connection *connection = server->lanes; connection; connection = connection->lane_next)
+    for (struct connection *connection = server->lanes; connection;
+         connection = connection->lane_next)
         if (connection->session == session)
             fence(connection);
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
-/* With the lock held: the one that has the fewest connections of its lane. Data of all sessions comes over the same lane. */
+/* With the lock held: the one that has the fewest connections of its lane. Data of all sessions
+ * comes over the same lane. */
 static struct loop *choose_loop(const struct connection *connection)
 {
     struct smb_server *server = connection->loop->server;

@@ -7,9 +7,10 @@
 struct connection;
 struct smb_server;
 
-/* From here on this connection speaks for its lane. An older one may still have requests in its socket that its client gave
- * up: carried out now, they would undo what the client does next. So it is fenced, and a request of it that is being carried
- * out is waited for (microseconds: nothing waits there), before the client hears that it may go on. */
+/* From here on this connection speaks for its lane. An older one may still have requests in its
+ * socket that its client gave up: carried out now, they would undo what the client does next. So it
+ * is fenced, and a request of it that is being carried out is waited for (microseconds: nothing
+ * waits there), before the client hears that it may go on. */
 void lanes_enter(struct connection *connection);
 void lanes_leave(struct connection *connection);
 /* No connection of the session does anything any more; their loops close them. */

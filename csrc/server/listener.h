@@ -1,4 +1,5 @@
-/* listener.h: ports and the Unix socket. Loop 0 accepts for all; each connection then gets its loop. */
+/* listener.h: ports and the Unix socket. Loop 0 accepts for all; each connection then gets its
+ * loop. */
 #ifndef SMB_LISTENER_H
 #define SMB_LISTENER_H
 

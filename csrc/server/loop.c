@@ -14,9 +14,7 @@
 #include "server/listener.h"
 #include "server/server.h"
 
-enum {
-    EVENTS_PER_WAIT = 64
-};
+enum { EVENTS_PER_WAIT = 64 };
 
 static void list_remove(struct connection **list, struct connection *connection)
 {
@@ -44,7 +42,8 @@ static void count_deferred(struct connection *connection, bool deferred)
 static void count_backlog(struct connection *connection, bool waits)
 {
     struct loop_stats *stats = &connection->loop->stats;
-    uint64_t bytes = (connection->out_end - connection->out_start) + (uint64_t)(connection->tail_end - connection->tail_start) +
+    uint64_t bytes = (connection->out_end - connection->out_start) +
+                     (uint64_t)(connection->tail_end - connection->tail_start) +
                      channel_unsent_bytes(&connection->channel);
     if (!waits)
         bytes = 0;
@@ -80,12 +79,15 @@ void loop_drop(struct loop *loop, struct connection *connection)
     connection_destroy(connection); /* closing the descriptor takes it out of epoll */
 }
 
-/* Asks epoll for what the connection waits for, and lists it where the loop itself must come back to it. */
+/* Asks epoll for what the connection waits for, and lists it where the loop itself must come back
+ * to it. */
 static void arm(struct loop *loop, struct connection *connection)
 {
     SMB_ASSERT(!connection->in_list);
-    static const uint32_t wanted[] = {
-        [WAIT_INPUT] = EPOLLIN, [WAIT_OUTPUT] = EPOLLOUT, [WAIT_TURN] = EPOLLRDHUP, [WAIT_DEFERRED] = EPOLLRDHUP};
+    static const uint32_t wanted[] = {[WAIT_INPUT] = EPOLLIN,
+                                      [WAIT_OUTPUT] = EPOLLOUT,
+                                      [WAIT_TURN] = EPOLLRDHUP,
+                                      [WAIT_DEFERRED] = EPOLLRDHUP};
     uint32_t events = wanted[connection->wait];
     if (events != connection->armed) {
         struct epoll_event event = {.events = events, .data.ptr = connection};
@@ -93,7 +95,8 @@ static void arm(struct loop *loop, struct connection *connection)
         connection->armed = events;
     }
     if (connection->wait == WAIT_TURN || connection->wait == WAIT_DEFERRED) {
-        struct connection **list = connection->wait == WAIT_DEFERRED ? &loop->deferred : &loop->again;
+        struct connection **list = connection->wait == WAIT_DEFERRED ? &loop->deferred
+                                                                     : &loop->again;
         connection->link = *list;
         *list = connection;
         connection->in_list = true;
@@ -111,7 +114,8 @@ void loop_give(struct loop *loop, struct connection *connection)
     loop_wake(loop);
 }
 
-/* To the loop where it is to be served. One that was fenced stays: its loop is about to close it. */
+/* To the loop where it is to be served. One that was fenced stays: its loop is about to close
+ * it. */
 static bool move_connection(struct loop *loop, struct connection *connection)
 {
     struct loop *destination = connection->destination;
@@ -125,7 +129,7 @@ static bool move_connection(struct loop *loop, struct connection *connection)
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->channel.fd, NULL);
         unlink_connection(loop, connection);
         connection->loop = destination;
-        loop_give(destination, connection); /* whoever fences it now finds it there */
+        loop_give(destination, connection); /* a thread that fences it now finds it there */
     }
     pthread_mutex_unlock(&loop->server->lanes_lock);
     return moves;
@@ -174,7 +178,8 @@ static void take_inbox(struct loop *loop)
 void loop_wake(struct loop *loop)
 {
     uint64_t one = 1;
-    /* The counter of an eventfd can't be full here; a failed write would only mean that the loop is awake anyway. */
+    /* The counter of an eventfd can't be full here; a failed write would only mean that the loop is
+     * awake anyway. */
     if (write(loop->wake, &one, sizeof one) < 0)
         return;
 }
@@ -228,7 +233,8 @@ static void drop_fenced(struct loop *loop)
     }
 }
 
-/* Takes each connection off the list and gives it a turn; it may put itself there again, for the next round. */
+/* Takes each connection off the list and gives it a turn; it may put itself there again, for the
+ * next round. */
 static void serve_list(struct loop *loop, struct connection **list)
 {
     struct connection *connection = *list;
@@ -269,10 +275,13 @@ static int wait_for_events(struct loop *loop, struct epoll_event *events, bool s
 {
     int timeout = wait_ms(loop);
     bool spins = served && !loop->bulk && timeout != 0;
-    uint64_t until_ns = spins ? smb_now_ns() + SPIN_NS : 0; /* from here on: what it had to do may have taken longer than that */
+    /* from here on: what it had to do may have taken longer than that */
+    uint64_t until_ns = spins ? smb_now_ns() + SPIN_NS : 0;
     int count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, spins ? 0 : timeout);
     while (spins && count == 0) {
-        sched_yield(); /* the peer that we wait for may have been put on this very core: measured 6 times the latency */
+        /* the peer that we wait for may have been put on this very core: measured 6 times the
+         * latency */
+        sched_yield();
         spins = smb_now_ns() < until_ns;
         count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, spins ? 0 : timeout);
     }
@@ -296,9 +305,11 @@ static void *run_loop(void *argument)
         for (int i = 0; i < count; i++) {
             void *source = events[i].data.ptr;
             if (source == loop) {
-                woken = true; /* what is to be done may close connections that are among these events */
+                /* what is to be done may close connections that are among these events */
+                woken = true;
             } else if ((uintptr_t)source & 1U) {
-                knocked[knocks++] = (struct listener *)((uintptr_t)source - 1U); /* may close connections, too */
+                /* may close connections, too */
+                knocked[knocks++] = (struct listener *)((uintptr_t)source - 1U);
             } else {
                 struct connection *connection = source;
                 if (!connection->in_list)
@@ -339,7 +350,8 @@ int loop_start(struct smb_server *server, int index)
     pthread_mutex_init(&loop->inbox_lock, NULL);
     pthread_mutex_init(&loop->answers_lock, NULL);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = loop};
-    if (loop->epoll < 0 || loop->wake < 0 || epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wake, &event) != 0)
+    if (loop->epoll < 0 || loop->wake < 0 ||
+        epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wake, &event) != 0)
         return SMB_SYSTEM;
     int failure = pthread_create(&loop->thread, NULL, run_loop, loop);
     if (failure != 0) {

@@ -1,6 +1,8 @@
-/* loop.h: an event loop: one thread, one epoll, and the connections that it owns from accept to close.
+/* loop.h: an event loop: one thread, one epoll, and the connections that it owns from accept to
+ * close.
  *
- * Other threads reach a loop by its inbox and its answers, each under its own lock, and by loop_wake.
+ * Other threads reach a loop by its inbox and its answers, each under its own lock, and by
+ * loop_wake.
  */
 #ifndef SMB_LOOP_H
 #define SMB_LOOP_H
@@ -20,22 +22,22 @@ struct loop {
     _Alignas(64) struct loop_stats stats; /* on cache lines of its own */
     struct smb_server *server;
     int index;
-    uint64_t clock_ns;            /* when this loop last looked: a request taken up now begins then */
+    uint64_t clock_ns; /* when this loop last looked: a request taken up now begins then */
     pthread_t thread;
     bool running;
     int epoll;
-    int wake;                     /* eventfd: new connections, stop */
+    int wake; /* eventfd: new connections, stop */
     _Atomic bool stop;
     pthread_mutex_t inbox_lock;
-    struct connection *inbox;     /* accepted by another loop, to be taken over by this one */
+    struct connection *inbox; /* accepted by another loop, to be taken over by this one */
     struct connection *connections;
-    struct connection *again;     /* had their turn but have more in hand */
+    struct connection *again; /* had their turn but have more in hand */
     struct connection *deferred;
-    _Atomic bool sweep;           /* some connection of the loop was fenced from outside: close it */
+    _Atomic bool sweep; /* some connection of the loop was fenced from outside: close it */
     pthread_mutex_t answers_lock;
-    struct wait *answers;         /* whose answers came, newest first */
+    struct wait *answers; /* whose answers came, newest first */
     uint32_t not_greeted;
-    bool bulk;                    /* much was moved since it last waited: what comes next takes a while */
+    bool bulk; /* much was moved since it last waited: what comes next takes a while */
 };
 
 /* Wakes a loop, from any thread. */

@@ -8,11 +8,13 @@
 
 bool output_all_sent(const struct connection *connection)
 {
-    return connection->out_start == connection->out_end && connection->tail_start == connection->tail_end &&
+    return connection->out_start == connection->out_end &&
+           connection->tail_start == connection->tail_end &&
            !channel_unsent_bytes(&connection->channel);
 }
 
-enum step output_send(struct connection *connection, struct iovec *parts, size_t count, uint64_t *sent)
+enum step output_send(struct connection *connection, struct iovec *parts, size_t count,
+                      uint64_t *sent)
 {
     uint32_t replies = connection->out_end - connection->out_start;
     parts[0] = (struct iovec){connection->out + connection->out_start, replies};
@@ -32,8 +34,9 @@ enum step output_send(struct connection *connection, struct iovec *parts, size_t
         memcpy(CMSG_DATA(header), &connection->pass_fd, sizeof(int));
     }
     *sent = 0;
-    ssize_t done = connection->pass_fd < 0 ? channel_write(&connection->channel, parts, (int)count)
-                                           : sendmsg(connection->channel.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t done = connection->pass_fd < 0
+                       ? channel_write(&connection->channel, parts, (int)count)
+                       : sendmsg(connection->channel.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (done < 0)
         return channel_failed(done) ? STEP_CLOSE : STEP_ON; /* the peer is gone: no error of ours */
     if (connection->pass_fd >= 0) {
@@ -97,8 +100,9 @@ void output_put_with_tail(struct connection *connection, struct smb_frame *reply
     smb_frame_encode(reply, header);
     connection->out_end += SMB_FRAME_BYTES;
     if (reply->payload > bytes)
-        smb_store_checksum(connection->tail + bytes,
-                       smb_crc32c(smb_crc32c(0, header, SMB_FRAME_BYTES), connection->tail, bytes));
+        smb_store_checksum(
+            connection->tail + bytes,
+            smb_crc32c(smb_crc32c(0, header, SMB_FRAME_BYTES), connection->tail, bytes));
     connection->tail_start = 0;
     connection->tail_end = reply->payload;
 }

@@ -10,10 +10,11 @@
 
 enum { READS_PER_SEND = 4 }; /* chunks whose locks one answer holds */
 
-/* The read that is in hand, and those right behind it that have arrived and whose chunks' locks are free: one large call
- * into the kernel is up to 1.5 times as fast as several of a chunk each. Several locks are held then, but none was waited for, so
- * there is no order among them to keep. Segments are found before the first lock is taken and given back
- * after the last: what else that may do is done outside of them. */
+/* The read in hand, and the reads right behind it that have arrived and whose chunks' locks are
+ * free. One large call into the kernel is up to 1.5 times as fast as several of a chunk each.
+ * Several locks are held then, but none was waited for, so there is no order among them to keep.
+ * Segments are found before the first lock is taken and given back after the last: what else that
+ * may do is done outside of them. */
 struct batch {
     uint32_t admitted, count; /* found; locked */
     struct gate_request requests[READS_PER_SEND];
@@ -21,11 +22,13 @@ struct batch {
     struct iovec parts[1 + 2 * READS_PER_SEND]; /* earlier replies; then header and data of each */
 };
 
-static bool is_plain_read(const struct connection *connection, const uint8_t *bytes, struct smb_frame *frame)
+static bool is_plain_read(const struct connection *connection, const uint8_t *bytes,
+                          struct smb_frame *frame)
 {
-    return smb_frame_parse(bytes, frame) == SMB_OK && !(frame->flags & SMB_FLAG_REPLY) && frame->opcode == SMB_READ &&
-           !(frame->flags & (SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM)) && frame->session == connection->session &&
-           frame->lane == connection->lane && frame->length >= BULK_BYTES;
+    return smb_frame_parse(bytes, frame) == SMB_OK && !(frame->flags & SMB_FLAG_REPLY) &&
+           frame->opcode == SMB_READ && !(frame->flags & (SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM)) &&
+           frame->session == connection->session && frame->lane == connection->lane &&
+           frame->length >= BULK_BYTES;
 }
 
 /* Those behind the one in hand stay in `in` until they are answered. */
@@ -35,7 +38,8 @@ static void batch_admit(struct connection *connection, struct batch *batch)
     batch->admitted = 1;
     if (connection->request.frame.length < BULK_BYTES)
         return;
-    for (uint32_t at = connection->in_start; batch->admitted < READS_PER_SEND && connection->in_end - at >= SMB_FRAME_BYTES;
+    for (uint32_t at = connection->in_start;
+         batch->admitted < READS_PER_SEND && connection->in_end - at >= SMB_FRAME_BYTES;
          at += SMB_FRAME_BYTES) {
         struct gate_request *request = &batch->requests[batch->admitted];
         struct smb_frame frame;
@@ -74,7 +78,8 @@ static void batch_done(struct batch *batch)
         gate_done(&batch->requests[i]);
 }
 
-/* The range of the read in hand, as it is or encoded. If another reader has the chunk's lock, without it. */
+/* The range of the read in hand, as it is or encoded. If another reader has the chunk's lock,
+ * without it. */
 static int copy_range(struct connection *connection, uint8_t *to)
 {
     struct gate_request *request = &connection->request;
@@ -101,14 +106,15 @@ static int copy_range(struct connection *connection, uint8_t *to)
     return status;
 }
 
-/* What is not sent as it lies there: encoded, with a checksum, by reference, or while somebody has the chunk's lock. Of a copy that
- * nobody changes. */
+/* What is not sent as it lies there: encoded, with a checksum, by reference, or while somebody has
+ * the chunk's lock. Of a copy that nobody changes. */
 static enum step answer_read_by_copy(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length;
     int wire = smb_frame_wire(&request->frame);
-    int status = copy_range(connection, connection->named ? connection->named->payload : connection->tail);
+    int status = copy_range(connection,
+                            connection->named ? connection->named->payload : connection->tail);
     if (status == SMB_BUSY)
         return answer_defer(connection);
     if (status != SMB_OK)
@@ -137,7 +143,8 @@ enum step answer_read(struct connection *connection)
     int status = batch_open(&batch);
     if (status != SMB_OK) {
         batch_done(&batch);
-        return status == SMB_BUSY ? answer_read_by_copy(connection) : answer_failure(connection, status);
+        return status == SMB_BUSY ? answer_read_by_copy(connection)
+                                  : answer_failure(connection, status);
     }
     uint64_t sent = 0;
     enum step step = output_send(connection, batch.parts, 1 + 2 * batch.count, &sent);
@@ -149,9 +156,11 @@ enum step answer_read(struct connection *connection)
         if (answered && sent < SMB_FRAME_BYTES + (uint64_t)length) {
             uint32_t of_header = sent < SMB_FRAME_BYTES ? (uint32_t)sent : SMB_FRAME_BYTES;
             uint32_t of_data = (uint32_t)sent - of_header;
-            memcpy(connection->out + connection->out_end, batch.headers[i] + of_header, SMB_FRAME_BYTES - of_header);
+            memcpy(connection->out + connection->out_end, batch.headers[i] + of_header,
+                   SMB_FRAME_BYTES - of_header);
             connection->out_end += SMB_FRAME_BYTES - of_header;
-            memcpy(connection->tail, (const uint8_t *)batch.parts[2 + 2 * i].iov_base + of_data, length - of_data);
+            memcpy(connection->tail, (const uint8_t *)batch.parts[2 + 2 * i].iov_base + of_data,
+                   length - of_data);
             connection->tail_start = 0;
             connection->tail_end = length - of_data;
             sent = 0;

@@ -4,8 +4,9 @@
 
 #include "server/connection.h"
 
-/* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once, at one instant. Of the one that
- * it does not take whole the rest is set aside before its lock is released, so that a slow peer never holds it. */
+/* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once,
+ * at one instant. What it does not take of a chunk is copied aside before the lock is released. So
+ * a slow peer never holds a lock. */
 enum step answer_read(struct connection *connection);
 
 #endif

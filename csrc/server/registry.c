@@ -1,4 +1,5 @@
-/* The segments that a daemon serves, by id, and the books of its capacity. Control threads change it, loops look up in it. */
+/* The segments that a daemon serves, by id, and the books of its capacity. Control threads change
+ * it, loops look up in it. */
 #include "server/registry.h"
 
 #include <stdlib.h>
@@ -34,7 +35,8 @@ struct smb_segment *server_find(struct smb_server *server, uint64_t id)
     return segment;
 }
 
-/* Capacity is taken before the memory, under the lock, so that two creations can't both fit into the last gap. */
+/* Capacity is taken before the memory, under the lock, so that two creations can't both fit into
+ * the last gap. */
 static int reserve(struct smb_server *server, uint64_t id, uint64_t bytes)
 {
     int status = SMB_OK;
@@ -56,8 +58,10 @@ static void unreserve(struct smb_server *server, uint64_t bytes)
     pthread_rwlock_unlock(&server->registry_lock);
 }
 
-/* Takes the reference over. The bytes are reserved already. `left`: the segment is of an earlier run. */
-static int publish(struct smb_server *server, struct smb_segment *segment, const char *path, bool left)
+/* Takes the reference over. The bytes are reserved already. `left`: the segment is of an earlier
+ * run. */
+static int publish(struct smb_server *server, struct smb_segment *segment, const char *path,
+                   bool left)
 {
     struct entry *entry = calloc(1, sizeof *entry);
     char *own_path = strdup(path);
@@ -87,8 +91,8 @@ static int publish(struct smb_server *server, struct smb_segment *segment, const
     return SMB_OK;
 }
 
-int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch, int dtype,
-                              uint64_t data_bytes, uint32_t chunk_bytes)
+int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id,
+                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes)
 {
     uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
     if (file_bytes == 0)
@@ -110,7 +114,8 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
     return status;
 }
 
-int smb_server_adopt_segment(struct smb_server *server, const char *path, struct smb_segment_info *info)
+int smb_server_adopt_segment(struct smb_server *server, const char *path,
+                             struct smb_segment_info *info)
 {
     struct smb_segment *segment;
     int status = smb_segment_take_over(path, &segment);
@@ -159,8 +164,10 @@ int smb_server_delete_segment(struct smb_server *server, uint64_t id)
     return SMB_OK;
 }
 
-/* The journal is opened before the server listens, so nobody adds or takes away meanwhile; sessions end at any time. */
-int server_each_segment(struct smb_server *server, void (*visit)(void *argument, struct smb_segment *segment), void *argument)
+/* The journal is opened before the server listens, so nobody adds or takes away meanwhile; sessions
+ * end at any time. */
+int server_each_segment(struct smb_server *server,
+                        void (*visit)(void *argument, struct smb_segment *segment), void *argument)
 {
     pthread_rwlock_rdlock(&server->registry_lock);
     uint64_t count = 0;
@@ -188,7 +195,8 @@ static void clear_marks(void *argument, struct smb_segment *segment)
     recovery->torn_chunks += smb_segment_clear_marks(segment);
 }
 
-int smb_server_open_journal(struct smb_server *server, const char *path, struct smb_recovery *recovery)
+int smb_server_open_journal(struct smb_server *server, const char *path,
+                            struct smb_recovery *recovery)
 {
     *recovery = (struct smb_recovery){0};
     if (server->journal)

@@ -1,4 +1,5 @@
-/* registry.h: the segments that a daemon serves, by id, and its capacity. Control threads change it; loops look up in it. */
+/* registry.h: the segments that a daemon serves, by id, and its capacity. Control threads change
+ * it; loops look up in it. */
 #ifndef SMB_REGISTRY_H
 #define SMB_REGISTRY_H
 
@@ -10,14 +11,15 @@
 
 struct smb_server;
 
-struct entry {                    /* of the registry: an open hash table, chained */
+struct entry { /* of the registry: an open hash table, chained */
     struct entry *next;
     struct smb_segment *segment;
     char *path;
 };
 enum { BUCKETS = 4096 };
 
-/* What was done for a segment by one loop: it makes it at the first request, and nobody else writes it. */
+/* What was done for a segment by one loop: it makes it at the first request, and nobody else writes
+ * it. */
 struct share {
     struct smb_tally done[SMB_TRANSPORT_COUNT];
 };
@@ -25,19 +27,21 @@ struct share {
 /* What the daemon keeps beside a segment that it serves. */
 struct served {
     struct smb_server *server;
-    struct share *_Atomic *shares; /* by loop; NULL until its first request. Release when made, acquire by who reads */
+    /* by loop; NULL until its first request. Release when made, acquire by readers */
+    struct share *_Atomic *shares;
     struct smb_segment *segment;
     struct records *records;
     struct sync *sync;
-    bool closed;                  /* due_lock: it never becomes due again */
-    uint64_t due_ns;              /* of sync_tick; in the server's tree if not UINT64_MAX */
+    bool closed;     /* due_lock: it never becomes due again */
+    uint64_t due_ns; /* of sync_tick; in the server's tree if not UINT64_MAX */
     struct tree_node by_due;
 };
 
 /* A reference, or NULL. */
 struct smb_segment *server_find(struct smb_server *server, uint64_t id);
 /* Every segment served now, outside of the registry's lock. SMB_OUT_OF_MEMORY: none. */
-int server_each_segment(struct smb_server *server, void (*visit)(void *argument, struct smb_segment *segment), void *argument);
+int server_each_segment(struct smb_server *server,
+                        void (*visit)(void *argument, struct smb_segment *segment), void *argument);
 /* Gives all references up; the files stay. The loops have stopped. */
 void registry_clear(struct smb_server *server);
 

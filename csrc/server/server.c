@@ -22,7 +22,8 @@ void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)
         smb_tls_release(before);
 }
 
-int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes, struct smb_server **server)
+int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
+                      struct smb_server **server)
 {
     if (loops < 1 || loops > LOOPS_MAX)
         return SMB_INVALID;

@@ -1,13 +1,15 @@
 /* server.h: the daemon's life, and what its parts share.
  *
- * Threads. One loop thread owns each connection from accept to close. The control threads (Python) change the registry, under its
- * read-write lock. One thread, of waits.c, acts when time ends a lock, a wait or a pin. Counters are relaxed atomics.
- * Locks: the registry's lock and a chunk's lock are never held together.
+ * Threads. One loop thread owns each connection from accept to close. The control threads (Python)
+ * change the registry, under its read-write lock. One thread, of waits.c, acts when time ends a
+ * lock, a wait or a pin. Counters are relaxed atomics. Locks: the registry's lock and a chunk's
+ * lock are never held together.
  *
- * Two ways to wait. A change may find its chunk's lock taken, by a stopped process for example. It is deferred: its connection keeps
- * the request, stops reading, and its loop tries again. Journal and watermark rely on the order of a lane's changes, so nothing of
- * the lane overtakes it. A request for a lock, barrier or version leaves the connection as a struct wait. It is answered when its time
- * has come, and the connection goes on meanwhile.
+ * Two ways to wait. A change may find its chunk's lock taken, by a stopped process for example. It
+ * is deferred: its connection keeps the request, stops reading, and its loop tries again. Journal
+ * and watermark rely on the order of a lane's changes, so nothing of the lane overtakes it. A
+ * request for a lock, barrier or version leaves the connection as a struct wait. It is answered
+ * when its time has come, and the connection goes on meanwhile.
  */
 #ifndef SMB_SERVER_H
 #define SMB_SERVER_H
@@ -28,22 +30,23 @@ struct loop;
 struct past;
 struct smb_tls;
 
-enum { ENDED_MAX = 65536 };       /* sessions remembered as ended, a power of two; the oldest are forgotten */
+/* sessions remembered as ended, a power of two; the oldest are forgotten */
+enum { ENDED_MAX = 65536 };
 
 struct smb_server {
     uint64_t instance;
     uint64_t capacity_bytes;
-    bool guarded;                 /* from before it listens: tokens are asked for */
+    bool guarded; /* from before it listens: tokens are asked for */
     struct access_keys keys;
-    struct journal *journal;      /* NULL: changes are made without one */
+    struct journal *journal; /* NULL: changes are made without one */
     pthread_mutex_t ended_lock;
-    uint64_t *ended;              /* a ring */
+    uint64_t *ended; /* a ring */
     uint64_t ended_count;
     _Atomic bool ended_are_known; /* the coordinator has told, once, of all that have */
     /* waits.c: one thread */
     pthread_mutex_t due_lock;
     pthread_cond_t due_changed;
-    struct tree due;                    /* segments, by when time demands something of them */
+    struct tree due; /* segments, by when time demands something of them */
     uint64_t due_weights;
     pthread_t ticker;
     bool ticking;
@@ -51,7 +54,7 @@ struct smb_server {
     pthread_rwlock_t registry_lock;
     struct entry *buckets[BUCKETS];
     uint64_t segments;
-    uint64_t used_bytes;          /* file bytes, those being created included */
+    uint64_t used_bytes;                           /* file bytes, those being created included */
     uint64_t retired_operations[SMB_OPCODE_COUNT]; /* of deleted segments' local clients */
     uint64_t retired_bytes[SMB_OPCODE_COUNT];
     uint64_t retired_recovered_locks;
@@ -60,7 +63,7 @@ struct smb_server {
     _Atomic uint32_t next_loop;
     struct listener *listeners[LISTENERS_MAX];
     char *unix_path;
-    int spare_fd;                 /* given up to turn a peer away when there is no descriptor left */
+    int spare_fd; /* given up to turn a peer away when there is no descriptor left */
     _Atomic uint64_t errors[SMB_STATUS_COUNT];
     _Atomic uint64_t opened[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
@@ -68,15 +71,15 @@ struct smb_server {
     struct strangers strangers;
     _Atomic uint64_t strangers_evicted;
     pthread_mutex_t tls_lock;
-    struct smb_tls *tls;                /* tls_lock. What new connections over TCP speak; NULL: no TLS */
+    struct smb_tls *tls; /* tls_lock. What new connections over TCP speak; NULL: no TLS */
     _Atomic uint64_t deferred_now;
     _Atomic uint64_t deferred_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
-    struct sync_counters waited;        /* of all segments */
-    pthread_mutex_t lanes_lock;         /* before a connection's `turn` */
+    struct sync_counters waited; /* of all segments */
+    pthread_mutex_t lanes_lock;  /* before a connection's `turn` */
     struct connection *lanes;
-    struct past *pasts;                 /* lanes_lock */
+    struct past *pasts; /* lanes_lock */
     uint32_t past_count;
 };
 

@@ -1,5 +1,6 @@
-/* Slots that somebody outside fills: by an RDMA network card, which may reach them for as long as they are registered, whatever has
- * become of the connection. So they have references of their own, and go back to the journal with the last. */
+/* Slots that somebody outside fills: by an RDMA network card, which may reach them for as long as
+ * they are registered, whatever has become of the connection. So they have references of their own,
+ * and go back to the journal with the last. */
 #include "server/slots.h"
 
 #include <stdlib.h>
@@ -22,9 +23,13 @@ static int fill(struct smb_slots *slots, uint32_t wanted)
 {
     int status = SMB_OK;
     if (!slots->journal) {
-        slots->own = aligned_alloc(4096, (size_t)wanted * (SMB_CHUNK_BYTES_MAX + 4096)); /* a page before each: for a token */
+        /* a page before each: for a token */
+        slots->own = aligned_alloc(4096, (size_t)wanted * (SMB_CHUNK_BYTES_MAX + 4096));
         for (; slots->own && slots->count < wanted; slots->count++)
-            slots->slots[slots->count].payload = slots->own + (size_t)slots->count * (SMB_CHUNK_BYTES_MAX + 4096) + 4096;
+            slots->slots[slots->count].payload = slots->own +
+                                                 (size_t)slots->count *
+                                                     (SMB_CHUNK_BYTES_MAX + 4096) +
+                                                 4096;
         return slots->own ? SMB_OK : SMB_OUT_OF_MEMORY;
     }
     while (status == SMB_OK && slots->count < wanted) {

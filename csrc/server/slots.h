@@ -1,4 +1,5 @@
-/* slots.h: slots that somebody outside fills, an RDMA network card. Any thread: they have references of their own. */
+/* slots.h: slots that somebody outside fills, an RDMA network card. Any thread: they have
+ * references of their own. */
 #ifndef SMB_SLOTS_H
 #define SMB_SLOTS_H
 

@@ -75,5 +75,7 @@ const struct slot *staging_slot(const struct connection *connection)
 {
     if (!connection->loop->server->journal)
         return NULL;
-    return connection->named && connection->staging == connection->named->payload ? connection->named : &connection->slot;
+    return connection->named && connection->staging == connection->named->payload
+               ? connection->named
+               : &connection->slot;
 }

@@ -1,10 +1,12 @@
-/* staging.h: where the payload of a request goes, and what a change is made from. The connection's loop. */
+/* staging.h: where the payload of a request goes, and what a change is made from. The connection's
+ * loop. */
 #ifndef SMB_STAGING_H
 #define SMB_STAGING_H
 
 #include "server/connection.h"
 
-/* Where a payload goes, and what a change is made from: the connection's journal slot, with room for so many bytes. */
+/* Where a payload goes, and what a change is made from: the connection's journal slot, with room
+ * for so many bytes. */
 int staging_make(struct connection *connection, uint32_t bytes);
 /* Of a frame that is fenced: they lie before the payload. */
 uint32_t staging_token_bytes(const struct smb_frame *frame);
@@ -14,9 +16,9 @@ bool staging_is_from_segments(int opcode);
 bool staging_is_needed(const struct smb_frame *frame);
 /* What is changed from another segment has that one's bytes there, after its payload. */
 uint32_t staging_bytes(const struct smb_frame *frame);
-/* Of a record that is admitted: the payload is put together in `staging`. Elements are in the slot that it names and stay there, so that
- * they are not copied; but indices are, as they must not change between being checked and being used. SMB_PROTOCOL: it names
- * none where it must. */
+/* Of a record that is admitted: the payload is put together in `staging`. Elements are in the slot
+ * that it names and stay there, so that they are not copied; but indices are, as they must not
+ * change between being checked and being used. SMB_PROTOCOL: it names none where it must. */
 int staging_take_record(struct connection *connection, const uint8_t *record);
 /* The slot that a change is made from. */
 const struct slot *staging_slot(const struct connection *connection);

@@ -1,8 +1,11 @@
-/* Connections over TCP that have not shown yet who they are: how many there may be, and which of them goes when there are more.
+/* Connections over TCP that have not shown yet who they are: how many there may be, and which of
+ * them goes when there are more.
  *
- * They are all served by loop 0, which accepts them, so that nothing here is shared; a connection that has proved itself is no stranger
- * any more. No place in the table is any address's own: where it is full, the address that has the most loses its oldest. So whoever
- * comes from another address than the many is never the one to go; and of one address the newest has the longest time left. */
+ * They are all served by loop 0, which accepts them, so that nothing here is shared; a connection
+ * that has proved itself is no stranger any more. No place in the table is any address's own: where
+ * it is full, the address that has the most loses its oldest. So a peer that comes from another
+ * address than the many is never the one to go; and of one address the newest has the longest time
+ * left. */
 #include "server/strangers.h"
 
 #include <string.h>

@@ -1,5 +1,6 @@
-/* What waits by nature, on the daemon's side of sync.h: requests taken off their connections, and the one thread that does
- * what time demands. An answer may come on any thread; it goes to the loop of its connection, and from there to the peer. */
+/* What waits by nature, on the daemon's side of sync.h: requests taken off their connections, and
+ * the one thread that does what time demands. An answer may come on any thread; it goes to the loop
+ * of its connection, and from there to the peer. */
 #include "server/waits.h"
 
 #include <stdlib.h>
@@ -25,7 +26,7 @@ static void free_served(void *companion)
     free(served);
 }
 
-/* ---- time --------------------------------------------------------------------------------------------------------- */
+/* ---- time ------------------------------------------------------------------------------------ */
 
 /* With the lock held. */
 static void take_out(struct smb_server *server, struct served *served)
@@ -66,10 +67,13 @@ static void *tick(void *argument)
             pthread_cond_wait(&server->due_changed, &server->due_lock);
         } else if (first->due_ns > now_ns) {
             uint64_t until_ns = smb_now_ns() + (first->due_ns - now_ns);
-            struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U), .tv_nsec = (long)(until_ns % 1000000000U)};
-            pthread_cond_clockwait(&server->due_changed, &server->due_lock, CLOCK_MONOTONIC, &until);
+            struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                                     .tv_nsec = (long)(until_ns % 1000000000U)};
+            pthread_cond_clockwait(&server->due_changed, &server->due_lock, CLOCK_MONOTONIC,
+                                   &until);
         } else {
-            /* In the list, so not closed yet (waits_close takes it out first): the reference is good. */
+            /* In the list, so not closed yet (waits_close takes it out first): the reference is
+             * good. */
             struct smb_segment *segment = smb_segment_retain(first->segment);
             take_out(server, first);
             pthread_mutex_unlock(&server->due_lock);
@@ -103,7 +107,7 @@ void waits_stop(struct smb_server *server)
     server->ticking = false;
 }
 
-/* ---- segments ----------------------------------------------------------------------------------------------------- */
+/* ---- segments -------------------------------------------------------------------------------- */
 
 int waits_serve(struct smb_server *server, struct smb_segment *segment, bool left)
 {
@@ -114,11 +118,12 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
     served->segment = segment;
     served->due_ns = UINT64_MAX;
     served->shares = calloc((size_t)server->loop_count, sizeof *served->shares);
-    int status = served->shares ? records_create(smb_segment_records(segment), &server->ended_are_known, &served->records)
+    int status = served->shares ? records_create(smb_segment_records(segment),
+                                                 &server->ended_are_known, &served->records)
                                 : SMB_OUT_OF_MEMORY;
     if (status == SMB_OK)
-        status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment), smb_segment_data_bytes(segment),
-                             left, smb_boot_ns(), &served->sync);
+        status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment),
+                             smb_segment_data_bytes(segment), left, smb_boot_ns(), &served->sync);
     if (status != SMB_OK) {
         free_served(served);
         return status;
@@ -138,12 +143,12 @@ void waits_close(struct smb_segment *segment, int status)
     struct served *served = served_of(segment);
     sync_close(served->sync, status);
     pthread_mutex_lock(&served->server->due_lock);
-    served->closed = true; /* whoever is about to say that it is due comes too late */
+    served->closed = true; /* a thread that is about to call due_sooner comes too late */
     take_out(served->server, served);
     pthread_mutex_unlock(&served->server->due_lock);
 }
 
-/* ---- requests ----------------------------------------------------------------------------------------------------- */
+/* ---- requests -------------------------------------------------------------------------------- */
 
 static void answer_came(struct waiter *waiter, struct sync_answer answer)
 {
@@ -178,11 +183,15 @@ void wait_free(struct wait *wait)
     free(wait);
 }
 
-int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload, struct sync_answer *answer)
+int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload,
+              struct sync_answer *answer)
 {
     uint8_t opcode = request->frame.opcode;
-    bool may_wait = opcode == SMB_LOCK || opcode == SMB_AWAIT_BARRIER || opcode == SMB_AWAIT_VERSION;
-    struct wait *wait = may_wait && connection->waits_now >= WAITS_PER_CONNECTION ? NULL : calloc(1, sizeof *wait);
+    bool may_wait = opcode == SMB_LOCK || opcode == SMB_AWAIT_BARRIER ||
+                    opcode == SMB_AWAIT_VERSION;
+    struct wait *wait = may_wait && connection->waits_now >= WAITS_PER_CONNECTION
+                            ? NULL
+                            : calloc(1, sizeof *wait);
     if (!wait)
         return SMB_OUT_OF_MEMORY;
     wait->loop = connection->loop;
@@ -192,8 +201,10 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
     wait->begun_ns = connection->begun_ns;
     wait->waiter.owner = wait;
     wait->waiter.answer = answer_came;
-    struct sync_request ask = {.opcode = request->frame.opcode, .session = request->frame.session,
-                               .sequence = request->frame.sequence, .argument = request->frame.argument};
+    struct sync_request ask = {.opcode = request->frame.opcode,
+                               .session = request->frame.session,
+                               .sequence = request->frame.sequence,
+                               .argument = request->frame.argument};
     for (int i = 0; i < SMB_SYNC_WORDS; i++)
         ask.words[i] = smb_load64(payload + 8 * i);
     /* In the list before it is asked for: its answer may come at once, on another thread. */
@@ -203,7 +214,8 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
     connection->waits = wait;
     connection->waits_now++;
     server_count(&wait->loop->server->waits_now, 1);
-    int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(), answer);
+    int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(),
+                          answer);
     if (status != SMB_DEFERRED) {
         unlink_wait(wait);
         wait_free(wait);
@@ -235,7 +247,7 @@ void waits_forget(struct connection *connection)
     }
 }
 
-/* ---- sessions ----------------------------------------------------------------------------------------------------- */
+/* ---- sessions -------------------------------------------------------------------------------- */
 
 bool session_has_ended(struct smb_server *server, uint64_t session)
 {
@@ -257,7 +269,8 @@ static void end_on_segment(void *argument, struct smb_segment *segment)
 
 void smb_server_end_session(struct smb_server *server, uint64_t session)
 {
-    /* First nobody new is let in, then who is in is shut out, then what it held is given up. */
+    /* First refuse new connections, then close those there are, then release what the session
+     * held. */
     pthread_mutex_lock(&server->ended_lock);
     server->ended[server->ended_count++ % ENDED_MAX] = session;
     pthread_mutex_unlock(&server->ended_lock);
@@ -272,7 +285,7 @@ void smb_server_know_ended(struct smb_server *server)
     atomic_store_explicit(&server->ended_are_known, true, memory_order_release);
 }
 
-/* ---- for people --------------------------------------------------------------------------------------------------- */
+/* ---- for people ------------------------------------------------------------------------------ */
 
 struct look {
     struct smb_wait *waits;
@@ -294,12 +307,21 @@ static void look_at_segment(void *argument, struct smb_segment *segment)
     uint64_t id = smb_segment_id(segment);
     sync_status(served_of(segment)->sync, smb_boot_ns(), &now);
     for (uint32_t which = 0; which < SYNC_LOCKS; which++)
-        see(argument, (struct smb_wait){.segment = id, .kind = which == SYNC_USER ? SMB_WAIT_LOCK : SMB_WAIT_PUBLISHER,
-                                        .session = now.locks[which].session, .token = now.locks[which].token,
-                                        .left_ms = now.locks[which].left_ms, .waiting = (uint32_t)now.locks[which].waiting});
-    see(argument, (struct smb_wait){.segment = id, .kind = SMB_WAIT_BARRIER, .waiting = (uint32_t)now.barrier_waiting,
-                                    .arrived = (uint32_t)now.arrived, .parties = (uint32_t)now.parties});
-    see(argument, (struct smb_wait){.segment = id, .kind = SMB_WAIT_VERSION, .waiting = (uint32_t)now.versions_waiting});
+        see(argument,
+            (struct smb_wait){.segment = id,
+                              .kind = which == SYNC_USER ? SMB_WAIT_LOCK : SMB_WAIT_PUBLISHER,
+                              .session = now.locks[which].session,
+                              .token = now.locks[which].token,
+                              .left_ms = now.locks[which].left_ms,
+                              .waiting = (uint32_t)now.locks[which].waiting});
+    see(argument, (struct smb_wait){.segment = id,
+                                    .kind = SMB_WAIT_BARRIER,
+                                    .waiting = (uint32_t)now.barrier_waiting,
+                                    .arrived = (uint32_t)now.arrived,
+                                    .parties = (uint32_t)now.parties});
+    see(argument, (struct smb_wait){.segment = id,
+                                    .kind = SMB_WAIT_VERSION,
+                                    .waiting = (uint32_t)now.versions_waiting});
 }
 
 uint64_t smb_server_waits(struct smb_server *server, struct smb_wait *waits, uint64_t most)
@@ -309,7 +331,8 @@ uint64_t smb_server_waits(struct smb_server *server, struct smb_wait *waits, uin
     return look.found;
 }
 
-int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms, uint64_t *token)
+int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms,
+                              uint64_t *token)
 {
     struct smb_segment *segment = server_find(server, id);
     if (!segment)

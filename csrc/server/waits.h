@@ -1,4 +1,5 @@
-/* waits.h: requests that wait by nature: for locks, barriers, versions. They leave their connections until they are answered. */
+/* waits.h: requests that wait by nature: for locks, barriers, versions. They leave their
+ * connections until they are answered. */
 #ifndef SMB_WAITS_H
 #define SMB_WAITS_H
 
@@ -12,16 +13,17 @@ struct loop;
 struct smb_server;
 
 enum {
-    WAITS_PER_CONNECTION = 4096 /* for locks, barriers, versions: one for each thread of a client; each is memory */
+    /* for locks, barriers, versions: one for each thread of a client; each is memory */
+    WAITS_PER_CONNECTION = 4096
 };
 
 struct wait {
     struct waiter waiter;
-    struct wait *next, *previous;     /* of the connection's; loop thread only */
+    struct wait *next, *previous; /* of the connection's; loop thread only */
     struct wait *next_answer;
     struct loop *loop;
-    struct connection *connection;    /* NULL: gone */
-    struct smb_segment *segment;      /* a reference: sync and words stay */
+    struct connection *connection; /* NULL: gone */
+    struct smb_segment *segment;   /* a reference: sync and words stay */
     struct smb_frame frame;
     struct sync_answer answer;
     uint64_t begun_ns;
@@ -29,12 +31,14 @@ struct wait {
 
 /* Gives a segment what it needs to be served; before it can be found. `left`: of an earlier run. */
 int waits_serve(struct smb_server *server, struct smb_segment *segment, bool left);
-/* It is deleted, or the daemon stops: everyone who waits there is told. Before the registry's reference goes. */
+/* It is deleted, or the daemon stops: all its waiters are answered. Before the registry's reference
+ * goes. */
 void waits_close(struct smb_segment *segment, int status);
 int waits_start(struct smb_server *server);
 void waits_stop(struct smb_server *server);
 /* SMB_DEFERRED: the connection has one wait more; anything else is the answer. */
-int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload, struct sync_answer *answer);
+int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload,
+              struct sync_answer *answer);
 /* The connection's waits are taken back. */
 void waits_forget(struct connection *connection);
 void wait_free(struct wait *wait);

@@ -15,37 +15,31 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TypeGuard
-
-import numpy as np
 
 from smb.buffer import Buffer
-from smb.buffer_info import BufferInfo
 from smb.client import Client
-from smb.errors import Error, OutOfMemoryError, PermissionDeniedError
+from smb.errors import Error, PermissionDeniedError
 from smb.files.catalogue import Catalogue
-from smb.files.contents import Frozen, FrozenFile, Live, Octets, Reads
+from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, refuse
-from smb.files.formats import Plan, View, header_bytes, named, plain_plan, plan_of
 from smb.files.handles import Node, OpenFile
+from smb.files.making import Copied, Found, Maker, copy_all, draw
 from smb.files.names import (
     PRIVATE,
-    Form,
     Shown,
     entries,
     escaped,
     is_long,
     is_private,
-    listed_as,
     meanings,
     name_of,
     parent_of,
 )
 from smb.files.staged_file import StagedFile
-from smb.files.temporary_names import create, left_by_dead, private_name
+from smb.files.temporary_names import left_by_dead
 
 _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0
@@ -61,22 +55,6 @@ class Status:
     modified: int
     directory: bool = False
     version: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    shown: Shown
-    info: BufferInfo
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A file's bytes in the buffer that its new path asks for, which has a private name yet. `state` is the file's."""
-
-    name: str
-    plan: Plan
-    state: tuple[int, int]
 
 
 class _Hidden:
@@ -110,6 +88,7 @@ class Tree:
         self._modified: dict[str, int] = {}
         self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, Status] = {}
+        self._maker = Maker(client, self._catalogue, self._folders, self._modified)
         self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
 
@@ -150,7 +129,7 @@ class Tree:
             for last in buffers:
                 info = listing.infos[start + last]
                 if info.id not in hidden:
-                    shown[self._listed(start + last, info, listing.infos, own)[len(start) :]] = False
+                    shown[self._maker.listed(start + last, info, listing.infos, own)[len(start) :]] = False
             for staged in staged_files:
                 if parent_of(staged) == path:
                     shown.setdefault(staged.rpartition("/")[2], False)
@@ -221,7 +200,7 @@ class Tree:
             found is not None and found.info.id == buffer_id and self._catalogue.is_current(found.shown.name, buffer_id)
         )
 
-    def _node(self, path: str, found: _Found | None, truncate: bool) -> Node:
+    def _node(self, path: str, found: Found | None, truncate: bool) -> Node:
         now = time.time_ns()
         if found is None:
             self._check_new(path)
@@ -258,7 +237,7 @@ class Tree:
             if shown.version is not None and shown.name in infos and infos[shown.name].versions > 1:
                 raise refuse(errno.EACCES, f"{path!r} would be version {shown.version} of {shown.name!r}")
 
-    def _frozen_file(self, found: _Found) -> FrozenFile:
+    def _frozen_file(self, found: Found) -> FrozenFile:
         buffer = self._catalogue.open(found.shown.name)
         if buffer.versions == 1:
             raise refuse(errno.ENOENT, f"buffer {buffer.name!r} keeps no versions: it was created with versions=1")
@@ -275,7 +254,11 @@ class Tree:
         """Make a directory. It is in this process alone until there is something in it. EEXIST, ENOENT."""
         with as_os_errors(), self._lock:
             found = self._find(path)
-            if path in self._nodes or self._is_folder(path) or (found is not None and self._is_listed(found, path)):
+            if (
+                path in self._nodes
+                or self._is_folder(path)
+                or (found is not None and self._maker.is_listed(found, path))
+            ):
                 raise refuse(errno.EEXIST, path)
             self._check_new(path)
             self._folders.add(path)
@@ -306,7 +289,7 @@ class Tree:
                 if found is not None and found.shown.version is not None:
                     raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
                 if found is not None:
-                    self._take_away(found, node)
+                    self._maker.take_away(found, node)
                 self._orphan(path)
             self._keep_folder(path)
 
@@ -350,7 +333,7 @@ class Tree:
             try:
                 found = self._look(path)
                 if found is not None and self._catalogue.is_current(found.shown.name, hidden.buffer_id):
-                    self._take_away(found, hidden.node)
+                    self._maker.take_away(found, hidden.node)
                     self._keep_folder(path)
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
@@ -370,15 +353,6 @@ class Tree:
     def _hidden_ids(self) -> set[int]:
         return {hidden.buffer_id for hidden in builtins.list(self._hidden.values())}
 
-    def _take_away(self, found: _Found, node: Node | None) -> None:
-        if _is_open(node):
-            node.displaced = private_name(found.info.name)
-            self.client.rename(found.info.name, node.displaced)
-        else:
-            self.client.delete(found.info.name)
-        self._catalogue.remove(found.shown.name)
-        self._modified.pop(found.shown.name, None)
-
     def rename(self, path: str, new_path: str, *, replace: bool = True) -> None:
         """Give a file or directory another name, in one step for the whole cluster; a file of the new name goes away in
         it, with replace. Whoever has that one open here goes on reading it. EXDEV from one form to another.
@@ -392,7 +366,7 @@ class Tree:
                     with suppress(Error):  # it has its name, as a rule; else sweep() of the next mount finds it
                         self.client.delete(copied.name, missing_ok=True)
 
-    def _rename(self, path: str, new_path: str, replace: bool, copied: _Copied | None) -> None:
+    def _rename(self, path: str, new_path: str, replace: bool, copied: Copied | None) -> None:
         with self._lock:
             if path == new_path:
                 self.status(path)
@@ -421,46 +395,30 @@ class Tree:
             self._keep_folder(path)
 
     def _rename_file(
-        self, found: _Found, node: Node | None, new_path: str, there: _Found | None, victim: Node | None,
-        copied: _Copied | None,
+        self, found: Found, node: Node | None, new_path: str, there: Found | None, victim: Node | None,
+        copied: Copied | None,
     ) -> None:  # fmt: skip
         form, old = found.shown.form, found.shown.name
         if found.shown.version is not None or not new_path.endswith(form.value):
             raise refuse(errno.EXDEV, f"{found.shown.path!r} is another form than {new_path!r} would be; copy it")
         target = new_path[: len(new_path) - len(form.value)]
         modified = self._modified.get(old, time.time_ns())
-        plan = self._plan_anew(found, target, new_path)
+        plan = self._maker.plan_anew(found, target, new_path)
         if plan is not None:
             with nullcontext() if node is None else node.lock:
-                live = self._made_anew(found, node, plan, copied, there, victim)
+                live = self._maker.made_anew(found, node, plan, copied, there, victim)
                 if live is not None and node is not None:
                     node.content = live
-            if live is None and (is_long(name_of(target)) or not self._is_free(target, new_path)):
+            if live is None and (is_long(name_of(target)) or not self._maker.is_free(target, new_path)):
                 raise refuse(errno.ENOSPC, f"{new_path!r}: the memory servers have no room for a copy under that name")
             target, plan = (target, None) if live is None else (plan.name, plan)
         if plan is None:
-            self._put(found.info.name, target, there, victim)
+            self._maker.put(found.info.name, target, there, victim)
             self._catalogue.rename({old: (target, found.info)})
         self._modified.pop(old, None)
         self._modified[target] = modified
 
-    def _plan_anew(self, found: _Found, target: str, new_path: str) -> Plan | None:
-        """Return the buffer that is to be made of a file at its new path; None where the one that it is gets the name
-        `target`. It is made anew where it becomes an array or tensors by its new path, where its name is too long for a
-        rename to say it, and where its own form of another file there would be lost.
-        """
-        is_bytes = found.shown.form is Form.RAW and self._catalogue.forms(found.info) == (Form.RAW,)
-        must = is_long(name_of(target)) or not self._is_free(target, new_path)
-        if not must and not (is_bytes and new_path.endswith((Form.NPY.value, Form.SAFETENSORS.value))):
-            return None
-        if found.info.versions > 1:
-            if must:
-                raise refuse(errno.ENAMETOOLONG, f"{new_path!r}: no name for a buffer with versions; copy it")
-            return None
-        plan = self._plan(new_path, Live(self._catalogue.open(found.shown.name), found.view))
-        return plan if must or plan.name != new_path else None
-
-    def _copied(self, path: str, new_path: str) -> _Copied | None:
+    def _copied(self, path: str, new_path: str) -> Copied | None:
         """Make the copy of a file that its rename needs, if it needs one and nobody is in the middle of writing it:
         while others go on with other names.
         """
@@ -468,60 +426,18 @@ class Tree:
             found, node = (self._look(path) if path not in self._hidden else None), self._nodes.get(path)
             if found is None or self._is_folder(path) or (node is not None and not isinstance(node.content, Live)):
                 return None
-            form, state = found.shown.form, self._state(found, node)
+            form, state = found.shown.form, self._maker.state(found, node)
             if found.shown.version is not None or not new_path.endswith(form.value):
                 return None
         try:
-            plan = self._plan_anew(found, new_path[: len(new_path) - len(form.value)], new_path)
+            plan = self._maker.plan_anew(found, new_path[: len(new_path) - len(form.value)], new_path)
             if plan is None:
                 return None
             source = Live(self._catalogue.open(found.shown.name), found.view)
-            return _Copied(self._filled(source, plan), plan, state)
+            return Copied(self._maker.filled(source, plan), plan, state)
         except (Error, OSError) as error:  # the rename meets it too, or does without
             _log.debug("%s", error)
             return None
-
-    def _state(self, found: _Found, node: Node | None) -> tuple[int, int]:
-        """Return what is another one once a file was replaced, or written to by way of this process."""
-        modified = self._modified.get(found.shown.name, 0)
-        return found.info.id, max(modified, node.written if node is not None else 0)
-
-    def _made_anew(
-        self, found: _Found, node: Node | None, plan: Plan, copied: _Copied | None, there: _Found | None,
-        victim: Node | None,
-    ) -> Live | None:  # fmt: skip
-        """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
-        a second one for the old. None where there is no room for two.
-        """
-        if copied is not None and (copied.plan, copied.state) == (plan, self._state(found, node)):
-            name = copied.name
-        else:
-            if copied is not None:
-                self.client.delete(copied.name, missing_ok=True)
-            try:
-                name = self._filled(Live(self._catalogue.open(found.shown.name), found.view), plan)
-            except OutOfMemoryError as error:
-                _log.warning("%s is not made anew: %s", found.shown.path, error)
-                return None
-        live = self._named(name, plan, there, victim)
-        self.client.delete(found.info.name, missing_ok=True)
-        self._catalogue.remove(found.shown.name)
-        return live
-
-    def _put(self, name: str, target: str, there: _Found | None, victim: Node | None) -> None:
-        """Give a buffer its path, in place of the file that is there: in one step, unless that one is of a buffer with
-        another path.
-        """
-        if there is not None and there.shown.name != target:
-            replaced = there.shown.version is None and self._is_listed(there, there.shown.path)
-            self.client.rename(name, name_of(target), replace=True)
-            if replaced:
-                self._take_away(there, victim)
-        elif _is_open(victim):
-            victim.displaced = private_name(name_of(target))
-            self.client.displace(name, name_of(target), victim.displaced)
-        else:
-            self.client.rename(name, name_of(target), replace=True)
 
     def _rename_folder(self, path: str, new_path: str) -> None:
         if not self._is_folder(path):
@@ -601,7 +517,7 @@ class Tree:
                 return
             if isinstance(node.content, Live):
                 staged = StagedFile(self._staged_files)
-                _draw(node.content, staged, nbytes)
+                draw(node.content, staged, nbytes)
                 node.content = staged
             self._check_room(node, nbytes)
             node.content.truncate(nbytes)
@@ -625,14 +541,14 @@ class Tree:
             if found is not None and found.view.nbytes == staged.nbytes:
                 live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name
             if live is None or not staged.nbytes or not live.takes(staged):
-                plan = self._plan(node.path, staged)
-                name = self._filled(staged, plan)
+                plan = self._maker.plan(node.path, staged)
+                name = self._maker.filled(staged, plan)
                 if node.removed:  # meanwhile
                     self.client.delete(name, missing_ok=True)
                     return
-                live, target = self._named(name, plan, found, None), plan.name
+                live, target = self._maker.named(name, plan, found, None), plan.name
             elif live.buffer.versions == 1:
-                _copy(staged, live)
+                copy_all(staged, live)
             else:
                 live.publish(staged)
             if live.buffer.versions == 1:
@@ -640,43 +556,6 @@ class Tree:
             node.changed = False
             node.base_bytes = live.nbytes
             self._modified[target] = node.modified
-
-    def _plan(self, path: str, source: Reads) -> Plan:
-        """Return the buffer that a file becomes by its path: one of bytes where another file is in the way."""
-        plan = plan_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
-        if plan.name != path and not self._is_free(plan.name, path):
-            plan = plain_plan(path, source.nbytes)
-        return named(plan)
-
-    def _is_free(self, target: str, path: str) -> bool:
-        """Whether a buffer `target` that is listed as `path` takes the place of that file alone."""
-        if target == path:
-            return True
-        listing = self._catalogue.listing(missed=True)
-        info = listing.infos.get(target)
-        return info is None or self._listed(target, info, listing.infos, listing.folders | self._folders) == path
-
-    def _filled(self, source: Reads, plan: Plan) -> str:
-        """Make a buffer with all of a file in it; return its private name."""
-        name = private_name(name_of(plan.name))
-        buffer = create(self.client, name, plan)
-        try:
-            _copy(source, Live(buffer, plan.view))
-        except BaseException:
-            self.client.delete(name, missing_ok=True)
-            raise
-        return name
-
-    def _named(self, name: str, plan: Plan, there: _Found | None, victim: Node | None) -> Live:
-        """Give such a buffer its own name."""
-        try:
-            self._put(name, plan.name, there, victim)
-        except BaseException:
-            self.client.delete(name, missing_ok=True)
-            raise
-        buffer = self.client.open(name_of(plan.name))
-        self._catalogue.add(plan.name, buffer)
-        return Live(buffer, plan.view)
 
     def discard_node(self, node: Node) -> None:
         """Forget a staged file that is not in the cluster."""
@@ -709,7 +588,7 @@ class Tree:
 
     def _detach(self, node: Node, source: Live | FrozenFile) -> None:
         staged = StagedFile(self._staged_files)
-        _draw(source, staged, source.nbytes)
+        draw(source, staged, source.nbytes)
         node.content = staged
 
     def _check_room(self, node: Node, nbytes: int) -> None:
@@ -719,13 +598,13 @@ class Tree:
 
     # ---- inside
 
-    def _find(self, path: str) -> _Found | None:
+    def _find(self, path: str) -> Found | None:
         """Return what a path shows, once what is hidden there is gone."""
         if path in self._hidden:
             self._end_hidden(path, self._hidden[path])
         return self._look(path)
 
-    def _look(self, path: str) -> _Found | None:
+    def _look(self, path: str) -> Found | None:
         if not path or is_private(path):
             return None
         escaped(path)  # refuses what is too long
@@ -738,10 +617,10 @@ class Tree:
                     continue
                 view = self._catalogue.view(info, one.form)
                 if view is not None:
-                    return _Found(one, info, view)
+                    return Found(one, info, view)
         return None
 
-    def _found(self, path: str) -> _Found:
+    def _found(self, path: str) -> Found:
         found = self._find(path)
         if found is None:
             raise self._none(path)
@@ -758,20 +637,6 @@ class Tree:
             return True
         return path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders
 
-    def _listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
-        """Return the one path by which a buffer is listed."""
-        try:
-            forms = self._catalogue.forms(info)
-        except Error as error:  # deleted meanwhile, or its server is away: the name is shown all the same
-            _log.debug("%s", error)
-            forms = (Form.RAW,)
-        return listed_as(path, forms, buffers, folders)
-
-    def _is_listed(self, found: _Found, path: str) -> bool:
-        listing = self._catalogue.listing()
-        folders = listing.folders | self._folders
-        return self._listed(found.shown.name, found.info, listing.infos, folders) == path
-
     def _orphan(self, path: str) -> None:
         node = self._nodes.pop(path, None)
         if node is not None:
@@ -783,36 +648,3 @@ class Tree:
         while path := parent_of(path):
             if path not in folders:
                 self._folders.add(path)
-
-
-def _is_open(node: Node | None) -> TypeGuard[Node]:
-    """Whether somebody has a buffer's own bytes open."""
-    return node is not None and bool(node.handles) and isinstance(node.content, Live)
-
-
-def _head(source: Reads, nbytes: int) -> bytes:
-    """Return a file's first bytes, fewer where it has no more."""
-    out = np.empty(min(nbytes, source.nbytes), np.uint8)
-    source.read_into(0, out)
-    return out.tobytes()
-
-
-def _copy(source: Reads, live: Live) -> None:
-    """Write all of a file into a buffer that takes it."""
-    for offset, data in source.pieces() if isinstance(source, StagedFile) else _pieces(source, source.nbytes):
-        live.write(offset, data)
-
-
-def _draw(source: Live | FrozenFile, staged: StagedFile, nbytes: int) -> None:
-    """Copy a file's first bytes into an empty staged file."""
-    for offset, data in _pieces(source, min(nbytes, source.nbytes)):
-        staged.write(offset, data)
-
-
-def _pieces(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:
-    """Give a file's first bytes as (offset, bytes), each to be used before the next."""
-    piece = np.empty(min(_COPY_BYTES, nbytes), np.uint8)
-    for offset in range(0, nbytes, _COPY_BYTES):
-        part = piece[: min(_COPY_BYTES, nbytes - offset)]
-        source.read_into(offset, part)
-        yield offset, part

@@ -383,7 +383,7 @@ def test_what_is_written_while_a_rename_copies_is_kept(client: smb.Client, monke
     file = tree.open("w.tmp", os.O_RDWR | os.O_CREAT)
     file.write(0, np.frombuffer(data.getvalue(), np.uint8))
     file.flush()
-    filled, copies = tree._filled, []
+    filled, copies = tree._maker.filled, []
 
     def filled_too_soon(*arguments: Any) -> str:
         copies.append(filled(*arguments))
@@ -391,7 +391,7 @@ def test_what_is_written_while_a_rename_copies_is_kept(client: smb.Client, monke
             file.write(128 + 8 * 7, np.ones(1).view(np.uint8))
         return copies[-1]
 
-    monkeypatch.setattr(tree, "_filled", filled_too_soon)
+    monkeypatch.setattr(tree._maker, "filled", filled_too_soon)
     tree.rename("w.tmp", "w.npy")
     assert len(copies) == 2
     file.write(128 + 8 * 9, np.ones(1).view(np.uint8))

@@ -10,9 +10,11 @@ import os
 import resource
 import selectors
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +24,8 @@ import pytest
 
 import smb
 from smb.config.parse import parse_address
+from smb.engine import EngineClient, EngineError, Lane, Status, Tls
+from smb.security.credentials import load_directory, server_name
 from tests.support.daemons import cluster_metric, wait_for
 from tests.support.transports import SLOWNESS
 
@@ -34,6 +38,7 @@ DRIPPED = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32)
 
 
 BACK_AFTER_S = 1.0
+BURST = 800
 
 
 def _be_strangers(where: tuple[str, int], count: int, pipe: Connection) -> None:
@@ -142,3 +147,36 @@ def test_strangers_keep_nobody_out(besieged: smb.LocalCluster, certificates: Pat
             f"({min(during):.0f} to {max(during):.0f})"
         )
         assert buffer.read().tolist() == [0, 0]
+
+
+def test_a_burst_of_clients_gets_in(besieged: smb.LocalCluster, certificates: Path) -> None:
+    """More clients at once from one address than there may be strangers, as when a large job starts: each is in within
+    its timeout, though some are cut on the way."""
+    host, port = parse_address(besieged.servers[0].address)
+    found = load_directory(certificates / "client")
+    tls = Tls(found.ca, found.certificate, found.key)
+    start = threading.Barrier(BURST)
+    again: list[int] = []
+
+    def come_in(number: int) -> float:
+        client = EngineClient(1 + number)
+        start.wait(60)
+        begun = time.monotonic()
+        while True:  # as a buffer's first call does
+            try:
+                link, _ = client.connect_tls(host, port, tls, server_name("server-0"), Lane.TCP_DATA, 20_000)
+                break
+            except EngineError as error:
+                if error.status is not Status.DISCONNECTED or time.monotonic() - begun > 20 * SLOWNESS:
+                    raise
+                again.append(number)
+        took = time.monotonic() - begun
+        assert link.connected()
+        client.close()
+        return took
+
+    with ThreadPoolExecutor(BURST) as threads:
+        took = sorted(threads.map(come_in, range(BURST)))
+    print(
+        f"{BURST} at once: half of them in {took[BURST // 2]:.2f} s, all in {took[-1]:.2f} s, {len(again)} tried again"
+    )

@@ -65,8 +65,9 @@ int scratch_files(void)
     return each_scratch_file(NULL);
 }
 
-/* TEST_SECONDS_MAX ends what hangs; 500 kills under thread checks take 20 s alone, over 60 s beside other work. Times
- * SMB_TEST_SLOWNESS where a machine is emulated. SMB_TEST_HANGING: names of tests that are known to hang. */
+/* TEST_SECONDS_MAX ends what hangs; 500 kills under thread checks take 20 s alone, over 60 s beside
+ * other work. Times SMB_TEST_SLOWNESS where a machine is emulated. SMB_TEST_HANGING: names of tests
+ * that are known to hang. */
 static unsigned seconds_max(const char *name)
 {
     const char *slowness = getenv("SMB_TEST_SLOWNESS"), *hanging = getenv("SMB_TEST_HANGING");

@@ -30,7 +30,8 @@ static bool answer(struct fake_server *fake, int fd, const struct smb_frame *req
     uint32_t payload = reply.payload < sizeof sevens ? reply.payload : sizeof sevens;
     memcpy(bytes + SMB_FRAME_BYTES, sevens, payload);
     int count = (int)(SMB_FRAME_BYTES + payload);
-    bool cut = request->opcode != SMB_HELLO && fake->answer_bytes_max >= 0 && fake->answer_bytes_max < count;
+    bool cut = request->opcode != SMB_HELLO && fake->answer_bytes_max >= 0 &&
+               fake->answer_bytes_max < count;
     if (cut)
         count = fake->answer_bytes_max;
     return send(fd, bytes, (size_t)count, MSG_NOSIGNAL) == count && !cut;

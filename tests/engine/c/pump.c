@@ -37,14 +37,16 @@ static bool forward(struct pump *pump)
         return false;
     CHECK_EQ(smb_frame_parse(record, &frame), SMB_OK);
     uint8_t *ends = record + SMB_RECORD_ENDS_AT;
-    uint64_t source = smb_load64(ends), sink = smb_load64(ends + 8), bytes = smb_load64(ends + 16), slot = SMB_NO_SLOT;
+    uint64_t source = smb_load64(ends), sink = smb_load64(ends + 8), bytes = smb_load64(ends + 16),
+             slot = SMB_NO_SLOT;
     bool carries = frame.opcode == SMB_WRITE || frame.opcode == SMB_ACCUMULATE;
     if (carries || frame.opcode == SMB_READ) {
         slot = take_slot(pump);
         CHECK(slot != SMB_NO_SLOT);
     }
     if (carries)
-        memcpy(smb_slots_payload(pump->slots, (uint32_t)slot), (const void *)(uintptr_t)source, (uint32_t)bytes);
+        memcpy(smb_slots_payload(pump->slots, (uint32_t)slot), (const void *)(uintptr_t)source,
+               (uint32_t)bytes);
     smb_store64(ends, slot);
     smb_store64(ends + 8, 0);
     int i = 0;
@@ -70,7 +72,8 @@ static bool answer(struct pump *pump)
             continue;
         uint64_t slot = pump->pending[i].slot;
         if (frame.payload > 0)
-            memcpy((void *)(uintptr_t)pump->pending[i].sink, smb_slots_payload(pump->slots, (uint32_t)slot), frame.payload);
+            memcpy((void *)(uintptr_t)pump->pending[i].sink,
+                   smb_slots_payload(pump->slots, (uint32_t)slot), frame.payload);
         if (slot != SMB_NO_SLOT)
             pump->busy[slot] = false;
         pump->pending[i].sequence = 0;
@@ -83,14 +86,17 @@ static void *run(void *argument)
 {
     struct pump *pump = argument;
     uint8_t hello[SMB_FRAME_BYTES];
-    bool on = read_whole(pump->client, hello, sizeof hello) && write_whole(pump->server, hello, sizeof hello);
+    bool on = read_whole(pump->client, hello, sizeof hello) &&
+              write_whole(pump->server, hello, sizeof hello);
     while (on && !atomic_load(&pump->broken)) {
         bool room = false;
         for (int i = 0; i < PUMP_SLOTS; i++)
             room |= !pump->busy[i];
-        struct pollfd pollers[2] = {{.fd = room ? pump->client : -1, .events = POLLIN}, {.fd = pump->server, .events = POLLIN}};
+        struct pollfd pollers[2] = {{.fd = room ? pump->client : -1, .events = POLLIN},
+                                    {.fd = pump->server, .events = POLLIN}};
         CHECK(poll(pollers, 2, 20) >= 0);
-        /* Whatever is to be read of a side that hung up does not matter any more, and the client's is heard of without room, too. */
+        /* Whatever is to be read of a side that hung up does not matter any more, and the client's
+         * is heard of without room, too. */
         char byte;
         if (recv(pump->client, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0)
             break;

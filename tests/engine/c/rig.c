@@ -20,9 +20,10 @@ const char *rig_segment_path(int number, uint32_t index)
 void rig_add_buffer(struct rig *rig, int number)
 {
     for (uint32_t i = 0; i < rig->layout.segment_count; i++)
-        CHECK_EQ(smb_server_create_segment(rig->servers[i % RIG_SERVERS], rig_segment_path(number, i),
-                                           rig_segment_id(number, i), RIG_EPOCH, rig->dtype,
-                                           smb_layout_segment_bytes(&rig->layout, i), rig->layout.chunk_bytes),
+        CHECK_EQ(smb_server_create_segment(
+                     rig->servers[i % RIG_SERVERS], rig_segment_path(number, i),
+                     rig_segment_id(number, i), RIG_EPOCH, rig->dtype,
+                     smb_layout_segment_bytes(&rig->layout, i), rig->layout.chunk_bytes),
                  SMB_OK);
 }
 
@@ -32,7 +33,8 @@ void rig_start(struct rig *rig, struct smb_layout layout, int dtype)
     CHECK_EQ(smb_layout_check(&layout), SMB_OK);
     CHECK(layout.segment_count <= RIG_SEGMENTS_MAX);
     for (int i = 0; i < RIG_SERVERS; i++) {
-        CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 1 + i, (uint64_t)1 << 30, &rig->servers[i]), SMB_OK);
+        CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 1 + i, (uint64_t)1 << 30, &rig->servers[i]),
+                 SMB_OK);
         CHECK_EQ(smb_server_listen_tcp(rig->servers[i], "127.0.0.1", 0, &rig->ports[i]), SMB_OK);
         strcpy(rig->sockets[i], scratch_path(i ? "socket-1" : "socket-0"));
         CHECK_EQ(smb_server_listen_unix(rig->servers[i], rig->sockets[i]), SMB_OK);
@@ -46,10 +48,13 @@ void rig_stop(struct rig *rig)
         smb_server_destroy(rig->servers[i]);
 }
 
-static void set_local(struct reach *reach, struct smb_buffer *buffer, struct smb_link *link, int number, uint32_t index)
+static void set_local(struct reach *reach, struct smb_buffer *buffer, struct smb_link *link,
+                      int number, uint32_t index)
 {
     struct smb_segment *segment;
-    CHECK_EQ(smb_link_attach(link, rig_segment_id(number, index), RIG_EPOCH, RIG_TIMEOUT_MS, &segment), SMB_OK);
+    CHECK_EQ(
+        smb_link_attach(link, rig_segment_id(number, index), RIG_EPOCH, RIG_TIMEOUT_MS, &segment),
+        SMB_OK);
     CHECK_EQ(smb_buffer_set_local(buffer, index, segment), SMB_OK);
     if (number == 0)
         reach->segments[index] = segment;
@@ -66,13 +71,15 @@ struct smb_buffer *reach_buffer(struct reach *reach, struct rig *rig, enum way w
         uint32_t server = i % RIG_SERVERS;
         bool local = way == BY_MAPPING || (way == BY_BOTH && i % 2 == 0);
         if (!local) {
-            CHECK_EQ(smb_buffer_set_link(buffer, i, rig_segment_id(number, i), RIG_EPOCH, reach->links[server]), SMB_OK);
+            CHECK_EQ(smb_buffer_set_link(buffer, i, rig_segment_id(number, i), RIG_EPOCH,
+                                         reach->links[server]),
+                     SMB_OK);
             continue;
         }
         uint64_t instance;
         if (!attaching[server])
-            CHECK_EQ(smb_client_connect_unix(reach->client, rig->sockets[server], 9, RIG_TIMEOUT_MS, &attaching[server],
-                                             &instance),
+            CHECK_EQ(smb_client_connect_unix(reach->client, rig->sockets[server], 9, RIG_TIMEOUT_MS,
+                                             &attaching[server], &instance),
                      SMB_OK);
         set_local(reach, buffer, attaching[server], number, i);
     }
@@ -84,24 +91,26 @@ struct smb_buffer *reach_buffer(struct reach *reach, struct rig *rig, enum way w
 
 void reach_make(struct reach *reach, struct rig *rig, enum way way, uint64_t session)
 {
-    static _Atomic uint32_t reaches; /* a session's lane has one connection: a second one would fence the first */
+    /* a session's lane has one connection: a second one would fence the first */
+    static _Atomic uint32_t reaches;
     *reach = (struct reach){0};
     session ^= (uint64_t)getpid() << 40 | (uint64_t)(++reaches) << 20;
     CHECK_EQ(smb_client_create(session, &reach->client), SMB_OK);
     for (int i = 0; i < RIG_SERVERS; i++) {
         uint64_t instance = 0;
         if (way == BY_UNIX)
-            CHECK_EQ(smb_client_connect_unix(reach->client, rig->sockets[i], 1, RIG_TIMEOUT_MS, &reach->links[i], &instance),
+            CHECK_EQ(smb_client_connect_unix(reach->client, rig->sockets[i], 1, RIG_TIMEOUT_MS,
+                                             &reach->links[i], &instance),
                      SMB_OK);
         else if (way == BY_REFERENCE) {
             reach->pumps[i] = calloc(1, sizeof *reach->pumps[i]);
             pump_start(reach->pumps[i], rig->servers[i]);
-            CHECK_EQ(smb_client_connect_reference(reach->client, reach->pumps[i]->client_end, 1, RIG_TIMEOUT_MS, &reach->links[i],
-                                                  &instance),
+            CHECK_EQ(smb_client_connect_reference(reach->client, reach->pumps[i]->client_end, 1,
+                                                  RIG_TIMEOUT_MS, &reach->links[i], &instance),
                      SMB_OK);
         } else
-            CHECK_EQ(smb_client_connect_tcp(reach->client, "127.0.0.1", rig->ports[i], 1, RIG_TIMEOUT_MS, &reach->links[i],
-                                            &instance),
+            CHECK_EQ(smb_client_connect_tcp(reach->client, "127.0.0.1", rig->ports[i], 1,
+                                            RIG_TIMEOUT_MS, &reach->links[i], &instance),
                      SMB_OK);
         CHECK_EQ(instance, 1000 + i);
     }
@@ -147,7 +156,8 @@ int reach_try(struct smb_buffer *buffer, struct smb_request request)
 
 int raw_connect(uint16_t port)
 {
-    struct sockaddr_in name = {.sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in name = {
+        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     CHECK(fd >= 0);
     CHECK_EQ(connect(fd, (struct sockaddr *)&name, sizeof name), 0);

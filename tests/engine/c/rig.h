@@ -25,14 +25,21 @@ void rig_start(struct rig *rig, struct smb_layout layout, int dtype);
 void rig_add_buffer(struct rig *rig, int number);
 void rig_stop(struct rig *rig);
 
-enum way { BY_TCP, BY_UNIX, BY_MAPPING, BY_BOTH /* every other segment mapped, the rest over TCP */, BY_REFERENCE, WAYS };
+enum way {
+    BY_TCP,
+    BY_UNIX,
+    BY_MAPPING,
+    BY_BOTH /* every other segment mapped, the rest over TCP */,
+    BY_REFERENCE,
+    WAYS
+};
 
 struct reach {
     struct smb_client *client;
     struct smb_link *links[RIG_SERVERS];
     struct smb_segment *segments[RIG_SEGMENTS_MAX]; /* mapped ones */
     struct smb_buffer *buffer;
-    struct pump *pumps[RIG_SERVERS];         /* of BY_REFERENCE */
+    struct pump *pumps[RIG_SERVERS]; /* of BY_REFERENCE */
 };
 
 void reach_make(struct reach *reach, struct rig *rig, enum way way, uint64_t session);

@@ -4,20 +4,25 @@
 
 void place_make(struct place *place)
 {
-    /* Shared, so that a child's work is seen when it was killed. Nothing may be touched behind the seats. */
-    uint8_t *memory = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    /* Shared, so that a child's work is seen when it was killed. Nothing may be touched behind the
+     * seats. */
+    uint8_t *memory = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
+                           0);
     CHECK(memory != MAP_FAILED);
     CHECK_EQ(mprotect(memory + 2 * PAGE, PAGE, PROT_NONE), 0);
-    *place = (struct place){.words = (struct sync_words *)memory, .seats = memory + 2 * PAGE - SEATS_BYTES,
+    *place = (struct place){.words = (struct sync_words *)memory,
+                            .seats = memory + 2 * PAGE - SEATS_BYTES,
                             .now = 1000 * SECOND};
-    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, false, place->now, &place->sync), SMB_OK);
+    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, false, place->now, &place->sync),
+             SMB_OK);
 }
 
 void place_restart(struct place *place)
 {
     sync_close(place->sync, SMB_DISCONNECTED);
     sync_destroy(place->sync);
-    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, true, place->now, &place->sync), SMB_OK);
+    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, true, place->now, &place->sync),
+             SMB_OK);
 }
 
 void place_end(struct place *place)
@@ -34,10 +39,13 @@ static void reply(struct waiter *waiter, struct sync_answer answer)
     asked->answers++;
 }
 
-int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, uint64_t sequence, uint64_t argument,
-        uint64_t a, uint64_t b, uint64_t c)
+int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, uint64_t sequence,
+        uint64_t argument, uint64_t a, uint64_t b, uint64_t c)
 {
-    struct sync_request request = {.opcode = opcode, .session = session, .sequence = sequence, .argument = argument,
+    struct sync_request request = {.opcode = opcode,
+                                   .session = session,
+                                   .sequence = sequence,
+                                   .argument = argument,
                                    .words = {a, b, c, 0}};
     struct sync_answer answer;
     *asked = (struct asked){.waiter = {.answer = reply, .owner = asked}};
@@ -47,7 +55,8 @@ int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, 
     return status;
 }
 
-int lock(struct place *place, struct asked *asked, uint64_t session, uint64_t sequence, uint64_t timeout, uint64_t age)
+int lock(struct place *place, struct asked *asked, uint64_t session, uint64_t sequence,
+         uint64_t timeout, uint64_t age)
 {
     return ask(place, asked, SMB_LOCK, session, sequence, SYNC_USER, 1000, timeout, age);
 }

@@ -1,4 +1,5 @@
-/* sync_place.h: a segment's sync words and seats with nothing around them, and requests to them, with the time passed in. */
+/* sync_place.h: a segment's sync words and seats with nothing around them, and requests to them,
+ * with the time passed in. */
 #ifndef SYNC_PLACE_H
 #define SYNC_PLACE_H
 
@@ -14,7 +15,8 @@ struct asked {
     _Atomic int answers;
 };
 
-/* In memory shared with child processes. The words have the first half of a page, a test the second. */
+/* In memory shared with child processes. The words have the first half of a page, a test the
+ * second. */
 struct place {
     struct sync_words *words;
     uint8_t *seats;
@@ -26,10 +28,11 @@ void place_make(struct place *place);
 void place_restart(struct place *place);
 void place_end(struct place *place);
 
-int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, uint64_t sequence, uint64_t argument,
-        uint64_t a, uint64_t b, uint64_t c);
+int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, uint64_t sequence,
+        uint64_t argument, uint64_t a, uint64_t b, uint64_t c);
 /* The user's lock, for a second. */
-int lock(struct place *place, struct asked *asked, uint64_t session, uint64_t sequence, uint64_t timeout, uint64_t age);
+int lock(struct place *place, struct asked *asked, uint64_t session, uint64_t sequence,
+         uint64_t timeout, uint64_t age);
 /* One that never waits. */
 int quick(struct place *place, int opcode, uint64_t argument, uint64_t a, uint64_t b);
 /* Takes the publisher's lock and publishes that version. */

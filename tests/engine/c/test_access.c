@@ -1,4 +1,5 @@
-/* Tokens between a client's links and a guarded server: shown while calls run, renewed, shown again on each new connection. */
+/* Tokens between a client's links and a guarded server: shown while calls run, renewed, shown again
+ * on each new connection. */
 #include <pthread.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -17,7 +18,11 @@ static const uint8_t key[SMB_KEY_BYTES] = "shared with the coordinator";
 
 static struct smb_token token_of(uint64_t segment, uint32_t rights, uint64_t expires_ms)
 {
-    struct smb_token token = {.segment = segment, .epoch = RIG_EPOCH, .rights = rights, .generation = 4, .expires_ms = expires_ms};
+    struct smb_token token = {.segment = segment,
+                              .epoch = RIG_EPOCH,
+                              .rights = rights,
+                              .generation = 4,
+                              .expires_ms = expires_ms};
     uint8_t text[56] = "smb token 1";
     smb_store64(text + 16, SESSION);
     smb_store64(text + 24, segment);
@@ -77,9 +82,12 @@ static void set_up(struct rigged *rigged)
     CHECK_EQ(set_key(rigged->rig.servers[0], 4, 1000000), SMB_OK);
     CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
     adopt(rigged, &end);
-    CHECK_EQ(smb_client_connect_fd(rigged->client, end, 0, RIG_TIMEOUT_MS, &rigged->link, &instance), SMB_OK);
+    CHECK_EQ(
+        smb_client_connect_fd(rigged->client, end, 0, RIG_TIMEOUT_MS, &rigged->link, &instance),
+        SMB_OK);
     CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
-    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link),
+             SMB_OK);
 }
 
 static void take_down(struct rigged *rigged)
@@ -97,10 +105,15 @@ static struct smb_request add(void)
 {
     for (int i = 0; i < ELEMENTS; i++)
         words[i] = 1;
-    return (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof words, .source = words};
+    return (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                .op = SMB_SUM,
+                                .scale = 1,
+                                .bytes = sizeof words,
+                                .source = words};
 }
 
-/* Without one nothing is done; one to read reads; one to write writes; one of another key, or that has expired, is none. */
+/* Without one nothing is done; one to read reads; one to write writes; one of another key, or that
+ * has expired, is none. */
 static void rights_on_a_link(void)
 {
     struct rigged rigged;
@@ -109,7 +122,8 @@ static void rights_on_a_link(void)
     set_up(&rigged);
     uint64_t segment = rig_segment_id(0, 0);
     CHECK_EQ(reach_try(rigged.buffer, read), SMB_DENIED);
-    struct smb_token reader = token_of(segment, SMB_RIGHT_READ, 2000000), writer = token_of(segment, 3, 2000000);
+    struct smb_token reader = token_of(segment, SMB_RIGHT_READ, 2000000),
+                     writer = token_of(segment, 3, 2000000);
     struct smb_token late = token_of(segment, 3, 1000000), forged = writer;
     forged.secret[31] ^= 1;
     CHECK_EQ(why_not(rigged.link, &late), SMB_DENIED_EXPIRED);
@@ -141,8 +155,9 @@ static void nothing_goes_to(struct smb_link *link)
     CHECK_EQ(smb_link_attach(link, id, RIG_EPOCH, RIG_TIMEOUT_MS, &segment), SMB_UNTRUSTED);
 }
 
-/* A client that wants proof takes a connection from a server that knows the token's key, and from no other, at first and again. One
- * that refuses all tokens, and has proved none, is left; and its word is not enough to forget them. */
+/* A client that wants proof takes a connection from a server that knows the token's key, and from
+ * no other, at first and again. One that refuses all tokens, and has proved none, is left; and its
+ * word is not enough to forget them. */
 static void servers_prove_tokens(void)
 {
     struct rigged rigged;
@@ -153,7 +168,8 @@ static void servers_prove_tokens(void)
     uint64_t instance, segment = rig_segment_id(0, 0);
     int end;
     set_up(&rigged);
-    struct smb_server *right = rigged.rig.servers[0], *other = rigged.rig.servers[1]; /* which says OK to any token */
+    /* which says OK to any token */
+    struct smb_server *right = rigged.rig.servers[0], *other = rigged.rig.servers[1];
     struct smb_token token = token_of(segment, 3, 2000000);
     CHECK_EQ(smb_client_create(SESSION, &client), SMB_OK);
     smb_client_want_proof(client);
@@ -232,13 +248,17 @@ static void *call(void *argument)
     for (int i = 0; i < ELEMENTS; i++)
         ones[i] = 1;
     for (int i = 0; i < CALLS; i++)
-        must(rigged->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof ones,
-                                                  .source = ones, .timeout_ms = RIG_TIMEOUT_MS});
+        must(rigged->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                                  .op = SMB_SUM,
+                                                  .scale = 1,
+                                                  .bytes = sizeof ones,
+                                                  .source = ones,
+                                                  .timeout_ms = RIG_TIMEOUT_MS});
     return NULL;
 }
 
-/* Each new connection is shown what the link has, before the calls that wait go on there: none of them is refused, and each
- * counts once. */
+/* Each new connection is shown what the link has, before the calls that wait go on there: none of
+ * them is refused, and each counts once. */
 static void tokens_follow_the_link(void)
 {
     static struct rigged rigged;
@@ -249,7 +269,8 @@ static void tokens_follow_the_link(void)
     pthread_create(&tender, NULL, tend, &rigged);
     pthread_create(&renewer, NULL, renew, &rigged);
     pthread_create(&caller, NULL, call, &rigged);
-    /* The lane's newest connection ends the one before: one that proves itself does, so each of these breaks the link's. */
+    /* The lane's newest connection ends the one before: one that proves itself does, so each of
+     * these breaks the link's. */
     for (int i = 0; i < 10; i++) {
         struct smb_client *other;
         struct smb_link *link;
@@ -267,7 +288,8 @@ static void tokens_follow_the_link(void)
     pthread_join(caller, NULL);
     pthread_join(renewer, NULL);
     static int64_t found[ELEMENTS];
-    must(rigged.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    must(rigged.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
     for (int i = 0; i < ELEMENTS; i++)
         CHECK_EQ(found[i], CALLS);
     smb_client_close(rigged.client);
@@ -275,7 +297,7 @@ static void tokens_follow_the_link(void)
     take_down(&rigged);
 }
 
-/* ---- by record ---------------------------------------------------------------------------------------------------- */
+/* ---- by record ------------------------------------------------------------------------------- */
 
 enum { BREAKS = 6 };
 
@@ -292,14 +314,18 @@ static void *tend_by_record(void *argument)
     uint64_t id, instance;
     while (smb_client_wait_down(self->rigged.client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
         struct pump *pump = &self->pumps[self->made++];
-        pump->break_after = self->made < BREAKS ? 9 : 0; /* HELLO and three tokens are four of these */
+        /* HELLO and three tokens are four of these */
+        pump->break_after = self->made < BREAKS ? 9 : 0;
         pump_start(pump, self->rigged.rig.servers[0]);
-        CHECK_EQ(smb_link_resume_reference(self->rigged.link, pump->client_end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+        CHECK_EQ(smb_link_resume_reference(self->rigged.link, pump->client_end, 0, RIG_TIMEOUT_MS,
+                                           &instance),
+                 SMB_OK);
     }
     return NULL;
 }
 
-/* Tokens are shown by record on a connection that is there, and again on each one that follows it: no call is refused. */
+/* Tokens are shown by record on a connection that is there, and again on each one that follows it:
+ * no call is refused. */
 static void tokens_travel_by_record(void)
 {
     static struct by_record self;
@@ -316,9 +342,12 @@ static void tokens_travel_by_record(void)
     CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
     pump_start(&self.pumps[self.made++], server);
     self.pumps[0].break_after = 20;
-    CHECK_EQ(smb_client_connect_reference(rigged->client, self.pumps[0].client_end, 5, RIG_TIMEOUT_MS, &rigged->link, &instance), SMB_OK);
+    CHECK_EQ(smb_client_connect_reference(rigged->client, self.pumps[0].client_end, 5,
+                                          RIG_TIMEOUT_MS, &rigged->link, &instance),
+             SMB_OK);
     CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
-    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link),
+             SMB_OK);
     for (uint64_t i = 0; i < 3; i++) { /* more than one, so that one record follows another */
         struct smb_token token = token_of(rig_segment_id(0, 0) + i, 3, 2000000);
         CHECK_EQ(show(rigged->link, &token), SMB_OK);
@@ -326,7 +355,8 @@ static void tokens_travel_by_record(void)
     CHECK_EQ(pthread_create(&tender, NULL, tend_by_record, &self), 0);
     for (int i = 0; i < CALLS / 10; i++)
         must(rigged->buffer, add());
-    must(rigged->buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    must(rigged->buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
     for (int i = 0; i < ELEMENTS; i++)
         CHECK_EQ(found[i], CALLS / 10);
     CHECK(self.made >= BREAKS);
@@ -351,27 +381,33 @@ static void records_without_a_token(void)
     CHECK_EQ(set_key(rigged.rig.servers[0], 4, 1000000), SMB_OK);
     CHECK_EQ(smb_client_create(SESSION, &rigged.client), SMB_OK);
     pump_start(&pump, rigged.rig.servers[0]);
-    CHECK_EQ(smb_client_connect_reference(rigged.client, pump.client_end, 5, RIG_TIMEOUT_MS, &rigged.link, &instance), SMB_OK);
+    CHECK_EQ(smb_client_connect_reference(rigged.client, pump.client_end, 5, RIG_TIMEOUT_MS,
+                                          &rigged.link, &instance),
+             SMB_OK);
     CHECK_EQ(smb_buffer_create(rigged.client, &LAYOUT, SMB_INT64, &rigged.buffer), SMB_OK);
-    CHECK_EQ(smb_buffer_set_link(rigged.buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged.link), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(rigged.buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged.link),
+             SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
     struct smb_token reader = token_of(rig_segment_id(0, 0), SMB_RIGHT_READ, 2000000);
     CHECK_EQ(show(rigged.link, &reader), SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
     static int64_t found[ELEMENTS];
-    must(rigged.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    must(rigged.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
     take_down(&rigged);
     pump_join(&pump);
 }
 
-/* A set of keys takes the place of all before it, whatever their numbers: the coordinator's clock may have been put back. */
+/* A set of keys takes the place of all before it, whatever their numbers: the coordinator's clock
+ * may have been put back. */
 static void keys_are_a_set(void)
 {
     struct rigged rigged;
     set_up(&rigged);
     struct smb_server *server = rigged.rig.servers[0];
     struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
-    struct smb_key set[SMB_KEYS_MAX + 1] = {{.generation = 1000}, {.generation = 1001}, {.generation = 1002}};
+    struct smb_key set[SMB_KEYS_MAX + 1] = {
+        {.generation = 1000}, {.generation = 1001}, {.generation = 1002}};
     CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* days ahead */
     CHECK_EQ(why_not(rigged.link, &token), SMB_DENIED_GENERATION);
     for (uint32_t i = 0; i < 3; i++)
@@ -385,8 +421,8 @@ static void keys_are_a_set(void)
     take_down(&rigged);
 }
 
-/* On the control plane a proof is good for its session, its segment, its rights and its time alone; and what was proved on a
- * connection is no proof there. */
+/* On the control plane a proof is good for its session, its segment, its rights and its time alone;
+ * and what was proved on a connection is no proof there. */
 static void proofs_for_the_control_plane(void)
 {
     struct rig rig;
@@ -395,7 +431,9 @@ static void proofs_for_the_control_plane(void)
     struct smb_server *server = rig.servers[0];
     struct smb_token token = token_of(5, SMB_RIGHT_READ, 2000000), shown = token;
     uint8_t payload[SMB_AUTHORIZE_BYTES];
-    access_store(&token, &(struct access_connection){.session = SESSION, .lane = ACCESS_CONTROL_LANE}, payload);
+    access_store(&token,
+                 &(struct access_connection){.session = SESSION, .lane = ACCESS_CONTROL_LANE},
+                 payload);
     memcpy(shown.secret, payload + 16, SMB_KEY_BYTES);
     CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_BUSY);
     CHECK_EQ(set_key(server, 4, 1000000), SMB_OK);
@@ -403,7 +441,8 @@ static void proofs_for_the_control_plane(void)
     CHECK(left_ns > 900000000000 && left_ns <= 1000000000000);
     CHECK_EQ(smb_server_check_proof(server, SESSION + 1, &shown, &left_ns), SMB_DENIED);
     struct smb_token wrong[5] = {shown, shown, shown, shown, shown};
-    wrong[0].segment++, wrong[1].rights |= SMB_RIGHT_WRITE, wrong[2].expires_ms++, wrong[3].epoch++, wrong[4].secret[0] ^= 1;
+    wrong[0].segment++, wrong[1].rights |= SMB_RIGHT_WRITE, wrong[2].expires_ms++, wrong[3].epoch++,
+        wrong[4].secret[0] ^= 1;
     for (int i = 0; i < 5; i++)
         CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[i], &left_ns), SMB_DENIED);
     access_store(&token, &(struct access_connection){.session = SESSION, .lane = 5}, payload);
@@ -420,12 +459,17 @@ static void grants_of_many_segments(void)
     struct grants grants = {0};
     CHECK(!grants_find(&grants, 1));
     for (uint64_t i = 1; i <= 1000; i++)
-        CHECK_EQ(grants_put(&grants, &(struct grant){.segment = i * 8, .expires_ns = i % 2 ? UINT64_MAX : 1, .rights = 1}), SMB_OK);
+        CHECK_EQ(grants_put(&grants, &(struct grant){.segment = i * 8,
+                                                     .expires_ns = i % 2 ? UINT64_MAX : 1,
+                                                     .rights = 1}),
+                 SMB_OK);
     CHECK(grants.count < 1000);
     for (uint64_t i = 1; i <= 1000; i += 2)
         CHECK(grants_find(&grants, i * 8) && grants_find(&grants, i * 8)->rights == 1);
     CHECK(!grants_find(&grants, 5) && !grants_find(&grants, 0));
-    CHECK_EQ(grants_put(&grants, &(struct grant){.segment = 8, .expires_ns = UINT64_MAX, .rights = 3}), SMB_OK);
+    CHECK_EQ(
+        grants_put(&grants, &(struct grant){.segment = 8, .expires_ns = UINT64_MAX, .rights = 3}),
+        SMB_OK);
     CHECK_EQ(grants_find(&grants, 8)->rights, 3);
     grants_clear(&grants);
 }
@@ -436,8 +480,10 @@ static void sha256_of_known_texts(void)
     static const struct {
         const char *text;
         uint8_t begins[4];
-    } known[] = {{"", {0xe3, 0xb0, 0xc4, 0x42}}, {"abc", {0xba, 0x78, 0x16, 0xbf}},
-                 {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", {0x24, 0x8d, 0x6a, 0x61}}};
+    } known[] = {
+        {"", {0xe3, 0xb0, 0xc4, 0x42}},
+        {"abc", {0xba, 0x78, 0x16, 0xbf}},
+        {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", {0x24, 0x8d, 0x6a, 0x61}}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         struct sha256 hash;
         uint8_t digest[SHA256_BYTES], other[SHA256_BYTES];
@@ -457,8 +503,14 @@ static void sha256_of_known_texts(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(rights_on_a_link), TEST(servers_prove_tokens), TEST(tokens_follow_the_link),
-                                        TEST(grants_of_many_segments), TEST(tokens_travel_by_record), TEST(records_without_a_token),
-                                        TEST(proofs_for_the_control_plane), TEST(keys_are_a_set), TEST(sha256_of_known_texts)};
+    static const struct test tests[] = {TEST(rights_on_a_link),
+                                        TEST(servers_prove_tokens),
+                                        TEST(tokens_follow_the_link),
+                                        TEST(grants_of_many_segments),
+                                        TEST(tokens_travel_by_record),
+                                        TEST(records_without_a_token),
+                                        TEST(proofs_for_the_control_plane),
+                                        TEST(keys_are_a_set),
+                                        TEST(sha256_of_known_texts)};
     return RUN_TESTS(tests);
 }

@@ -29,13 +29,18 @@ static void add_one(struct smb_buffer *buffer, int64_t expected)
     static int64_t ones[ELEMENTS], found[ELEMENTS];
     for (int i = 0; i < ELEMENTS; i++)
         ones[i] = 1;
-    must(buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof ones, .source = ones,
+    must(buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                      .op = SMB_SUM,
+                                      .scale = 1,
+                                      .bytes = sizeof ones,
+                                      .source = ones,
                                       .sink = found});
     for (int i = 0; i < ELEMENTS; i++)
         CHECK_EQ(found[i], expected);
 }
 
-/* Looks after the one link of a client, as Python does: whenever it has lost its connection, another pair of ends. */
+/* Looks after the one link of a client, as Python does: whenever it has lost its connection,
+ * another pair of ends. */
 struct tender {
     struct rig *rig;
     struct smb_client *client;
@@ -58,7 +63,8 @@ static void *tend(void *argument)
     return NULL;
 }
 
-/* An adopted connection carries calls as any other, is counted as what it was said to be, and one that breaks is followed by another. */
+/* An adopted connection carries calls as any other, is counted as what it was said to be, and one
+ * that breaks is followed by another. */
 static void descriptors_are_connections(void)
 {
     struct rig rig;
@@ -80,7 +86,8 @@ static void descriptors_are_connections(void)
     for (int64_t i = 1; i <= 3; i++) {
         add_one(buffer, i);
         if (i == 2)
-            shutdown(ends[1], SHUT_RDWR); /* the connection breaks: the link's own descriptor, as nobody else has it */
+            /* the connection breaks: the link's own descriptor, as nobody else has it */
+            shutdown(ends[1], SHUT_RDWR);
     }
     CHECK(tender.resumed >= 1);
     smb_server_counters(rig.servers[0], &counters);
@@ -94,7 +101,8 @@ static void descriptors_are_connections(void)
     rig_stop(&rig);
 }
 
-/* What can't be served is closed at once, and says why: no transport of ours, no descriptor, nobody at the other end. */
+/* What can't be served is closed at once, and says why: no transport of ours, no descriptor, nobody
+ * at the other end. */
 static void refused_descriptors_are_closed(void)
 {
     struct rig rig;
@@ -108,7 +116,8 @@ static void refused_descriptors_are_closed(void)
     make_pair(ends);
     CHECK_EQ(smb_server_adopt(rig.servers[0], ends[0], SMB_TRANSPORT_COUNT), SMB_INVALID);
     CHECK_EQ(read(ends[1], &byte, 1), 0);
-    CHECK_EQ(smb_client_connect_fd(client, ends[1], 1, RIG_TIMEOUT_MS, &link, &instance), SMB_DISCONNECTED);
+    CHECK_EQ(smb_client_connect_fd(client, ends[1], 1, RIG_TIMEOUT_MS, &link, &instance),
+             SMB_DISCONNECTED);
     CHECK(fcntl(ends[1], F_GETFD) < 0 && errno == EBADF);
     CHECK_EQ(smb_server_adopt(rig.servers[0], -1, SMB_TRANSPORT_TCP), SMB_SYSTEM);
     CHECK_EQ(smb_client_connect_fd(client, -1, 1, RIG_TIMEOUT_MS, &link, &instance), SMB_SYSTEM);
@@ -120,7 +129,7 @@ static void refused_descriptors_are_closed(void)
     rig_stop(&rig);
 }
 
-/* ---- by reference */
+/* ---- by reference ---------------------------------------------------------------------------- */
 
 enum { BREAKS = 40 };
 
@@ -139,13 +148,16 @@ static void *tend_by_reference(void *argument)
     uint64_t id, instance;
     while (smb_client_wait_down(tender->client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
         if (tender->fall_back) {
-            CHECK_EQ(smb_link_resume_tcp(tender->link, "127.0.0.1", tender->rig->ports[0], 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+            CHECK_EQ(smb_link_resume_tcp(tender->link, "127.0.0.1", tender->rig->ports[0], 0,
+                                         RIG_TIMEOUT_MS, &instance),
+                     SMB_OK);
             continue;
         }
         struct pump *pump = &tender->pumps[tender->made++];
         pump->break_after = tender->made < BREAKS ? 2 + (uint64_t)tender->made % 9 : 0;
         pump_start(pump, tender->rig->servers[0]);
-        int status = smb_link_resume_reference(tender->link, pump->client_end, 0, RIG_TIMEOUT_MS, &instance);
+        int status = smb_link_resume_reference(tender->link, pump->client_end, 0, RIG_TIMEOUT_MS,
+                                               &instance);
         CHECK(status == SMB_OK || status == SMB_DISCONNECTED);
         if (status != SMB_OK)
             smb_link_let_go(tender->link);
@@ -153,7 +165,8 @@ static void *tend_by_reference(void *argument)
     return NULL;
 }
 
-/* However often the connection breaks, each addition counts once, and in the end the same link goes on over TCP. */
+/* However often the connection breaks, each addition counts once, and in the end the same link goes
+ * on over TCP. */
 static void broken_references_count_once(void)
 {
     struct rig rig;
@@ -167,7 +180,9 @@ static void broken_references_count_once(void)
     struct pump *first = &tender.pumps[tender.made++];
     first->break_after = 5;
     pump_start(first, rig.servers[0]);
-    CHECK_EQ(smb_client_connect_reference(tender.client, first->client_end, 1, RIG_TIMEOUT_MS, &tender.link, &instance), SMB_OK);
+    CHECK_EQ(smb_client_connect_reference(tender.client, first->client_end, 1, RIG_TIMEOUT_MS,
+                                          &tender.link, &instance),
+             SMB_OK);
     struct smb_buffer *buffer = buffer_over(tender.client, tender.link);
     pthread_t thread;
     CHECK_EQ(pthread_create(&thread, NULL, tend_by_reference, &tender), 0);
@@ -179,11 +194,17 @@ static void broken_references_count_once(void)
             tender.fall_back = true;
             atomic_store(&tender.pumps[tender.made - 1].broken, true);
         }
-        must(buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = sizeof ones, .source = ones});
-        must(buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+        must(buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                          .op = SMB_SUM,
+                                          .scale = 1,
+                                          .bytes = sizeof ones,
+                                          .source = ones});
+        must(buffer,
+             (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
         for (int i = 0; i < ELEMENTS; i++)
             CHECK_EQ(found[i], round * ones[i]);
-        must(buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof found, .source = found});
+        must(buffer,
+             (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof found, .source = found});
     }
     CHECK(tender.made >= BREAKS / 2);
     struct smb_server_counters counters;
@@ -239,10 +260,12 @@ static void memory_is_taken_back(void)
     make_pair(ends);
     pthread_t thread;
     CHECK_EQ(pthread_create(&thread, NULL, keep_a_while, &ends[0]), 0);
-    CHECK_EQ(smb_client_connect_reference(client, ends[1], 1, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+    CHECK_EQ(smb_client_connect_reference(client, ends[1], 1, RIG_TIMEOUT_MS, &link, &instance),
+             SMB_OK);
     struct smb_buffer *buffer = buffer_over(client, link);
     uint8_t *sink = malloc(4096);
-    struct smb_request request = {.opcode = SMB_READ, .bytes = 4096, .sink = sink, .timeout_ms = 50};
+    struct smb_request request = {
+        .opcode = SMB_READ, .bytes = 4096, .sink = sink, .timeout_ms = 50};
     CHECK_EQ(smb_transfer(buffer, &request, &outcome), SMB_TIMEOUT);
     for (int i = 0; i < 4096; i++)
         CHECK_EQ(sink[i], (uint8_t)i);
@@ -262,20 +285,38 @@ static void send_record(int fd, struct smb_frame frame, uint64_t slot)
     CHECK_EQ(send(fd, record, sizeof record, MSG_NOSIGNAL), sizeof record);
 }
 
-/* A record that names a slot of nobody, or none where it must, closes the connection; one that names its own is answered. Bytes of
- * another frame, or of a stream with payloads, are no records either. */
+/* A record that names a slot of nobody, or none where it must, closes the connection; one that
+ * names its own is answered. Bytes of another frame, or of a stream with payloads, are no records
+ * either. */
 static void wrong_slots_are_refused(void)
 {
     struct rig rig;
     rig_start(&rig, LAYOUT, SMB_INT64);
-    const struct smb_frame write = {.opcode = SMB_WRITE, .dtype = SMB_INT64, .lane = 1, .epoch = RIG_EPOCH, .session = 77, .sequence = 1,
-                                    .segment = rig_segment_id(0, 0), .length = 64, .payload = 64};
+    const struct smb_frame write = {.opcode = SMB_WRITE,
+                                    .dtype = SMB_INT64,
+                                    .lane = 1,
+                                    .epoch = RIG_EPOCH,
+                                    .session = 77,
+                                    .sequence = 1,
+                                    .segment = rig_segment_id(0, 0),
+                                    .length = 64,
+                                    .payload = 64};
     struct smb_frame read = write, wrong = write;
     read.opcode = SMB_READ, read.payload = 0;
     wrong.payload = 65;
-    const struct { struct smb_frame frame; uint64_t slot; bool answered; } cases[] = {
-        {write, 1, true}, {write, 2, false}, {write, SMB_NO_SLOT, false}, {write, (uint64_t)1 << 32, false},
-        {read, 0, true},  {read, 2, false},  {read, SMB_NO_SLOT, false},  {wrong, 1, false},
+    const struct {
+        struct smb_frame frame;
+        uint64_t slot;
+        bool answered;
+    } cases[] = {
+        {write, 1, true},
+        {write, 2, false},
+        {write, SMB_NO_SLOT, false},
+        {write, (uint64_t)1 << 32, false},
+        {read, 0, true},
+        {read, 2, false},
+        {read, SMB_NO_SLOT, false},
+        {wrong, 1, false},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct smb_slots *slots;
@@ -291,7 +332,8 @@ static void wrong_slots_are_refused(void)
         CHECK_EQ(send(ends[1], bytes, sizeof bytes, MSG_NOSIGNAL), sizeof bytes);
         CHECK_EQ(recv(ends[1], bytes, sizeof bytes, MSG_WAITALL), sizeof bytes);
         send_record(ends[1], cases[i].frame, cases[i].slot);
-        CHECK_EQ(recv(ends[1], bytes, sizeof bytes, MSG_WAITALL), cases[i].answered ? (long long)sizeof bytes : 0);
+        CHECK_EQ(recv(ends[1], bytes, sizeof bytes, MSG_WAITALL),
+                 cases[i].answered ? (long long)sizeof bytes : 0);
         if (cases[i].answered) {
             CHECK_EQ(smb_frame_parse(bytes, &reply), SMB_OK);
             CHECK_EQ(reply.status, SMB_OK);
@@ -307,7 +349,8 @@ static void wrong_slots_are_refused(void)
     rig_stop(&rig);
 }
 
-/* Memory of a deleted segment, and slots of a closed connection, stay as they are for as long as somebody holds them. */
+/* Memory of a deleted segment, and slots of a closed connection, stay as they are for as long as
+ * somebody holds them. */
 static void held_memory_stays(void)
 {
     struct rig rig;
@@ -323,7 +366,8 @@ static void held_memory_stays(void)
     CHECK_EQ(*(const uint32_t *)(const void *)(states + sequence_at), 0);
     memset(smb_segment_data(segment), 7, 4096);
     CHECK_EQ(smb_server_delete_segment(rig.servers[0], rig_segment_id(0, 0)), SMB_OK);
-    CHECK_EQ(smb_server_hold_segment(rig.servers[0], rig_segment_id(0, 0), &segment), SMB_NOT_FOUND);
+    CHECK_EQ(smb_server_hold_segment(rig.servers[0], rig_segment_id(0, 0), &segment),
+             SMB_NOT_FOUND);
     CHECK_EQ(*(uint8_t *)smb_segment_data(segment), 7);
     smb_segment_release(segment);
     rig_stop(&rig);
@@ -331,8 +375,9 @@ static void held_memory_stays(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(descriptors_are_connections), TEST(refused_descriptors_are_closed),
-                                        TEST(broken_references_count_once), TEST(memory_is_taken_back),
-                                        TEST(wrong_slots_are_refused), TEST(held_memory_stays)};
+    static const struct test tests[] = {
+        TEST(descriptors_are_connections),  TEST(refused_descriptors_are_closed),
+        TEST(broken_references_count_once), TEST(memory_is_taken_back),
+        TEST(wrong_slots_are_refused),      TEST(held_memory_stays)};
     return RUN_TESTS(tests);
 }

@@ -1,5 +1,6 @@
-/* Several answers in one look at the socket: data goes to its place before its header is understood. Whatever is answered instead, in
- * whatever order and pieces it comes, every byte that was read is the right one, and the link goes on. */
+/* Several answers in one look at the socket: data goes to its place before its header is
+ * understood. Whatever is answered instead, in whatever order and pieces it comes, every byte that
+ * was read is the right one, and the link goes on. */
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -12,15 +13,21 @@
 #include "random.h"
 #include "rig.h"
 
-enum { CHUNK = 16384, CHUNKS = 24 /* more than are taken in one look */, BYTES = CHUNK * CHUNKS, CALLS = 3, ROUNDS = 60, SHORT_MS = 200 };
+enum {
+    CHUNK = 16384,
+    CHUNKS = 24 /* more than are taken in one look */,
+    BYTES = CHUNK * CHUNKS,
+    CALLS = 3,
+    ROUNDS = 60
+};
 
 /* A server that collects a call's requests, then answers all of them. */
 struct answering {
-    int wire;              /* how its client asks for them */
-    int order[CHUNKS];     /* which request is answered next */
+    int wire;          /* how its client asks for them */
+    int order[CHUNKS]; /* which request is answered next */
     bool refused[CHUNKS];
-    uint64_t piece_bytes;  /* of what is sent at once */
-    uint64_t cut_bytes;    /* after so many it hangs up */
+    uint64_t piece_bytes; /* of what is sent at once */
+    uint64_t cut_bytes;   /* after so many it hangs up */
     uint16_t port;
     int listener;
     pthread_t thread;
@@ -40,12 +47,15 @@ static bool hear(int fd, struct smb_frame *frame)
     return true;
 }
 
-static uint64_t put_answer(const struct answering *self, int number, const struct smb_frame *request, uint8_t *to)
+static uint64_t put_answer(const struct answering *self, int number,
+                           const struct smb_frame *request, uint8_t *to)
 {
     struct smb_frame reply = smb_frame_reply(request, self->refused[number] ? SMB_DENIED : SMB_OK);
     if (!self->refused[number]) {
         reply.length = request->length;
-        reply.payload = self->wire == SMB_WIRE_EXACT ? request->length : (uint32_t)smb_wire_bytes(self->wire, request->length / 4);
+        reply.payload = self->wire == SMB_WIRE_EXACT
+                            ? request->length
+                            : (uint32_t)smb_wire_bytes(self->wire, request->length / 4);
     }
     smb_frame_encode(&reply, to);
     uint64_t from = request->offset * reply.payload / request->length;
@@ -96,15 +106,20 @@ static void reach_it(struct answering *self, struct reached *reached, void *(*se
     struct sockaddr_in name = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t length = sizeof name;
     self->listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    CHECK(bind(self->listener, (struct sockaddr *)&name, sizeof name) == 0 && listen(self->listener, 1) == 0);
+    CHECK(bind(self->listener, (struct sockaddr *)&name, sizeof name) == 0 &&
+          listen(self->listener, 1) == 0);
     CHECK_EQ(getsockname(self->listener, (struct sockaddr *)&name, &length), 0);
     CHECK_EQ(pthread_create(&self->thread, NULL, serve, self), 0);
     struct smb_layout layout = {BYTES, BYTES, CHUNK, 1};
     uint64_t instance;
     CHECK_EQ(smb_client_create(1, &reached->client), SMB_OK);
-    CHECK_EQ(smb_client_connect_tcp(reached->client, "127.0.0.1", ntohs(name.sin_port), 0, RIG_TIMEOUT_MS, &reached->link, &instance),
+    CHECK_EQ(smb_client_connect_tcp(reached->client, "127.0.0.1", ntohs(name.sin_port), 0,
+                                    RIG_TIMEOUT_MS, &reached->link, &instance),
              SMB_OK);
-    CHECK_EQ(smb_buffer_create(reached->client, &layout, self->wire == SMB_WIRE_EXACT ? SMB_UINT8 : SMB_FLOAT32, &reached->buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_create(reached->client, &layout,
+                               self->wire == SMB_WIRE_EXACT ? SMB_UINT8 : SMB_FLOAT32,
+                               &reached->buffer),
+             SMB_OK);
     CHECK_EQ(smb_buffer_set_link(reached->buffer, 0, 1, 1, reached->link), SMB_OK);
 }
 
@@ -120,7 +135,19 @@ static void leave_it(struct answering *self, struct reached *reached)
 /* Of a bfloat16 the upper half of a float32 is sent. */
 static uint8_t expected_at(const struct answering *self, uint64_t at)
 {
-    return self->wire == SMB_WIRE_EXACT ? content(at) : at % 4 < 2 ? 0 : content(at / 4 * 2 + at % 4 - 2);
+    return self->wire == SMB_WIRE_EXACT ? content(at)
+           : at % 4 < 2                 ? 0
+                                        : content(at / 4 * 2 + at % 4 - 2);
+}
+
+/* Ends the calls of a client that has lost its connection: nobody makes another. */
+static void *close_when_down(void *argument)
+{
+    struct smb_client *client = argument;
+    uint64_t link_id;
+    CHECK_EQ(smb_client_wait_down(client, RIG_TIMEOUT_MS, &link_id), SMB_OK);
+    smb_client_close(client);
+    return NULL;
 }
 
 /* `calls` reads of everything: each ends as it should, and all that it says was read is right. */
@@ -129,10 +156,16 @@ static void read_from(struct answering *self, int calls, int expected)
     struct reached reached;
     reach_it(self, &reached, answer_calls);
     uint8_t *sink = malloc(BYTES);
+    pthread_t closer = 0;
+    if (expected == SMB_LINK_LOST)
+        CHECK_EQ(pthread_create(&closer, NULL, close_when_down, reached.client), 0);
     for (int call = 0; call < calls; call++) {
         struct smb_outcome outcome;
-        struct smb_request read = {.opcode = SMB_READ, .bytes = BYTES, .sink = sink, .wire = self->wire,
-                                   .timeout_ms = expected == SMB_LINK_LOST ? SHORT_MS : RIG_TIMEOUT_MS};
+        struct smb_request read = {.opcode = SMB_READ,
+                                   .bytes = BYTES,
+                                   .sink = sink,
+                                   .wire = self->wire,
+                                   .timeout_ms = RIG_TIMEOUT_MS};
         memset(sink, 0, BYTES);
         smb_transfer(reached.buffer, &read, &outcome);
         CHECK_EQ(outcome.status, expected);
@@ -140,6 +173,8 @@ static void read_from(struct answering *self, int calls, int expected)
             if (!self->refused[i / CHUNK])
                 CHECK_EQ(sink[i], expected_at(self, i));
     }
+    if (expected == SMB_LINK_LOST)
+        pthread_join(closer, NULL);
     free(sink);
     leave_it(self, &reached);
 }
@@ -154,7 +189,8 @@ static struct answering in_order(uint64_t piece_bytes)
 
 static void answers_in_order(void)
 {
-    static const uint64_t pieces[] = {7001, SMB_FRAME_BYTES / 2, SMB_FRAME_BYTES + CHUNK, 100000, UINT32_MAX};
+    static const uint64_t pieces[] = {7001, SMB_FRAME_BYTES / 2, SMB_FRAME_BYTES + CHUNK, 100000,
+                                      UINT32_MAX};
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
         struct answering self = in_order(pieces[i]);
         read_from(&self, CALLS, SMB_OK);
@@ -167,7 +203,8 @@ static void answers_in_any_order(void)
     for (int round = 0; round < ROUNDS; round++) {
         struct answering self = in_order(1 + random_below(&random, 100000));
         for (uint64_t swaps = 1 + random_below(&random, CHUNKS); swaps > 0; swaps--) {
-            int a = (int)random_below(&random, CHUNKS), b = (int)random_below(&random, CHUNKS), kept = self.order[a];
+            int a = (int)random_below(&random, CHUNKS), b = (int)random_below(&random, CHUNKS),
+                kept = self.order[a];
             self.order[a] = self.order[b];
             self.order[b] = kept;
         }
@@ -181,10 +218,12 @@ static void refusals_among_them(void)
 {
     struct random random = random_make(2);
     for (int round = 0; round < ROUNDS; round++) {
-        struct answering self = in_order(round % 2 ? UINT32_MAX : 1 + random_below(&random, 100000));
+        struct answering self = in_order(round % 2 ? UINT32_MAX
+                                                   : 1 + random_below(&random, 100000));
         for (uint64_t refusals = 1 + random_below(&random, 4); refusals > 0; refusals--)
             self.refused[random_below(&random, CHUNKS)] = true;
-        self.wire = round % 3 ? SMB_WIRE_EXACT : SMB_WIRE_BFLOAT16; /* to memory of the link, that goes with the refusal */
+        /* to memory of the link, that goes with the refusal */
+        self.wire = round % 3 ? SMB_WIRE_EXACT : SMB_WIRE_BFLOAT16;
         read_from(&self, CALLS, SMB_DENIED);
     }
 }
@@ -246,8 +285,11 @@ static void answers_to_one_place(void)
         uint8_t *sink = calloc(1, CHUNK);
         struct reader readers[2];
         for (int r = 0; r < 2; r++) {
-            readers[r] = (struct reader){.buffer = reached.buffer, .request = {
-                .opcode = SMB_READ, .bytes = r == i ? CHUNK / 2 : CHUNK, .sink = sink, .timeout_ms = RIG_TIMEOUT_MS}};
+            readers[r] = (struct reader){.buffer = reached.buffer,
+                                         .request = {.opcode = SMB_READ,
+                                                     .bytes = r == i ? CHUNK / 2 : CHUNK,
+                                                     .sink = sink,
+                                                     .timeout_ms = RIG_TIMEOUT_MS}};
             WAIT_UNTIL(heard == r);
             CHECK_EQ(pthread_create(&readers[r].thread, NULL, read_it, &readers[r]), 0);
         }
@@ -264,11 +306,8 @@ static void answers_to_one_place(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(answers_in_order),
-        TEST(answers_in_any_order),
-        TEST(refusals_among_them),
-        TEST(answers_that_are_cut),
-        TEST(answers_to_one_place),
+        TEST(answers_in_order),     TEST(answers_in_any_order), TEST(refusals_among_them),
+        TEST(answers_that_are_cut), TEST(answers_to_one_place),
     };
     return RUN_TESTS(tests);
 }

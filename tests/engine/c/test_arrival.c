@@ -1,4 +1,5 @@
-/* Chunks that follow each other, of which one comes in parts, its peer leaves, or its peer reads late. */
+/* Chunks that follow each other, of which one comes in parts, its peer leaves, or its peer reads
+ * late. */
 #include <string.h>
 #include <sys/socket.h>
 
@@ -35,10 +36,15 @@ static void must_hear(int fd, int opcode)
 
 static struct smb_frame write_of(uint64_t chunk, uint64_t sequence)
 {
-    return (struct smb_frame){.opcode = SMB_WRITE, .offset = chunk * CHUNK, .length = CHUNK, .payload = CHUNK, .sequence = sequence};
+    return (struct smb_frame){.opcode = SMB_WRITE,
+                              .offset = chunk * CHUNK,
+                              .length = CHUNK,
+                              .payload = CHUNK,
+                              .sequence = sequence};
 }
 
-/* Two chunks, of the second one the first `part` bytes: its header came with the first, so that the server waits for all of it. */
+/* Two chunks, of the second one the first `part` bytes: its header came with the first, so that the
+ * server waits for all of it. */
 static int begin(struct rig *rig, const uint8_t *content, uint32_t part)
 {
     int fd = raw_connect(rig->ports[0]);
@@ -52,7 +58,8 @@ static int begin(struct rig *rig, const uint8_t *content, uint32_t part)
         frame.epoch = RIG_EPOCH;
         frame.segment = rig_segment_id(0, 0);
         smb_frame_encode(&frame, whole + i * (SMB_FRAME_BYTES + CHUNK));
-        memcpy(whole + i * (SMB_FRAME_BYTES + CHUNK) + SMB_FRAME_BYTES, content + i * CHUNK, i == 0 ? CHUNK : part);
+        memcpy(whole + i * (SMB_FRAME_BYTES + CHUNK) + SMB_FRAME_BYTES, content + i * CHUNK,
+               i == 0 ? CHUNK : part);
     }
     put(fd, whole, 2 * SMB_FRAME_BYTES + CHUNK + part);
     free(whole);
@@ -68,7 +75,8 @@ static uint8_t *some_content(void)
     return content;
 }
 
-/* A chunk that comes in two parts, and what follows it, however small, are answered; and the bytes are right. */
+/* A chunk that comes in two parts, and what follows it, however small, are answered; and the bytes
+ * are right. */
 static void what_comes_in_parts_is_answered(void)
 {
     static struct rig rig;
@@ -86,7 +94,8 @@ static void what_comes_in_parts_is_answered(void)
         put(fd, content + i * CHUNK, CHUNK);
         must_hear(fd, SMB_WRITE);
     }
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
     CHECK(memcmp(sink, content, LAYOUT.bytes) == 0);
     close(fd);
     free(sink);
@@ -95,8 +104,8 @@ static void what_comes_in_parts_is_answered(void)
     rig_stop(&rig);
 }
 
-/* A peer that leaves in the middle of a chunk is let go at once, and has changed nothing of it; nor is anybody held up by one that
- * only stops. */
+/* A peer that leaves in the middle of a chunk is let go at once, and has changed nothing of it; nor
+ * is anybody held up by one that only stops. */
 static void who_leaves_half_way_changes_nothing(void)
 {
     static struct rig rig;
@@ -106,12 +115,16 @@ static void who_leaves_half_way_changes_nothing(void)
     reach_make(&reach, &rig, BY_TCP, 2);
     uint8_t *content = some_content(), *sink = malloc(LAYOUT.bytes), *old = malloc(LAYOUT.bytes);
     memset(old, 255, LAYOUT.bytes);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = old});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = old});
     int fd = begin(&rig, content, CHUNK - 1);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .offset = CHUNK, .bytes = CHUNK, .source = old});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_WRITE, .offset = CHUNK, .bytes = CHUNK, .source = old});
     close(fd);
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.connections_now[SMB_TRANSPORT_TCP] == 1));
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
+                counters.connections_now[SMB_TRANSPORT_TCP] == 1));
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
     CHECK(memcmp(sink, content, CHUNK) == 0);
     CHECK(memcmp(sink + CHUNK, old, LAYOUT.bytes - CHUNK) == 0);
     free(old);
@@ -121,8 +134,8 @@ static void who_leaves_half_way_changes_nothing(void)
     rig_stop(&rig);
 }
 
-/* One that asks for more than both sockets hold and reads late has everything in the end; a buffer that is deleted meanwhile is
- * refused, and nobody else waits. */
+/* One that asks for more than both sockets hold and reads late has everything in the end; a buffer
+ * that is deleted meanwhile is refused, and nobody else waits. */
 static void read_late(bool deleted)
 {
     enum { READS = 64 };
@@ -133,15 +146,20 @@ static void read_late(bool deleted)
     reach_make(&reach, &rig, BY_TCP, 2);
     struct smb_buffer *other = reach_buffer(&reach, &rig, BY_TCP, 1);
     uint8_t *content = some_content(), *sink = malloc(LAYOUT.bytes);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
     int fd = raw_connect(rig.ports[0]), refused = 0;
     put_frame(fd, (struct smb_frame){.opcode = SMB_HELLO});
     must_hear(fd, SMB_HELLO);
     for (uint64_t i = 0; i < READS; i++)
-        put_frame(fd, (struct smb_frame){.opcode = SMB_READ, .offset = i % 4 * CHUNK, .length = CHUNK, .sequence = i + 1});
+        put_frame(fd, (struct smb_frame){.opcode = SMB_READ,
+                                         .offset = i % 4 * CHUNK,
+                                         .length = CHUNK,
+                                         .sequence = i + 1});
     struct smb_server_counters counters; /* what waits whole, and what was cut, are a backlog */
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes > 0));
-    must(other, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
+    must(other,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
     if (deleted)
         CHECK_EQ(smb_server_delete_segment(rig.servers[0], rig_segment_id(0, 0)), SMB_OK);
     for (uint64_t i = 0; i < READS; i++) {

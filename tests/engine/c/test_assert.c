@@ -46,7 +46,8 @@ static void at_the_end(void)
     CHECK(smb_cursor_next(&cursor, &piece) && !smb_cursor_next(&cursor, &piece));
 }
 
-/* A cursor past the layout ends the process, with the file and the condition; the last byte of it does not. */
+/* A cursor past the layout ends the process, with the file and the condition; the last byte of it
+ * does not. */
 static void ends_the_process(void)
 {
     char said[512];

@@ -1,4 +1,5 @@
-/* Atomicity: sums are exact whoever adds, reads are never torn, and the death of one who adds costs nobody but itself. */
+/* Atomicity: sums are exact whoever adds, reads are never torn, and the death of one who adds costs
+ * nobody but itself. */
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -10,7 +11,7 @@
 #include "random.h"
 #include "rig.h"
 
-/* ---- exact sums */
+/* ---- exact sums ------------------------------------------------------------------------------ */
 
 enum { ELEMENTS = 20001, THREADS = 8, PROCESSES = 4, ROUNDS = 60, RANGE_MAX = 6000 };
 
@@ -58,11 +59,15 @@ static void *add_ranges(void *argument)
     struct reach reach;
     /* A pump needs the servers, which are in this process alone. */
     int ways = worker->number < THREADS ? WAYS : BY_REFERENCE;
-    reach_make(&reach, worker->rig, (enum way)(worker->number % ways), (uint64_t)worker->number + 1);
+    reach_make(&reach, worker->rig, (enum way)(worker->number % ways),
+               (uint64_t)worker->number + 1);
     for (int round = 0; round < ROUNDS; round++) {
         struct range range = range_of(worker->number, round);
-        must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0,
-                                                .offset = range.offset * element, .bytes = range.count * element,
+        must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                                .op = SMB_SUM,
+                                                .scale = 1.0,
+                                                .offset = range.offset * element,
+                                                .bytes = range.count * element,
                                                 .source = deltas + range.offset * element});
     }
     reach_end(&reach);
@@ -96,9 +101,11 @@ static void check_sums(struct rig *rig)
     struct reach reach;
     void *found = malloc(ELEMENTS * 8);
     reach_make(&reach, rig, BY_TCP, 99);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = rig->layout.bytes, .sink = found});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = rig->layout.bytes, .sink = found});
     for (uint64_t i = 0; i < ELEMENTS; i++)
-        CHECK_EQ(rig->dtype == SMB_INT64 ? ((int64_t *)found)[i] : (int64_t)((float *)found)[i], expected[i]);
+        CHECK_EQ(rig->dtype == SMB_INT64 ? ((int64_t *)found)[i] : (int64_t)((float *)found)[i],
+                 expected[i]);
     reach_end(&reach);
     free(found);
     free(expected);
@@ -133,7 +140,8 @@ static void sums_are_exact(int dtype)
     close(go[1]);
 }
 
-/* Eight threads and four processes, by TCP, Unix socket, mapping, both at once and (threads) by reference, add to overlapping ranges of integers. */
+/* Eight threads and four processes, by TCP, Unix socket, mapping, both at once and (threads) by
+ * reference, add to overlapping ranges of integers. */
 static void sums_of_integers_are_exact(void)
 {
     sums_are_exact(SMB_INT64);
@@ -161,8 +169,9 @@ static void *count_up(void *argument)
     struct reach reach;
     reach_make(&reach, counter->rig, counter->way, 1 + (uint64_t)counter->way);
     for (int i = 0; i < COUNTS; i++) {
-        struct smb_outcome outcome = must(reach.buffer, (struct smb_request){.opcode = SMB_FETCH_ADD, .offset = 24,
-                                                                             .bytes = 8, .argument = 1});
+        struct smb_outcome outcome = must(
+            reach.buffer,
+            (struct smb_request){.opcode = SMB_FETCH_ADD, .offset = 24, .bytes = 8, .argument = 1});
         CHECK(outcome.result < WAYS * COUNTS);
         CHECK_EQ(__atomic_add_fetch(&counter->seen[outcome.result], 1, __ATOMIC_RELAXED), 1);
     }
@@ -187,7 +196,7 @@ static void tickets_are_unique(void)
     rig_stop(&rig);
 }
 
-/* ---- untorn reads */
+/* ---- untorn reads ---------------------------------------------------------------------------- */
 
 enum { DISTINCT = 100 };
 static const uint64_t WAIT_NS = 20000000000U;
@@ -213,10 +222,14 @@ static void *keep_changing(void *argument)
     for (int64_t round = 0; !atomic_load(torn->stop); round++) {
         for (uint64_t i = 0; i < torn->bytes / 8; i++)
             values[i] = round % 3 ? 1 : round;
-        struct smb_request request = {.opcode = round % 3 ? SMB_ACCUMULATE : SMB_WRITE, .op = SMB_SUM, .scale = 1.0,
-                                      .bytes = torn->bytes, .source = values};
+        struct smb_request request = {.opcode = round % 3 ? SMB_ACCUMULATE : SMB_WRITE,
+                                      .op = SMB_SUM,
+                                      .scale = 1.0,
+                                      .bytes = torn->bytes,
+                                      .source = values};
         if (torn->streaming) {
-            struct smb_change change = {.opcode = SMB_WRITE, .bytes = torn->bytes, .source = values, .streaming = true};
+            struct smb_change change = {
+                .opcode = SMB_WRITE, .bytes = torn->bytes, .source = values, .streaming = true};
             CHECK_EQ(smb_segment_apply(reach.segments[0], &change, smb_now_ns() + WAIT_NS), SMB_OK);
         } else {
             must(reach.buffer, request);
@@ -235,12 +248,15 @@ static void *keep_reading(void *argument)
     struct reach reach;
     int64_t *values = malloc(torn->bytes), last = -1;
     reach_make(&reach, torn->rig, torn->way, 21);
-    for (int read = 0; read < torn->reads || torn->distinct < DISTINCT; read++) { /* while writers really were at it */
+    for (int read = 0; read < torn->reads || torn->distinct < DISTINCT; read++) {
+        /* while writers really were at it */
         if (torn->streaming) {
-            struct smb_change change = {.opcode = SMB_READ, .bytes = torn->bytes, .sink = values, .streaming = true};
+            struct smb_change change = {
+                .opcode = SMB_READ, .bytes = torn->bytes, .sink = values, .streaming = true};
             CHECK_EQ(smb_segment_apply(reach.segments[0], &change, smb_now_ns() + WAIT_NS), SMB_OK);
         } else {
-            must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = torn->bytes, .sink = values});
+            must(reach.buffer,
+                 (struct smb_request){.opcode = SMB_READ, .bytes = torn->bytes, .sink = values});
         }
         CHECK(memcmp(values, values + 1, torn->bytes - 8) == 0);
         torn->distinct += values[0] != last;
@@ -256,7 +272,8 @@ static void no_read_is_torn(uint32_t bytes, int reads_local, int reads_remote)
     struct rig rig;
     _Atomic bool stop = false;
     rig_start(&rig, (struct smb_layout){bytes, bytes, bytes, 1}, SMB_INT64);
-    struct torn writers[] = {{.way = BY_MAPPING}, {.way = BY_MAPPING, .streaming = true}, {.way = BY_TCP}};
+    struct torn writers[] = {
+        {.way = BY_MAPPING}, {.way = BY_MAPPING, .streaming = true}, {.way = BY_TCP}};
     struct torn readers[] = {{.way = BY_MAPPING, .reads = reads_local},
                              {.way = BY_MAPPING, .reads = reads_local, .streaming = true},
                              {.way = BY_TCP, .reads = reads_remote},
@@ -278,21 +295,28 @@ static void no_read_is_torn(uint32_t bytes, int reads_local, int reads_remote)
     rig_stop(&rig);
 }
 
-/* Over a hundred thousand reads, in each way, of a chunk that is written and added to all the time: none is of two changes. */
+/* Over a hundred thousand reads, in each way, of a chunk that is written and added to all the time:
+ * none is of two changes. */
 static void reads_are_never_torn(void)
 {
     no_read_is_torn(16384, 45000, 6000);
 }
 
-/* The same with the largest usual chunk, which is sent straight from the segment and received straight into it. */
+/* The same with the largest usual chunk, which is sent straight from the segment and received
+ * straight into it. */
 static void large_reads_are_never_torn(void)
 {
     no_read_is_torn(262144, 2000, 1000);
 }
 
-/* ---- death inside a change */
+/* ---- death inside a change ------------------------------------------------------------------- */
 
-enum { DEATH_ELEMENTS = 131072, DEATH_CHUNK = DEATH_ELEMENTS * 8, KILLS_INSIDE = 20, DEATH_SECONDS = 40 };
+enum {
+    DEATH_ELEMENTS = 131072,
+    DEATH_CHUNK = DEATH_ELEMENTS * 8,
+    KILLS_INSIDE = 20,
+    DEATH_SECONDS = 40
+};
 
 static pid_t fork_adder(const char *path, const int64_t *deltas)
 {
@@ -302,7 +326,10 @@ static pid_t fork_adder(const char *path, const int64_t *deltas)
     struct smb_segment *segment;
     CHECK_EQ(smb_segment_open(path, &segment), SMB_OK);
     for (;;) {
-        struct smb_change change = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = DEATH_CHUNK,
+        struct smb_change change = {.opcode = SMB_ACCUMULATE,
+                                    .op = SMB_SUM,
+                                    .scale = 1.0,
+                                    .bytes = DEATH_CHUNK,
                                     .source = deltas};
         CHECK_EQ(smb_segment_apply(segment, &change, smb_now_ns() + 5000000000U), SMB_OK);
     }
@@ -321,8 +348,9 @@ static void check_old_or_new(const volatile int64_t *data, const int64_t *deltas
     CHECK(most - least <= 1);
 }
 
-/* SIGKILL in the middle of an addition: the lock is found and freed by the next, every element is old or new, and the chunk
- * can be read and changed as before. Repeated until it has hit inside the lock often enough. */
+/* SIGKILL in the middle of an addition: the lock is found and freed by the next, every element is
+ * old or new, and the chunk can be read and changed as before. Repeated until it has hit inside the
+ * lock often enough. */
 static void killed_while_adding(void)
 {
     const char *path = scratch_path("a");
@@ -360,7 +388,8 @@ static void killed_while_adding(void)
 static void *add_one(void *argument)
 {
     int64_t one = 1;
-    struct smb_change change = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = 8, .source = &one};
+    struct smb_change change = {
+        .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = 8, .source = &one};
     CHECK_EQ(smb_segment_apply(argument, &change, smb_now_ns() + 15000000000U), SMB_OK);
     return NULL;
 }
@@ -407,8 +436,9 @@ static void death_wakes_who_waits(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(sums_of_integers_are_exact), TEST(sums_of_floats_are_exact), TEST(tickets_are_unique),
-        TEST(reads_are_never_torn),       TEST(large_reads_are_never_torn), TEST(killed_while_adding),
+        TEST(sums_of_integers_are_exact), TEST(sums_of_floats_are_exact),
+        TEST(tickets_are_unique),         TEST(reads_are_never_torn),
+        TEST(large_reads_are_never_torn), TEST(killed_while_adding),
         TEST(death_wakes_who_waits),
     };
     return RUN_TESTS(tests);

@@ -30,7 +30,8 @@ static uint64_t writes_of_sessions(struct rig *rig, uint64_t session, bool end)
         if ((shares[i].id & 0xFFFFF) != session)
             continue;
         writes += shares[i].operations[SMB_TRANSPORT_TCP][SMB_WRITE];
-        CHECK_EQ(shares[i].bytes[SMB_TRANSPORT_TCP][SMB_WRITE], 64 * shares[i].operations[SMB_TRANSPORT_TCP][SMB_WRITE]);
+        CHECK_EQ(shares[i].bytes[SMB_TRANSPORT_TCP][SMB_WRITE],
+                 64 * shares[i].operations[SMB_TRANSPORT_TCP][SMB_WRITE]);
         if (end)
             smb_server_end_session(rig->servers[0], shares[i].id);
     }
@@ -48,8 +49,8 @@ static uint64_t timed(struct rig *rig, int transport, int opcode)
     return count;
 }
 
-/* Every operation is in its segment's share and its session's, and timed once; a session's counts outlive its
- * connections, until it ends. */
+/* Every operation is in its segment's share and its session's, and timed once; a session's counts
+ * outlive its connections, until it ends. */
 static void shares_are_true(void)
 {
     struct rig rig;
@@ -60,12 +61,15 @@ static void shares_are_true(void)
         struct reach reach;
         reach_make(&reach, &rig, BY_TCP, 70);
         for (int i = 0; i < 3; i++)
-            must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof values, .source = values});
-        must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof values, .sink = values});
+            must(reach.buffer, (struct smb_request){
+                                   .opcode = SMB_WRITE, .bytes = sizeof values, .source = values});
+        must(reach.buffer,
+             (struct smb_request){.opcode = SMB_READ, .bytes = sizeof values, .sink = values});
         CHECK_EQ(writes_of_sessions(&rig, 70, false), 3U * (unsigned)round);
         reach_end(&reach);
         struct smb_server_counters counters;
-        WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.connections_now[SMB_TRANSPORT_TCP] == 0));
+        WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
+                    counters.connections_now[SMB_TRANSPORT_TCP] == 0));
         CHECK_EQ(writes_of_sessions(&rig, 70, false), 3U * (unsigned)round);
         CHECK_EQ(smb_server_segment_shares(rig.servers[0], &share, 1), 1);
         CHECK_EQ(share.id, rig_segment_id(0, 0));
@@ -79,7 +83,8 @@ static void shares_are_true(void)
     rig_stop(&rig);
 }
 
-/* A client counts nothing unless it is asked to, and then each call once, also one that takes several frames. */
+/* A client counts nothing unless it is asked to, and then each call once, also one that takes
+ * several frames. */
 static void clients_count_when_asked(void)
 {
     struct rig rig;
@@ -89,7 +94,10 @@ static void clients_count_when_asked(void)
     rig_start(&rig, LAYOUT, SMB_UINT8);
     reach_make(&tcp, &rig, BY_TCP, 71);
     reach_make(&mapped, &rig, BY_MAPPING, 72);
-    struct smb_request write = {.opcode = SMB_WRITE, .bytes = sizeof values, .source = values, .timeout_ms = RIG_TIMEOUT_MS};
+    struct smb_request write = {.opcode = SMB_WRITE,
+                                .bytes = sizeof values,
+                                .source = values,
+                                .timeout_ms = RIG_TIMEOUT_MS};
     must(tcp.buffer, write);
     smb_client_counters(tcp.client, &counters);
     CHECK_EQ(counters.operations[SMB_TRANSPORT_TCP][SMB_WRITE], 0);
@@ -102,7 +110,10 @@ static void clients_count_when_asked(void)
         write.bytes = 8;
         CHECK_EQ(smb_transfer_at_once(mapped.buffer, &write, &outcome), 1);
     }
-    CHECK_EQ(reach_try(tcp.buffer, (struct smb_request){.opcode = SMB_WRITE, .offset = 8192, .bytes = 1, .source = values}), SMB_INVALID);
+    CHECK_EQ(reach_try(tcp.buffer,
+                       (struct smb_request){
+                           .opcode = SMB_WRITE, .offset = 8192, .bytes = 1, .source = values}),
+             SMB_INVALID);
     smb_client_counters(tcp.client, &counters);
     CHECK_EQ(counters.operations[SMB_TRANSPORT_TCP][SMB_WRITE], 1);
     CHECK_EQ(counters.bytes[SMB_TRANSPORT_TCP][SMB_WRITE], sizeof values);
@@ -128,7 +139,11 @@ static void backlog_is_seen(void)
     struct smb_server_counters counters;
     rig_start(&rig, large, SMB_UINT8);
     struct smb_frame hello = {.opcode = SMB_HELLO, .session = 73};
-    struct smb_frame read = {.opcode = SMB_READ, .dtype = SMB_UINT8, .session = 73, .epoch = RIG_EPOCH, .segment = rig_segment_id(0, 0),
+    struct smb_frame read = {.opcode = SMB_READ,
+                             .dtype = SMB_UINT8,
+                             .session = 73,
+                             .epoch = RIG_EPOCH,
+                             .segment = rig_segment_id(0, 0),
                              .length = large.chunk_bytes};
     uint8_t bytes[SMB_FRAME_BYTES];
     int fd = raw_connect(rig.ports[0]);

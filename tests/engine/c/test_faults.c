@@ -1,4 +1,5 @@
-/* What goes wrong on the way: the other side breaks, lies, falls silent or stops, and each call ends with the true outcome. */
+/* What goes wrong on the way: the other side breaks, lies, falls silent or stops, and each call
+ * ends with the true outcome. */
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -12,7 +13,7 @@
 
 enum { BYTES = 512, SHORT_MS = 200 };
 
-/* ---- a client and a server that is none */
+/* ---- a client and a server that is none ------------------------------------------------------ */
 
 struct call {
     struct smb_client *client;
@@ -25,7 +26,8 @@ static int connect_to(struct fake_server *fake, struct call *call, uint32_t time
     uint64_t instance;
     fake_server_start(fake);
     CHECK_EQ(smb_client_create(1, &call->client), SMB_OK);
-    return smb_client_connect_tcp(call->client, "127.0.0.1", fake->port, 0, timeout_ms, &call->link, &instance);
+    return smb_client_connect_tcp(call->client, "127.0.0.1", fake->port, 0, timeout_ms, &call->link,
+                                  &instance);
 }
 
 static void connected(struct fake_server *fake, struct call *call)
@@ -48,7 +50,8 @@ static struct smb_outcome read_some(struct call *call, uint32_t timeout_ms)
 {
     uint8_t sink[BYTES];
     struct smb_outcome outcome;
-    struct smb_request read = {.opcode = SMB_READ, .bytes = BYTES, .sink = sink, .timeout_ms = timeout_ms};
+    struct smb_request read = {
+        .opcode = SMB_READ, .bytes = BYTES, .sink = sink, .timeout_ms = timeout_ms};
     smb_transfer(call->buffer, &read, &outcome);
     for (int i = 0; i < BYTES && outcome.status == SMB_OK; i++)
         CHECK_EQ(sink[i], 7);
@@ -76,8 +79,10 @@ static void spoil_opcode(struct smb_frame *reply)
 static void handshakes_that_fail(void)
 {
     struct call call;
-    struct fake_server older = {.spoil = spoil_version, .spoil_opcode = SMB_HELLO, .answer_bytes_max = -1};
-    struct fake_server none = {.spoil = spoil_flags, .spoil_opcode = SMB_HELLO, .answer_bytes_max = -1};
+    struct fake_server older = {
+        .spoil = spoil_version, .spoil_opcode = SMB_HELLO, .answer_bytes_max = -1};
+    struct fake_server none = {
+        .spoil = spoil_flags, .spoil_opcode = SMB_HELLO, .answer_bytes_max = -1};
     struct fake_server silent = {.silent_at_hello = true, .answer_bytes_max = -1};
     CHECK_EQ(connect_to(&older, &call, RIG_TIMEOUT_MS), SMB_VERSION);
     fake_server_join(&older);
@@ -90,23 +95,30 @@ static void handshakes_that_fail(void)
     CHECK(check_now_ns() - before_ns >= SHORT_MS * 1000000U);
     fake_server_join(&silent);
     uint64_t instance;
-    CHECK_EQ(smb_client_connect_tcp(call.client, "127.0.0.1", silent.port, 0, 1000, &call.link, &instance),
+    CHECK_EQ(smb_client_connect_tcp(call.client, "127.0.0.1", silent.port, 0, 1000, &call.link,
+                                    &instance),
              SMB_DISCONNECTED); /* nobody listens any more */
-    CHECK_EQ(smb_client_connect_tcp(call.client, "localhost", silent.port, 0, 1000, &call.link, &instance), SMB_INVALID);
-    CHECK_EQ(smb_client_connect_unix(call.client, scratch_path("none"), 0, 1000, &call.link, &instance), SMB_DISCONNECTED);
+    CHECK_EQ(smb_client_connect_tcp(call.client, "localhost", silent.port, 0, 1000, &call.link,
+                                    &instance),
+             SMB_INVALID);
+    CHECK_EQ(
+        smb_client_connect_unix(call.client, scratch_path("none"), 0, 1000, &call.link, &instance),
+        SMB_DISCONNECTED);
     smb_client_destroy(call.client);
 }
 
-/* An answer cut at each of its bytes: while nobody makes another connection the outcome is unknown, and called so; uncut it is
- * taken. */
+/* An answer cut at each of its bytes: while nobody makes another connection the outcome is unknown,
+ * and called so; uncut it is taken. */
 static void answers_cut_at_each_byte(void)
 {
-    for (int cut = 0; cut <= (int)SMB_FRAME_BYTES + BYTES; cut += cut < (int)SMB_FRAME_BYTES + 4 ? 1 : 37) {
+    for (int cut = 0; cut <= (int)SMB_FRAME_BYTES + BYTES;
+         cut += cut < (int)SMB_FRAME_BYTES + 4 ? 1 : 37) {
         struct call call;
         struct fake_server fake = {.answer_bytes_max = cut};
         connected(&fake, &call);
         struct smb_outcome outcome = read_some(&call, 20);
-        for (uint32_t ms = 100; outcome.status == SMB_TIMEOUT && ms <= 10000; ms *= 10) { /* the server has had no core yet */
+        for (uint32_t ms = 100; outcome.status == SMB_TIMEOUT && ms <= 10000; ms *= 10) {
+            /* the server has had no core yet */
             end(&fake, &call);
             fake = (struct fake_server){.answer_bytes_max = cut};
             connected(&fake, &call);
@@ -205,14 +217,17 @@ static void spoil_with_data(struct smb_frame *reply)
     reply->length = reply->payload = BYTES;
 }
 
-/* An answer that can't be one to what was asked breaks the link, and writes nothing where no data was asked for. */
+/* An answer that can't be one to what was asked breaks the link, and writes nothing where no data
+ * was asked for. */
 static void answers_that_are_none(void)
 {
-    static void (*const spoils[])(struct smb_frame *) = {spoil_sequence,   spoil_old_sequence, spoil_status, spoil_longer_payload,
-                                                         spoil_no_payload, spoil_flags,        spoil_opcode, spoil_payload};
+    static void (*const spoils[])(struct smb_frame *) = {
+        spoil_sequence,   spoil_old_sequence, spoil_status, spoil_longer_payload,
+        spoil_no_payload, spoil_flags,        spoil_opcode, spoil_payload};
     for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
         struct call call;
-        struct fake_server fake = {.spoil = spoils[i], .spoil_opcode = SMB_READ, .answer_bytes_max = -1};
+        struct fake_server fake = {
+            .spoil = spoils[i], .spoil_opcode = SMB_READ, .answer_bytes_max = -1};
         connected(&fake, &call);
         struct smb_outcome outcome = read_some(&call, RIG_TIMEOUT_MS);
         CHECK_EQ(outcome.status, SMB_PROTOCOL);
@@ -220,7 +235,8 @@ static void answers_that_are_none(void)
         end(&fake, &call);
     }
     struct call call;
-    struct fake_server late = {.spoil = spoil_late_sequence, .spoil_opcode = SMB_READ, .answer_bytes_max = -1};
+    struct fake_server late = {
+        .spoil = spoil_late_sequence, .spoil_opcode = SMB_READ, .answer_bytes_max = -1};
     connected(&late, &call);
     for (int i = 1; i < BEFORE; i++)
         CHECK_EQ(read_some(&call, RIG_TIMEOUT_MS).status, SMB_OK);
@@ -228,17 +244,21 @@ static void answers_that_are_none(void)
     end(&late, &call);
 }
 
-/* Nor does one of another operation, or one that brings data which was not asked for: nothing is written anywhere. */
+/* Nor does one of another operation, or one that brings data which was not asked for: nothing is
+ * written anywhere. */
 static void answers_to_something_else(void)
 {
     static void (*const spoils[])(struct smb_frame *) = {spoil_with_data, spoil_to_fill};
     for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
         struct call call;
-        struct fake_server fake = {.spoil = spoils[i], .spoil_opcode = SMB_WRITE, .answer_bytes_max = -1};
+        struct fake_server fake = {
+            .spoil = spoils[i], .spoil_opcode = SMB_WRITE, .answer_bytes_max = -1};
         uint8_t source[BYTES] = {0};
         connected(&fake, &call);
-        CHECK_EQ(reach_try(call.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}),
-                 SMB_PROTOCOL);
+        CHECK_EQ(
+            reach_try(call.buffer,
+                      (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}),
+            SMB_PROTOCOL);
         for (int b = 0; b < BYTES; b++)
             CHECK_EQ(source[b], 0);
         end(&fake, &call);
@@ -289,7 +309,8 @@ static void link_closed_under_calls(void)
     fake_server_join(&fake);
 }
 
-/* The user closes the client under calls in progress: they end at once, and so does every later one. */
+/* The user closes the client under calls in progress: they end at once, and so does every later
+ * one. */
 static void client_closed_under_calls(void)
 {
     enum { READERS = 8 };
@@ -305,7 +326,8 @@ static void client_closed_under_calls(void)
     end(&fake, &call);
 }
 
-/* One call's time runs out among others': it ends, and the others, whose frames are on the same link, are left alone. */
+/* One call's time runs out among others': it ends, and the others, whose frames are on the same
+ * link, are left alone. */
 static void short_and_long_calls(void)
 {
     struct call call;
@@ -321,7 +343,7 @@ static void short_and_long_calls(void)
     end(&fake, &call);
 }
 
-/* ---- a server and a peer that is none */
+/* ---- a server and a peer that is none -------------------------------------------------------- */
 
 static void send_frame(int fd, struct smb_frame frame)
 {
@@ -350,8 +372,8 @@ static int greeted(struct rig *rig)
 
 static const struct smb_layout LAYOUT = {262144, 262144, 262144, 1};
 
-/* A peer that asks for much and reads nothing is not served further and holds up nobody. What it reads at last is right, also
- * where the socket had taken a part of an answer only. */
+/* A peer that asks for much and reads nothing is not served further and holds up nobody. What it
+ * reads at last is right, also where the socket had taken a part of an answer only. */
 static void peer_that_reads_late(void)
 {
     enum { FRAMES = 100 };
@@ -363,17 +385,24 @@ static void peer_that_reads_late(void)
     uint8_t *content = malloc(LAYOUT.bytes);
     for (uint64_t i = 0; i < LAYOUT.bytes; i++)
         content[i] = (uint8_t)(i % 251);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});
     int fd = greeted(&rig);
-    struct smb_frame read = {.opcode = SMB_READ, .dtype = SMB_UINT8, .session = 1, .epoch = RIG_EPOCH,
-                             .segment = rig_segment_id(0, 0), .length = LAYOUT.chunk_bytes};
+    struct smb_frame read = {.opcode = SMB_READ,
+                             .dtype = SMB_UINT8,
+                             .session = 1,
+                             .epoch = RIG_EPOCH,
+                             .segment = rig_segment_id(0, 0),
+                             .length = LAYOUT.chunk_bytes};
     for (int i = 0; i < FRAMES; i++)
         send_frame(fd, read);
     uint8_t *sink = malloc(LAYOUT.bytes);
     for (int i = 0; i < 50; i++)
-        must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
+        must(reach.buffer,
+             (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
     smb_server_counters(rig.servers[0], &counters);
-    CHECK(counters.operations[SMB_TRANSPORT_TCP][SMB_READ] < 50 + FRAMES); /* what its socket does not take is not made */
+    /* what its socket does not take is not made */
+    CHECK(counters.operations[SMB_TRANSPORT_TCP][SMB_READ] < 50 + FRAMES);
     for (int i = 0; i < FRAMES; i++) {
         CHECK_EQ(receive_frame(fd).payload, LAYOUT.bytes);
         CHECK_EQ(recv(fd, sink, LAYOUT.bytes, MSG_WAITALL), LAYOUT.bytes);
@@ -383,7 +412,8 @@ static void peer_that_reads_late(void)
         send_frame(fd, read);
     CHECK_EQ(counters.connections_now[SMB_TRANSPORT_TCP], 2);
     close(fd); /* with answers unread and on their way */
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.connections_now[SMB_TRANSPORT_TCP] == 1));
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
+                counters.connections_now[SMB_TRANSPORT_TCP] == 1));
     free(sink);
     free(content);
     reach_end(&reach);
@@ -449,8 +479,9 @@ static void *call_parked(void *argument)
     return NULL;
 }
 
-/* A stopped holder of a chunk's lock does not stop the server: requests for that chunk are deferred, other chunks and other
- * connections are served, and when it goes on they are answered, in every way of asking. */
+/* A stopped holder of a chunk's lock does not stop the server: requests for that chunk are
+ * deferred, other chunks and other connections are served, and when it goes on they are answered,
+ * in every way of asking. */
 static void stopped_holder_parks_requests(void)
 {
     enum { CHUNK = 4096, PARKED = 5 };
@@ -463,17 +494,21 @@ static void stopped_holder_parks_requests(void)
     rig_start(&rig, (struct smb_layout){2 * CHUNK, CHUNK, CHUNK, 1}, SMB_UINT8);
     wait_for_stop(holder);
     reach_make(&reach, &rig, BY_TCP, 31);
-    struct smb_request add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = ones};
+    struct smb_request add = {
+        .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = ones};
     struct smb_request fetch = add, read = {.opcode = SMB_READ, .bytes = CHUNK, .sink = sink[1]};
     fetch.sink = sink[0];
-    struct deferred deferred[PARKED] = {{.way = BY_TCP, .request = add}, {.way = BY_UNIX, .request = add},
-                                    {.way = BY_TCP, .request = fetch}, {.way = BY_UNIX, .request = read},
-                                    {.way = BY_MAPPING, .request = add}};
+    struct deferred deferred[PARKED] = {{.way = BY_TCP, .request = add},
+                                        {.way = BY_UNIX, .request = add},
+                                        {.way = BY_TCP, .request = fetch},
+                                        {.way = BY_UNIX, .request = read},
+                                        {.way = BY_MAPPING, .request = add}};
     for (int i = 0; i < PARKED; i++) {
         deferred[i].rig = &rig;
         CHECK_EQ(pthread_create(&deferred[i].thread, NULL, call_parked, &deferred[i]), 0);
     }
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1));
+    WAIT_UNTIL(
+        (smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1));
     for (int i = 0; i < 100; i++) {
         struct smb_request other = add;
         other.offset = CHUNK;
@@ -481,9 +516,12 @@ static void stopped_holder_parks_requests(void)
     }
     for (int i = 0; i < PARKED; i++)
         CHECK(!deferred[i].done);
-    struct smb_request late = {.opcode = SMB_READ, .bytes = 1, .sink = &value, .timeout_ms = SHORT_MS};
+    struct smb_request late = {
+        .opcode = SMB_READ, .bytes = 1, .sink = &value, .timeout_ms = SHORT_MS};
     CHECK_EQ(reach_try(reach.buffer, late), SMB_TIMEOUT);
-    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1)); /* it went with its connection */
+    /* it went with its connection */
+    WAIT_UNTIL(
+        (smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1));
     CHECK_EQ(kill(holder, SIGCONT), 0);
     for (int i = 0; i < PARKED; i++)
         pthread_join(deferred[i].thread, NULL);
@@ -494,13 +532,15 @@ static void stopped_holder_parks_requests(void)
     reach_make(&reach, &rig, BY_TCP, 32);
     must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 1, .sink = &value});
     CHECK_EQ(value, 4);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .offset = CHUNK, .bytes = 1, .sink = &value});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .offset = CHUNK, .bytes = 1, .sink = &value});
     CHECK_EQ(value, 100);
     reach_end(&reach);
     rig_stop(&rig);
 }
 
-/* Who has a chunk's lock and changes nothing, as a reader that is being answered has it, holds up changes, but no other reader. */
+/* Who has a chunk's lock and changes nothing, as a reader that is being answered has it, holds up
+ * changes, but no other reader. */
 static void a_lock_without_a_change_holds_up_no_read(void)
 {
     enum { CHUNK = 262144 };
@@ -514,21 +554,30 @@ static void a_lock_without_a_change_holds_up_no_read(void)
         struct smb_segment *mapped;
         struct smb_server_counters before, after;
         reach_make(&reach, &rig, (enum way)way, 35);
-        must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = 3 * CHUNK, .source = source});
+        must(reach.buffer,
+             (struct smb_request){.opcode = SMB_WRITE, .bytes = 3 * CHUNK, .source = source});
         CHECK_EQ(smb_segment_open(rig_segment_path(0, 0), &mapped), SMB_OK);
         CHECK_EQ(smb_segment_lock(mapped, CHUNK, SMB_TRY), SMB_OK);
         smb_server_counters(rig.servers[0], &before);
         memset(sink, 0, sizeof sink);
-        must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .offset = CHUNK, .bytes = 4, .sink = sink});
+        must(reach.buffer,
+             (struct smb_request){.opcode = SMB_READ, .offset = CHUNK, .bytes = 4, .sink = sink});
         CHECK(memcmp(sink, source + CHUNK / 4, 4) == 0);
-        for (int wire = SMB_WIRE_EXACT; wire <= SMB_WIRE_BFLOAT16; wire += SMB_WIRE_BFLOAT16 - SMB_WIRE_EXACT) {
+        for (int wire = SMB_WIRE_EXACT; wire <= SMB_WIRE_BFLOAT16;
+             wire += SMB_WIRE_BFLOAT16 - SMB_WIRE_EXACT) {
             memset(sink, 0, sizeof sink);
-            must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 3 * CHUNK, .sink = sink, .wire = wire});
+            must(reach.buffer,
+                 (struct smb_request){
+                     .opcode = SMB_READ, .bytes = 3 * CHUNK, .sink = sink, .wire = wire});
             CHECK(memcmp(sink, source, sizeof sink) == 0);
         }
         smb_server_counters(rig.servers[0], &after);
         CHECK_EQ(after.deferred_total, before.deferred_total);
-        struct smb_request write = {.opcode = SMB_WRITE, .offset = CHUNK, .bytes = CHUNK, .source = source, .timeout_ms = SHORT_MS};
+        struct smb_request write = {.opcode = SMB_WRITE,
+                                    .offset = CHUNK,
+                                    .bytes = CHUNK,
+                                    .source = source,
+                                    .timeout_ms = SHORT_MS};
         CHECK_EQ(reach_try(reach.buffer, write), SMB_TIMEOUT);
         smb_segment_unlock(mapped, CHUNK);
         smb_segment_release(mapped);
@@ -537,7 +586,8 @@ static void a_lock_without_a_change_holds_up_no_read(void)
     rig_stop(&rig);
 }
 
-/* A call that waits for a chunk of mapped memory, held by a stopped process, does not hold up the client's other calls. */
+/* A call that waits for a chunk of mapped memory, held by a stopped process, does not hold up the
+ * client's other calls. */
 static void waiting_for_a_local_chunk_holds_up_nobody(void)
 {
     enum { CHUNK = 4096, CALLS = 20 };
@@ -549,14 +599,19 @@ static void waiting_for_a_local_chunk_holds_up_nobody(void)
     rig_start(&rig, (struct smb_layout){2 * CHUNK, CHUNK, CHUNK, 2}, SMB_UINT8);
     wait_for_stop(holder);
     reach_make(&reach, &rig, BY_BOTH, 33); /* segment 0 is mapped, segment 1 over TCP */
-    struct shared waiting = {.buffer = reach.buffer, .request = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0,
-                                                                 .bytes = sizeof ones, .source = ones}};
+    struct shared waiting = {.buffer = reach.buffer,
+                             .request = {.opcode = SMB_ACCUMULATE,
+                                         .op = SMB_SUM,
+                                         .scale = 1.0,
+                                         .bytes = sizeof ones,
+                                         .source = ones}};
     CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
     struct smb_request read = {.opcode = SMB_READ, .offset = CHUNK, .bytes = CHUNK, .sink = sink};
     reach_make(&onlooker, &rig, BY_TCP, 34);
     do
         must(onlooker.buffer, read);
-    while (sink[0] == 0); /* its part over TCP is done: it does the I/O of its client, and has the local part before it */
+    /* its part over TCP is done: it does the I/O of its client, and has the local part before it */
+    while (sink[0] == 0);
     uint64_t before_ns = check_now_ns();
     for (int i = 0; i < CALLS; i++)
         must(reach.buffer, read);
@@ -572,7 +627,8 @@ static void waiting_for_a_local_chunk_holds_up_nobody(void)
     rig_stop(&rig);
 }
 
-/* A call on mapped memory that ran out of time: the account names what it did not reach, and nothing else. */
+/* A call on mapped memory that ran out of time: the account names what it did not reach, and
+ * nothing else. */
 static void account_of_a_local_call(void)
 {
     enum { CHUNK = 4096 };
@@ -584,7 +640,11 @@ static void account_of_a_local_call(void)
     rig_start(&rig, (struct smb_layout){4 * CHUNK, CHUNK, CHUNK, 2}, SMB_UINT8);
     wait_for_stop(holder);
     reach_make(&reach, &rig, BY_MAPPING, 41);
-    struct smb_request add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = sizeof ones, .source = ones,
+    struct smb_request add = {.opcode = SMB_ACCUMULATE,
+                              .op = SMB_SUM,
+                              .scale = 1.0,
+                              .bytes = sizeof ones,
+                              .source = ones,
                               .timeout_ms = SHORT_MS};
     struct smb_outcome outcome;
     CHECK_EQ(smb_transfer(reach.buffer, &add, &outcome), SMB_TIMEOUT);
@@ -593,7 +653,8 @@ static void account_of_a_local_call(void)
     uint64_t offset;
     uint32_t bytes;
     int state;
-    for (uint32_t part = 0; part < 2; part++) { /* stripes 0 and 2 lie on the segment whose first chunk is held */
+    for (uint32_t part = 0; part < 2; part++) {
+        /* stripes 0 and 2 lie on the segment whose first chunk is held */
         CHECK(smb_unknown_part(outcome.unknown, part, &offset, &bytes, &state));
         CHECK(offset == 2 * part * CHUNK && bytes == CHUNK && state == SMB_OUTCOME_NOT_APPLIED);
     }
@@ -601,14 +662,16 @@ static void account_of_a_local_call(void)
     smb_unknown_release(outcome.unknown);
     CHECK_EQ(kill(holder, SIGCONT), 0);
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof ones, .sink = ones});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = sizeof ones, .sink = ones});
     for (int i = 0; i < 4 * CHUNK; i++)
         CHECK_EQ(ones[i], i / CHUNK % 2);
     reach_end(&reach);
     rig_stop(&rig);
 }
 
-/* Sums of two segments that are asked for in one go, the first of them deferred behind a stopped process: each adds its own source. */
+/* Sums of two segments that are asked for in one go, the first of them deferred behind a stopped
+ * process: each adds its own source. */
 static void parked_sums_keep_their_sources(void)
 {
     enum { CHUNK = 4096, CHUNKS = 4 };
@@ -624,15 +687,21 @@ static void parked_sums_keep_their_sources(void)
     struct smb_buffer *source = reach_buffer(&reach, &rig, BY_TCP, 1);
     for (int i = 0; i < CHUNKS * CHUNK; i++)
         content[i] = (uint8_t)(1 + i / CHUNK);
-    must(source, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof content, .source = content});
-    struct shared waiting = {.buffer = reach.buffer, .request = {.opcode = SMB_ACCUMULATE_FROM, .op = SMB_SUM, .scale = 1.0,
-                                                                 .bytes = sizeof content, .other = source}};
+    must(source,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof content, .source = content});
+    struct shared waiting = {.buffer = reach.buffer,
+                             .request = {.opcode = SMB_ACCUMULATE_FROM,
+                                         .op = SMB_SUM,
+                                         .scale = 1.0,
+                                         .bytes = sizeof content,
+                                         .other = source}};
     CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 1));
     CHECK_EQ(kill(holder, SIGCONT), 0);
     pthread_join(waiting.thread, NULL);
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof content, .sink = content});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = sizeof content, .sink = content});
     for (int i = 0; i < CHUNKS * CHUNK; i++)
         CHECK_EQ(content[i], 1 + i / CHUNK);
     smb_buffer_destroy(source);
@@ -640,8 +709,9 @@ static void parked_sums_keep_their_sources(void)
     rig_stop(&rig);
 }
 
-/* Steps over several chunks, the first of them deferred behind a process that was stopped in its state's chunk: the weights' chunk is
- * free meanwhile, and each step has its own gradient when it is made. */
+/* Steps over several chunks, the first of them deferred behind a process that was stopped in its
+ * state's chunk: the weights' chunk is free meanwhile, and each step has its own gradient when it
+ * is made. */
 static void parked_steps_hold_nothing(void)
 {
     enum { CHUNK = 4096, CHUNKS = 4, FLOATS = CHUNKS * CHUNK / 4 };
@@ -656,17 +726,26 @@ static void parked_steps_hold_nothing(void)
     wait_for_stop(holder);
     reach_make(&reach, &rig, BY_TCP, 41);
     reach_make(&other, &rig, BY_TCP, 42);
-    struct smb_buffer *gradient = reach_buffer(&reach, &rig, BY_TCP, 1), *state = reach_buffer(&reach, &rig, BY_TCP, 2);
+    struct smb_buffer *gradient = reach_buffer(&reach, &rig, BY_TCP, 1),
+                      *state = reach_buffer(&reach, &rig, BY_TCP, 2);
     for (int i = 0; i < FLOATS; i++)
         content[i] = (float)(1 + i * 4 / CHUNK);
-    must(gradient, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof content, .source = content});
+    must(gradient,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof content, .source = content});
     struct shared waiting = {.buffer = reach.buffer,
-                             .request = {.opcode = SMB_APPLY, .op = SMB_RULE_MOMENTUM, .bytes = sizeof content, .other = gradient,
-                                         .states = {state}, .hyper = {.lr = -1, .scale = 1, .mu = 1}}};
+                             .request = {.opcode = SMB_APPLY,
+                                         .op = SMB_RULE_MOMENTUM,
+                                         .bytes = sizeof content,
+                                         .other = gradient,
+                                         .states = {state},
+                                         .hyper = {.lr = -1, .scale = 1, .mu = 1}}};
     CHECK_EQ(pthread_create(&waiting.thread, NULL, call_shared, &waiting), 0);
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 1));
     for (int i = 0; i < 100; i++)
-        must(other.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = sizeof content,
+        must(other.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                                .op = SMB_SUM,
+                                                .scale = 1.0,
+                                                .bytes = sizeof content,
                                                 .source = content});
     CHECK_EQ(kill(holder, SIGCONT), 0);
     pthread_join(waiting.thread, NULL);
@@ -674,7 +753,8 @@ static void parked_steps_hold_nothing(void)
     static float found[FLOATS];
     must(state, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
     CHECK(memcmp(found, content, sizeof found) == 0);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
     for (int i = 0; i < FLOATS; i++)
         CHECK(found[i] == 101 * content[i]);
     smb_buffer_destroy(gradient);
@@ -684,7 +764,8 @@ static void parked_steps_hold_nothing(void)
     rig_stop(&rig);
 }
 
-/* The server stops while requests are deferred and connections are open, and waits for none of them. */
+/* The server stops while requests are deferred and connections are open, and waits for none of
+ * them. */
 static void server_stops_with_requests_parked(void)
 {
     struct rig rig;
@@ -693,8 +774,13 @@ static void server_stops_with_requests_parked(void)
     rig_start(&rig, (struct smb_layout){4096, 4096, 4096, 1}, SMB_UINT8);
     wait_for_stop(holder);
     int fd = greeted(&rig), silent = raw_connect(rig.ports[0]);
-    send_frame(fd, (struct smb_frame){.opcode = SMB_FILL, .dtype = SMB_UINT8, .session = 1, .epoch = RIG_EPOCH,
-                                      .segment = rig_segment_id(0, 0), .length = 16, .sequence = 1});
+    send_frame(fd, (struct smb_frame){.opcode = SMB_FILL,
+                                      .dtype = SMB_UINT8,
+                                      .session = 1,
+                                      .epoch = RIG_EPOCH,
+                                      .segment = rig_segment_id(0, 0),
+                                      .length = 16,
+                                      .sequence = 1});
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 1));
     rig_stop(&rig);
     uint8_t byte;
@@ -706,7 +792,8 @@ static void server_stops_with_requests_parked(void)
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
 }
 
-/* Who is let in after a loop has read its clock, before it looks for the silent, has only just come. It was closed once. */
+/* Who is let in after a loop has read its clock, before it looks for the silent, has only just
+ * come. It was closed once. */
 static void who_just_came_is_not_silent(void)
 {
     enum { NOW_NS = 1000000000 };

@@ -1,4 +1,5 @@
-/* The one parser: every frame we send comes back, and no 64 bytes whatever are more than refused. */
+/* The one parser: every frame we send comes back, and no 64 bytes whatever are more than
+ * refused. */
 #include <string.h>
 
 #include "base/frame.h"
@@ -7,8 +8,12 @@
 
 static struct smb_frame request(int opcode)
 {
-    struct smb_frame frame = {.opcode = (uint8_t)opcode, .lane = 0x1234, .epoch = 7, .session = 0x1122334455667788U,
-                              .sequence = 9, .segment = 0xAABBCCDDEEFF0011U};
+    struct smb_frame frame = {.opcode = (uint8_t)opcode,
+                              .lane = 0x1234,
+                              .epoch = 7,
+                              .session = 0x1122334455667788U,
+                              .sequence = 9,
+                              .segment = 0xAABBCCDDEEFF0011U};
     if (opcode == SMB_HELLO || opcode == SMB_ATTACH)
         return frame;
     frame.dtype = SMB_INT64;
@@ -36,9 +41,10 @@ static struct smb_frame request(int opcode)
 
 static bool same(const struct smb_frame *a, const struct smb_frame *b)
 {
-    return a->opcode == b->opcode && a->dtype == b->dtype && a->op == b->op && a->flags == b->flags &&
-           a->status == b->status && a->lane == b->lane && a->epoch == b->epoch && a->session == b->session &&
-           a->sequence == b->sequence && a->segment == b->segment && a->offset == b->offset && a->length == b->length &&
+    return a->opcode == b->opcode && a->dtype == b->dtype && a->op == b->op &&
+           a->flags == b->flags && a->status == b->status && a->lane == b->lane &&
+           a->epoch == b->epoch && a->session == b->session && a->sequence == b->sequence &&
+           a->segment == b->segment && a->offset == b->offset && a->length == b->length &&
            a->payload == b->payload && a->argument == b->argument;
 }
 
@@ -63,7 +69,8 @@ static void round_trip_of_every_opcode(void)
             reply.argument = UINT64_MAX;
             CHECK_EQ(parse(&reply, &found), SMB_OK);
             CHECK(same(&reply, &found));
-            CHECK(found.sequence == sent.sequence && found.session == sent.session && found.lane == sent.lane);
+            CHECK(found.sequence == sent.sequence && found.session == sent.session &&
+                  found.lane == sent.lane);
         }
     }
 }
@@ -72,14 +79,24 @@ static void round_trip_of_every_opcode(void)
 static void golden_bytes(void)
 {
     static const uint8_t golden[SMB_FRAME_BYTES] = {
-        0x53, 0x4d, 0x01, 0x05, 0x02, 0x01, 0x02, 0x00, 0x00, 0x00, 0x03, 0x00, 0x04, 0x00, 0x00, 0x00,
-        0x08, 0x07, 0x06, 0x05, 0x04, 0x03, 0x02, 0x01, 0x2a, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,
-        0xef, 0xcd, 0xab, 0x89, 0x67, 0x45, 0x23, 0x01, 0x00, 0x10, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,
-        0x08, 0x00, 0x00, 0x00, 0x08, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xe0, 0x3f,
+        0x53, 0x4d, 0x01, 0x05, 0x02, 0x01, 0x02, 0x00, 0x00, 0x00, 0x03, 0x00, 0x04,
+        0x00, 0x00, 0x00, 0x08, 0x07, 0x06, 0x05, 0x04, 0x03, 0x02, 0x01, 0x2a, 0x00,
+        0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xef, 0xcd, 0xab, 0x89, 0x67, 0x45, 0x23,
+        0x01, 0x00, 0x10, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x08, 0x00, 0x00, 0x00,
+        0x08, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xe0, 0x3f,
     };
-    struct smb_frame frame = {.opcode = SMB_ACCUMULATE, .dtype = SMB_FLOAT32, .op = SMB_SUM, .flags = SMB_FLAG_FETCH,
-                              .lane = 3, .epoch = 4, .session = 0x0102030405060708U, .sequence = 42,
-                              .segment = 0x0123456789ABCDEFU, .offset = 4096, .length = 8, .payload = 8,
+    struct smb_frame frame = {.opcode = SMB_ACCUMULATE,
+                              .dtype = SMB_FLOAT32,
+                              .op = SMB_SUM,
+                              .flags = SMB_FLAG_FETCH,
+                              .lane = 3,
+                              .epoch = 4,
+                              .session = 0x0102030405060708U,
+                              .sequence = 42,
+                              .segment = 0x0123456789ABCDEFU,
+                              .offset = 4096,
+                              .length = 8,
+                              .payload = 8,
                               .argument = smb_bits_of(0.5)};
     uint8_t bytes[SMB_FRAME_BYTES];
     smb_frame_encode(&frame, bytes);
@@ -93,7 +110,8 @@ static void golden_bytes(void)
 static void check_promises(const struct smb_frame *frame)
 {
     CHECK(frame->opcode >= SMB_HELLO && frame->opcode < SMB_OPCODE_COUNT);
-    CHECK(frame->length <= SMB_CHUNK_BYTES_MAX && frame->payload >= smb_frame_checksum_bytes(frame));
+    CHECK(frame->length <= SMB_CHUNK_BYTES_MAX &&
+          frame->payload >= smb_frame_checksum_bytes(frame));
     uint32_t payload = frame->payload - smb_frame_checksum_bytes(frame);
     CHECK(payload <= SMB_CHUNK_BYTES_MAX + SMB_TOKEN_BYTES);
     int wire = smb_frame_wire(frame);
@@ -105,26 +123,33 @@ static void check_promises(const struct smb_frame *frame)
             return;
         }
         uint32_t body = smb_frame_body(frame);
-        CHECK(body > 0 && body <= SMB_CHUNK_BYTES_MAX && body % entry == 0 && body / entry <= frame->length / (entry - 4));
+        CHECK(body > 0 && body <= SMB_CHUNK_BYTES_MAX && body % entry == 0 &&
+              body / entry <= frame->length / (entry - 4));
         return;
     }
     CHECK(wire == SMB_WIRE_EXACT || (frame->dtype == SMB_FLOAT32 && smb_wire_is_dense(wire) &&
-                                     (frame->opcode == SMB_READ || frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE)));
-    uint64_t elements = wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4);
+                                     (frame->opcode == SMB_READ || frame->opcode == SMB_WRITE ||
+                                      frame->opcode == SMB_ACCUMULATE)));
+    uint64_t elements = wire == SMB_WIRE_EXACT ? frame->length
+                                               : smb_wire_bytes(wire, frame->length / 4);
     if (frame->flags & SMB_FLAG_REPLY) {
         CHECK(frame->status < SMB_STATUS_COUNT);
         CHECK(payload == 0 || payload == (frame->opcode == SMB_READ ? elements : frame->length));
         return;
     }
     CHECK_EQ(frame->status, 0);
-    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK ||
-        frame->opcode == SMB_AUTHORIZE || smb_opcode_waits(frame->opcode)) {
-        CHECK_EQ(payload, frame->opcode == SMB_AUTHORIZE ? SMB_AUTHORIZE_BYTES : smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES : 0);
+    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH ||
+        frame->opcode == SMB_WATERMARK || frame->opcode == SMB_AUTHORIZE ||
+        smb_opcode_waits(frame->opcode)) {
+        CHECK_EQ(payload, frame->opcode == SMB_AUTHORIZE    ? SMB_AUTHORIZE_BYTES
+                          : smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES
+                                                            : 0);
         return;
     }
     CHECK(frame->sequence > 0 || frame->opcode == SMB_READ);
     uint32_t element = smb_dtype_bytes(frame->dtype);
-    CHECK(element > 0 && frame->length > 0 && frame->length % element == 0 && frame->offset % element == 0);
+    CHECK(element > 0 && frame->length > 0 && frame->length % element == 0 &&
+          frame->offset % element == 0);
     CHECK(frame->offset + frame->length > frame->offset);
     if (frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM)
         CHECK(smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument)));
@@ -136,7 +161,8 @@ static void check_promises(const struct smb_frame *frame)
         CHECK_EQ(payload, elements + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0));
 }
 
-/* Parses whatever is there. Accepted only if sound, and then the accepted fields are the bytes themselves. */
+/* Parses whatever is there. Accepted only if sound, and then the accepted fields are the bytes
+ * themselves. */
 static int parse_anything(const uint8_t *bytes)
 {
     struct smb_frame found;
@@ -151,7 +177,8 @@ static int parse_anything(const uint8_t *bytes)
     return status;
 }
 
-/* Each header byte x 256 values, in a request and a reply of every opcode, alone and with a second byte changed at random. */
+/* Each header byte x 256 values, in a request and a reply of every opcode, alone and with a second
+ * byte changed at random. */
 static void every_byte_value(void)
 {
     struct random random = random_make(20260301);
@@ -246,13 +273,16 @@ static void each_rule(void)
     frame = request(SMB_ACCUMULATE), frame.payload = 16, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_ACCUMULATE), frame.op = 0, expect(frame, SMB_PROTOCOL);
     frame.op = 7, expect(frame, SMB_PROTOCOL);
-    frame = request(SMB_ACCUMULATE), frame.argument = smb_bits_of(0.5), expect(frame, SMB_PROTOCOL); /* int64 */
+    /* int64 */
+    frame = request(SMB_ACCUMULATE), frame.argument = smb_bits_of(0.5), expect(frame, SMB_PROTOCOL);
     frame.dtype = SMB_FLOAT64, expect(frame, SMB_OK);
     frame = request(SMB_ACCUMULATE_FROM), frame.payload = 8, expect(frame, SMB_PROTOCOL);
     for (int rule = 0; rule < 256; rule++)
-        frame = request(SMB_APPLY), frame.op = (uint8_t)rule, expect(frame, rule >= 1 && rule <= 6 ? SMB_OK : SMB_PROTOCOL);
+        frame = request(SMB_APPLY), frame.op = (uint8_t)rule,
+        expect(frame, rule >= 1 && rule <= 6 ? SMB_OK : SMB_PROTOCOL);
     for (int dtype = 0; dtype < 9; dtype++)
-        frame = request(SMB_APPLY), frame.dtype = (uint8_t)dtype, expect(frame, dtype == SMB_FLOAT32 ? SMB_OK : SMB_PROTOCOL);
+        frame = request(SMB_APPLY), frame.dtype = (uint8_t)dtype,
+        expect(frame, dtype == SMB_FLOAT32 ? SMB_OK : SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.payload -= 8, expect(frame, SMB_PROTOCOL);
     frame.payload += 16, expect(frame, SMB_PROTOCOL); /* as long as with a token */
     frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_OK);
@@ -271,24 +301,28 @@ static void each_rule(void)
     frame.status = SMB_NOT_FOUND, expect(frame, SMB_PROTOCOL);
 }
 
-/* The rules of what travels encoded, and of checksums: the payload is what they demand and nothing else. */
+/* The rules of what travels encoded, and of checksums: the payload is what they demand and nothing
+ * else. */
 static void encoded_and_checked(void)
 {
     static const struct {
         int wire;
         uint32_t length, payload;
-    } sound[] = {{SMB_WIRE_BFLOAT16, 4, 2},    {SMB_WIRE_FLOAT16, 1048576, 524288}, {SMB_WIRE_INT8, 4, 5},
-                 {SMB_WIRE_INT8, 1024, 260},   {SMB_WIRE_INT8, 1028, 265},           {SMB_WIRE_INT8, 1048576, 266240}};
+    } sound[] = {{SMB_WIRE_BFLOAT16, 4, 2},  {SMB_WIRE_FLOAT16, 1048576, 524288},
+                 {SMB_WIRE_INT8, 4, 5},      {SMB_WIRE_INT8, 1024, 260},
+                 {SMB_WIRE_INT8, 1028, 265}, {SMB_WIRE_INT8, 1048576, 266240}};
     for (size_t i = 0; i < sizeof sound / sizeof *sound; i++) {
         for (int checked = 0; checked < 2; checked++) {
             struct smb_frame frame = request(SMB_ACCUMULATE), reply;
             frame.dtype = SMB_FLOAT32;
-            frame.flags = (uint16_t)(sound[i].wire << SMB_FLAG_WIRE_SHIFT | (checked ? SMB_FLAG_CHECKSUM : 0));
+            frame.flags = (uint16_t)(sound[i].wire << SMB_FLAG_WIRE_SHIFT |
+                                     (checked ? SMB_FLAG_CHECKSUM : 0));
             frame.length = sound[i].length;
             frame.payload = sound[i].payload + (checked ? SMB_CHECKSUM_BYTES : 0);
             expect(frame, SMB_OK);
             CHECK_EQ(smb_frame_body(&frame), sound[i].payload);
-            frame.payload++, expect(frame, SMB_PROTOCOL), frame.payload -= 2, expect(frame, SMB_PROTOCOL), frame.payload++;
+            frame.payload++, expect(frame, SMB_PROTOCOL), frame.payload -= 2,
+                expect(frame, SMB_PROTOCOL), frame.payload++;
             frame.length += 2, expect(frame, SMB_PROTOCOL), frame.length -= 2;
             frame.dtype = SMB_FLOAT64, expect(frame, SMB_PROTOCOL);
             frame.dtype = SMB_INT32, expect(frame, SMB_PROTOCOL), frame.dtype = SMB_FLOAT32;
@@ -299,10 +333,13 @@ static void encoded_and_checked(void)
             frame.opcode = SMB_FILL, expect(frame, SMB_PROTOCOL);
             /* The answer of READ is encoded, that of ACCUMULATE with FETCH is not. */
             frame.flags &= (uint16_t)~SMB_FLAG_FENCED;
-            frame.opcode = SMB_READ, frame.payload = checked ? SMB_CHECKSUM_BYTES : 0, expect(frame, SMB_OK);
+            frame.opcode = SMB_READ, frame.payload = checked ? SMB_CHECKSUM_BYTES : 0,
+            expect(frame, SMB_OK);
             reply = smb_frame_reply(&frame, SMB_OK), reply.length = frame.length;
-            reply.payload = sound[i].payload + (checked ? SMB_CHECKSUM_BYTES : 0), expect(reply, SMB_OK);
-            reply.payload = reply.length + (checked ? SMB_CHECKSUM_BYTES : 0), expect(reply, SMB_PROTOCOL);
+            reply.payload = sound[i].payload + (checked ? SMB_CHECKSUM_BYTES : 0),
+            expect(reply, SMB_OK);
+            reply.payload = reply.length + (checked ? SMB_CHECKSUM_BYTES : 0),
+            expect(reply, SMB_PROTOCOL);
             reply.opcode = SMB_ACCUMULATE, reply.flags |= SMB_FLAG_FETCH, expect(reply, SMB_OK);
         }
     }
@@ -311,11 +348,12 @@ static void encoded_and_checked(void)
     frame.payload = SMB_CHECKSUM_BYTES, expect(frame, SMB_OK);
     frame.flags = 0, expect(frame, SMB_PROTOCOL);
     for (int wire = SMB_WIRE_INT8 + 1; wire < 8; wire++)
-        frame = request(SMB_READ), frame.dtype = SMB_FLOAT32, frame.flags = (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT),
-        expect(frame, SMB_PROTOCOL);
+        frame = request(SMB_READ), frame.dtype = SMB_FLOAT32,
+        frame.flags = (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT), expect(frame, SMB_PROTOCOL);
 }
 
-/* Some elements of a range: whole entries, at least one, no more than elements, never over a chunk's bytes. */
+/* Some elements of a range: whole entries, at least one, no more than elements, never over a
+ * chunk's bytes. */
 static void sparse_entries(void)
 {
     struct smb_frame frame = request(SMB_ACCUMULATE); /* int64 */
@@ -328,10 +366,14 @@ static void sparse_entries(void)
     frame.payload = 16, expect(frame, SMB_PROTOCOL);
     frame.payload = 12, frame.flags |= SMB_FLAG_CHECKSUM, expect(frame, SMB_PROTOCOL);
     frame.payload = 16, expect(frame, SMB_OK);
-    frame.flags |= SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL), frame.payload = 24, expect(frame, SMB_OK);
-    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT | SMB_FLAG_FETCH, frame.payload = 12, expect(frame, SMB_PROTOCOL);
-    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT, frame.opcode = SMB_WRITE, expect(frame, SMB_PROTOCOL);
-    frame.opcode = SMB_ACCUMULATE, frame.length = SMB_CHUNK_BYTES_MAX, frame.payload = 87381 * 12, expect(frame, SMB_OK);
+    frame.flags |= SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL), frame.payload = 24,
+                                                                 expect(frame, SMB_OK);
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT | SMB_FLAG_FETCH, frame.payload = 12,
+    expect(frame, SMB_PROTOCOL);
+    frame.flags = SMB_WIRE_SPARSE << SMB_FLAG_WIRE_SHIFT, frame.opcode = SMB_WRITE,
+    expect(frame, SMB_PROTOCOL);
+    frame.opcode = SMB_ACCUMULATE, frame.length = SMB_CHUNK_BYTES_MAX, frame.payload = 87381 * 12,
+    expect(frame, SMB_OK);
     frame.payload = 87382 * 12, expect(frame, SMB_PROTOCOL);
     frame.dtype = SMB_UINT8, frame.argument = smb_bits_of(1.0), frame.length = 8;
     frame.payload = 40, expect(frame, SMB_OK), frame.payload = 45, expect(frame, SMB_PROTOCOL);
@@ -344,12 +386,19 @@ static void names(void)
     for (int status = -1; status <= SMB_STATUS_COUNT; status++)
         named += smb_status_name(status) != NULL;
     CHECK_EQ(named, 22);
-    CHECK(smb_status_name(SMB_SYSTEM) != NULL && smb_status_name(-1) == NULL && smb_version() != NULL);
+    CHECK(smb_status_name(SMB_SYSTEM) != NULL && smb_status_name(-1) == NULL &&
+          smb_version() != NULL);
 }
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(round_trip_of_every_opcode), TEST(golden_bytes), TEST(every_byte_value),
-                                        TEST(random_frames), TEST(each_rule), TEST(encoded_and_checked), TEST(sparse_entries), TEST(names)};
+    static const struct test tests[] = {TEST(round_trip_of_every_opcode),
+                                        TEST(golden_bytes),
+                                        TEST(every_byte_value),
+                                        TEST(random_frames),
+                                        TEST(each_rule),
+                                        TEST(encoded_and_checked),
+                                        TEST(sparse_entries),
+                                        TEST(names)};
     return RUN_TESTS(tests);
 }

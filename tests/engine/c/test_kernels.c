@@ -1,5 +1,6 @@
-/* The kernels give the same bits on every processor, with each set of instructions that it has. The hashes are of what x86-64 gives,
- * which the Python tests compare with numpy element by element; only which NaN a NaN is may differ. */
+/* The kernels give the same bits on every processor, with each set of instructions that it has. The
+ * hashes are of what x86-64 gives, which the Python tests compare with numpy element by element;
+ * only which NaN a NaN is may differ. */
 #include <string.h>
 
 #include "check.h"
@@ -24,7 +25,8 @@ static void fill_with(struct random *random, void *data, size_t bytes)
     }
 }
 
-/* Makes each NaN among `count` elements of `bytes` the same; `infinity` has all bits of the exponent, `sign` the sign's. */
+/* Makes each NaN among `count` elements of `bytes` the same; `infinity` has all bits of the
+ * exponent, `sign` the sign's. */
 static void same_nans(void *data, size_t count, size_t bytes, uint64_t infinity, uint64_t sign)
 {
     for (size_t i = 0; i < count; i++) {
@@ -49,11 +51,13 @@ static void same_nans_of(int dtype, void *data, size_t count)
 static void check_hash(const char *of, uint64_t found, uint64_t expected)
 {
     if (found != expected)
-        fprintf(stderr, "%s with %s: hash %#llx\n", of, smb_isa_name(smb_isa_current()), (unsigned long long)found);
+        fprintf(stderr, "%s with %s: hash %#llx\n", of, smb_isa_name(smb_isa_current()),
+                (unsigned long long)found);
     CHECK(found == expected);
 }
 
-/* Every operation with scales that round, over any bits; for 16-bit types each value there is as a source. */
+/* Every operation with scales that round, over any bits; for 16-bit types each value there is as a
+ * source. */
 static void operations(void)
 {
     static const struct {
@@ -85,7 +89,8 @@ static void operations(void)
                     fill_with(&random, source, count * bytes + 7);
                     for (int i = 0; bytes == 2 && i < 65536; i++)
                         ((uint16_t *)(void *)source)[i] = (uint16_t)i;
-                    CHECK_EQ(smb_kernel_apply(types[t].dtype, op, target, source, count, scales[s]), SMB_OK);
+                    CHECK_EQ(smb_kernel_apply(types[t].dtype, op, target, source, count, scales[s]),
+                             SMB_OK);
                     same_nans_of(types[t].dtype, target, count);
                     hash = hash_of(hash, target, count * bytes);
                 }
@@ -119,11 +124,14 @@ static void encodings(void)
             for (int round = 0; round < 8; round++) {
                 fill_with(&random, from, sizeof from);
                 for (int i = 0; round > 3 && i < WIRE_COUNT; i++)
-                    from[i] = (from[i] & 0x807FFFFF) | (uint32_t)(110 + random_below(&random, 20)) << 23;
+                    from[i] = (from[i] & 0x807FFFFF) | (uint32_t)(110 + random_below(&random, 20))
+                                                           << 23;
                 CHECK_EQ(smb_kernel_encode(wires[w].wire, from, WIRE_COUNT, sent), SMB_OK);
                 same_nans_of(wires[w].sent_as, sent, WIRE_COUNT);
                 hash = hash_of(hash, sent, smb_wire_bytes(wires[w].wire, WIRE_COUNT));
-                CHECK_EQ(smb_kernel_apply_encoded(wires[w].wire, SMB_SUM, sum, sent, 0, WIRE_COUNT, 0.5), SMB_OK);
+                CHECK_EQ(
+                    smb_kernel_apply_encoded(wires[w].wire, SMB_SUM, sum, sent, 0, WIRE_COUNT, 0.5),
+                    SMB_OK);
                 same_nans_of(SMB_FLOAT32, sum, WIRE_COUNT);
                 hash = hash_of(hash, sum, sizeof sum);
             }
@@ -153,8 +161,15 @@ static void steps(void)
         {"adamw", SMB_RULE_ADAMW, 0x6ADF7611BB537B0B},
         {"elastic", SMB_RULE_ELASTIC, 0x56E5CF39CCED4A9F},
     };
-    static const struct smb_hyper hyper = {.lr = 0.01, .scale = 0.7, .weight_decay = 0.01, .mu = 0.9, .beta1 = 0.9,
-                                           .beta2 = 0.999, .eps = 1e-8, .step = 1, .alpha = 0.3};
+    static const struct smb_hyper hyper = {.lr = 0.01,
+                                           .scale = 0.7,
+                                           .weight_decay = 0.01,
+                                           .mu = 0.9,
+                                           .beta1 = 0.9,
+                                           .beta2 = 0.999,
+                                           .eps = 1e-8,
+                                           .step = 1,
+                                           .alpha = 0.3};
     static float b[STEP_COUNT], g[STEP_COUNT], m[STEP_COUNT], v[STEP_COUNT];
     for (int isa = 0; isa < smb_isa_count(); isa++) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
@@ -165,7 +180,8 @@ static void steps(void)
             fill_with_fractions(&random, m, -0.5F);
             fill_with_fractions(&random, v, 0);
             CHECK_EQ(smb_kernel_step(rules[r].rule, b, g, m, v, STEP_COUNT, &hyper), SMB_OK);
-            uint64_t hash = hash_of(hash_of(hash_of(HASH_SEED, b, sizeof b), m, sizeof m), v, sizeof v);
+            uint64_t hash = hash_of(hash_of(hash_of(HASH_SEED, b, sizeof b), m, sizeof m), v,
+                                    sizeof v);
             check_hash(rules[r].name, hash, rules[r].hash);
         }
     }
@@ -189,6 +205,7 @@ static void checksums(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(operations), TEST(encodings), TEST(steps), TEST(checksums)};
+    static const struct test tests[] = {TEST(operations), TEST(encodings), TEST(steps),
+                                        TEST(checksums)};
     return RUN_TESTS(tests);
 }

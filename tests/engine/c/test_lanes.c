@@ -10,13 +10,15 @@
 #include "server/server.h"
 
 enum { CHUNK = 262144, CHUNKS = 8, BYTES = CHUNKS * CHUNK };
-static const struct smb_layout LAYOUT = {BYTES, CHUNK, CHUNK, 4}; /* two segments, of two chunks each, on each of the servers */
+/* two segments, of two chunks each, on each of the servers */
+static const struct smb_layout LAYOUT = {BYTES, CHUNK, CHUNK, 4};
 
 static int loop_of(struct smb_server *server, uint64_t session, uint16_t lane)
 {
     int index = -1;
     pthread_mutex_lock(&server->lanes_lock);
-    for (const struct connection *connection = server->lanes; connection; connection = connection->lane_next)
+    for (const struct connection *connection = server->lanes; connection;
+         connection = connection->lane_next)
         if (connection->session == session && connection->lane == lane)
             index = connection->loop->index;
     pthread_mutex_unlock(&server->lanes_lock);

@@ -8,22 +8,27 @@
 static struct smb_layout random_layout(struct random *random)
 {
     uint32_t chunk = SMB_CHUNK_BYTES_MIN << random_below(random, 4);
-    struct smb_layout layout = {.chunk_bytes = chunk, .stripe_bytes = chunk * (1 + random_below(random, 4)),
+    struct smb_layout layout = {.chunk_bytes = chunk,
+                                .stripe_bytes = chunk * (1 + random_below(random, 4)),
                                 .segment_count = 1 + (uint32_t)random_below(random, 7)};
-    layout.bytes = 1 + random_below(random, 12 * layout.stripe_bytes); /* odd sizes, and fewer stripes than segments */
+    /* odd sizes, and fewer stripes than segments */
+    layout.bytes = 1 + random_below(random, 12 * layout.stripe_bytes);
     CHECK_EQ(smb_layout_check(&layout), SMB_OK);
     return layout;
 }
 
-/* Marks a piece in `seen` and checks it against smb_layout_piece, the same rule written for the whole buffer. */
+/* Marks a piece in `seen` and checks it against smb_layout_piece, the same rule written for the
+ * whole buffer. */
 static void see(const struct smb_layout *layout, const struct smb_piece *piece, uint8_t *seen)
 {
     struct smb_piece alone;
     CHECK_EQ(smb_layout_piece(layout, piece->buffer_offset, piece->bytes, &alone), SMB_OK);
-    CHECK(alone.segment == piece->segment && alone.segment_offset == piece->segment_offset && alone.bytes == piece->bytes);
+    CHECK(alone.segment == piece->segment && alone.segment_offset == piece->segment_offset &&
+          alone.bytes == piece->bytes);
     CHECK(piece->bytes > 0);
     CHECK_EQ(piece->segment_offset / layout->chunk_bytes,
-             (piece->segment_offset + piece->bytes - 1) / layout->chunk_bytes); /* never leaves a chunk */
+             /* never leaves a chunk */
+             (piece->segment_offset + piece->bytes - 1) / layout->chunk_bytes);
     CHECK(piece->segment_offset + piece->bytes <= smb_layout_segment_bytes(layout, piece->segment));
     for (uint64_t i = 0; i < piece->bytes; i++)
         seen[piece->buffer_offset + i]++;
@@ -36,7 +41,8 @@ static void pieces_cover_a_range_once(void)
     for (int round = 0; round < 400; round++) {
         struct smb_layout layout = random_layout(&random);
         uint64_t offset = random_below(&random, layout.bytes);
-        uint64_t bytes = round % 8 ? 1 + random_below(&random, layout.bytes - offset) : layout.bytes - offset;
+        uint64_t bytes = round % 8 ? 1 + random_below(&random, layout.bytes - offset)
+                                   : layout.bytes - offset;
         uint8_t *seen = calloc(1, layout.bytes);
         for (uint32_t segment = 0; segment < layout.segment_count; segment++) {
             struct smb_cursor cursor = smb_cursor_make(&layout, segment, offset, bytes);
@@ -55,7 +61,8 @@ static void pieces_cover_a_range_once(void)
     }
 }
 
-/* Walking the buffer through smb_layout_piece fills every segment without gap or overlap: two bytes never share a place. */
+/* Walking the buffer through smb_layout_piece fills every segment without gap or overlap: two bytes
+ * never share a place. */
 static void places_are_distinct_and_dense(void)
 {
     struct random random = random_make(2);
@@ -70,9 +77,11 @@ static void places_are_distinct_and_dense(void)
         CHECK_EQ(sum, layout.bytes);
         for (uint64_t at = 0; at < layout.bytes;) {
             struct smb_piece piece;
-            CHECK_EQ(smb_layout_piece(&layout, at, 1 + random_below(&random, 40000), &piece), SMB_OK);
+            CHECK_EQ(smb_layout_piece(&layout, at, 1 + random_below(&random, 40000), &piece),
+                     SMB_OK);
             CHECK_EQ(piece.buffer_offset, at);
-            CHECK(piece.segment_offset + piece.bytes <= smb_layout_segment_bytes(&layout, piece.segment));
+            CHECK(piece.segment_offset + piece.bytes <=
+                  smb_layout_segment_bytes(&layout, piece.segment));
             for (uint64_t i = 0; i < piece.bytes; i++)
                 CHECK_EQ(taken[piece.segment][piece.segment_offset + i]++, 0);
             at += piece.bytes;
@@ -82,13 +91,15 @@ static void places_are_distinct_and_dense(void)
     }
 }
 
-static bool accepts(uint64_t bytes, uint64_t stripe_bytes, uint32_t chunk_bytes, uint32_t segment_count)
+static bool accepts(uint64_t bytes, uint64_t stripe_bytes, uint32_t chunk_bytes,
+                    uint32_t segment_count)
 {
     struct smb_layout layout = {bytes, stripe_bytes, chunk_bytes, segment_count};
     return smb_layout_check(&layout) == SMB_OK;
 }
 
-/* A layout that could not be computed with, or that splits chunks, is refused; its neighbour is not. */
+/* A layout that could not be computed with, or that splits chunks, is refused; its neighbour is
+ * not. */
 static void refused_layouts(void)
 {
     CHECK(accepts(1, 4096, 4096, 1));
@@ -120,14 +131,15 @@ static void refused_pieces(void)
     CHECK_EQ(smb_layout_segment_bytes(&layout, 2), 0);
 }
 
-/* The largest layout that is accepted does not wrap round in a cursor: a segment that holds nothing has no pieces. */
+/* The largest layout that is accepted does not wrap round in a cursor: a segment that holds nothing
+ * has no pieces. */
 static void largest_layout_stays_in_64_bits(void)
 {
     uint64_t stripe = 4096;
     while (accepts(1, stripe * 2, 4096, SMB_SEGMENTS_PER_BUFFER_MAX))
         stripe *= 2;
-    struct smb_layout layout = {stripe < (uint64_t)1 << 56 ? stripe : (uint64_t)1 << 56, stripe, 4096,
-                                SMB_SEGMENTS_PER_BUFFER_MAX};
+    struct smb_layout layout = {stripe < (uint64_t)1 << 56 ? stripe : (uint64_t)1 << 56, stripe,
+                                4096, SMB_SEGMENTS_PER_BUFFER_MAX};
     CHECK_EQ(smb_layout_check(&layout), SMB_OK);
     for (uint32_t segment = 1; segment < layout.segment_count; segment++) {
         struct smb_cursor cursor = smb_cursor_make(&layout, segment, 0, layout.bytes);
@@ -144,8 +156,11 @@ static void largest_layout_stays_in_64_bits(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(pieces_cover_a_range_once), TEST(places_are_distinct_and_dense), TEST(refused_layouts),
-        TEST(refused_pieces),            TEST(largest_layout_stays_in_64_bits),
+        TEST(pieces_cover_a_range_once),
+        TEST(places_are_distinct_and_dense),
+        TEST(refused_layouts),
+        TEST(refused_pieces),
+        TEST(largest_layout_stays_in_64_bits),
     };
     return RUN_TESTS(tests);
 }

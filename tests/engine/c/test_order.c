@@ -1,4 +1,5 @@
-/* What one thread stores the other finds where no lock is between them: for ThreadSanitizer, which knows no processor's kindness. */
+/* What one thread stores the other finds where no lock is between them: for ThreadSanitizer, which
+ * knows no processor's kindness. */
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -9,13 +10,21 @@
 #include "memory/segment.h"
 #include "rig.h"
 
-enum { ID = 1, CHUNK = 16384, ELEMENTS = CHUNK / 8, LOCAL_CLIENTS = 2, ADDITIONS = 20, PAYLOAD_SCALE = 3 };
+enum {
+    ID = 1,
+    CHUNK = 16384,
+    ELEMENTS = CHUNK / 8,
+    LOCAL_CLIENTS = 2,
+    ADDITIONS = 20,
+    PAYLOAD_SCALE = 3
+};
 
 static int64_t ones[ELEMENTS], payload[ELEMENTS];
 
-/* ---- recovery and local clients ------------------------------------------------------------------------------------- */
+/* ---- recovery and local clients -------------------------------------------------------------- */
 
-static struct smb_segment *mapped; /* by recovery and local clients: where ThreadSanitizer knows that it is the same memory */
+/* by recovery and local clients: where ThreadSanitizer knows that it is the same memory */
+static struct smb_segment *mapped;
 
 static struct smb_segment *find_mapped(void *argument, uint64_t segment_id)
 {
@@ -33,10 +42,12 @@ static void die_at(const char *point)
         struct smb_recovery recovery = {0};
         struct journal *journal;
         struct slot slot;
-        struct smb_change change = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = PAYLOAD_SCALE, .bytes = CHUNK};
+        struct smb_change change = {
+            .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = PAYLOAD_SCALE, .bytes = CHUNK};
         struct change_name name = {.session = 50, .sequence = 1, .lane = 1};
         CHECK_EQ(smb_segment_open(scratch_path("segment"), &segment), SMB_OK);
-        CHECK_EQ(journal_open(scratch_path("journal"), find_mapped, NULL, &recovery, &journal), SMB_OK);
+        CHECK_EQ(journal_open(scratch_path("journal"), find_mapped, NULL, &recovery, &journal),
+                 SMB_OK);
         CHECK_EQ(journal_take_slot(journal, &slot), SMB_OK);
         CHECK_EQ(journal_reserve(journal, &slot, CHUNK), SMB_OK);
         memcpy(slot.payload, payload, CHUNK);
@@ -57,7 +68,8 @@ static void die_at(const char *point)
 static void *local_client(void *argument)
 {
     _Atomic int *refused = argument;
-    struct smb_change add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = ones};
+    struct smb_change add = {
+        .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = ones};
     for (int added = 0; added < ADDITIONS;) {
         int status = smb_segment_apply(mapped, &add, SMB_TRY_ONCE);
         CHECK(status == SMB_OK || status == SMB_BUSY);
@@ -70,13 +82,16 @@ static void *local_client(void *argument)
 }
 
 /* `finished`, `torn`: what the recovery is to tell. */
-static void recover_beside_clients(const char *point, bool lose_journal, uint64_t finished, uint64_t torn)
+static void recover_beside_clients(const char *point, bool lose_journal, uint64_t finished,
+                                   uint64_t torn)
 {
     pthread_t clients[LOCAL_CLIENTS];
     _Atomic int refused = 0;
     struct smb_recovery recovery = {0};
     struct journal *journal;
-    CHECK_EQ(smb_segment_create(scratch_path("segment"), ID, RIG_EPOCH, SMB_INT64, CHUNK, CHUNK, &mapped), SMB_OK);
+    CHECK_EQ(smb_segment_create(scratch_path("segment"), ID, RIG_EPOCH, SMB_INT64, CHUNK, CHUNK,
+                                &mapped),
+             SMB_OK);
     die_at(point);
     if (lose_journal)
         CHECK_EQ(unlink(scratch_path("journal")), 0);
@@ -100,7 +115,8 @@ static void recover_beside_clients(const char *point, bool lose_journal, uint64_
     CHECK_EQ(unlink(scratch_path("journal")), 0);
 }
 
-/* A local client that finds the mark gone finds all that recovery wrote, however recovery gave the chunk free. */
+/* A local client that finds the mark gone finds all that recovery wrote, however recovery gave the
+ * chunk free. */
 static void local_clients_beside_recovery(void)
 {
     for (int i = 0; i < ELEMENTS; i++) {
@@ -113,7 +129,7 @@ static void local_clients_beside_recovery(void)
     recover_beside_clients("journal.block_half", true, 0, 1);
 }
 
-/* ---- why a link was closed ------------------------------------------------------------------------------------------ */
+/* ---- why a link was closed ------------------------------------------------------------------- */
 
 enum { SESSION = 77, STRIPE = 65536 };
 
@@ -128,7 +144,9 @@ struct caller {
 
 static int call_once(struct caller *caller)
 {
-    return reach_try(caller->buffer, (struct smb_request){.opcode = SMB_READ, .offset = caller->offset, .bytes = sizeof caller->sink,
+    return reach_try(caller->buffer, (struct smb_request){.opcode = SMB_READ,
+                                                          .offset = caller->offset,
+                                                          .bytes = sizeof caller->sink,
                                                           .sink = caller->sink});
 }
 
@@ -147,7 +165,8 @@ static void *call_and_wait(void *argument)
     return NULL;
 }
 
-/* The progress thread, awake for others' calls, finds a link to be closed by the thread that connects it anew: and finds why. */
+/* The progress thread, awake for others' calls, finds a link to be closed by the thread that
+ * connects it anew: and finds why. */
 static void reason_comes_with_closing(void)
 {
     struct rig rig;
@@ -160,8 +179,11 @@ static void reason_comes_with_closing(void)
         CHECK_EQ(smb_client_create(SESSION + round, &client), SMB_OK);
         CHECK_EQ(smb_buffer_create(client, &rig.layout, rig.dtype, &buffer), SMB_OK);
         for (uint32_t i = 0; i < RIG_SERVERS; i++) {
-            CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[i], 1, RIG_TIMEOUT_MS, &links[i], &instance), SMB_OK);
-            CHECK_EQ(smb_buffer_set_link(buffer, i, rig_segment_id(0, i), RIG_EPOCH, links[i]), SMB_OK);
+            CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[i], 1, RIG_TIMEOUT_MS,
+                                            &links[i], &instance),
+                     SMB_OK);
+            CHECK_EQ(smb_buffer_set_link(buffer, i, rig_segment_id(0, i), RIG_EPOCH, links[i]),
+                     SMB_OK);
         }
         struct caller waits = {.buffer = buffer}, goes_on = {.buffer = buffer, .offset = STRIPE};
         smb_server_end_session(rig.servers[0], SESSION + round);
@@ -169,7 +191,9 @@ static void reason_comes_with_closing(void)
         CHECK_EQ(pthread_create(&waits.thread, NULL, call_and_wait, &waits), 0);
         CHECK_EQ(smb_client_wait_down(client, RIG_TIMEOUT_MS, &down), SMB_OK);
         CHECK_EQ(down, smb_link_id(links[0]));
-        CHECK_EQ(smb_link_resume_tcp(links[0], "127.0.0.1", rig.ports[0], 0, RIG_TIMEOUT_MS, &instance), SMB_SESSION_ENDED);
+        CHECK_EQ(
+            smb_link_resume_tcp(links[0], "127.0.0.1", rig.ports[0], 0, RIG_TIMEOUT_MS, &instance),
+            SMB_SESSION_ENDED);
         pthread_join(waits.thread, NULL);
         CHECK_EQ(waits.status, SMB_SESSION_ENDED);
         atomic_store_explicit(&goes_on.stop, true, memory_order_relaxed);
@@ -184,6 +208,7 @@ static void reason_comes_with_closing(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(local_clients_beside_recovery), TEST(reason_comes_with_closing)};
+    static const struct test tests[] = {TEST(local_clients_beside_recovery),
+                                        TEST(reason_comes_with_closing)};
     return RUN_TESTS(tests);
 }

@@ -1,4 +1,5 @@
-/* Completion records: which of them is whose, which goes when there is no room, and what is then said of who comes back. */
+/* Completion records: which of them is whose, which goes when there is no room, and what is then
+ * said of who comes back. */
 #include <string.h>
 
 #include "check.h"
@@ -14,13 +15,17 @@ static _Atomic bool known;
 static struct records *make(void)
 {
     struct records *records = NULL;
-    struct record_table place = {.records = table, .count = COUNT, .evictions = &evictions, .ended_evictions = &ended_evictions};
+    struct record_table place = {.records = table,
+                                 .count = COUNT,
+                                 .evictions = &evictions,
+                                 .ended_evictions = &ended_evictions};
     CHECK_EQ(records_create(place, &known, &records), SMB_OK);
     return records;
 }
 
 /* One change of the lane, with that number. */
-static int change(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence, bool retry)
+static int change(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence,
+                  bool retry)
 {
     struct record *record;
     uint32_t hint = 0;
@@ -37,10 +42,12 @@ static int change(struct records *records, uint64_t session, uint16_t lane, uint
 static uint64_t watermark(struct records *records, uint64_t session, uint16_t lane)
 {
     uint64_t found, refused;
-    return records_watermark(records, session, lane, &found, &refused) == SMB_OK ? found : UINT64_MAX;
+    return records_watermark(records, session, lane, &found, &refused) == SMB_OK ? found
+                                                                                 : UINT64_MAX;
 }
 
-/* However many came and went: who comes now, and is cut off at its first change, is told that it was not made. */
+/* However many came and went: who comes now, and is cut off at its first change, is told that it
+ * was not made. */
 static void ended_sessions_cost_nothing(void)
 {
     struct records *records = make();
@@ -53,7 +60,8 @@ static void ended_sessions_cost_nothing(void)
     CHECK_EQ(watermark(records, 99999, 0), 0);
     CHECK_EQ(change(records, 99999, 0, 5, true), SMB_OK);
     CHECK_EQ(change(records, 99999, 0, 5, true), SMB_EXISTS);
-    /* The daemon of the next run has not heard yet who has ended: whoever is here may be one of them. */
+    /* The daemon of the next run has not heard yet who has ended: whoever is here may be one of
+     * them. */
     records_destroy(records);
     known = false;
     records = make();
@@ -83,7 +91,8 @@ static void living_sessions_count(void)
     CHECK_EQ(evictions, 1);
     CHECK_EQ(change(records, 1001, 0, 1, true), SMB_EVICTED); /* it had not been used for longest */
     CHECK_EQ(change(records, 1002, 0, 1, true), SMB_EXISTS);
-    CHECK_EQ(change(records, 5000, 0, 6, true), SMB_EVICTED); /* before it had this record it may have had another */
+    /* before it had this record it may have had another */
+    CHECK_EQ(change(records, 5000, 0, 6, true), SMB_EVICTED);
     records_destroy(records);
 }
 
@@ -104,7 +113,8 @@ static void held_records_stay(void)
     records_destroy(records);
 }
 
-/* Local clients can write to the table. One that scribbles over it loses what it says; the daemon goes on. */
+/* Local clients can write to the table. One that scribbles over it loses what it says; the daemon
+ * goes on. */
 static void scribbled_over(void)
 {
     uint64_t seed = 20261124;
@@ -126,7 +136,8 @@ static void scribbled_over(void)
         atomic_store(&scribbled->lane, random_below(&random, LANES));
         atomic_store(&scribbled->used_ns, random_below(&random, 2));
         uint64_t session = 1 + random_below(&random, 300);
-        if (records_take(records, session, (uint16_t)random_below(&random, LANES), step, false, &hint, &record) == SMB_OK)
+        if (records_take(records, session, (uint16_t)random_below(&random, LANES), step, false,
+                         &hint, &record) == SMB_OK)
             records_release(records, record);
         if (random_below(&random, 20) == 0)
             records_end_session(records, session);
@@ -166,13 +177,15 @@ static int victim_in(const struct known_lane *lanes)
         const struct known_lane *best = &lanes[at], *other = &lanes[i];
         if (best->session == 0)
             break;
-        if (other->session == 0 || other->ended > best->ended || (other->ended == best->ended && !other->ended && other->used < best->used))
+        if (other->session == 0 || other->ended > best->ended ||
+            (other->ended == best->ended && !other->ended && other->used < best->used))
             at = i;
     }
     return at;
 }
 
-/* Drawn at random, beside a table that is looked through from end to end: who is there, how far it has come, and how many went. */
+/* Drawn at random, beside a table that is looked through from end to end: who is there, how far it
+ * has come, and how many went. */
 static void as_a_plain_table(void)
 {
     enum { STEPS = 20000, SESSIONS = 120 };
@@ -187,9 +200,12 @@ static void as_a_plain_table(void)
         uint64_t session = 1 + random_below(&random, SESSIONS);
         uint16_t lane = (uint16_t)random_below(&random, LANES);
         int at = lane_in(lanes, session, lane);
-        CHECK_EQ(watermark(records, session, lane), at < COUNT ? lanes[at].made : lost > 0 ? UINT64_MAX : 0);
+        CHECK_EQ(watermark(records, session, lane), at < COUNT ? lanes[at].made
+                                                    : lost > 0 ? UINT64_MAX
+                                                               : 0);
         if (random_below(&random, 20) == 0) {
-            records_end_session(records, session); /* its number is used again, which real ones never are */
+            /* its number is used again, which real ones never are */
+            records_end_session(records, session);
             for (int i = 0; i < COUNT; i++)
                 lanes[i].ended |= lanes[i].session == session;
             continue;
@@ -197,19 +213,23 @@ static void as_a_plain_table(void)
         CHECK_EQ(change(records, session, lane, step, false), SMB_OK);
         if (at == COUNT) {
             at = victim_in(lanes);
-            if (lanes[at].session != 0 && lanes[at].ended) { /* whichever: it is the one that is missing now */
+            if (lanes[at].session != 0 && lanes[at].ended) {
+                /* whichever: it is the one that is missing now */
                 for (int i = 0; i < COUNT; i++)
-                    if (lanes[i].ended && atomic_load(&table[i].session) == session && atomic_load(&table[i].lane) == lane)
+                    if (lanes[i].ended && atomic_load(&table[i].session) == session &&
+                        atomic_load(&table[i].lane) == lane)
                         at = i;
             }
             lost += lanes[at].session != 0 && !lanes[at].ended;
             int where = COUNT;
             for (int i = 0; i < COUNT; i++)
-                if (atomic_load(&table[i].session) == session && atomic_load(&table[i].lane) == lane)
+                if (atomic_load(&table[i].session) == session &&
+                    atomic_load(&table[i].lane) == lane)
                     where = i;
             CHECK_EQ(where, at);
         }
-        lanes[at] = (struct known_lane){.session = session, .lane = lane, .used = step, .made = step};
+        lanes[at] = (struct known_lane){
+            .session = session, .lane = lane, .used = step, .made = step};
         CHECK_EQ(evictions, lost);
         if (random_below(&random, 500) == 0) { /* the daemon is started again */
             records_destroy(records);
@@ -222,8 +242,8 @@ static void as_a_plain_table(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(ended_sessions_cost_nothing), TEST(living_sessions_count), TEST(held_records_stay),
-                                        TEST(scribbled_over),
-                                        TEST(as_a_plain_table)};
+    static const struct test tests[] = {TEST(ended_sessions_cost_nothing),
+                                        TEST(living_sessions_count), TEST(held_records_stay),
+                                        TEST(scribbled_over), TEST(as_a_plain_table)};
     return RUN_TESTS(tests);
 }

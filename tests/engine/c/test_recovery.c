@@ -1,5 +1,6 @@
-/* A server is killed at every named point of a change, and of the recovery after it; started again, every change counts exactly
- * once. Deltas depend on the position: a block put back in the wrong place can't hide. */
+/* A server is killed at every named point of a change, and of the recovery after it; started again,
+ * every change counts exactly once. Deltas depend on the position: a block put back in the wrong
+ * place can't hide. */
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -13,12 +14,27 @@
 #include "memory/segment.h"
 #include "random.h"
 
-enum { CHUNK = 16384, BYTES = 5 * CHUNK, ELEMENTS = BYTES / 8, OP_BYTES = 40960, TIMEOUT_MS = 20000 };
-enum { TARGET = 1, SOURCE = 2, FLOATS = 3, GRADIENT = 4, STATES = 5 /* and 6 */, EPOCH = 7, FLOAT_COUNT = BYTES / 4 };
-enum { VERSION_AT = 8, SLOT_WORDS_AT = 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 }; /* in the journal's file; of slot 0 */
+enum {
+    CHUNK = 16384,
+    BYTES = 5 * CHUNK,
+    ELEMENTS = BYTES / 8,
+    OP_BYTES = 40960,
+    TIMEOUT_MS = 20000
+};
+enum {
+    TARGET = 1,
+    SOURCE = 2,
+    FLOATS = 3,
+    GRADIENT = 4,
+    STATES = 5 /* and 6 */,
+    EPOCH = 7,
+    FLOAT_COUNT = BYTES / 4
+};
+/* in the journal's file; of slot 0 */
+enum { VERSION_AT = 8, SLOT_WORDS_AT = 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 };
 static const struct smb_layout LAYOUT = {BYTES, BYTES, CHUNK, 1};
 
-/* ---- the host: a process without threads that starts servers, one after the other, and tells how each ended */
+/* ---- the host: a process without threads that starts servers and tells how each ended -------- */
 
 struct command {
     char point[40];
@@ -44,7 +60,8 @@ static void adopt_or_create(struct smb_server *server, const char *name, uint64_
     struct smb_segment_info info;
     if (smb_server_adopt_segment(server, scratch_path(name), &info) == SMB_OK)
         return;
-    CHECK_EQ(smb_server_create_segment(server, scratch_path(name), id, EPOCH, dtype, BYTES, CHUNK), SMB_OK);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path(name), id, EPOCH, dtype, BYTES, CHUNK),
+             SMB_OK);
 }
 
 static void serve(const struct command *command, uint16_t port, int ready)
@@ -144,7 +161,7 @@ static void host_end(struct host *host)
     CHECK_EQ(waitpid(host->pid, &status, 0), host->pid);
 }
 
-/* ---- the client */
+/* ---- the client ------------------------------------------------------------------------------ */
 
 struct reach {
     struct smb_client *client;
@@ -164,7 +181,9 @@ static void reach_make(struct reach *reach, uint16_t port, uint64_t session)
 {
     uint64_t instance;
     CHECK_EQ(smb_client_create(session, &reach->client), SMB_OK);
-    CHECK_EQ(smb_client_connect_tcp(reach->client, "127.0.0.1", port, 0, TIMEOUT_MS, &reach->link, &instance), SMB_OK);
+    CHECK_EQ(smb_client_connect_tcp(reach->client, "127.0.0.1", port, 0, TIMEOUT_MS, &reach->link,
+                                    &instance),
+             SMB_OK);
     reach->target = make_buffer(reach, TARGET, SMB_INT64);
     reach->source = make_buffer(reach, SOURCE, SMB_INT64);
     reach->floats = make_buffer(reach, FLOATS, SMB_FLOAT32);
@@ -217,17 +236,26 @@ static void must(struct smb_buffer *buffer, struct smb_request request, uint64_t
         *result = calling.outcome.result;
 }
 
-/* ---- what is done, and what comes of it */
+/* ---- what is done, and what comes of it ------------------------------------------------------ */
 
 static int64_t content[ELEMENTS], source[ELEMENTS], delta[ELEMENTS], sink[ELEMENTS];
-/* Of what travels encoded. Whole numbers, of which every block of int8 has one of 127: nothing is rounded. */
-static int64_t indices[FLOAT_COUNT]; /* of what is sparse: every third element, from the first to the last of the range */
+/* Of what travels encoded. Whole numbers, of which every block of int8 has one of 127: nothing is
+ * rounded. */
+/* of what is sparse: every third element, from the first to the last of the range */
+static int64_t indices[FLOAT_COUNT];
 enum { SPARSE_STEP = 3, SPARSE_COUNT = (OP_BYTES / 4 + SPARSE_STEP - 1) / SPARSE_STEP };
 static float float_content[FLOAT_COUNT], float_delta[FLOAT_COUNT], float_sink[FLOAT_COUNT];
 /* Of optimizers' steps. */
 static float gradient[FLOAT_COUNT], states[2][FLOAT_COUNT];
-static const struct smb_hyper HYPER = {.lr = 0.25, .scale = 1.5, .weight_decay = 0.0625, .mu = 0.875, .beta1 = 0.75, .beta2 = 0.9375,
-                                       .eps = 1e-6, .step = 3, .alpha = 0.125};
+static const struct smb_hyper HYPER = {.lr = 0.25,
+                                       .scale = 1.5,
+                                       .weight_decay = 0.0625,
+                                       .mu = 0.875,
+                                       .beta1 = 0.75,
+                                       .beta2 = 0.9375,
+                                       .eps = 1e-6,
+                                       .step = 3,
+                                       .alpha = 0.125};
 
 static void model_make(void)
 {
@@ -274,7 +302,10 @@ enum { OPERATION_COUNT = sizeof OPERATIONS / sizeof *OPERATIONS, COUNTER = 3000 
 
 static struct smb_request request_of(const struct operation *operation, struct reach *reach)
 {
-    struct smb_request request = {.opcode = operation->opcode, .op = SMB_SUM, .scale = 3.0, .bytes = OP_BYTES,
+    struct smb_request request = {.opcode = operation->opcode,
+                                  .op = SMB_SUM,
+                                  .scale = 3.0,
+                                  .bytes = OP_BYTES,
                                   .source = delta};
     switch (operation->opcode) {
     case SMB_ACCUMULATE: request.sink = operation->fetch ? sink : NULL; break;
@@ -284,7 +315,9 @@ static struct smb_request request_of(const struct operation *operation, struct r
         for (int i = 0; i < smb_rule_states(operation->rule); i++)
             request.states[i] = reach->states[i];
         break;
-    case SMB_FETCH_ADD: request.argument = 11, request.bytes = 8, request.offset = COUNTER * 8; break;
+    case SMB_FETCH_ADD:
+        request.argument = 11, request.bytes = 8, request.offset = COUNTER * 8;
+        break;
     case SMB_COMPARE_SWAP:
         request.expected = (uint64_t)content[COUNTER], request.argument = request.expected + 13;
         request.bytes = 8, request.offset = COUNTER * 8;
@@ -310,11 +343,13 @@ static void model_apply(const struct operation *operation, uint64_t result)
             float_content[i] += i % SPARSE_STEP == 0 ? 3 * float_delta[i / SPARSE_STEP] : 0;
             continue;
         }
-        float_content[i] = operation->opcode == SMB_WRITE ? float_delta[i] : float_content[i] + 3 * float_delta[i];
+        float_content[i] = operation->opcode == SMB_WRITE ? float_delta[i]
+                                                          : float_content[i] + 3 * float_delta[i];
         CHECK(!operation->fetch || float_sink[i] == float_content[i]);
     }
     if (operation->opcode == SMB_APPLY)
-        smb_kernel_step(operation->rule, float_content, gradient, states[0], states[1], OP_BYTES / 4, &HYPER);
+        smb_kernel_step(operation->rule, float_content, gradient, states[0], states[1],
+                        OP_BYTES / 4, &HYPER);
     for (int64_t i = 0; i < OP_BYTES / 8 && operation->wire == SMB_WIRE_EXACT; i++) {
         switch (operation->opcode) {
         case SMB_ACCUMULATE: content[i] += 3 * delta[i]; break;
@@ -333,13 +368,16 @@ static void model_apply(const struct operation *operation, uint64_t result)
 
 static void check_content(struct reach *reach)
 {
-    must(reach->target, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = sink}, NULL);
+    must(reach->target, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = sink},
+         NULL);
     for (int64_t i = 0; i < ELEMENTS; i++)
         CHECK_EQ(sink[i], content[i]);
-    struct smb_buffer *const buffers[] = {reach->floats, reach->gradient, reach->states[0], reach->states[1]};
+    struct smb_buffer *const buffers[] = {reach->floats, reach->gradient, reach->states[0],
+                                          reach->states[1]};
     const float *const contents[] = {float_content, gradient, states[0], states[1]};
     for (int b = 0; b < 4; b++) {
-        must(buffers[b], (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = float_sink}, NULL);
+        must(buffers[b],
+             (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = float_sink}, NULL);
         CHECK(memcmp(float_sink, contents[b], BYTES) == 0);
     }
 }
@@ -350,12 +388,17 @@ static void begin(struct host *host, struct reach *reach, struct reply *reply)
     *reply = host_serve(host, (struct command){.count = 0});
     reach_make(reach, reply->port, 50);
     model_make();
-    must(reach->target, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = content}, NULL);
-    must(reach->source, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source}, NULL);
-    must(reach->floats, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = float_content}, NULL);
-    must(reach->gradient, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = gradient}, NULL);
+    must(reach->target,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = content}, NULL);
+    must(reach->source, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = source},
+         NULL);
+    must(reach->floats,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = float_content}, NULL);
+    must(reach->gradient,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = gradient}, NULL);
     for (int i = 0; i < 2; i++)
-        must(reach->states[i], (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = states[i]}, NULL);
+        must(reach->states[i],
+             (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = states[i]}, NULL);
 }
 
 static void end(struct host *host, struct reach *reach, struct reply reply)
@@ -368,7 +411,8 @@ static void end(struct host *host, struct reach *reach, struct reply reply)
 /* Of segments and journal: the next server begins anew. */
 static void remove_files(void)
 {
-    static const char *const names[] = {"journal", "target", "source", "floats", "gradient", "state-0", "state-1"};
+    static const char *const names[] = {"journal",  "target",  "source", "floats",
+                                        "gradient", "state-0", "state-1"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         CHECK_EQ(unlink(scratch_path(names[i])), 0);
 }
@@ -380,10 +424,11 @@ static struct command at(const char *point, long count, bool before_recovery)
     return command;
 }
 
-/* The server that is to die serves; the operation begins; it dies. What was under way is not yet answered: had it been, nobody would
- * find the link broken, for which live_again waits. */
-static void die_in(struct host *host, struct reach *reach, struct reply *reply, const struct operation *operation,
-                   const char *point, long count, struct calling *calling)
+/* The server that is to die serves; the operation begins; it dies. What was under way is not yet
+ * answered: had it been, nobody would find the link broken, for which live_again waits. */
+static void die_in(struct host *host, struct reach *reach, struct reply *reply,
+                   const struct operation *operation, const char *point, long count,
+                   struct calling *calling)
 {
     host_kill(host, *reply);
     *reply = host_serve(host, at(point, count, false));
@@ -395,8 +440,8 @@ static void die_in(struct host *host, struct reach *reach, struct reply *reply, 
     host_await_kill(host);
 }
 
-static void live_again(struct host *host, struct reach *reach, struct reply *reply, const struct operation *operation,
-                       struct calling *calling)
+static void live_again(struct host *host, struct reach *reach, struct reply *reply,
+                       const struct operation *operation, struct calling *calling)
 {
     *reply = host_serve(host, (struct command){.count = 0});
     CHECK_EQ(reply->torn, 0);
@@ -409,10 +454,10 @@ static void live_again(struct host *host, struct reach *reach, struct reply *rep
 
 struct point {
     const char *name;
-    bool per_block;      /* reached for every block: first, middle and last are tried */
+    bool per_block; /* reached for every block: first, middle and last are tried */
     bool additive_only;
-    bool any_change;     /* also of those that are not journalled */
-    bool per_target;     /* reached for every segment that changes: each one's first is tried */
+    bool any_change; /* also of those that are not journalled */
+    bool per_target; /* reached for every segment that changes: each one's first is tried */
 };
 static const struct point POINTS[] = {
     {.name = "journal.described"},
@@ -453,7 +498,8 @@ static long times_reached(const struct operation *operation, const struct point 
 /* Each of the first targets, then about the middle, then the last; 0 after that. */
 static long next_count(const struct operation *operation, const struct point *point, long count)
 {
-    long last = times_reached(operation, point), targets = point->per_target ? targets_of(operation) : 1;
+    long last = times_reached(operation, point),
+         targets = point->per_target ? targets_of(operation) : 1;
     if (count >= last)
         return 0;
     if (count < targets)
@@ -461,7 +507,8 @@ static long next_count(const struct operation *operation, const struct point *po
     return count < (last + 1) / 2 ? (last + 1) / 2 : last;
 }
 
-/* Every point x operation x first, middle, last block (or chunk): the change counts once, with the right result. */
+/* Every point x operation x first, middle, last block (or chunk): the change counts once, with the
+ * right result. */
 static void killed_at_every_point(void)
 {
     struct host host;
@@ -474,7 +521,8 @@ static void killed_at_every_point(void)
         const struct operation *operation = &OPERATIONS[o];
         for (size_t p = 0; p < sizeof POINTS / sizeof *POINTS; p++) {
             const struct point *point = &POINTS[p];
-            if ((!operation->journalled && !point->any_change) || (!operation->additive && point->additive_only))
+            if ((!operation->journalled && !point->any_change) ||
+                (!operation->additive && point->additive_only))
                 continue;
             for (long count = 1; count > 0; count = next_count(operation, point, count)) {
                 die_in(&host, &reach, &reply, operation, point->name, count, &calling);
@@ -492,9 +540,9 @@ static void killed_at_every_point(void)
 static void killed_in_recovery(void)
 {
     static const char *const points[] = {
-        "recovery.odd", "recovery.restored", "journal.undo_copied", "journal.dirty", "journal.block_half",
-        "journal.block_changed", "journal.block_done", "recovery.finished", "recovery.noted", "recovery.unmarked",
-        "recovery.slots_done"};
+        "recovery.odd",       "recovery.restored",     "journal.undo_copied", "journal.dirty",
+        "journal.block_half", "journal.block_changed", "journal.block_done",  "recovery.finished",
+        "recovery.noted",     "recovery.unmarked",     "recovery.slots_done"};
     struct host host;
     struct reach reach;
     struct reply reply;
@@ -506,10 +554,12 @@ static void killed_in_recovery(void)
         for (size_t p = 0; p < sizeof points / sizeof *points && operation->journalled; p++) {
             if (!operation->additive && strcmp(points[p], "journal.block_half") == 0)
                 continue;
-            bool once = strcmp(points[p], "recovery.finished") == 0 || strcmp(points[p], "recovery.noted") == 0 ||
+            bool once = strcmp(points[p], "recovery.finished") == 0 ||
+                        strcmp(points[p], "recovery.noted") == 0 ||
                         strcmp(points[p], "recovery.slots_done") == 0;
             for (long count = 1; count <= (once ? 1 : targets_of(operation)); count++, deaths++) {
-                die_in(&host, &reach, &reply, operation, "journal.block_changed", operation->additive ? 6 : 1, &calling);
+                die_in(&host, &reach, &reply, operation, "journal.block_changed",
+                       operation->additive ? 6 : 1, &calling);
                 CHECK_EQ(host_serve(&host, at(points[p], count, true)).pid, 0);
                 host_await_kill(&host);
                 live_again(&host, &reach, &reply, operation, &calling);
@@ -528,7 +578,11 @@ static int local_add(const char *name, uint64_t chunk, float *model)
     for (int i = 0; i < CHUNK / 4; i++)
         ones[i] = (float)(i % 7 + 1);
     CHECK_EQ(smb_segment_open(scratch_path(name), &segment), SMB_OK);
-    struct smb_change add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .offset = chunk * CHUNK, .bytes = CHUNK,
+    struct smb_change add = {.opcode = SMB_ACCUMULATE,
+                             .op = SMB_SUM,
+                             .scale = 1.0,
+                             .offset = chunk * CHUNK,
+                             .bytes = CHUNK,
                              .source = ones};
     int status = smb_segment_apply(segment, &add, smb_now_ns() + 20000000U);
     smb_segment_release(segment);
@@ -537,8 +591,9 @@ static int local_add(const char *name, uint64_t chunk, float *model)
     return status;
 }
 
-/* Of the chunks that a step changes together some are marked and some are not: those are a local client's to change, and what it
- * does there is neither lost nor overwritten, before the step (it had not begun) as after it (it was over). */
+/* Of the chunks that a step changes together some are marked and some are not: those are a local
+ * client's to change, and what it does there is neither lost nor overwritten, before the step (it
+ * had not begun) as after it (it was over). */
 static void local_client_between_marks(void)
 {
     struct host host;
@@ -556,7 +611,9 @@ static void local_client_between_marks(void)
 
         die_in(&host, &reach, &reply, &ADAM, "journal.unmarked", marked, &calling);
         CHECK_EQ(local_add("state-1", 0, states[1]), SMB_TIMEOUT);
-        smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], CHUNK / 4, &HYPER); /* chunk 0 is done */
+        /* chunk 0 is done */
+        smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], CHUNK / 4,
+                        &HYPER);
         CHECK_EQ(local_add("floats", 0, float_content), SMB_OK);
         CHECK_EQ(local_add("state-0", 0, states[0]), marked == 2 ? SMB_OK : SMB_TIMEOUT);
         reply = host_serve(&host, (struct command){.count = 0});
@@ -564,14 +621,16 @@ static void local_client_between_marks(void)
         reach_resume(&reach, reply.port);
         pthread_join(calling.thread, NULL);
         CHECK_EQ(calling.outcome.status, SMB_OK);
-        smb_kernel_step(ADAM.rule, float_content + CHUNK / 4, gradient + CHUNK / 4, states[0] + CHUNK / 4, states[1] + CHUNK / 4,
-                        (OP_BYTES - CHUNK) / 4, &HYPER);
+        smb_kernel_step(ADAM.rule, float_content + CHUNK / 4, gradient + CHUNK / 4,
+                        states[0] + CHUNK / 4, states[1] + CHUNK / 4, (OP_BYTES - CHUNK) / 4,
+                        &HYPER);
         check_content(&reach);
     }
     end(&host, &reach, reply);
 }
 
-/* A state that is gone when the daemon starts again: the rest is set free and counted, up to the last block that was whole. */
+/* A state that is gone when the daemon starts again: the rest is set free and counted, up to the
+ * last block that was whole. */
 static void state_is_gone(void)
 {
     enum { BLOCK = JOURNAL_BLOCK_BYTES / 4 / 4 };
@@ -598,7 +657,8 @@ static void state_is_gone(void)
     end(&host, &reach, reply);
 }
 
-/* A local client that comes upon the chunk of a killed daemon waits for the next one, and adds to what that has finished. */
+/* A local client that comes upon the chunk of a killed daemon waits for the next one, and adds to
+ * what that has finished. */
 static void local_client_waits_for_recovery(void)
 {
     struct host host;
@@ -609,10 +669,12 @@ static void local_client_waits_for_recovery(void)
     begin(&host, &reach, &reply);
     CHECK_EQ(smb_segment_open(scratch_path("target"), &segment), SMB_OK);
     die_in(&host, &reach, &reply, &OPERATIONS[0], "journal.block_half", 2, &calling);
-    struct smb_change add = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = delta};
+    struct smb_change add = {
+        .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = delta};
     struct smb_change read = {.opcode = SMB_READ, .bytes = CHUNK, .sink = sink};
     CHECK_EQ(smb_segment_apply(segment, &add, smb_now_ns() + 20000000U), SMB_TIMEOUT);
-    CHECK_EQ(smb_segment_apply(segment, &read, smb_now_ns() + 20000000U), SMB_TIMEOUT); /* nor is half of it read */
+    /* nor is half of it read */
+    CHECK_EQ(smb_segment_apply(segment, &read, smb_now_ns() + 20000000U), SMB_TIMEOUT);
     add.offset = 4 * CHUNK; /* elsewhere all goes on */
     CHECK_EQ(smb_segment_apply(segment, &add, smb_now_ns() + 20000000U), SMB_OK);
     for (int64_t i = 0; i < CHUNK / 8; i++)
@@ -627,7 +689,8 @@ static void local_client_waits_for_recovery(void)
     end(&host, &reach, reply);
 }
 
-/* A journal that is lost, or was replaced by garbage: the chunk is set free, counted, and holds old or new values only. */
+/* A journal that is lost, or was replaced by garbage: the chunk is set free, counted, and holds old
+ * or new values only. */
 static void lost_journal(void)
 {
     for (int garbage = 0; garbage < 2; garbage++) {
@@ -649,11 +712,15 @@ static void lost_journal(void)
         uint64_t id, instance;
         CHECK_EQ(smb_client_wait_down(reach.client, TIMEOUT_MS, &id), SMB_OK);
         /* Another identity: taken only because the caller says that it is to be. */
-        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, 0, TIMEOUT_MS, &instance), SMB_NOT_FOUND);
-        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, instance, TIMEOUT_MS, &instance), SMB_OK);
+        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, 0, TIMEOUT_MS, &instance),
+                 SMB_NOT_FOUND);
+        CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, instance, TIMEOUT_MS,
+                                     &instance),
+                 SMB_OK);
         pthread_join(calling.thread, NULL);
         CHECK_EQ(calling.outcome.status, SMB_OK);
-        must(reach.target, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = sink}, NULL);
+        must(reach.target, (struct smb_request){.opcode = SMB_READ, .bytes = BYTES, .sink = sink},
+             NULL);
         for (int64_t i = 0; i < ELEMENTS; i++)
             CHECK(sink[i] == content[i] + (i < OP_BYTES / 8 ? 3 * delta[i] : 0) ||
                   (i < CHUNK / 8 && sink[i] == content[i] + 6 * delta[i]));
@@ -665,12 +732,13 @@ static void lost_journal(void)
 static void patch_journal(long at, uint32_t word)
 {
     FILE *file = fopen(scratch_path("journal"), "r+");
-    CHECK(file != NULL && fseek(file, at, SEEK_SET) == 0 && fwrite(&word, sizeof word, 1, file) == 1);
+    CHECK(file != NULL && fseek(file, at, SEEK_SET) == 0 &&
+          fwrite(&word, sizeof word, 1, file) == 1);
     fclose(file);
 }
 
-/* What an older daemon left half done, one that knew no steps or no encoded payloads, too, is finished, and the file is of the new
- * version then. */
+/* What an older daemon left half done, one that knew no steps or no encoded payloads, too, is
+ * finished, and the file is of the new version then. */
 static void journals_of_versions_before(void)
 {
     for (uint32_t before = 1; before <= 4; before++) {
@@ -685,7 +753,8 @@ static void journals_of_versions_before(void)
         live_again(&host, &reach, &reply, &OPERATIONS[0], &calling);
         CHECK_EQ(reply.finished, 1);
         FILE *file = fopen(scratch_path("journal"), "r");
-        CHECK(file != NULL && fseek(file, VERSION_AT, SEEK_SET) == 0 && fread(&version, sizeof version, 1, file) == 1);
+        CHECK(file != NULL && fseek(file, VERSION_AT, SEEK_SET) == 0 &&
+              fread(&version, sizeof version, 1, file) == 1);
         fclose(file);
         CHECK_EQ(version, 5);
         end(&host, &reach, reply);
@@ -693,7 +762,8 @@ static void journals_of_versions_before(void)
     }
 }
 
-/* A write in a journal of version 4 is not finished: its chunk is set free, as it is, and counted. */
+/* A write in a journal of version 4 is not finished: its chunk is set free, as it is, and
+ * counted. */
 static void write_of_version_4(void)
 {
     struct host host;
@@ -715,7 +785,8 @@ static void write_of_version_4(void)
     remove_files();
 }
 
-/* What is found in a file is not believed: slots of garbage change nothing, and the next journal works. */
+/* What is found in a file is not believed: slots of garbage change nothing, and the next journal
+ * works. */
 static void garbage_in_slots(void)
 {
     struct random random = random_make(20261121);
@@ -729,7 +800,8 @@ static void garbage_in_slots(void)
         die_in(&host, &reach, &reply, operation, "journal.described", 1, &calling);
         FILE *file = fopen(scratch_path("journal"), "r+");
         CHECK(file != NULL);
-        for (int i = 0; i < 1 + round / 4; i++) { /* the words of slot 0, past its undo block; never its mark on the chunk */
+        for (int i = 0; i < 1 + round / 4; i++) {
+            /* the words of slot 0, past its undo block; never its mark on the chunk */
             CHECK_EQ(fseek(file, SLOT_WORDS_AT + (long)random_below(&random, 184), SEEK_SET), 0);
             fputc((int)(random_next(&random) & 255), file);
         }
@@ -741,8 +813,14 @@ static void garbage_in_slots(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(killed_at_every_point), TEST(killed_in_recovery), TEST(local_client_between_marks),
-                                        TEST(state_is_gone), TEST(local_client_waits_for_recovery), TEST(lost_journal),
-                                        TEST(journals_of_versions_before), TEST(write_of_version_4), TEST(garbage_in_slots)};
+    static const struct test tests[] = {TEST(killed_at_every_point),
+                                        TEST(killed_in_recovery),
+                                        TEST(local_client_between_marks),
+                                        TEST(state_is_gone),
+                                        TEST(local_client_waits_for_recovery),
+                                        TEST(lost_journal),
+                                        TEST(journals_of_versions_before),
+                                        TEST(write_of_version_4),
+                                        TEST(garbage_in_slots)};
     return RUN_TESTS(tests);
 }

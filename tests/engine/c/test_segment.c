@@ -1,4 +1,5 @@
-/* Segment files: made whole or not at all, opened only if every field of the header is what it must be. */
+/* Segment files: made whole or not at all, opened only if every field of the header is what it must
+ * be. */
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
@@ -24,14 +25,21 @@ static struct smb_segment *make(const char *name, int dtype)
     return segment;
 }
 
-static int apply(struct smb_segment *segment, int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink)
+static int apply(struct smb_segment *segment, int opcode, uint64_t offset, uint64_t bytes,
+                 const void *source, void *sink)
 {
-    struct smb_change change = {.opcode = opcode, .op = SMB_SUM, .scale = 1.0, .offset = offset, .bytes = bytes,
-                                .source = source, .sink = sink};
+    struct smb_change change = {.opcode = opcode,
+                                .op = SMB_SUM,
+                                .scale = 1.0,
+                                .offset = offset,
+                                .bytes = bytes,
+                                .source = source,
+                                .sink = sink};
     return smb_segment_apply(segment, &change, SMB_TRY);
 }
 
-/* A new segment is zeroed, says who it is, and what one mapping writes another mapping of it reads. */
+/* A new segment is zeroed, says who it is, and what one mapping writes another mapping of it
+ * reads. */
 static void create_and_open(void)
 {
     struct smb_segment *made = make("a", SMB_INT64), *opened = NULL, *by_fd = NULL;
@@ -60,12 +68,14 @@ static void create_and_open(void)
     smb_segment_release(by_fd);
 }
 
-/* A second creation under the same name is refused and leaves the first as it was and nothing beside it. */
+/* A second creation under the same name is refused and leaves the first as it was and nothing
+ * beside it. */
 static void existing_name_is_refused(void)
 {
     struct smb_segment *made = make("a", SMB_UINT8), *second = NULL;
     memset(smb_segment_data(made), 9, DATA);
-    CHECK_EQ(smb_segment_create(scratch_path("a"), 78, 1, SMB_UINT8, 100, CHUNK, &second), SMB_EXISTS);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 78, 1, SMB_UINT8, 100, CHUNK, &second),
+             SMB_EXISTS);
     CHECK(second == NULL);
     CHECK_EQ(scratch_files(), 1);
     struct smb_segment *opened;
@@ -87,8 +97,10 @@ static void refused_arguments(void)
     CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, UINT64_MAX, CHUNK, &segment), SMB_INVALID);
     CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 0, &segment), SMB_INVALID);
     CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 5000, &segment), SMB_INVALID);
-    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 2 * SMB_CHUNK_BYTES_MAX, &segment), SMB_INVALID);
-    CHECK_EQ(smb_segment_create("/proc/no/such/place", 1, 1, SMB_UINT8, 100, CHUNK, &segment), SMB_SYSTEM);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 2 * SMB_CHUNK_BYTES_MAX, &segment),
+             SMB_INVALID);
+    CHECK_EQ(smb_segment_create("/proc/no/such/place", 1, 1, SMB_UINT8, 100, CHUNK, &segment),
+             SMB_SYSTEM);
     CHECK_EQ(smb_segment_file_bytes(0, CHUNK), 0);
     CHECK_EQ(smb_segment_file_bytes(UINT64_MAX, CHUNK), 0);
     CHECK_EQ(smb_segment_file_bytes(1, 4097), 0);
@@ -96,16 +108,19 @@ static void refused_arguments(void)
     CHECK_EQ(scratch_files(), 0);
 }
 
-/* Past what the file system holds: refused as out of memory, with nothing left and no signal later. */
+/* Past what the file system holds: refused as out of memory, with nothing left and no signal
+ * later. */
 static void file_system_without_room(void)
 {
     struct smb_segment *segment;
-    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, (uint64_t)1 << 50, SMB_CHUNK_BYTES_MAX, &segment),
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, (uint64_t)1 << 50,
+                                SMB_CHUNK_BYTES_MAX, &segment),
              SMB_OUT_OF_MEMORY);
     CHECK_EQ(scratch_files(), 0);
 }
 
-/* Room that is not there, although the file system has it: what was written until then goes again. */
+/* Room that is not there, although the file system has it: what was written until then goes
+ * again. */
 static void no_room_in_the_middle(void)
 {
     struct smb_segment *segment = NULL;
@@ -114,16 +129,20 @@ static void no_room_in_the_middle(void)
     little = (struct rlimit){.rlim_cur = 400000, .rlim_max = before.rlim_max};
     signal(SIGXFSZ, SIG_IGN); /* as Python does */
     CHECK(setrlimit(RLIMIT_FSIZE, &little) == 0);
-    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment), SMB_OUT_OF_MEMORY);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment),
+             SMB_OUT_OF_MEMORY);
     CHECK(segment == NULL);
     CHECK_EQ(scratch_files(), 0);
     little.rlim_cur = 5 << 20; /* in the middle of its large pages, or of what comes after them */
     CHECK(setrlimit(RLIMIT_FSIZE, &little) == 0);
-    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 7 << 20, CHUNK, &segment), SMB_OUT_OF_MEMORY);
-    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 5 << 20, CHUNK, &segment), SMB_OUT_OF_MEMORY);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 7 << 20, CHUNK, &segment),
+             SMB_OUT_OF_MEMORY);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 5 << 20, CHUNK, &segment),
+             SMB_OUT_OF_MEMORY);
     CHECK_EQ(scratch_files(), 0);
     CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
-    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment), SMB_OK);
+    CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 1 << 20, CHUNK, &segment),
+             SMB_OK);
     smb_segment_release(segment);
 }
 
@@ -162,24 +181,30 @@ static bool kernel_makes_large_pages(void)
     return made;
 }
 
-/* From two megabytes on, for the daemon and for who maps it, with nobody's leave; and all of it is zeros, to the last byte. */
+/* From two megabytes on, for the daemon and for who maps it, with nobody's leave; and all of it is
+ * zeros, to the last byte. */
 static void large_pages(void)
 {
     enum { BYTES = (5 << 20) + 4096 };
     struct smb_segment *made, *opened;
     CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, BYTES, CHUNK, &made), SMB_OK);
-    for (int tries = 0; tries < 20 && mapped_kib(smb_segment_data(made), "ShmemPmdMapped:") < 4096; tries++) {
+    for (int tries = 0; tries < 20 && mapped_kib(smb_segment_data(made), "ShmemPmdMapped:") < 4096;
+         tries++) {
         smb_segment_release(made); /* on a busy machine the kernel may find none at once */
         CHECK_EQ(unlink(scratch_path("a")), 0);
-        CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, BYTES, CHUNK, &made), SMB_OK);
+        CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, BYTES, CHUNK, &made),
+                 SMB_OK);
     }
     CHECK_EQ(smb_segment_open(scratch_path("a"), &opened), SMB_OK);
     for (int i = 0; i < BYTES; i++)
         CHECK(((uint8_t *)smb_segment_data(made))[i] == 0);
     memset(smb_segment_data(opened), 3, BYTES);
     CHECK_EQ(((uint8_t *)smb_segment_data(made))[BYTES - 1], 3);
-    CHECK(mapped_kib(smb_segment_data(made), "Rss:") >= BYTES >> 10); /* no page is left to be made */
-    CHECK_EQ(mapped_kib(smb_segment_data(opened), "Size:"), smb_segment_file_bytes(BYTES, CHUNK) >> 10); /* nor are addresses wasted */
+    /* no page is left to be made */
+    CHECK(mapped_kib(smb_segment_data(made), "Rss:") >= BYTES >> 10);
+    /* nor are addresses wasted */
+    CHECK_EQ(mapped_kib(smb_segment_data(opened), "Size:"),
+             smb_segment_file_bytes(BYTES, CHUNK) >> 10);
     if (kernel_makes_large_pages()) {
         CHECK_EQ(mapped_kib(smb_segment_data(made), "ShmemPmdMapped:"), 4096);
         CHECK_EQ(mapped_kib(smb_segment_data(opened), "ShmemPmdMapped:"), 4096);
@@ -190,7 +215,8 @@ static void large_pages(void)
     smb_segment_release(opened);
 }
 
-/* A file system that fills up while segments are made: the one too many fails as a whole, the others stay usable. */
+/* A file system that fills up while segments are made: the one too many fails as a whole, the
+ * others stay usable. */
 static void full_file_system(void)
 {
     if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
@@ -200,7 +226,8 @@ static void full_file_system(void)
     }
     struct smb_segment *first = NULL, *second = NULL;
     CHECK_EQ(smb_segment_create(scratch_path("a"), 1, 1, SMB_UINT8, 65536, CHUNK, &first), SMB_OK);
-    CHECK_EQ(smb_segment_create(scratch_path("b"), 2, 1, SMB_UINT8, 131072, CHUNK, &second), SMB_OUT_OF_MEMORY);
+    CHECK_EQ(smb_segment_create(scratch_path("b"), 2, 1, SMB_UINT8, 131072, CHUNK, &second),
+             SMB_OUT_OF_MEMORY);
     CHECK(second == NULL);
     CHECK_EQ(scratch_files(), 1);
     memset(smb_segment_data(first), 7, 65536);
@@ -229,7 +256,8 @@ static int open_status(const char *path)
 }
 
 /* One field of a good header is changed: refused. Put back: opened. */
-static void check_field(const char *path, uint64_t offset, uint32_t bytes, uint64_t bad, int expected)
+static void check_field(const char *path, uint64_t offset, uint32_t bytes, uint64_t bad,
+                        int expected)
 {
     uint64_t good = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -246,19 +274,20 @@ static void corrupted_headers(void)
 {
     const char *path = scratch_path("a");
     smb_segment_release(make("a", SMB_INT32));
-    static const uint64_t wrong[] = {0, 1, 7, 4096, 4097, UINT32_MAX, (uint64_t)1 << 40, INT64_MAX, UINT64_MAX};
-    check_field(path, 0, 8, 0, SMB_INVALID);            /* magic */
-    check_field(path, 8, 4, 2, SMB_VERSION);            /* format: the one before */
+    static const uint64_t wrong[] = {
+        0, 1, 7, 4096, 4097, UINT32_MAX, (uint64_t)1 << 40, INT64_MAX, UINT64_MAX};
+    check_field(path, 0, 8, 0, SMB_INVALID); /* magic */
+    check_field(path, 8, 4, 2, SMB_VERSION); /* format: the one before */
     check_field(path, 8, 4, 4, SMB_VERSION);
-    check_field(path, 92, 4, 1, SMB_NAMESPACE);         /* another PID namespace */
-    check_field(path, 92, 4, 0, SMB_NAMESPACE);         /* one that nobody knew */
-    check_field(path, 12, 4, 0x30028, SMB_VERSION);     /* another C library's locks */
-    check_field(path, 16, 8, 0, SMB_INVALID);           /* id */
-    check_field(path, 28, 4, 0, SMB_INVALID);           /* dtype */
+    check_field(path, 92, 4, 1, SMB_NAMESPACE);     /* another PID namespace */
+    check_field(path, 92, 4, 0, SMB_NAMESPACE);     /* one that nobody knew */
+    check_field(path, 12, 4, 0x30028, SMB_VERSION); /* another C library's locks */
+    check_field(path, 16, 8, 0, SMB_INVALID);       /* id */
+    check_field(path, 28, 4, 0, SMB_INVALID);       /* dtype */
     check_field(path, 28, 4, 8, SMB_INVALID);
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        check_field(path, 32, 8, wrong[i], SMB_INVALID);     /* data_bytes */
-        check_field(path, 40, 8, wrong[i], SMB_INVALID);     /* file_bytes */
+        check_field(path, 32, 8, wrong[i], SMB_INVALID); /* data_bytes */
+        check_field(path, 40, 8, wrong[i], SMB_INVALID); /* file_bytes */
         if (wrong[i] != 4096)
             check_field(path, 48, 8, wrong[i], SMB_INVALID); /* chunks_offset */
         check_field(path, 56, 8, wrong[i], SMB_INVALID);     /* records_offset */
@@ -277,8 +306,8 @@ static int take_over_status(const char *path, struct smb_segment **segment)
     return status;
 }
 
-/* A file of the format before, with fewer records and no namespace: its daemon takes it over as it is, data and all, and others may
- * map it from then on. One of a format after is left alone. */
+/* A file of the format before, with fewer records and no namespace: its daemon takes it over as it
+ * is, data and all, and others may map it from then on. One of a format after is left alone. */
 static void format_before(void)
 {
     enum { RECORDS = 32, DATA_AT = 3 * 4096 };
@@ -309,7 +338,8 @@ static void format_before(void)
     CHECK_EQ(take_over_status(path, &taken), SMB_VERSION);
 }
 
-/* Runs it as the first process of a PID namespace of its own; false: this process may not make one. */
+/* Runs it as the first process of a PID namespace of its own; false: this process may not make
+ * one. */
 static bool in_namespace(int (*run)(void), int expected)
 {
     int left = 0;
@@ -349,8 +379,9 @@ static int take_over_inside(void)
     return status == SMB_OK ? apply(segment, SMB_WRITE, 1, 1, &byte, NULL) : status;
 }
 
-/* A process of another PID namespace is refused the mapping: its threads have the numbers of others here, and the kernel tells the
- * dead holder of a lock by its number. A daemon that moves takes the segment along: who had it mapped before is told. */
+/* A process of another PID namespace is refused the mapping: its threads have the numbers of others
+ * here, and the kernel tells the dead holder of a lock by its number. A daemon that moves takes the
+ * segment along: who had it mapped before is told. */
 static void namespaces_do_not_share(void)
 {
     outside = make("a", SMB_UINT8);
@@ -374,7 +405,8 @@ static void namespaces_do_not_share(void)
     smb_segment_release(outside);
 }
 
-/* A count that somebody has left odd, or made even too early, is right again with the next change: while it goes on, and after it. */
+/* A count that somebody has left odd, or made even too early, is right again with the next change:
+ * while it goes on, and after it. */
 static void parity_is_set(void)
 {
     struct smb_segment *segment = make("a", SMB_UINT8);
@@ -429,7 +461,8 @@ static void wrong_sizes(void)
     close(pipes[1]);
 }
 
-/* A range outside the data, across a chunk's end, or of half an element is refused and changes nothing. */
+/* A range outside the data, across a chunk's end, or of half an element is refused and changes
+ * nothing. */
 static void bounds(void)
 {
     struct smb_segment *segment = make("a", SMB_INT64);
@@ -439,25 +472,40 @@ static void bounds(void)
         uint64_t offset, bytes;
         int status;
     } cases[] = {
-        {0, 8, SMB_OK}, {0, CHUNK, SMB_OK}, {CHUNK - 8, 8, SMB_OK}, {DATA - 8, 8, SMB_OK}, {3 * CHUNK, 24, SMB_OK},
-        {0, 0, SMB_INVALID}, {0, CHUNK + 8, SMB_INVALID}, {CHUNK - 8, 16, SMB_INVALID}, {DATA, 8, SMB_INVALID},
-        {DATA - 8, 16, SMB_INVALID}, {0, 4, SMB_INVALID}, {4, 8, SMB_INVALID}, {UINT64_MAX - 7, 8, SMB_INVALID},
-        {UINT64_MAX - 7, 16, SMB_INVALID}, {8, UINT64_MAX - 7, SMB_INVALID}, {0, UINT64_MAX, SMB_INVALID},
+        {0, 8, SMB_OK},
+        {0, CHUNK, SMB_OK},
+        {CHUNK - 8, 8, SMB_OK},
+        {DATA - 8, 8, SMB_OK},
+        {3 * CHUNK, 24, SMB_OK},
+        {0, 0, SMB_INVALID},
+        {0, CHUNK + 8, SMB_INVALID},
+        {CHUNK - 8, 16, SMB_INVALID},
+        {DATA, 8, SMB_INVALID},
+        {DATA - 8, 16, SMB_INVALID},
+        {0, 4, SMB_INVALID},
+        {4, 8, SMB_INVALID},
+        {UINT64_MAX - 7, 8, SMB_INVALID},
+        {UINT64_MAX - 7, 16, SMB_INVALID},
+        {8, UINT64_MAX - 7, SMB_INVALID},
+        {0, UINT64_MAX, SMB_INVALID},
         {(uint64_t)1 << 63, (uint64_t)1 << 63, SMB_INVALID},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         memset(smb_segment_data(segment), 0, DATA);
-        CHECK_EQ(apply(segment, SMB_WRITE, cases[i].offset, cases[i].bytes, bytes, NULL), cases[i].status);
+        CHECK_EQ(apply(segment, SMB_WRITE, cases[i].offset, cases[i].bytes, bytes, NULL),
+                 cases[i].status);
         uint64_t changed = 0;
         for (uint64_t b = 0; b < DATA; b++)
             changed += ((uint8_t *)smb_segment_data(segment))[b];
         CHECK_EQ(changed, cases[i].status == SMB_OK ? cases[i].bytes : 0);
-        CHECK_EQ(apply(segment, SMB_READ, cases[i].offset, cases[i].bytes, NULL, bytes), cases[i].status);
+        CHECK_EQ(apply(segment, SMB_READ, cases[i].offset, cases[i].bytes, NULL, bytes),
+                 cases[i].status);
         memset(bytes, 1, DATA);
     }
     CHECK_EQ(apply(segment, SMB_FETCH_ADD, 0, 16, NULL, NULL), SMB_INVALID);
     CHECK_EQ(apply(segment, SMB_HELLO, 0, 8, NULL, NULL), SMB_INVALID);
-    struct smb_change half = {.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 0.5, .bytes = 8, .source = bytes};
+    struct smb_change half = {
+        .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 0.5, .bytes = 8, .source = bytes};
     CHECK_EQ(smb_segment_apply(segment, &half, SMB_TRY), SMB_INVALID);
     free(bytes);
     smb_segment_release(segment);
@@ -467,12 +515,14 @@ static void bounds(void)
 static void words(void)
 {
     struct smb_segment *segment = make("a", SMB_INT64);
-    struct smb_change add = {.opcode = SMB_FETCH_ADD, .offset = 16, .bytes = 8, .argument = (uint64_t)-3};
+    struct smb_change add = {
+        .opcode = SMB_FETCH_ADD, .offset = 16, .bytes = 8, .argument = (uint64_t)-3};
     CHECK_EQ(smb_segment_apply(segment, &add, SMB_TRY), SMB_OK);
     CHECK_EQ(add.result, 0);
     CHECK_EQ(smb_segment_apply(segment, &add, SMB_TRY), SMB_OK);
     CHECK_EQ(add.result, -3);
-    struct smb_change swap = {.opcode = SMB_COMPARE_SWAP, .offset = 16, .bytes = 8, .argument = 1, .expected = 5};
+    struct smb_change swap = {
+        .opcode = SMB_COMPARE_SWAP, .offset = 16, .bytes = 8, .argument = 1, .expected = 5};
     CHECK_EQ(smb_segment_apply(segment, &swap, SMB_TRY), SMB_OK);
     CHECK_EQ(swap.result, -6);
     swap.expected = (uint64_t)-6;
@@ -499,8 +549,13 @@ static void fill_and_fetch(void)
         CHECK(data[7] == 0 && data[24] == 0);
         for (uint32_t i = 0; i < 16; i++)
             CHECK_EQ(data[8 + i], ((uint8_t *)&bits)[i % element]);
-        change = (struct smb_change){.opcode = SMB_ACCUMULATE, .op = SMB_REPLACE, .scale = 1.0, .offset = 8, .bytes = 8,
-                                     .source = "ABCDEFG", .sink = sink};
+        change = (struct smb_change){.opcode = SMB_ACCUMULATE,
+                                     .op = SMB_REPLACE,
+                                     .scale = 1.0,
+                                     .offset = 8,
+                                     .bytes = 8,
+                                     .source = "ABCDEFG",
+                                     .sink = sink};
         CHECK_EQ(smb_segment_apply(segment, &change, SMB_TRY), SMB_OK);
         CHECK(memcmp(sink, "ABCDEFG", 8) == 0 && sink[1] == 0);
         smb_segment_release(segment);
@@ -534,8 +589,9 @@ static void lock_waits_are_bounded(void)
     uint64_t before_ns = check_now_ns();
     CHECK_EQ(smb_segment_apply(other, &change, before_ns + 20000000U), SMB_TIMEOUT);
     CHECK(check_now_ns() - before_ns >= 20000000U);
-    CHECK_EQ(apply(other, SMB_WRITE, 0, 1, &byte, NULL), SMB_OK);    /* the neighbour is free */
-    CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_OK); /* nothing changes yet: readers need no lock */
+    CHECK_EQ(apply(other, SMB_WRITE, 0, 1, &byte, NULL), SMB_OK); /* the neighbour is free */
+    /* nothing changes yet: readers need no lock */
+    CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_OK);
     smb_segment_change_begin(segment, CHUNK);
     CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_BUSY);
     smb_segment_change_end(segment, CHUNK);
@@ -545,7 +601,8 @@ static void lock_waits_are_bounded(void)
     smb_segment_release(other);
 }
 
-/* Every byte of the range and none beside it, on every instruction set, whatever the two ends' alignment. */
+/* Every byte of the range and none beside it, on every instruction set, whatever the two ends'
+ * alignment. */
 static void copies_are_exact(void)
 {
     enum { ROOM = 8192, LARGEST = 5000 };
@@ -573,12 +630,23 @@ int main(void)
 {
     static const struct test tests[] = {
         TEST(copies_are_exact),
-        TEST(create_and_open),   TEST(existing_name_is_refused), TEST(refused_arguments), TEST(file_system_without_room),
+        TEST(create_and_open),
+        TEST(existing_name_is_refused),
+        TEST(refused_arguments),
+        TEST(file_system_without_room),
         TEST(no_room_in_the_middle),
         TEST(large_pages),
         TEST(full_file_system),
-        TEST(corrupted_headers), TEST(format_before), TEST(namespaces_do_not_share), TEST(parity_is_set), TEST(wrong_sizes),              TEST(bounds),            TEST(words),
-        TEST(fill_and_fetch),    TEST(deleted_for_all),          TEST(lock_waits_are_bounded),
+        TEST(corrupted_headers),
+        TEST(format_before),
+        TEST(namespaces_do_not_share),
+        TEST(parity_is_set),
+        TEST(wrong_sizes),
+        TEST(bounds),
+        TEST(words),
+        TEST(fill_and_fetch),
+        TEST(deleted_for_all),
+        TEST(lock_waits_are_bounded),
     };
     return RUN_TESTS(tests);
 }

@@ -9,7 +9,8 @@
 #include "random.h"
 #include "rig.h"
 
-enum { ELEMENTS = 3 * 5 * 1024 + 77, THREADS = 8 }; /* of 8 bytes; 3 segments of 8 KiB stripes, the last one odd */
+/* of 8 bytes; 3 segments of 8 KiB stripes, the last one odd */
+enum { ELEMENTS = 3 * 5 * 1024 + 77, THREADS = 8 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 3};
 
 static int64_t delta(uint64_t index)
@@ -17,7 +18,7 @@ static int64_t delta(uint64_t index)
     return (int64_t)(index % 251) + 1;
 }
 
-/* ---- one caller against plain arrays */
+/* ---- one caller against plain arrays --------------------------------------------------------- */
 
 struct model {
     int64_t buffer[ELEMENTS], other[ELEMENTS], source[ELEMENTS], sink[ELEMENTS];
@@ -37,13 +38,17 @@ static int64_t combined(int op, int64_t old, int64_t array, int64_t scale)
 }
 
 /* One random operation on the buffer and on the model. */
-static void step(struct model *m, struct smb_buffer *buffer, struct smb_buffer *other, struct random *random, int opcode)
+static void step(struct model *m, struct smb_buffer *buffer, struct smb_buffer *other,
+                 struct random *random, int opcode)
 {
     uint64_t at = random_below(random, ELEMENTS), count = 1 + random_below(random, ELEMENTS - at);
     if (opcode == SMB_FETCH_ADD || opcode == SMB_COMPARE_SWAP)
         count = 1;
-    struct smb_request request = {.opcode = opcode, .op = 1 + (int)random_below(random, 6),
-                                  .scale = (double)random_below(random, 7) - 3, .offset = at * 8, .bytes = count * 8};
+    struct smb_request request = {.opcode = opcode,
+                                  .op = 1 + (int)random_below(random, 6),
+                                  .scale = (double)random_below(random, 7) - 3,
+                                  .offset = at * 8,
+                                  .bytes = count * 8};
     int64_t scale = (int64_t)request.scale;
     const int64_t *array = m->source + at;
     for (uint64_t i = at; i < at + count; i++)
@@ -71,7 +76,9 @@ static void step(struct model *m, struct smb_buffer *buffer, struct smb_buffer *
         for (uint64_t i = at; i < at + count; i++)
             m->buffer[i] = (int64_t)request.argument;
         break;
-    default: request.argument = random_next(random); request.expected = (uint64_t)m->buffer[at] ^ random_below(random, 2);
+    default:
+        request.argument = random_next(random);
+        request.expected = (uint64_t)m->buffer[at] ^ random_below(random, 2);
     }
     int64_t old = m->buffer[at];
     struct smb_outcome outcome = must(buffer, request);
@@ -97,11 +104,13 @@ static void every_operation(enum way way)
     struct smb_buffer *other = reach_buffer(&reach, &rig, way, 1);
     for (int i = 0; i < ELEMENTS; i++)
         m->other[i] = (int64_t)random_next(&random);
-    must(other, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof m->other, .source = m->other});
+    must(other,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof m->other, .source = m->other});
     for (int round = 0; round < 30; round++)
         for (int opcode = SMB_READ; opcode <= SMB_COMPARE_SWAP; opcode++)
             step(m, reach.buffer, other, &random, opcode);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof m->sink, .sink = m->sink});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = sizeof m->sink, .sink = m->sink});
     CHECK(memcmp(m->sink, m->buffer, sizeof m->sink) == 0);
     smb_buffer_destroy(other);
     reach_end(&reach);
@@ -137,14 +146,21 @@ static void every_operation_by_reference(void)
     every_operation(BY_REFERENCE);
 }
 
-/* ---- optimizers' steps */
+/* ---- optimizers' steps ----------------------------------------------------------------------- */
 
-static const struct smb_hyper HYPER = {.lr = 0.1, .scale = 0.5, .weight_decay = 0.01, .mu = 0.9, .beta1 = 0.9, .beta2 = 0.999,
-                                       .eps = 1e-8, .step = 5, .alpha = 0.3};
+static const struct smb_hyper HYPER = {.lr = 0.1,
+                                       .scale = 0.5,
+                                       .weight_decay = 0.01,
+                                       .mu = 0.9,
+                                       .beta1 = 0.9,
+                                       .beta2 = 0.999,
+                                       .eps = 1e-8,
+                                       .step = 5,
+                                       .alpha = 0.3};
 enum { STEP_ARRAYS = 4, STEP_FLOATS = ELEMENTS * 2 };
 
-/* Random ranges of each rule over the ways to a server are what the kernel does with the whole arrays; where a segment is mapped
- * nothing is done beside its server, and nothing at all. */
+/* Random ranges of each rule over the ways to a server are what the kernel does with the whole
+ * arrays; where a segment is mapped nothing is done beside its server, and nothing at all. */
 static void steps_pass_the_gate(void)
 {
     struct rig rig;
@@ -163,14 +179,22 @@ static void steps_pass_the_gate(void)
                 arrays[number][i] = (float)random_below(&random, 1000) / 128 - (number < 3 ? 4 : 0);
             if (number > 0)
                 buffers[number] = reach_buffer(&reach, &rig, (enum way)way, number);
-            must(buffers[number], (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof found, .source = arrays[number]});
+            must(buffers[number], (struct smb_request){.opcode = SMB_WRITE,
+                                                       .bytes = sizeof found,
+                                                       .source = arrays[number]});
         }
         for (int round = 0; round < 60; round++) {
             int rule = 1 + round % 6, states = smb_rule_states(rule);
-            uint64_t at = random_below(&random, STEP_FLOATS), count = 1 + random_below(&random, STEP_FLOATS - at);
-            struct smb_request request = {.opcode = SMB_APPLY, .op = rule, .hyper = HYPER, .offset = 4 * at, .bytes = 4 * count,
-                                          .other = buffers[1],
-                                          .states = {states > 0 ? buffers[2] : NULL, states > 1 ? buffers[3] : NULL}};
+            uint64_t at = random_below(&random, STEP_FLOATS),
+                     count = 1 + random_below(&random, STEP_FLOATS - at);
+            struct smb_request request = {
+                .opcode = SMB_APPLY,
+                .op = rule,
+                .hyper = HYPER,
+                .offset = 4 * at,
+                .bytes = 4 * count,
+                .other = buffers[1],
+                .states = {states > 0 ? buffers[2] : NULL, states > 1 ? buffers[3] : NULL}};
             if (way == BY_MAPPING || way == BY_BOTH) {
                 struct smb_outcome outcome;
                 CHECK_EQ(smb_transfer(buffers[0], &request, &outcome), SMB_INVALID);
@@ -178,10 +202,12 @@ static void steps_pass_the_gate(void)
                 continue;
             }
             must(buffers[0], request);
-            smb_kernel_step(rule, arrays[0] + at, arrays[1] + at, arrays[2] + at, arrays[3] + at, count, &HYPER);
+            smb_kernel_step(rule, arrays[0] + at, arrays[1] + at, arrays[2] + at, arrays[3] + at,
+                            count, &HYPER);
         }
         for (int number = 0; number < STEP_ARRAYS; number++) {
-            must(buffers[number], (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
+            must(buffers[number],
+                 (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
             CHECK(memcmp(found, arrays[number], sizeof found) == 0);
             if (number > 0)
                 smb_buffer_destroy(buffers[number]);
@@ -191,7 +217,8 @@ static void steps_pass_the_gate(void)
     rig_stop(&rig);
 }
 
-/* What no step can be is not sent: other layouts, types, numbers, a buffer twice, a state missing or too many is not looked at. */
+/* What no step can be is not sent: other layouts, types, numbers, a buffer twice, a state missing
+ * or too many is not looked at. */
 static void wrong_steps_are_not_sent(void)
 {
     struct rig rig;
@@ -199,7 +226,8 @@ static void wrong_steps_are_not_sent(void)
     rig_start(&rig, LAYOUT, SMB_FLOAT32);
     rig_add_buffer(&rig, 1);
     reach_make(&reach, &rig, BY_TCP, 21);
-    struct smb_buffer *w = reach.buffer, *g = reach_buffer(&reach, &rig, BY_TCP, 1), *integers, *shorter, *unset;
+    struct smb_buffer *w = reach.buffer, *g = reach_buffer(&reach, &rig, BY_TCP, 1), *integers,
+                      *shorter, *unset;
     struct smb_layout less = LAYOUT;
     less.bytes -= 4;
     CHECK_EQ(smb_buffer_create(reach.client, &LAYOUT, SMB_INT32, &integers), SMB_OK);
@@ -231,7 +259,8 @@ static void wrong_steps_are_not_sent(void)
         CHECK(outcome.sent == 0 && outcome.bytes_applied == 0);
         request.op = SMB_RULE_SGD, request.hyper = HYPER;
         if (request.other == g)
-            must(w, request); /* beside it, one that can be: states that the rule has not are not looked at */
+            /* beside it, one that can be: states that the rule has not are not looked at */
+            must(w, request);
     }
     smb_buffer_destroy(g);
     smb_buffer_destroy(integers);
@@ -241,7 +270,7 @@ static void wrong_steps_are_not_sent(void)
     rig_stop(&rig);
 }
 
-/* ---- many callers */
+/* ---- many callers ---------------------------------------------------------------------------- */
 
 struct caller {
     pthread_t thread;
@@ -257,11 +286,16 @@ static void *accumulate_and_check(void *argument)
         source[i] = delta(i);
     for (int round = 0; round < caller->rounds; round++) {
         bool fetch = round % 2;
-        must(caller->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0,
-                                                  .bytes = ELEMENTS * 8, .source = source, .sink = fetch ? sink : NULL});
+        must(caller->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                                  .op = SMB_SUM,
+                                                  .scale = 1.0,
+                                                  .bytes = ELEMENTS * 8,
+                                                  .source = source,
+                                                  .sink = fetch ? sink : NULL});
         for (uint64_t i = 0; fetch && i < ELEMENTS; i++)
             CHECK(sink[i] >= delta(i) * (round + 1) && sink[i] % delta(i) == 0);
-        must(caller->buffer, (struct smb_request){.opcode = SMB_READ, .offset = 8, .bytes = 8000, .sink = sink});
+        must(caller->buffer,
+             (struct smb_request){.opcode = SMB_READ, .offset = 8, .bytes = 8000, .sink = sink});
     }
     free(source);
     free(sink);
@@ -282,7 +316,8 @@ static void share_a_client(enum way way, int rounds)
     for (int i = 0; i < THREADS; i++)
         pthread_join(callers[i].thread, NULL);
     int64_t *sink = malloc(ELEMENTS * 8);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = ELEMENTS * 8, .sink = sink});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .bytes = ELEMENTS * 8, .sink = sink});
     for (uint64_t i = 0; i < ELEMENTS; i++)
         CHECK_EQ(sink[i], delta(i) * THREADS * rounds);
     free(sink);
@@ -302,7 +337,8 @@ static void threads_share_a_client_by_both(void)
     share_a_client(BY_BOTH, 40);
 }
 
-static uint64_t fastest(struct smb_buffer *buffer, struct smb_segment *segment, const struct smb_request *request, int way)
+static uint64_t fastest(struct smb_buffer *buffer, struct smb_segment *segment,
+                        const struct smb_request *request, int way)
 {
     uint64_t best = UINT64_MAX;
     for (int i = 0; i < 100; i++) {
@@ -318,7 +354,8 @@ static uint64_t fastest(struct smb_buffer *buffer, struct smb_segment *segment, 
     return best;
 }
 
-/* smb_transfer_at_once is called with Python's lock held: where the chunk's is not free it gives up, and spins for nothing. */
+/* smb_transfer_at_once is called with Python's lock held: where the chunk's is not free it gives
+ * up, and spins for nothing. */
 static void at_once_waits_for_nothing(void)
 {
     struct rig rig;
@@ -330,14 +367,16 @@ static void at_once_waits_for_nothing(void)
     reach_make(&reach, &rig, BY_MAPPING, 8);
     CHECK_EQ(smb_transfer_at_once(reach.buffer, &write, &outcome), 1);
     CHECK_EQ(smb_segment_lock(reach.segments[0], 0, SMB_TRY), SMB_OK);
-    CHECK(4 * fastest(reach.buffer, reach.segments[0], &write, 0) < fastest(reach.buffer, reach.segments[0], &write, 1));
+    CHECK(4 * fastest(reach.buffer, reach.segments[0], &write, 0) <
+          fastest(reach.buffer, reach.segments[0], &write, 1));
     smb_segment_unlock(reach.segments[0], 0);
     CHECK_EQ(smb_transfer_at_once(reach.buffer, &write, &outcome), 1);
     reach_end(&reach);
     rig_stop(&rig);
 }
 
-/* Transfers much larger than sockets and rings hold, so that frames are sent and received in parts: each byte in its place. */
+/* Transfers much larger than sockets and rings hold, so that frames are sent and received in parts:
+ * each byte in its place. */
 static void large_transfers(void)
 {
     enum { LARGE = 16 * 1024 * 1024 + 72 };
@@ -350,11 +389,16 @@ static void large_transfers(void)
         for (int i = 0; i < LARGE / 8; i++)
             source[i] = random_next(&random);
         reach_make(&reach, &rig, (enum way)way, 8);
-        must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = LARGE, .source = source});
+        must(reach.buffer,
+             (struct smb_request){.opcode = SMB_WRITE, .bytes = LARGE, .source = source});
         must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = LARGE, .sink = sink});
         CHECK(memcmp(source, sink, LARGE) == 0);
-        must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = -2.0, .bytes = LARGE,
-                                                .source = source, .sink = sink});
+        must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                                .op = SMB_SUM,
+                                                .scale = -2.0,
+                                                .bytes = LARGE,
+                                                .source = source,
+                                                .sink = sink});
         for (int i = 0; i < LARGE / 8; i++)
             CHECK_EQ(sink[i], -source[i]);
         reach_end(&reach);
@@ -364,10 +408,10 @@ static void large_transfers(void)
     rig_stop(&rig);
 }
 
-/* ---- refusals */
+/* ---- refusals -------------------------------------------------------------------------------- */
 
-static struct smb_buffer *single(struct reach *reach, struct rig *rig, int dtype, uint64_t bytes, uint64_t id,
-                                 uint32_t epoch)
+static struct smb_buffer *single(struct reach *reach, struct rig *rig, int dtype, uint64_t bytes,
+                                 uint64_t id, uint32_t epoch)
 {
     struct smb_buffer *buffer;
     struct smb_layout layout = {bytes, 4096, 4096, 1};
@@ -377,7 +421,8 @@ static struct smb_buffer *single(struct reach *reach, struct rig *rig, int dtype
     return buffer;
 }
 
-/* A client with the wrong idea of a segment is answered with the reason, over a link that goes on working. */
+/* A client with the wrong idea of a segment is answered with the reason, over a link that goes on
+ * working. */
 static void wrong_ideas_are_answered(void)
 {
     struct rig rig;
@@ -402,16 +447,20 @@ static void wrong_ideas_are_answered(void)
         {SMB_INT64, bytes, UINT64_MAX, RIG_EPOCH, SMB_NOT_FOUND},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct smb_buffer *buffer = single(&reach, &rig, cases[i].dtype, cases[i].bytes, cases[i].id, cases[i].epoch);
-        struct smb_request write = {.opcode = SMB_WRITE, .offset = cases[i].bytes - 16, .bytes = 16, .source = value};
-        struct smb_request read = {.opcode = SMB_READ, .offset = cases[i].bytes - 16, .bytes = 16, .sink = value};
+        struct smb_buffer *buffer = single(&reach, &rig, cases[i].dtype, cases[i].bytes,
+                                           cases[i].id, cases[i].epoch);
+        struct smb_request write = {
+            .opcode = SMB_WRITE, .offset = cases[i].bytes - 16, .bytes = 16, .source = value};
+        struct smb_request read = {
+            .opcode = SMB_READ, .offset = cases[i].bytes - 16, .bytes = 16, .sink = value};
         CHECK_EQ(reach_try(buffer, write), cases[i].status);
         CHECK_EQ(reach_try(buffer, read), cases[i].status);
         smb_buffer_destroy(buffer);
         CHECK(smb_link_alive(reach.links[0]));
     }
     struct smb_segment *segment;
-    CHECK_EQ(smb_link_attach(reach.links[0], id, RIG_EPOCH, 1000, &segment), SMB_DENIED); /* no descriptors over TCP */
+    /* no descriptors over TCP */
+    CHECK_EQ(smb_link_attach(reach.links[0], id, RIG_EPOCH, 1000, &segment), SMB_DENIED);
     CHECK(smb_link_alive(reach.links[0]));
     must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 16, .sink = value});
     struct smb_server_counters counters;
@@ -424,8 +473,9 @@ static void wrong_ideas_are_answered(void)
     rig_stop(&rig);
 }
 
-/* A client's requests are numbered on and on. Once each link had 2^32 numbers for itself: after as many requests its successor's
- * were below the server's watermark, and every change was answered as one made long ago. */
+/* A client's requests are numbered on and on. Once each link had 2^32 numbers for itself: after as
+ * many requests its successor's were below the server's watermark, and every change was answered as
+ * one made long ago. */
 static void later_links_go_on_above(void)
 {
     enum { CHANGES = 40, LINKS = 3 };
@@ -434,17 +484,24 @@ static void later_links_go_on_above(void)
     const struct smb_layout layout = {4096, 4096, 4096, 1};
     rig_start(&rig, layout, SMB_INT64);
     CHECK_EQ(smb_client_create(7, &client), SMB_OK);
-    atomic_store(&client->sequences, ((uint64_t)2 << 32) - CHANGES / 2); /* as if the first had carried 2^32 */
+    /* as if the first had carried 2^32 */
+    atomic_store(&client->sequences, ((uint64_t)2 << 32) - CHANGES / 2);
     int64_t one = 1, found = 0;
     for (int i = 0; i < LINKS; i++) {
         struct smb_link *link;
         struct smb_buffer *buffer;
         uint64_t instance;
-        CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[0], 0, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+        CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[0], 0, RIG_TIMEOUT_MS, &link,
+                                        &instance),
+                 SMB_OK);
         CHECK_EQ(smb_buffer_create(client, &layout, SMB_INT64, &buffer), SMB_OK);
         CHECK_EQ(smb_buffer_set_link(buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, link), SMB_OK);
         for (int n = 0; n < CHANGES; n++)
-            must(buffer, (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = 8, .source = &one});
+            must(buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                              .op = SMB_SUM,
+                                              .scale = 1,
+                                              .bytes = 8,
+                                              .source = &one});
         must(buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 8, .sink = &found});
         CHECK_EQ(found, (i + 1) * CHANGES);
         smb_buffer_destroy(buffer);
@@ -495,26 +552,36 @@ static void wrong_requests_are_not_sent(void)
     rig_stop(&rig);
 }
 
-/* A server's memory is bounded by its capacity, what is refused leaves nothing, and what is deleted is given back. */
+/* A server's memory is bounded by its capacity, what is refused leaves nothing, and what is deleted
+ * is given back. */
 static void capacity(void)
 {
     struct smb_server *server;
     uint64_t one = smb_segment_file_bytes(100000, 4096);
     CHECK_EQ(smb_server_create(1, 1, 2 * one, &server), SMB_OK);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("a"), 1, 1, SMB_UINT8, 100000, 4096), SMB_OK);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("b"), 1, 1, SMB_UINT8, 100, 4096), SMB_EXISTS);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("b"), 2, 1, SMB_UINT8, 200000, 4096), SMB_OUT_OF_MEMORY);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("b"), 2, 1, SMB_UINT8, UINT64_MAX, 4096), SMB_INVALID);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("a"), 2, 1, SMB_UINT8, 100000, 4096), SMB_EXISTS);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path("a"), 1, 1, SMB_UINT8, 100000, 4096),
+             SMB_OK);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path("b"), 1, 1, SMB_UINT8, 100, 4096),
+             SMB_EXISTS);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path("b"), 2, 1, SMB_UINT8, 200000, 4096),
+             SMB_OUT_OF_MEMORY);
+    CHECK_EQ(
+        smb_server_create_segment(server, scratch_path("b"), 2, 1, SMB_UINT8, UINT64_MAX, 4096),
+        SMB_INVALID);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path("a"), 2, 1, SMB_UINT8, 100000, 4096),
+             SMB_EXISTS);
     CHECK_EQ(scratch_files(), 1);
     struct smb_server_counters counters;
     smb_server_counters(server, &counters);
     CHECK(counters.segments == 1 && counters.segment_bytes == one);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("b"), 2, 1, SMB_UINT8, 100000, 4096), SMB_OK);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("c"), 3, 1, SMB_UINT8, 1, 4096), SMB_OUT_OF_MEMORY);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path("b"), 2, 1, SMB_UINT8, 100000, 4096),
+             SMB_OK);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path("c"), 3, 1, SMB_UINT8, 1, 4096),
+             SMB_OUT_OF_MEMORY);
     CHECK_EQ(smb_server_delete_segment(server, 1), SMB_OK);
     CHECK_EQ(smb_server_delete_segment(server, 1), SMB_NOT_FOUND);
-    CHECK_EQ(smb_server_create_segment(server, scratch_path("c"), 3, 1, SMB_UINT8, 100000, 4096), SMB_OK);
+    CHECK_EQ(smb_server_create_segment(server, scratch_path("c"), 3, 1, SMB_UINT8, 100000, 4096),
+             SMB_OK);
     CHECK_EQ(scratch_files(), 2);
     smb_server_destroy(server);
     CHECK_EQ(scratch_files(), 2); /* for the next run */
@@ -528,7 +595,8 @@ static void adoption(void)
     int64_t value = 11, back = 0;
     rig_start(&rig, LAYOUT, SMB_INT64);
     reach_make(&reach, &rig, BY_TCP, 8);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .offset = 80, .bytes = 8, .source = &value});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_WRITE, .offset = 80, .bytes = 8, .source = &value});
     reach_end(&reach);
     rig_stop(&rig);
     for (int i = 0; i < RIG_SERVERS; i++) {
@@ -537,7 +605,8 @@ static void adoption(void)
     }
     struct smb_segment_info info;
     for (uint32_t i = 0; i < LAYOUT.segment_count; i++) {
-        CHECK_EQ(smb_server_adopt_segment(rig.servers[i % 2], rig_segment_path(0, i), &info), SMB_OK);
+        CHECK_EQ(smb_server_adopt_segment(rig.servers[i % 2], rig_segment_path(0, i), &info),
+                 SMB_OK);
         CHECK(info.id == rig_segment_id(0, i) && info.epoch == RIG_EPOCH);
     }
     CHECK_EQ(smb_server_adopt_segment(rig.servers[0], rig_segment_path(0, 0), &info), SMB_EXISTS);
@@ -547,7 +616,8 @@ static void adoption(void)
     CHECK_EQ(smb_server_adopt_segment(small, rig_segment_path(0, 0), &info), SMB_OUT_OF_MEMORY);
     smb_server_destroy(small);
     reach_make(&reach, &rig, BY_TCP, 9);
-    must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .offset = 80, .bytes = 8, .sink = &back});
+    must(reach.buffer,
+         (struct smb_request){.opcode = SMB_READ, .offset = 80, .bytes = 8, .sink = &back});
     CHECK_EQ(back, 11);
     reach_end(&reach);
     rig_stop(&rig);
@@ -559,10 +629,14 @@ static void *work_until_deleted(void *argument)
     int64_t *source = calloc(ELEMENTS, 8);
     int status = SMB_OK;
     for (int round = 0; status == SMB_OK; round++) {
-        struct smb_request request = {.opcode = SMB_WRITE, .bytes = ELEMENTS * 8, .source = source,
+        struct smb_request request = {.opcode = SMB_WRITE,
+                                      .bytes = ELEMENTS * 8,
+                                      .source = source,
                                       .timeout_ms = RIG_TIMEOUT_MS};
         if (round % 2)
-            request = (struct smb_request){.opcode = SMB_READ, .bytes = ELEMENTS * 8, .sink = source,
+            request = (struct smb_request){.opcode = SMB_READ,
+                                           .bytes = ELEMENTS * 8,
+                                           .sink = source,
                                            .timeout_ms = RIG_TIMEOUT_MS};
         status = reach_try(caller->buffer, request);
         __atomic_add_fetch(&caller->rounds, 1, __ATOMIC_RELAXED);
@@ -572,7 +646,8 @@ static void *work_until_deleted(void *argument)
     return NULL;
 }
 
-/* A segment deleted under traffic: everyone is told so, in every way, its file and its bytes are gone, the links live. */
+/* A segment deleted under traffic: everyone is told so, in every way, its file and its bytes are
+ * gone, the links live. */
 static void deletion_under_traffic(void)
 {
     struct rig rig;
@@ -597,7 +672,8 @@ static void deletion_under_traffic(void)
     struct smb_server_counters counters;
     smb_server_counters(rig.servers[0], &counters);
     CHECK(counters.segments == 0 && counters.segment_bytes == 0);
-    CHECK(counters.operations[SMB_TRANSPORT_SHM][SMB_WRITE] > 0); /* not forgotten with the segment */
+    /* not forgotten with the segment */
+    CHECK(counters.operations[SMB_TRANSPORT_SHM][SMB_WRITE] > 0);
     rig_stop(&rig);
     CHECK_EQ(scratch_files(), 0);
 }
@@ -607,23 +683,29 @@ static void counters_are_true(void)
 {
     struct rig rig;
     struct smb_server_counters counters;
-    static const int transports[] = {[BY_TCP] = SMB_TRANSPORT_TCP, [BY_UNIX] = SMB_TRANSPORT_UNIX,
-                                     [BY_MAPPING] = SMB_TRANSPORT_SHM, [BY_REFERENCE] = SMB_TRANSPORT_VERBS};
+    static const int transports[] = {[BY_TCP] = SMB_TRANSPORT_TCP,
+                                     [BY_UNIX] = SMB_TRANSPORT_UNIX,
+                                     [BY_MAPPING] = SMB_TRANSPORT_SHM,
+                                     [BY_REFERENCE] = SMB_TRANSPORT_VERBS};
     int64_t values[16] = {0};
     rig_start(&rig, LAYOUT, SMB_INT64);
     for (int way = BY_TCP; way <= BY_MAPPING; way++) {
         struct reach reach;
         reach_make(&reach, &rig, (enum way)way, 11);
         for (int i = 0; i < 5; i++)
-            must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof values, .source = values});
+            must(reach.buffer, (struct smb_request){
+                                   .opcode = SMB_WRITE, .bytes = sizeof values, .source = values});
         smb_server_counters(rig.servers[0], &counters);
         CHECK_EQ(counters.operations[transports[way]][SMB_WRITE], 5);
         CHECK_EQ(counters.bytes[transports[way]][SMB_WRITE], 5 * sizeof values);
-        CHECK(counters.connections_now[SMB_TRANSPORT_TCP] + counters.connections_now[SMB_TRANSPORT_UNIX] >= 1);
+        CHECK(counters.connections_now[SMB_TRANSPORT_TCP] +
+                  counters.connections_now[SMB_TRANSPORT_UNIX] >=
+              1);
         reach_end(&reach);
     }
     for (int t = 0; t < SMB_TRANSPORT_COUNT; t++)
-        WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.connections_now[t] == 0));
+        WAIT_UNTIL(
+            (smb_server_counters(rig.servers[0], &counters), counters.connections_now[t] == 0));
     CHECK_EQ(counters.connections_opened[SMB_TRANSPORT_TCP], 2);
     CHECK_EQ(counters.connections_opened[SMB_TRANSPORT_UNIX], 2);
     rig_stop(&rig);
@@ -642,12 +724,15 @@ static void contiguous_view(void)
     int64_t *values = malloc(ELEMENTS * 8);
     for (int i = 0; i < ELEMENTS; i++)
         values[i] = i * 3 - 7;
-    must(remote.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = ELEMENTS * 8, .source = values});
+    must(remote.buffer,
+         (struct smb_request){.opcode = SMB_WRITE, .bytes = ELEMENTS * 8, .source = values});
     CHECK_EQ(smb_buffer_map(reach.buffer, &address, &mapped), SMB_OK);
     CHECK(mapped >= ELEMENTS * 8 && mapped % 4096 == 0);
     CHECK(memcmp(address, values, ELEMENTS * 8) == 0);
     ((int64_t *)address)[ELEMENTS - 1] = 99;
-    must(remote.buffer, (struct smb_request){.opcode = SMB_READ, .offset = (ELEMENTS - 1) * 8, .bytes = 8, .sink = values});
+    must(remote.buffer,
+         (struct smb_request){
+             .opcode = SMB_READ, .offset = (ELEMENTS - 1) * 8, .bytes = 8, .sink = values});
     CHECK_EQ(values[0], 99);
     smb_buffer_unmap(address, mapped);
     CHECK_EQ(smb_buffer_map(remote.buffer, &address, &mapped), SMB_INVALID);

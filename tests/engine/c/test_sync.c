@@ -4,7 +4,8 @@
 #include "random.h"
 #include "sync_place.h"
 
-/* Who asked first is first; a repetition keeps its place by its age; tokens grow; a lease that runs out frees it. */
+/* Who asked first is first; a repetition keeps its place by its age; tokens grow; a lease that runs
+ * out frees it. */
 static void locks(void)
 {
     struct place place;
@@ -39,7 +40,8 @@ static void locks(void)
     place_end(&place);
 }
 
-/* A restart keeps holder and tokens; nobody is granted in the grace after it, then the oldest first. */
+/* A restart keeps holder and tokens; nobody is granted in the grace after it, then the oldest
+ * first. */
 static void locks_over_a_restart(void)
 {
     struct place place;
@@ -64,7 +66,8 @@ static void told_sooner(void *argument, uint64_t at_ns)
     *(uint64_t *)argument = at_ns;
 }
 
-/* In the grace its holder is answered at once, who only tries is sent away, and the clock is told when it is over. */
+/* In the grace its holder is answered at once, who only tries is sent away, and the clock is told
+ * when it is over. */
 static void grace(void)
 {
     struct place place;
@@ -87,7 +90,8 @@ static void grace(void)
     place_end(&place);
 }
 
-/* A call whose time is a little behind does not take the longest lease for garbage; later than that is garbage. */
+/* A call whose time is a little behind does not take the longest lease for garbage; later than that
+ * is garbage. */
 static void longest_lease(void)
 {
     struct place place;
@@ -107,7 +111,8 @@ static void longest_lease(void)
     place_end(&place);
 }
 
-/* Ten thousand that wait are granted in the order in which they first asked, whatever the order in which they came back. */
+/* Ten thousand that wait are granted in the order in which they first asked, whatever the order in
+ * which they came back. */
 static void long_queue(void)
 {
     enum { MANY = 10000 };
@@ -118,7 +123,8 @@ static void long_queue(void)
     place.now += 1000 * SECOND;
     CHECK_EQ(lock(&place, &holder, MANY + 1, 1, 0, 0), SMB_OK);
     for (uint64_t i = 0; i < MANY; i++)
-        CHECK_EQ(lock(&place, &many[i], i + 1, 1, FOREVER, random_below(&random, 50)), SMB_DEFERRED);
+        CHECK_EQ(lock(&place, &many[i], i + 1, 1, FOREVER, random_below(&random, 50)),
+                 SMB_DEFERRED);
     uint64_t token = holder.answer.a, since = 0;
     for (int granted = 0; granted < MANY; granted++) {
         CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_OK);
@@ -169,7 +175,8 @@ static void *take_next(void *argument)
     return NULL;
 }
 
-/* A change that was let in ends before the next one holds the lock, also when its lease is over by then. */
+/* A change that was let in ends before the next one holds the lock, also when its lease is over by
+ * then. */
 static void fenced_change_under_way(void)
 {
     struct place place;
@@ -189,7 +196,8 @@ static void fenced_change_under_way(void)
     place_end(&place);
 }
 
-/* All arrive, all leave; repetitions change nothing; the next round follows; other numbers of parties are refused. */
+/* All arrive, all leave; repetitions change nothing; the next round follows; other numbers of
+ * parties are refused. */
 static void barriers(void)
 {
     struct place place;
@@ -208,21 +216,26 @@ static void barriers(void)
     CHECK(b.answer.a == 0 && b.answer.b == 1);
     CHECK(waiting.answers == 1 && waiting.answer.status == SMB_OK);
     CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 2, 2, 0, 0, FOREVER, 0), SMB_OK);
-    CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 2, 1, 0, 2, 0, 0), SMB_OK); /* repeated when the round is over */
+    /* repeated when the round is over */
+    CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 2, 1, 0, 2, 0, 0), SMB_OK);
     CHECK(c.answer.a == 0 && c.answer.b == 1);
     CHECK_EQ(ask(&place, &a, SMB_ARRIVE, 1, 3, 0, 2, 0, 0), SMB_OK);
     CHECK(a.answer.a == 1 && a.answer.b == 0);
     place_end(&place);
 }
 
-static void seat_and_wait(struct place *place, uint64_t session, uint64_t timeout, struct asked *waiting)
+static void seat_and_wait(struct place *place, uint64_t session, uint64_t timeout,
+                          struct asked *waiting)
 {
     struct asked seat;
     CHECK_EQ(ask(place, &seat, SMB_ARRIVE, session, place->now, 0, 3, 0, 0), SMB_OK);
-    CHECK_EQ(ask(place, waiting, SMB_AWAIT_BARRIER, session, place->now + 1, 0, seat.answer.a, timeout, 0), SMB_DEFERRED);
+    CHECK_EQ(ask(place, waiting, SMB_AWAIT_BARRIER, session, place->now + 1, 0, seat.answer.a,
+                 timeout, 0),
+             SMB_DEFERRED);
 }
 
-/* A timeout, an absence, a session's end and a restart that a party does not survive break the round for all in it. */
+/* A timeout, an absence, a session's end and a restart that a party does not survive break the
+ * round for all in it. */
 static void broken_barriers(void)
 {
     for (int how = 0; how < 4; how++) {
@@ -246,7 +259,8 @@ static void broken_barriers(void)
         }
         CHECK(one.answers == 1 && one.answer.status == SMB_BROKEN);
         CHECK_EQ(ask(&place, &next, SMB_AWAIT_BARRIER, 2, 99, 0, 0, FOREVER, 0), SMB_BROKEN);
-        CHECK_EQ(ask(&place, &next, SMB_ARRIVE, 1, 50, 0, 1, 0, 0), SMB_OK); /* the next round is clean */
+        /* the next round is clean */
+        CHECK_EQ(ask(&place, &next, SMB_ARRIVE, 1, 50, 0, 1, 0, 0), SMB_OK);
         CHECK_EQ(ask(&place, &next, SMB_AWAIT_BARRIER, 1, 51, 0, 1, FOREVER, 0), SMB_OK);
         place_end(&place);
     }
@@ -270,9 +284,11 @@ static void presence(void)
     CHECK_EQ(ask(&place, &again, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_DEFERRED);
     pass(&place, 100 * SECOND);
     CHECK(one.answers + again.answers == 0);
-    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 1, 0, 0, FOREVER, 0), SMB_INVALID); /* it has no seat */
+    /* it has no seat */
+    CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 1, 0, 0, FOREVER, 0), SMB_INVALID);
     CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 2, 1, 0, 3, 0, 0), SMB_OK);
-    CHECK(one.answer.status == SMB_OK && again.answer.status == SMB_OK && one.answers + again.answers == 2);
+    CHECK(one.answer.status == SMB_OK && again.answer.status == SMB_OK &&
+          one.answers + again.answers == 2);
     CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 2, 2, 0, 3, 0, 0), SMB_OK);
     pass(&place, SYNC_ABSENCE_MS * MS); /* it never waited */
     CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 3, 0, 1, FOREVER, 0), SMB_BROKEN);
@@ -293,10 +309,12 @@ static void old_rounds(void)
     place_make(&place);
     for (uint64_t round = 0; round < 300; round++) {
         broken[round] = random_below(&random, 2);
-        CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, 1, 2 * round + 1, 0, 1 + broken[round], 0, 0), SMB_OK);
+        CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, 1, 2 * round + 1, 0, 1 + broken[round], 0, 0),
+                 SMB_OK);
         CHECK(asked.answer.a == round && asked.answer.b == 0);
         if (broken[round])
-            CHECK_EQ(ask(&place, &asked, SMB_AWAIT_BARRIER, 1, 2 * round + 2, 0, round, 0, 0), SMB_BROKEN);
+            CHECK_EQ(ask(&place, &asked, SMB_AWAIT_BARRIER, 1, 2 * round + 2, 0, round, 0, 0),
+                     SMB_BROKEN);
         if (random_below(&random, 4) == 0)
             place_restart(&place);
         uint64_t old = round - (round < 80 ? round : random_below(&random, 80));
@@ -332,9 +350,11 @@ static void versions(void)
     }
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
     CHECK_EQ(pin.answer.a, 3);
-    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK); /* 4 overwrites the copy of 2 */
+    /* 4 overwrites the copy of 2 */
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
     CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 4), SMB_OK);
-    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED); /* 5 that of 3: pinned */
+    /* 5 that of 3: pinned */
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
     sync_end_session(place.sync, 6, place.now);
     CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 5);
     place_end(&place);
@@ -363,7 +383,8 @@ static void pins_run_out(void)
     place_end(&place);
 }
 
-/* A pin is one for each request, also if it is repeated; holds for SYNC_PIN_MS; and a session has not without end. */
+/* A pin is one for each request, also if it is repeated; holds for SYNC_PIN_MS; and a session has
+ * not without end. */
 static void pins(void)
 {
     struct place place;
@@ -378,7 +399,8 @@ static void pins(void)
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 9, SYNC_PUBLISHER, 1000, 0, 0), SMB_TIMEOUT);
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
     for (int twice = 0; twice < 2; twice++)
-        CHECK_EQ(ask(&place, &one, SMB_UNPIN, 6, 3, 0, one.answer.b ? one.answer.b : 1, 0, 0), SMB_OK);
+        CHECK_EQ(ask(&place, &one, SMB_UNPIN, 6, 3, 0, one.answer.b ? one.answer.b : 1, 0, 0),
+                 SMB_OK);
     CHECK_EQ(ask(&place, &one, SMB_UNPIN, 7, 3, 0, two.answer.b, 0, 0), SMB_OK); /* another's */
     CHECK_EQ(turn.answers, 0);
     pass(&place, SYNC_PIN_MS * MS);
@@ -391,7 +413,8 @@ static void pins(void)
     place_end(&place);
 }
 
-/* A pin that is renewed holds, until the publisher that waits will not any longer: it counts from the first that had to. */
+/* A pin that is renewed holds, until the publisher that waits will not any longer: it counts from
+ * the first that had to. */
 static void pins_renewed(void)
 {
     struct place place;
@@ -402,7 +425,10 @@ static void pins_renewed(void)
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
     uint64_t name = pin.answer.b;
     publish(&place, 2);
-    struct sync_request publication = {.opcode = SMB_LOCK, .session = 1, .sequence = 10, .argument = SYNC_PUBLISHER,
+    struct sync_request publication = {.opcode = SMB_LOCK,
+                                       .session = 1,
+                                       .sequence = 10,
+                                       .argument = SYNC_PUBLISHER,
                                        .words = {1000, 0, 0, 50000}};
     CHECK_EQ(sync_ask(place.sync, &publication, &turn.waiter, place.now, &answer), SMB_TIMEOUT);
     for (int i = 0; i < 49; i++) {
@@ -412,7 +438,8 @@ static void pins_renewed(void)
     }
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, name, 0), SMB_LOCK_LOST); /* another's */
     turn = (struct asked){.answers = 0};
-    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_OK); /* would wait 30 s: these are over */
+    /* would wait 30 s: these are over */
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_OK);
     CHECK_EQ(turn.answer.b, 3);
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 100, 0, 2000, name, 0), SMB_LOCK_LOST);
     CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 3), SMB_OK);
@@ -443,7 +470,8 @@ static void pins_overtaken(void)
     place_end(&place);
 }
 
-/* A pin that kept a publisher from its turn and was let go counts for nothing against a later one. */
+/* A pin that kept a publisher from its turn and was let go counts for nothing against a later
+ * one. */
 static void pins_let_go(void)
 {
     for (int how = 0; how < 3; how++) { /* let go, run out, its session ended */
@@ -462,7 +490,8 @@ static void pins_let_go(void)
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, 0, 0), SMB_OK);
         CHECK_EQ(pin.answer.a, 2);
         publish(&place, 3);
-        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0),
+                 SMB_DEFERRED);
         pass(&place, SYNC_PIN_MS * MS / 2);
         CHECK_EQ(turn.answers, 0);
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 2, 0, 0, pin.answer.b, 0), SMB_OK);
@@ -472,7 +501,8 @@ static void pins_let_go(void)
     }
 }
 
-/* Whoever waits is told once that the session or the segment is gone; then nothing is done there any more. */
+/* Whoever waits is told once that the session or the segment is gone; then nothing is done there
+ * any more. */
 static void ends(void)
 {
     struct place place;
@@ -507,7 +537,8 @@ static void thousand_waiters(void)
     struct asked turn, *many = calloc(MANY, sizeof *many);
     place_make(&place);
     for (uint64_t i = 0; i < MANY; i++)
-        CHECK_EQ(ask(&place, &many[i], SMB_AWAIT_VERSION, i + 1, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
+        CHECK_EQ(ask(&place, &many[i], SMB_AWAIT_VERSION, i + 1, 1, 0, 1, FOREVER, 0),
+                 SMB_DEFERRED);
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 2, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
     CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 1), SMB_OK);
     for (int i = 0; i < MANY; i++)
@@ -523,19 +554,23 @@ static uint64_t cpu_ns(void)
     return (uint64_t)now.tv_sec * SECOND + (uint64_t)now.tv_nsec;
 }
 
-/* Processor time of 500 turns of all that looks among `many` who wait in the worst order: each asks before all others, awaits a
- * version that never comes, has a deadline of its own; or has a pin, for which publishers wait. */
+/* Processor time of 500 turns of all that looks among `many` who wait in the worst order: each asks
+ * before all others, awaits a version that never comes, has a deadline of its own; or has a pin,
+ * for which publishers wait. */
 static uint64_t time_among(uint64_t many, bool pinned)
 {
     enum { TURNS = 500 };
     struct place place;
-    struct asked holder, turn, again, late, pin, *locks = calloc(many, sizeof *locks), *versions = calloc(many, sizeof *versions);
+    struct asked holder, turn, again, late, pin, *locks = calloc(many, sizeof *locks),
+                                                 *versions = calloc(many, sizeof *versions);
     place_make(&place);
     place.now += 1000000 * SECOND;
     CHECK_EQ(ask(&place, &holder, SMB_LOCK, 1, 1, SYNC_USER, SYNC_TTL_MS_MAX, 0, 0), SMB_OK);
     for (uint64_t i = 0; i < many; i++) {
         CHECK_EQ(lock(&place, &locks[i], 2 + i % 7, i, 1000000 + i, i), SMB_DEFERRED);
-        CHECK_EQ(ask(&place, &versions[i], SMB_AWAIT_VERSION, 2, i, 0, UINT64_MAX - i, 1000000 + i, 0), SMB_DEFERRED);
+        CHECK_EQ(
+            ask(&place, &versions[i], SMB_AWAIT_VERSION, 2, i, 0, UINT64_MAX - i, 1000000 + i, 0),
+            SMB_DEFERRED);
         if (pinned)
             CHECK_EQ(ask(&place, &pin, SMB_PIN, 20 + i / 1000, i + 1, 0, 0, 0, 0), SMB_OK);
     }
@@ -562,7 +597,8 @@ static uint64_t time_among(uint64_t many, bool pinned)
     return took_ns;
 }
 
-/* Whoever waits does not slow down the answers of others: a hundred times as many cost a few times as much, for the caches. */
+/* Whoever waits does not slow down the answers of others: a hundred times as many cost a few times
+ * as much, for the caches. */
 static void many_wait_in_vain(void)
 {
     for (int pinned = 0; pinned < 2; pinned++) {
@@ -572,12 +608,14 @@ static void many_wait_in_vain(void)
             few_ns = few < few_ns ? few : few_ns;
             many_ns = many < many_ns ? many : many_ns;
         }
-        printf("among 300: %.3f ms, among 30000: %.3f ms\n", (double)few_ns / 1e6, (double)many_ns / 1e6);
+        printf("among 300: %.3f ms, among 30000: %.3f ms\n", (double)few_ns / 1e6,
+               (double)many_ns / 1e6);
         CHECK(many_ns < 12 * few_ns);
     }
 }
 
-/* People see who holds each lock and for how long yet, how many wait for what, and how far a barrier has come. */
+/* People see who holds each lock and for how long yet, how many wait for what, and how far a
+ * barrier has come. */
 static void seen_by_people(void)
 {
     struct place place;
@@ -585,7 +623,8 @@ static void seen_by_people(void)
     struct sync_status now;
     place_make(&place);
     sync_status(place.sync, place.now, &now);
-    CHECK(now.locks[SYNC_USER].session == 0 && now.locks[SYNC_USER].waiting == 0 && now.parties == 0);
+    CHECK(now.locks[SYNC_USER].session == 0 && now.locks[SYNC_USER].waiting == 0 &&
+          now.parties == 0);
     CHECK_EQ(lock(&place, &a, 7, 1, 0, 0), SMB_OK);
     CHECK_EQ(lock(&place, &b, 8, 1, FOREVER, 0), SMB_DEFERRED);
     CHECK_EQ(ask(&place, &c, SMB_AWAIT_VERSION, 9, 1, 0, 1, FOREVER, 0), SMB_DEFERRED);
@@ -603,8 +642,8 @@ static void seen_by_people(void)
     place_end(&place);
 }
 
-/* Only what is idle for that long is retired: whatever is held, awaited, pinned or under way is not. Then nothing is answered any
- * more, over a restart too. */
+/* Only what is idle for that long is retired: whatever is held, awaited, pinned or under way is
+ * not. Then nothing is answered any more, over a restart too. */
 static void retired(void)
 {
     static const uint64_t IDLE = 10 * SECOND;
@@ -628,7 +667,8 @@ static void retired(void)
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, 44, 0), SMB_OK);
     CHECK_EQ(ask(&place, &b, SMB_ARRIVE, 9, 2, 0, 2, 0, 0), SMB_OK);
     pass(&place, 2 * IDLE);
-    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_OK); /* the party that left broke the round */
+    /* the party that left broke the round */
+    CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_OK);
     CHECK_EQ(token, 44);
     place_end(&place);
 
@@ -665,10 +705,28 @@ static void retired(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(locks), TEST(locks_over_a_restart), TEST(grace), TEST(longest_lease), TEST(long_queue), TEST(fences),
-        TEST(fenced_change_under_way), TEST(barriers), TEST(broken_barriers), TEST(presence), TEST(old_rounds),
-        TEST(versions), TEST(pins), TEST(pins_run_out), TEST(pins_renewed), TEST(pins_overtaken), TEST(pins_let_go),
-        TEST(ends), TEST(thousand_waiters), TEST(many_wait_in_vain), TEST(seen_by_people), TEST(retired),
+        TEST(locks),
+        TEST(locks_over_a_restart),
+        TEST(grace),
+        TEST(longest_lease),
+        TEST(long_queue),
+        TEST(fences),
+        TEST(fenced_change_under_way),
+        TEST(barriers),
+        TEST(broken_barriers),
+        TEST(presence),
+        TEST(old_rounds),
+        TEST(versions),
+        TEST(pins),
+        TEST(pins_run_out),
+        TEST(pins_renewed),
+        TEST(pins_overtaken),
+        TEST(pins_let_go),
+        TEST(ends),
+        TEST(thousand_waiters),
+        TEST(many_wait_in_vain),
+        TEST(seen_by_people),
+        TEST(retired),
     };
     return RUN_TESTS(tests);
 }

@@ -1,4 +1,5 @@
-/* What waits, where it is hard: killed at every store and at random, with garbage for words, used by many threads at once. */
+/* What waits, where it is hard: killed at every store and at random, with garbage for words, used
+ * by many threads at once. */
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -8,7 +9,7 @@
 #include "random.h"
 #include "sync_place.h"
 
-/* ---- killed */
+/* ---- killed ---------------------------------------------------------------------------------- */
 
 /* What the child did and was told before it was killed; in shared memory. */
 struct diary {
@@ -38,9 +39,9 @@ static void live(struct place *place, struct diary *diary)
 /* What was acknowledged holds after a kill at every store, and all of it works on. */
 static void killed_at_every_store(void)
 {
-    static const char *const points[] = {"sync.token", "sync.granting", "sync.granted", "sync.releasing", "sync.released",
-                                         "sync.published", "sync.seated", "sync.arrived", "sync.round_judged",
-                                         "sync.round_ended"};
+    static const char *const points[] = {
+        "sync.token",     "sync.granting", "sync.granted", "sync.releasing",    "sync.released",
+        "sync.published", "sync.seated",   "sync.arrived", "sync.round_judged", "sync.round_ended"};
     for (size_t p = 0; p < sizeof points / sizeof *points; p++) {
         for (long count = 1; count < 24; count += 1 + count / 3) {
             struct place place;
@@ -57,7 +58,8 @@ static void killed_at_every_store(void)
             CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL); /* the point was reached */
             place_restart(&place);
             pass(&place, 2 * SECOND); /* the grace, and whatever lease was running */
-            CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, diary->unlocked, 0), diary->unlocked ? SMB_OK : SMB_LOCK_LOST);
+            CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, diary->unlocked, 0),
+                     diary->unlocked ? SMB_OK : SMB_LOCK_LOST);
             CHECK_EQ(lock(&place, &asked, 9, 1, 0, 0), SMB_OK);
             CHECK(asked.answer.a > diary->locked); /* no token twice */
             CHECK_EQ(ask(&place, &asked, SMB_AWAIT_VERSION, 9, 2, 0, 0, 0, 0), SMB_OK);
@@ -92,11 +94,12 @@ static void publish_first(struct place *place)
 
 static void start_again(struct place *place)
 {
-    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, true, place->now, &place->sync), SMB_OK);
+    CHECK_EQ(sync_create(place->words, place->seats, SEATS_BYTES, true, place->now, &place->sync),
+             SMB_OK);
 }
 
-/* A publication that was seen, and whose answer a kill took, is acknowledged when it is repeated: also when the lease is over
- * by then, another has the lock, and the restart was killed too. */
+/* A publication that was seen, and whose answer a kill took, is acknowledged when it is repeated:
+ * also when the lease is over by then, another has the lock, and the restart was killed too. */
 static void published_and_killed(void)
 {
     for (int killed_twice = 0; killed_twice < 2; killed_twice++) {
@@ -124,7 +127,8 @@ static void break_the_round(struct place *place)
     ask(place, &asked, SMB_AWAIT_BARRIER, 1, 2, 0, 0, 0, 0);
 }
 
-/* A round that was about to be called broken, and whose parties then all came after the restart, is complete. */
+/* A round that was about to be called broken, and whose parties then all came after the restart, is
+ * complete. */
 static void broken_and_killed(void)
 {
     struct place place;
@@ -139,7 +143,7 @@ static void broken_and_killed(void)
     place_end(&place);
 }
 
-/* ---- killed at random: each life repeats what the last one left unanswered, and must find all that was acknowledged */
+/* ---- killed at random: a life repeats what is unanswered, finds what was acknowledged -------- */
 
 enum { PARTIES = 3, LIVES = 400, STEPS = 120 };
 static const uint64_t LEASE_MS = 100000;
@@ -148,12 +152,14 @@ struct facts {
     uint64_t now, sequence;
     uint64_t token[SYNC_LOCKS], session[SYNC_LOCKS]; /* of who holds it; 0: nobody */
     uint64_t expires_ns[SYNC_LOCKS];
-    uint64_t highest[SYNC_LOCKS], released;          /* the last token granted; the user's last one given back */
+    /* the last token granted; the user's last one given back */
+    uint64_t highest[SYNC_LOCKS], released;
     uint64_t version, round, arrived;
-    struct sync_request pending;                     /* opcode 0: none */
+    struct sync_request pending; /* opcode 0: none */
 };
 
-/* A fact counts once `current` says so: one store, so that a kill leaves the facts before it or those after. */
+/* A fact counts once `current` says so: one store, so that a kill leaves the facts before it or
+ * those after. */
 struct history {
     struct facts facts[2];
     _Atomic uint64_t current;
@@ -173,8 +179,10 @@ static void now_true(struct history *history, struct facts facts)
 
 static struct sync_request choose(const struct facts *facts, struct random *random)
 {
-    uint64_t which = random_below(random, SYNC_LOCKS), party = 1 + random_below(random, 3), token = facts->token[which];
-    struct sync_request request = {.session = party, .sequence = facts->sequence, .argument = which};
+    uint64_t which = random_below(random, SYNC_LOCKS), party = 1 + random_below(random, 3),
+             token = facts->token[which];
+    struct sync_request request = {
+        .session = party, .sequence = facts->sequence, .argument = which};
     switch (random_below(random, 6)) {
     case 0:
     case 1:
@@ -182,8 +190,10 @@ static struct sync_request choose(const struct facts *facts, struct random *rand
             request.opcode = SMB_LOCK;
             request.words[0] = LEASE_MS;
         } else if (which == SYNC_PUBLISHER && random_below(random, 3)) {
-            request = (struct sync_request){.opcode = SMB_PUBLISH, .session = facts->session[which],
-                                            .sequence = facts->sequence, .words = {token, facts->version + 1}};
+            request = (struct sync_request){.opcode = SMB_PUBLISH,
+                                            .session = facts->session[which],
+                                            .sequence = facts->sequence,
+                                            .words = {token, facts->version + 1}};
         } else {
             request.opcode = SMB_UNLOCK;
             request.words[0] = token;
@@ -196,7 +206,9 @@ static struct sync_request choose(const struct facts *facts, struct random *rand
         break;
     case 3: request.opcode = SMB_AWAIT_VERSION; break;
     default:
-        request = (struct sync_request){.opcode = SMB_ARRIVE, .session = facts->arrived + 1, .sequence = facts->sequence,
+        request = (struct sync_request){.opcode = SMB_ARRIVE,
+                                        .session = facts->arrived + 1,
+                                        .sequence = facts->sequence,
                                         .words = {PARTIES}};
     }
     return request;
@@ -215,9 +227,10 @@ static struct facts carry_out(struct place *place, struct facts facts)
     const struct sync_request request = facts.pending;
     uint64_t which = request.argument;
     struct asked asked;
-    bool had = facts.token[request.opcode == SMB_PUBLISH ? SYNC_PUBLISHER : which] == request.words[0];
-    int status = ask(place, &asked, request.opcode, request.session, request.sequence, which, request.words[0],
-                     request.words[1], 0);
+    bool had = facts.token[request.opcode == SMB_PUBLISH ? SYNC_PUBLISHER : which] ==
+               request.words[0];
+    int status = ask(place, &asked, request.opcode, request.session, request.sequence, which,
+                     request.words[0], request.words[1], 0);
     uint64_t a = asked.answer.a, b = asked.answer.b;
     switch (request.opcode) {
     case SMB_LOCK:
@@ -301,8 +314,9 @@ static void one_life(struct place *place, struct history *history, struct random
 
 static void killed_at_random(void)
 {
-    static const char *const points[] = {"sync.token", "sync.granting", "sync.granted", "sync.releasing", "sync.released",
-                                         "sync.published", "sync.seated", "sync.arrived", "sync.round_judged",
+    static const char *const points[] = {"sync.token",       "sync.granting", "sync.granted",
+                                         "sync.releasing",   "sync.released", "sync.published",
+                                         "sync.seated",      "sync.arrived",  "sync.round_judged",
                                          "sync.round_ended", "sync.mended"};
     enum { POINTS = sizeof points / sizeof *points };
     struct place place;
@@ -339,9 +353,10 @@ static void killed_at_random(void)
     place_end(&place);
 }
 
-/* ---- garbage, and threads */
+/* ---- garbage, and threads -------------------------------------------------------------------- */
 
-/* Whatever the words say: nothing leaves the seats, nothing hangs, and of two that ask one at most holds. */
+/* Whatever the words say: nothing leaves the seats, nothing hangs, and of two that ask one at most
+ * holds. */
 static void garbage(void)
 {
     struct random random = random_make(20261122);
@@ -351,8 +366,10 @@ static void garbage(void)
         place_make(&place);
         for (size_t i = 0; i < sizeof *place.words / 8; i++)
             if (random_below(&random, 2))
-                ((uint64_t *)place.words)[i] = random_below(&random, 3) ? random_next(&random) >> random_below(&random, 60)
-                                                                       : UINT64_MAX;
+                ((uint64_t *)place.words)[i] = random_below(&random, 3)
+                                                   ? random_next(&random) >>
+                                                         random_below(&random, 60)
+                                                   : UINT64_MAX;
         for (int i = 0; i < SEATS_BYTES; i++)
             place.seats[i] = (uint8_t)random_next(&random);
         place_restart(&place);
@@ -372,7 +389,8 @@ static void garbage(void)
     }
 }
 
-/* As many seats taken as there can be, by nobody who exists, in a segment with far more room than that. */
+/* As many seats taken as there can be, by nobody who exists, in a segment with far more room than
+ * that. */
 static void garbage_seats(void)
 {
     enum { BYTES = 128 << 20 };
@@ -380,7 +398,8 @@ static void garbage_seats(void)
     struct asked asked;
     struct random random = random_make(5);
     place_make(&place);
-    uint64_t *seats = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint64_t *seats = mmap(NULL, BYTES, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(seats != MAP_FAILED);
     for (int i = 0; i < 2 * SYNC_PARTIES_MAX; i++)
         seats[i] = random_next(&random);
@@ -392,7 +411,8 @@ static void garbage_seats(void)
         sync_tick(sync, place.now + SYNC_ABSENCE_MS * MS);
         struct sync *own = place.sync;
         place.sync = sync;
-        CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, 1, parties, 0, SYNC_PARTIES_MAX + 1, 0, 0), SMB_INVALID);
+        CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, 1, parties, 0, SYNC_PARTIES_MAX + 1, 0, 0),
+                 SMB_INVALID);
         CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, 1, parties, 0, 2, 0, 0), SMB_OK);
         CHECK_EQ(asked.answer.b, 0);
         place.sync = own;
@@ -432,7 +452,8 @@ static void *use(void *argument)
         holders--;
         CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, token, 0), SMB_OK);
         if (random_below(&random, 4) == 0) {
-            status = ask(&place, &asked, SMB_AWAIT_VERSION, many->session, turn, 0, UINT64_MAX, FOREVER, 0);
+            status = ask(&place, &asked, SMB_AWAIT_VERSION, many->session, turn, 0, UINT64_MAX,
+                         FOREVER, 0);
             CHECK_EQ(status, SMB_DEFERRED);
             CHECK(sync_forget(&asked.waiter, place.now));
         }
@@ -468,18 +489,23 @@ static void *use_all(void *argument)
     struct random random = random_make(many->session);
     for (uint64_t turn = 1; turn < 300; turn++) {
         struct asked asked;
-        uint64_t session = many->session, which = random_below(&random, SYNC_LOCKS), timeout = random_below(&random, 30);
+        uint64_t session = many->session, which = random_below(&random, SYNC_LOCKS),
+                 timeout = random_below(&random, 30);
         place.now = clock_ns;
-        if (ask(&place, &asked, SMB_LOCK, session, 4 * turn, which, SYNC_TTL_MS_MIN, timeout, 0) == SMB_DEFERRED)
+        if (ask(&place, &asked, SMB_LOCK, session, 4 * turn, which, SYNC_TTL_MS_MIN, timeout, 0) ==
+            SMB_DEFERRED)
             settle(&place, &asked, &random);
         if (which == SYNC_USER)
             change_under_fence(&place, asked.answer.a);
         else if (asked.answer.a)
-            ask(&place, &asked, SMB_PUBLISH, session, 4 * turn + 1, 0, asked.answer.a, asked.answer.b, 0);
-        if (ask(&place, &asked, SMB_AWAIT_VERSION, session, 4 * turn + 2, 0, UINT64_MAX, timeout, 0) == SMB_DEFERRED)
+            ask(&place, &asked, SMB_PUBLISH, session, 4 * turn + 1, 0, asked.answer.a,
+                asked.answer.b, 0);
+        if (ask(&place, &asked, SMB_AWAIT_VERSION, session, 4 * turn + 2, 0, UINT64_MAX, timeout,
+                0) == SMB_DEFERRED)
             settle(&place, &asked, &random);
         if (ask(&place, &asked, SMB_ARRIVE, session, 4 * turn + 3, 0, 4, 0, 0) == SMB_OK &&
-            ask(&place, &asked, SMB_AWAIT_BARRIER, session, 4 * turn + 3, 0, asked.answer.a, 30, 0) == SMB_DEFERRED)
+            ask(&place, &asked, SMB_AWAIT_BARRIER, session, 4 * turn + 3, 0, asked.answer.a, 30,
+                0) == SMB_DEFERRED)
             settle(&place, &asked, &random);
         ask(&place, &asked, SMB_PIN, session, 4 * turn, 0, 0, 0, 0);
         if (random_below(&random, 8) == 0)
@@ -525,13 +551,15 @@ static void run_threads(void *(*work)(void *), void *(*clock)(void *))
     place_end(&place);
 }
 
-/* Eight threads and a clock that stands: one holder at a time, tokens grow, every waiter is told once. */
+/* Eight threads and a clock that stands: one holder at a time, tokens grow, every waiter is told
+ * once. */
 static void threads(void)
 {
     run_threads(use, tick_on);
 }
 
-/* Everything at once, while leases run out, waits time out, sessions end and links go: each is told once, or taken back. */
+/* Everything at once, while leases run out, waits time out, sessions end and links go: each is told
+ * once, or taken back. */
 static void threads_and_time(void)
 {
     run_threads(use_all, clock_on);
@@ -540,8 +568,14 @@ static void threads_and_time(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(killed_at_every_store), TEST(published_and_killed), TEST(broken_and_killed), TEST(killed_at_random),
-        TEST(garbage), TEST(garbage_seats), TEST(threads), TEST(threads_and_time),
+        TEST(killed_at_every_store),
+        TEST(published_and_killed),
+        TEST(broken_and_killed),
+        TEST(killed_at_random),
+        TEST(garbage),
+        TEST(garbage_seats),
+        TEST(threads),
+        TEST(threads_and_time),
     };
     return RUN_TESTS(tests);
 }

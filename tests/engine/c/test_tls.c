@@ -1,5 +1,6 @@
-/* Bytes inside TLS: one record or thousands, in pieces of any size, through sockets that are full, with keys that change on the way;
- * who may be at the other end; and calls of a client that go on over new connections. */
+/* Bytes inside TLS: one record or thousands, in pieces of any size, through sockets that are full,
+ * with keys that change on the way; who may be at the other end; and calls of a client that go on
+ * over new connections. */
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -21,7 +22,7 @@
 enum { BYTES = 3 << 20, PEM_BYTES = 4096 };
 #define LONG_TEXT "a-text-that-is-longer-than-the-name-of-any-role"
 
-/* ---- a laboratory's certificates */
+/* ---- a laboratory's certificates ------------------------------------------------------------- */
 
 struct holder {
     X509 *certificate;
@@ -47,7 +48,8 @@ static void to_text(BIO *pem, char *text)
 }
 
 /* `names`: NULL for an authority, which signs itself. */
-static void issue(struct holder *holder, const struct holder *authority, const char *names, const char *purposes)
+static void issue(struct holder *holder, const struct holder *authority, const char *names,
+                  const char *purposes)
 {
     static long serial = 1;
     holder->key = EVP_EC_gen("P-256");
@@ -58,11 +60,14 @@ static void issue(struct holder *holder, const struct holder *authority, const c
     X509_gmtime_adj(X509_getm_notAfter(made), 3600);
     X509_set_pubkey(made, holder->key);
     X509_NAME *name = X509_NAME_new();
-    X509_NAME_add_entry_by_txt(name, "CN", MBSTRING_ASC, (const unsigned char *)(names ? "somebody" : "authority"), -1, -1, 0);
+    X509_NAME_add_entry_by_txt(name, "CN", MBSTRING_ASC,
+                               (const unsigned char *)(names ? "somebody" : "authority"), -1, -1,
+                               0);
     X509_set_subject_name(made, name);
     X509_set_issuer_name(made, authority ? X509_get_subject_name(authority->certificate) : name);
     X509_NAME_free(name);
-    extend(made, authority ? authority->certificate : made, NID_basic_constraints, names ? "critical,CA:FALSE" : "critical,CA:TRUE");
+    extend(made, authority ? authority->certificate : made, NID_basic_constraints,
+           names ? "critical,CA:FALSE" : "critical,CA:TRUE");
     if (names) {
         extend(made, authority->certificate, NID_subject_alt_name, names);
         extend(made, authority->certificate, NID_ext_key_usage, purposes);
@@ -89,14 +94,17 @@ static struct smb_tls *context_of(const struct holder *trusted, const struct hol
 {
     struct smb_tls *tls;
     char why[SMB_WHY_BYTES];
-    CHECK_EQ(smb_tls_create(trusted->certificate_pem, own->certificate_pem, own->key_pem, &tls, why), SMB_OK);
+    CHECK_EQ(
+        smb_tls_create(trusted->certificate_pem, own->certificate_pem, own->key_pem, &tls, why),
+        SMB_OK);
     return tls;
 }
 
 static void open_lab(void)
 {
     issue(&authority, NULL, NULL, NULL);
-    issue(&server_0, &authority, "URI:smb:role/server,URI:smb:name/server-0,DNS:server-0.server.smb", BOTH);
+    issue(&server_0, &authority,
+          "URI:smb:role/server,URI:smb:name/server-0,DNS:server-0.server.smb", BOTH);
     issue(&client, &authority, "URI:smb:role/client,URI:smb:name/c", "clientAuth");
 }
 
@@ -107,18 +115,20 @@ static void close_lab(void)
     forget(&client);
 }
 
-/* ---- both ends of a connection, in one thread */
+/* ---- both ends of a connection, in one thread ------------------------------------------------ */
 
 struct ends {
     struct channel server, client;
 };
 
-static void open_ends(struct ends *ends, struct smb_tls *servers, struct smb_tls *clients, const char *expected)
+static void open_ends(struct ends *ends, struct smb_tls *servers, struct smb_tls *clients,
+                      const char *expected)
 {
     int fds[2], bytes = 8192;
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
     for (int i = 0; i < 2; i++)
-        CHECK_EQ(setsockopt(fds[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes), 0); /* soon full */
+        /* soon full */
+        CHECK_EQ(setsockopt(fds[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes), 0);
     ends->server = (struct channel){fds[0], tls_begin(servers, fds[0], NULL)};
     ends->client = (struct channel){fds[1], tls_begin(clients, fds[1], expected)};
     CHECK(ends->server.tls && ends->client.tls);
@@ -165,14 +175,16 @@ static int cut(uint8_t *memory, size_t at, size_t end, size_t most, struct iovec
     return count;
 }
 
-/* Both directions at once, through sockets that hold 8 KiB; every byte arrives once and in order. Keys change every 64 records. */
+/* Both directions at once, through sockets that hold 8 KiB; every byte arrives once and in order.
+ * Keys change every 64 records. */
 static void bytes_arrive(void)
 {
     struct ends ends;
     int server, client_end;
     static uint8_t sent[BYTES], got[2][BYTES];
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     open_ends(&ends, servers, clients, "server-0.server.smb");
     shake(&ends, &server, &client_end);
     CHECK_EQ(server, SMB_OK);
@@ -203,14 +215,16 @@ static void bytes_arrive(void)
     close_lab();
 }
 
-/* What is taken is on its way, though its memory changes before the socket has taken it: a reader never sees two states. */
+/* What is taken is on its way, though its memory changes before the socket has taken it: a reader
+ * never sees two states. */
 static void memory_may_change(void)
 {
     struct ends ends;
     int server, client_end;
     static uint8_t memory[1 << 20], got[1 << 20];
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     open_ends(&ends, servers, clients, "server-0.server.smb");
     shake(&ends, &server, &client_end);
     CHECK_EQ(server, SMB_OK);
@@ -235,12 +249,14 @@ static void memory_may_change(void)
     close_lab();
 }
 
-static void expect(const struct holder *trusted_by_server, const struct holder *server, const struct holder *trusted_by_client,
-                   const struct holder *user, const char *expected, const char *why_server, const char *why_client)
+static void expect(const struct holder *trusted_by_server, const struct holder *server,
+                   const struct holder *trusted_by_client, const struct holder *user,
+                   const char *expected, const char *why_server, const char *why_client)
 {
     struct ends ends;
     int of_server, of_client;
-    struct smb_tls *servers = context_of(trusted_by_server, server), *clients = context_of(trusted_by_client, user);
+    struct smb_tls *servers = context_of(trusted_by_server, server),
+                   *clients = context_of(trusted_by_client, user);
     open_ends(&ends, servers, clients, expected);
     smb_tls_release(servers);
     smb_tls_release(clients);
@@ -259,17 +275,20 @@ static void expect(const struct holder *trusted_by_server, const struct holder *
     close_ends(&ends);
 }
 
-/* Whose certificate is for another name or role, or of another authority, is refused by either side, which says why. */
+/* Whose certificate is for another name or role, or of another authority, is refused by either
+ * side, which says why. */
 static void who_may(void)
 {
-    struct holder other, reader, operator, server_1, stranger, coordinator, two, odd, long_one, none, of_client_only, wild;
+    struct holder other, reader, operator, server_1, stranger, coordinator, two, odd, long_one,
+        none, of_client_only, wild;
     open_lab();
     issue(&other, NULL, NULL, NULL);
     issue(&reader, &authority, "URI:smb:role/reader", "clientAuth");
     issue(&operator, &authority, "URI:smb:role/operator", "clientAuth");
     issue(&server_1, &authority, "URI:smb:role/server,DNS:server-1.server.smb", BOTH);
     issue(&stranger, &other, "URI:smb:role/client", "clientAuth");
-    issue(&coordinator, &authority, "URI:smb:role/coordinator,DNS:coordinator.smb,DNS:server-0.server.smb", BOTH);
+    issue(&coordinator, &authority,
+          "URI:smb:role/coordinator,DNS:coordinator.smb,DNS:server-0.server.smb", BOTH);
     issue(&two, &authority, "URI:smb:role/client,URI:smb:role/operator", "clientAuth");
     issue(&odd, &authority, "URI:smb:role/client,URI:smb:role/" LONG_TEXT, "clientAuth");
     issue(&long_one, &authority, "URI:smb:role/client" LONG_TEXT, "clientAuth");
@@ -288,27 +307,33 @@ static void who_may(void)
     expect(&authority, &server_0, &authority, &odd, name, "role \"?\" and others", reply);
     expect(&authority, &server_0, &authority, &long_one, name, "role \"?\", name", reply);
     expect(&authority, &server_0, &authority, &none, name, "it shows", reply);
-    expect(&authority, &server_1, &authority, &client, name, NULL, "it shows the certificate of role \"server\"");
-    expect(&authority, &server_0, &authority, &client, "server-0.server.sm", NULL, "name \"server-0\"");
+    expect(&authority, &server_1, &authority, &client, name, NULL,
+           "it shows the certificate of role \"server\"");
+    expect(&authority, &server_0, &authority, &client, "server-0.server.sm", NULL,
+           "name \"server-0\"");
     expect(&authority, &server_0, &authority, &client, ".server.smb", NULL, "it shows");
     expect(&authority, &wild, &authority, &client, name, NULL, "it shows");
     expect(&authority, &coordinator, &authority, &client, name, NULL, "role \"coordinator\"");
     expect(&authority, &none, &authority, &client, name, NULL, "role \"\"");
     expect(&authority, &of_client_only, &authority, &client, name, NULL, "purpose");
     expect(&authority, &server_0, &other, &client, name, NULL, "is not good");
-    struct holder *all[] = {&other, &reader, &operator, &server_1, &stranger, &coordinator, &two, &odd, &long_one,
-                            &none, &of_client_only, &wild};
+    struct holder *all[] = {&other, &reader, &operator, &server_1, &stranger,       &coordinator,
+                            &two,   &odd,    &long_one, &none,     &of_client_only, &wild};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         forget(all[i]);
     struct smb_tls *tls;
     char why[SMB_WHY_BYTES];
-    CHECK_EQ(smb_tls_create(authority.certificate_pem, server_0.certificate_pem, client.key_pem, &tls, why), SMB_INVALID);
+    CHECK_EQ(smb_tls_create(authority.certificate_pem, server_0.certificate_pem, client.key_pem,
+                            &tls, why),
+             SMB_INVALID);
     CHECK(why[0]);
-    CHECK_EQ(smb_tls_create("nothing", server_0.certificate_pem, server_0.key_pem, &tls, why), SMB_INVALID);
+    CHECK_EQ(smb_tls_create("nothing", server_0.certificate_pem, server_0.key_pem, &tls, why),
+             SMB_INVALID);
     close_lab();
 }
 
-/* Of several certificates in one file each counts: one that is damaged spoils the file, which was once passed over in silence. */
+/* Of several certificates in one file each counts: one that is damaged spoils the file, which was
+ * once passed over in silence. */
 static void files_of_several(void)
 {
     struct holder other;
@@ -319,7 +344,8 @@ static void files_of_several(void)
     for (int spoilt = 0; spoilt < 4; spoilt++) {
         int expected = spoilt ? SMB_INVALID : SMB_OK;
         for (int of_chain = 0; of_chain < 2; of_chain++) {
-            int first = snprintf(two, sizeof two, "%s", of_chain ? server_0.certificate_pem : other.certificate_pem);
+            int first = snprintf(two, sizeof two, "%s",
+                                 of_chain ? server_0.certificate_pem : other.certificate_pem);
             char *second = two + first;
             snprintf(second, sizeof two - (size_t)first, "%s\n", authority.certificate_pem);
             if (spoilt == 1)
@@ -328,8 +354,9 @@ static void files_of_several(void)
                 second[80] = '*';
             if (spoilt == 3)
                 second[strlen(second) / 2] = 0;
-            int status = smb_tls_create(of_chain ? authority.certificate_pem : two, of_chain ? two : server_0.certificate_pem,
-                                        server_0.key_pem, &tls, why);
+            int status = smb_tls_create(of_chain ? authority.certificate_pem : two,
+                                        of_chain ? two : server_0.certificate_pem, server_0.key_pem,
+                                        &tls, why);
             CHECK_EQ(status, expected);
             CHECK((status == SMB_OK) == !why[0]);
             if (status == SMB_OK)
@@ -344,7 +371,8 @@ static void files_of_several(void)
 static void no_tls(void)
 {
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     for (int kind = 0; kind < 4; kind++) {
         struct ends ends;
         open_ends(&ends, servers, clients, "server-0.server.smb");
@@ -440,7 +468,7 @@ static void key_updates_end_a_turn(void)
     close_lab();
 }
 
-/* ---- a client's calls */
+/* ---- a client's calls ------------------------------------------------------------------------ */
 
 enum { ELEMENTS = 200000, CALLERS = 3, CALLS = 12 };
 
@@ -457,8 +485,11 @@ static void *call(void *argument)
     for (int i = 0; i < ELEMENTS; i++)
         ones[i] = 1;
     for (int i = 0; i < CALLS; i++) {
-        must(caller->buffer,
-             (struct smb_request){.opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1, .bytes = bytes, .source = ones});
+        must(caller->buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                                  .op = SMB_SUM,
+                                                  .scale = 1,
+                                                  .bytes = bytes,
+                                                  .source = ones});
         must(caller->buffer, (struct smb_request){.opcode = SMB_READ, .bytes = bytes, .sink = got});
     }
     free(got);
@@ -466,7 +497,8 @@ static void *call(void *argument)
     return NULL;
 }
 
-/* Threads add and read inside TLS while their connections break and are made again: every addition counts once. */
+/* Threads add and read inside TLS while their connections break and are made again: every addition
+ * counts once. */
 static void calls_go_on(void)
 {
     struct rig rig;
@@ -477,28 +509,33 @@ static void calls_go_on(void)
     uint64_t instance;
     char why[SMB_WHY_BYTES];
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     rig_start(&rig, (struct smb_layout){ELEMENTS * 8, 262144, 262144, 2}, SMB_FLOAT64);
     CHECK_EQ(smb_client_create(77, &made), SMB_OK);
     CHECK_EQ(smb_buffer_create(made, &rig.layout, rig.dtype, &buffer), SMB_OK);
     for (int i = 0; i < RIG_SERVERS; i++) {
         smb_server_use_tls(rig.servers[i], servers);
-        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients, "server-1.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
+        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients,
+                                        "server-1.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
                                         &instance, why),
                  SMB_UNTRUSTED);
         CHECK(strstr(why, "server-0"));
-        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients, "server-0.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
+        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients,
+                                        "server-0.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
                                         &instance, why),
                  SMB_OK);
-        CHECK_EQ(smb_buffer_set_link(buffer, (uint32_t)i, rig_segment_id(0, (uint32_t)i), RIG_EPOCH, links[i]), SMB_OK);
+        CHECK_EQ(smb_buffer_set_link(buffer, (uint32_t)i, rig_segment_id(0, (uint32_t)i), RIG_EPOCH,
+                                     links[i]),
+                 SMB_OK);
     }
     for (int i = 0; i < CALLERS; i++) {
         callers[i] = (struct caller){.buffer = buffer};
         CHECK_EQ(pthread_create(&callers[i].thread, NULL, call, &callers[i]), 0);
     }
     for (int i = 0; i < 30; i++) { /* the newer connection of a lane ends the older one */
-        CHECK_EQ(smb_link_resume_tls(links[i % 2], "127.0.0.1", rig.ports[i % 2], clients, "server-0.server.smb", 0, RIG_TIMEOUT_MS,
-                                     &instance, why),
+        CHECK_EQ(smb_link_resume_tls(links[i % 2], "127.0.0.1", rig.ports[i % 2], clients,
+                                     "server-0.server.smb", 0, RIG_TIMEOUT_MS, &instance, why),
                  SMB_OK);
         usleep(3000);
     }
@@ -519,8 +556,8 @@ static void calls_go_on(void)
     close_lab();
 }
 
-/* Small answers that a peer does not read wait encrypted, in no buffer of the connection's own: they are a backlog like others, which
- * is counted once. */
+/* Small answers that a peer does not read wait encrypted, in no buffer of the connection's own:
+ * they are a backlog like others, which is counted once. */
 static void answers_wait_inside(void)
 {
     enum { AT_ONCE = 100 };
@@ -529,7 +566,8 @@ static void answers_wait_inside(void)
     int status;
     uint8_t bytes[(1 + AT_ONCE) * SMB_FRAME_BYTES];
     open_lab();
-    struct smb_tls *servers = context_of(&authority, &server_0), *clients = context_of(&authority, &client);
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
     rig_start(&rig, (struct smb_layout){65536, 65536, 65536, 1}, SMB_UINT8);
     smb_server_use_tls(rig.servers[0], servers);
     int fd = raw_connect(rig.ports[0]);
@@ -538,14 +576,20 @@ static void answers_wait_inside(void)
         CHECK(poll(&(struct pollfd){.fd = fd, .events = POLLIN}, 1, 10000) == 1);
     CHECK_EQ(status, SMB_OK);
     struct smb_frame hello = {.opcode = SMB_HELLO, .session = 73};
-    struct smb_frame read = {.opcode = SMB_READ, .dtype = SMB_UINT8, .session = 73, .epoch = RIG_EPOCH, .segment = rig_segment_id(0, 0),
+    struct smb_frame read = {.opcode = SMB_READ,
+                             .dtype = SMB_UINT8,
+                             .session = 73,
+                             .epoch = RIG_EPOCH,
+                             .segment = rig_segment_id(0, 0),
                              .length = 8};
     smb_frame_encode(&hello, bytes);
     for (int i = 1; i <= AT_ONCE; i++)
         smb_frame_encode(&read, bytes + i * SMB_FRAME_BYTES);
-    struct iovec all = {bytes, sizeof bytes}, more = {bytes + SMB_FRAME_BYTES, AT_ONCE * SMB_FRAME_BYTES};
+    struct iovec all = {bytes, sizeof bytes},
+                 more = {bytes + SMB_FRAME_BYTES, AT_ONCE * SMB_FRAME_BYTES};
     CHECK_EQ(channel_write(&channel, &all, 1), (ssize_t)sizeof bytes);
-    WAIT_UNTIL((CHECK(!channel_failed(channel_write(&channel, &more, channel_unsent_bytes(&channel) ? 0 : 1))),
+    WAIT_UNTIL((CHECK(!channel_failed(
+                    channel_write(&channel, &more, channel_unsent_bytes(&channel) ? 0 : 1))),
                 smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes > 0));
     CHECK_EQ(counters.backlog_total, 1);
     channel_close(&channel);
@@ -558,7 +602,9 @@ static void answers_wait_inside(void)
 
 int main(void)
 {
-    static const struct test tests[] = {TEST(bytes_arrive), TEST(memory_may_change), TEST(who_may), TEST(files_of_several), TEST(no_tls), TEST(key_updates_end_a_turn),
-                                        TEST(calls_go_on), TEST(answers_wait_inside)};
+    static const struct test tests[] = {TEST(bytes_arrive), TEST(memory_may_change),
+                                        TEST(who_may),      TEST(files_of_several),
+                                        TEST(no_tls),       TEST(key_updates_end_a_turn),
+                                        TEST(calls_go_on),  TEST(answers_wait_inside)};
     return RUN_TESTS(tests);
 }

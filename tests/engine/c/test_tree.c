@@ -17,7 +17,7 @@ static int by_key(const void *left, const void *right)
     const struct thing *const *a = left, *const *b = right;
     if ((*a)->high != (*b)->high)
         return (*a)->high < (*b)->high ? -1 : 1;
-    return (*a)->low < (*b)->low ? -1 : (*a)->low > (*b)->low;
+    return (*a)->low<(*b)->low ? -1 : (*a)->low>(*b)->low;
 }
 
 static struct thing *owner(struct tree_node *node)
@@ -36,14 +36,17 @@ static void check_whole(const struct tree *tree, struct thing *things, int count
     CHECK_EQ(tree->count, in);
     int seen = 0;
     for (struct tree_node *node = tree_first(tree); node; node = tree_next(node), seen++)
-        CHECK(seen < in && node->key[0] == sorted[seen]->high && node->key[1] == sorted[seen]->low && owner(node)->in);
+        CHECK(seen < in && node->key[0] == sorted[seen]->high &&
+              node->key[1] == sorted[seen]->low && owner(node)->in);
     CHECK_EQ(seen, in);
     for (uint64_t high = 0; high < 5; high++) {
         for (uint64_t low = 0; low < 9; low++) {
             int at = 0;
-            while (at < in && (sorted[at]->high < high || (sorted[at]->high == high && sorted[at]->low < low)))
+            while (at < in &&
+                   (sorted[at]->high < high || (sorted[at]->high == high && sorted[at]->low < low)))
                 at++;
-            struct thing *from = owner(tree_from(tree, high, low)), *found = owner(tree_find(tree, high, low));
+            struct thing *from = owner(tree_from(tree, high, low)),
+                         *found = owner(tree_find(tree, high, low));
             bool is_there = at < in && sorted[at]->high == high && sorted[at]->low == low;
             CHECK_EQ(from != NULL, at < in);
             CHECK(!from || (from->high == sorted[at]->high && from->low == sorted[at]->low));

@@ -1,4 +1,5 @@
-/* Files in tmpfs. A folder carries its process's number, so that those of fuzzers that were killed are found and removed. */
+/* Files in tmpfs. A folder carries its process's number, so that those of fuzzers that were killed
+ * are found and removed. */
 #include <dirent.h>
 #include <errno.h>
 #include <glob.h>

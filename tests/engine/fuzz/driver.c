@@ -1,4 +1,5 @@
-/* Runs a target without libFuzzer: random inputs, and mutations of those before. progress thread [RUNS [SEED]] */
+/* Runs a target without libFuzzer: random inputs, and mutations of those before. progress thread
+ * [RUNS [SEED]] */
 #include <string.h>
 #include <time.h>
 
@@ -29,7 +30,8 @@ int main(int argc, char **argv)
     long runs = argc > 1 ? atol(argv[1]) : 20000;
     uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)time(NULL);
     state = seed;
-    printf("seed %llu: repeat with %s %ld %llu\n", (unsigned long long)seed, argv[0], runs, (unsigned long long)seed);
+    printf("seed %llu: repeat with %s %ld %llu\n", (unsigned long long)seed, argv[0], runs,
+           (unsigned long long)seed);
     fflush(stdout);
     for (long run = 0; run < runs; run++) {
         uint8_t *input = kept[run % KEPT];

@@ -1,4 +1,5 @@
-/* fuzz.h: what each target gives, and what they share. Built with clang's libFuzzer, or with progress thread.c and any compiler. */
+/* fuzz.h: what each target gives, and what they share. Built with clang's libFuzzer, or with
+ * progress thread.c and any compiler. */
 #ifndef FUZZ_H
 #define FUZZ_H
 
@@ -9,15 +10,16 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-#define MUST(condition)                                                                                                    \
-    do {                                                                                                                   \
-        if (!(condition)) {                                                                                                \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);                                        \
-            abort();                                                                                                       \
-        }                                                                                                                  \
+#define MUST(condition)                                                             \
+    do {                                                                            \
+        if (!(condition)) {                                                         \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            abort();                                                                \
+        }                                                                           \
     } while (0)
 
-/* A file of this process's in tmpfs, removed at the end. Static memory: used before the next call. */
+/* A file of this process's in tmpfs, removed at the end. Static memory: used before the next
+ * call. */
 const char *fuzz_path(const char *name);
 
 /* The input, byte by byte; zeros after its end. */

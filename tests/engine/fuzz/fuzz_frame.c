@@ -1,5 +1,6 @@
-/* The one parser, with any 64 bytes, and with frames that were right before some bytes changed: what it accepts is sound, its payload
- * is what docs/protocol.md says, and it is what the bytes say. */
+/* The one parser, with any 64 bytes, and with frames that were right before some bytes changed:
+ * what it accepts is sound, its payload is what docs/protocol.md says, and it is what the bytes
+ * say. */
 #include <string.h>
 
 #include "base/frame.h"
@@ -21,17 +22,25 @@ static uint32_t elements_of(const struct smb_frame *frame)
 /* A beginning from which a few changed bytes are a frame, or nearly one. */
 static struct smb_frame nearly(struct input *input)
 {
-    static const uint32_t lengths[] = {8, 8, 16, 24, 4096, SMB_CHUNK_BYTES_MAX, SMB_CHUNK_BYTES_MAX + 8, 0};
+    static const uint32_t lengths[] = {
+        8, 8, 16, 24, 4096, SMB_CHUNK_BYTES_MAX, SMB_CHUNK_BYTES_MAX + 8, 0};
     static const uint32_t payloads[] = {0, 8, 16, 24, SMB_SYNC_BYTES};
     bool steps;
-    struct smb_frame frame = {.opcode = (uint8_t)(take(input, 1) % (SMB_OPCODE_COUNT + 1)), .lane = 1, .epoch = 1, .session = 1,
-                              .segment = 1, .dtype = SMB_INT64, .op = SMB_SUM, .argument = smb_bits_of(1.0)};
+    struct smb_frame frame = {.opcode = (uint8_t)(take(input, 1) % (SMB_OPCODE_COUNT + 1)),
+                              .lane = 1,
+                              .epoch = 1,
+                              .session = 1,
+                              .segment = 1,
+                              .dtype = SMB_INT64,
+                              .op = SMB_SUM,
+                              .argument = smb_bits_of(1.0)};
     uint64_t what = take(input, 1), how = take(input, 1);
     frame.sequence = what % 8 != 0;
     frame.flags = how % 2 ? 0 : (uint16_t)(how / 2 % 16);
     uint64_t wire = take(input, 1); /* and a checksum */
     if (wire % 2) {
-        frame.flags |= (uint16_t)((wire / 2 % 5) << SMB_FLAG_WIRE_SHIFT | (wire & 16 ? SMB_FLAG_CHECKSUM : 0));
+        frame.flags |= (uint16_t)((wire / 2 % 5) << SMB_FLAG_WIRE_SHIFT |
+                                  (wire & 16 ? SMB_FLAG_CHECKSUM : 0));
         frame.dtype = SMB_FLOAT32;
     }
     steps = frame.opcode == SMB_APPLY;
@@ -39,13 +48,19 @@ static struct smb_frame nearly(struct input *input)
         frame.dtype = SMB_FLOAT32;
         frame.op = (uint8_t)(what % 8);
     }
-    frame.length = frame.opcode == SMB_HELLO || (frame.opcode >= SMB_WATERMARK && !steps) ? 0 : lengths[what / 8 % 8];
+    frame.length = frame.opcode == SMB_HELLO || (frame.opcode >= SMB_WATERMARK && !steps)
+                       ? 0
+                       : lengths[what / 8 % 8];
     if (frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP)
         frame.length = 8;
     frame.offset = what >> 6 == 3 ? UINT64_MAX - 7 - take(input, 1) * 8 : 64;
-    frame.payload = steps && how & 64 ? 96 : frame.opcode == SMB_AUTHORIZE && how & 64 ? 48 : how & 128 ? frame.length : payloads[how / 32 % 5];
+    frame.payload = steps && how & 64                           ? 96
+                    : frame.opcode == SMB_AUTHORIZE && how & 64 ? 48
+                    : how & 128                                 ? frame.length
+                                                                : payloads[how / 32 % 5];
     if (wire % 2 && wire & 128)
-        frame.payload = (frame.opcode == SMB_READ ? 0 : elements_of(&frame)) + (frame.flags & SMB_FLAG_CHECKSUM ? 4 : 0);
+        frame.payload = (frame.opcode == SMB_READ ? 0 : elements_of(&frame)) +
+                        (frame.flags & SMB_FLAG_CHECKSUM ? 4 : 0);
     if (frame.flags & SMB_FLAG_FENCED && take(input, 1) % 4)
         frame.payload += SMB_TOKEN_BYTES;
     return frame;
@@ -72,7 +87,8 @@ static uint32_t payload_of(const struct smb_frame *frame)
 static void check_reply(const struct smb_frame *frame)
 {
     bool data = frame->status == SMB_OK &&
-                (frame->opcode == SMB_READ || (frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH));
+                (frame->opcode == SMB_READ ||
+                 (frame->opcode == SMB_ACCUMULATE && frame->flags & SMB_FLAG_FETCH));
     uint32_t checksum = frame->flags & SMB_FLAG_CHECKSUM ? 4 : 0;
     uint32_t elements = !data ? 0 : frame->opcode == SMB_READ ? elements_of(frame) : frame->length;
     MUST(frame->payload == elements + checksum && frame->status < SMB_STATUS_COUNT);
@@ -80,14 +96,17 @@ static void check_reply(const struct smb_frame *frame)
 
 static void check_request(const struct smb_frame *frame)
 {
-    bool changes = (frame->opcode >= SMB_WRITE && frame->opcode <= SMB_COMPARE_SWAP) || frame->opcode == SMB_APPLY;
+    bool changes = (frame->opcode >= SMB_WRITE && frame->opcode <= SMB_COMPARE_SWAP) ||
+                   frame->opcode == SMB_APPLY;
     bool ranged = frame->opcode == SMB_READ || changes;
     uint32_t element = smb_dtype_bytes(frame->dtype);
     bool sparse = (frame->flags >> 4 & 7) == SMB_WIRE_SPARSE;
     MUST(frame->status == 0 && frame->payload >= payload_of(frame));
     uint32_t more = frame->payload - payload_of(frame); /* entries, after the first */
-    MUST(sparse ? more % (4 + element) == 0 && more / (4 + element) < frame->length / element : more == 0);
-    MUST(sparse ? frame->opcode == SMB_ACCUMULATE : !(frame->flags >> 4 & 7) || frame->dtype == SMB_FLOAT32);
+    MUST(sparse ? more % (4 + element) == 0 && more / (4 + element) < frame->length / element
+                : more == 0);
+    MUST(sparse ? frame->opcode == SMB_ACCUMULATE
+                : !(frame->flags >> 4 & 7) || frame->dtype == SMB_FLOAT32);
     MUST(!(frame->flags & SMB_FLAG_FENCED) || changes);
     MUST(!(frame->flags & SMB_FLAG_FETCH) || frame->opcode == SMB_ACCUMULATE);
     MUST(!changes || frame->sequence > 0);
@@ -124,7 +143,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         return 0;
     smb_frame_encode(&frame, again);
     MUST(memcmp(bytes, again, sizeof bytes) == 0);
-    MUST(frame.opcode >= SMB_HELLO && frame.opcode < SMB_OPCODE_COUNT && frame.length <= SMB_CHUNK_BYTES_MAX);
+    MUST(frame.opcode >= SMB_HELLO && frame.opcode < SMB_OPCODE_COUNT &&
+         frame.length <= SMB_CHUNK_BYTES_MAX);
     MUST(!(frame.flags & ~SMB_FLAGS_KNOWN));
     if (frame.flags & SMB_FLAG_REPLY)
         check_reply(&frame);

@@ -1,7 +1,8 @@
-/* A real server, spoken to over its socket by several connections: frames that are right, nearly right, and bytes that are
- * none; tokens, good and bad; sessions that repeat themselves, take over their own lane, and end; sessions whose requests are records, with
- * payloads in slots, in somebody else's, or in none, that change after they were sent. Whatever comes, it goes on serving, and the segment that
- * no frame changes and the slots that are nobody's keep their bytes. */
+/* A real server, spoken to over its socket by several connections: frames that are right, nearly
+ * right, and bytes that are none; tokens, good and bad; sessions that repeat themselves, take over
+ * their own lane, and end; sessions whose requests are records, with payloads in slots, in somebody
+ * else's, or in none, that change after they were sent. Whatever comes, it goes on serving, and the
+ * segment that no frame changes and the slots that are nobody's keep their bytes. */
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -12,7 +13,18 @@
 #include "fuzz.h"
 #include "memory/segment.h"
 
-enum { WITNESS = 0x1111, SCRATCH = 0x2222, FLOATS = 0x3333, STEPS = 0x4444 /* three of them */, EPOCH = 5, BYTES = 65536, CHUNK = 16384, PEERS = 3, SLOTS = 2, FRAME_MAX = 64 + 8 + 2 * CHUNK + 4 };
+enum {
+    WITNESS = 0x1111,
+    SCRATCH = 0x2222,
+    FLOATS = 0x3333,
+    STEPS = 0x4444 /* three of them */,
+    EPOCH = 5,
+    BYTES = 65536,
+    CHUNK = 16384,
+    PEERS = 3,
+    SLOTS = 2,
+    FRAME_MAX = 64 + 8 + 2 * CHUNK + 4
+};
 
 struct peer {
     int fd; /* -1: none now */
@@ -30,7 +42,8 @@ static struct smb_slots *bystander; /* slots as a client's are, between theirs *
 static char socket_path[128];
 static uint64_t sessions;
 static uint64_t good_answers[2][SMB_OPCODE_COUNT]; /* the second: by reference */
-static uint64_t reply[SMB_OPCODE_COUNT]; /* what it last answered: tokens, rounds, versions, to be said back to it */
+/* what it last answered: tokens, rounds, versions, to be said back to it */
+static uint64_t reply[SMB_OPCODE_COUNT];
 
 /* Input that reaches nothing proves nothing. */
 static void tell_reached(void)
@@ -38,7 +51,8 @@ static void tell_reached(void)
     static const char *const titles[] = {"  answered OK, by opcode: ", "  and by reference: "};
     for (int how = 0; how < 2; how++) {
         for (int opcode = SMB_READ; opcode < SMB_OPCODE_COUNT; opcode++)
-            printf("%s%llu", opcode == SMB_READ ? titles[how] : " ", (unsigned long long)good_answers[how][opcode]);
+            printf("%s%llu", opcode == SMB_READ ? titles[how] : " ",
+                   (unsigned long long)good_answers[how][opcode]);
         printf("\n");
     }
 }
@@ -53,13 +67,17 @@ static void start(void)
     struct smb_recovery recovery;
     strcpy(socket_path, fuzz_path("socket"));
     MUST(smb_server_create(1, 1, 1 << 26, &server) == SMB_OK);
-    MUST(smb_server_create_segment(server, fuzz_path("witness"), WITNESS, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
-    MUST(smb_server_create_segment(server, fuzz_path("scratch"), SCRATCH, EPOCH, SMB_INT64, BYTES, CHUNK) == SMB_OK);
-    MUST(smb_server_create_segment(server, fuzz_path("floats"), FLOATS, EPOCH, SMB_FLOAT32, BYTES, CHUNK) == SMB_OK);
+    MUST(smb_server_create_segment(server, fuzz_path("witness"), WITNESS, EPOCH, SMB_INT64, BYTES,
+                                   CHUNK) == SMB_OK);
+    MUST(smb_server_create_segment(server, fuzz_path("scratch"), SCRATCH, EPOCH, SMB_INT64, BYTES,
+                                   CHUNK) == SMB_OK);
+    MUST(smb_server_create_segment(server, fuzz_path("floats"), FLOATS, EPOCH, SMB_FLOAT32, BYTES,
+                                   CHUNK) == SMB_OK);
     for (uint64_t i = 0; i < SMB_APPLY_SEGMENTS; i++) {
         char name[16];
         snprintf(name, sizeof name, "step-%d", (int)i);
-        MUST(smb_server_create_segment(server, fuzz_path(name), STEPS + i, EPOCH, SMB_FLOAT32, BYTES, CHUNK) == SMB_OK);
+        MUST(smb_server_create_segment(server, fuzz_path(name), STEPS + i, EPOCH, SMB_FLOAT32,
+                                       BYTES, CHUNK) == SMB_OK);
     }
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     smb_server_guard(server);
@@ -91,7 +109,8 @@ static void check_witness(void)
 static void count_answer(const struct peer *peer, const uint8_t *bytes)
 {
     struct smb_frame frame;
-    if (smb_frame_parse(bytes, &frame) != SMB_OK || !(frame.flags & SMB_FLAG_REPLY) || frame.status != SMB_OK)
+    if (smb_frame_parse(bytes, &frame) != SMB_OK || !(frame.flags & SMB_FLAG_REPLY) ||
+        frame.status != SMB_OK)
         return;
     good_answers[peer->slots != NULL][frame.opcode]++;
     reply[frame.opcode] = frame.argument;
@@ -109,10 +128,16 @@ static uint16_t flags_of(const struct peer *peer)
 }
 
 /* Of a token with these rights, as the coordinator makes it and a client proves it. */
-static void store_token(const struct peer *peer, uint64_t segment, uint32_t rights, uint8_t *payload)
+static void store_token(const struct peer *peer, uint64_t segment, uint32_t rights,
+                        uint8_t *payload)
 {
-    struct smb_token token = {.segment = segment, .epoch = EPOCH, .rights = rights, .generation = 1, .expires_ms = UINT64_MAX / 4 / 1000000};
-    struct access_connection connection = {.nonce = peer->nonce, .instance = 1, .session = peer->session, .lane = 3};
+    struct smb_token token = {.segment = segment,
+                              .epoch = EPOCH,
+                              .rights = rights,
+                              .generation = 1,
+                              .expires_ms = UINT64_MAX / 4 / 1000000};
+    struct access_connection connection = {
+        .nonce = peer->nonce, .instance = 1, .session = peer->session, .lane = 3};
     uint8_t text[56] = "smb token 1";
     smb_store64(text + 16, peer->session);
     smb_store64(text + 24, segment);
@@ -130,17 +155,25 @@ static void show_tokens(struct peer *peer)
     enum { COUNT = sizeof granted / sizeof *granted };
     uint8_t bytes[COUNT * SMB_RECORD_BYTES] = {0};
     uint8_t *at = bytes;
-    struct smb_frame frame = {.opcode = SMB_AUTHORIZE, .flags = flags_of(peer), .session = peer->session, .lane = 3, .epoch = EPOCH};
+    struct smb_frame frame = {.opcode = SMB_AUTHORIZE,
+                              .flags = flags_of(peer),
+                              .session = peer->session,
+                              .lane = 3,
+                              .epoch = EPOCH};
     frame.payload = SMB_AUTHORIZE_BYTES + smb_frame_checksum_bytes(&frame);
     for (int i = 0; i < COUNT; i++) {
         frame.segment = granted[i];
         smb_frame_encode(&frame, at);
-        store_token(peer, granted[i], SMB_RIGHT_READ | (granted[i] == WITNESS ? 0 : SMB_RIGHT_WRITE), at + SMB_FRAME_BYTES);
+        store_token(peer, granted[i],
+                    SMB_RIGHT_READ | (granted[i] == WITNESS ? 0 : SMB_RIGHT_WRITE),
+                    at + SMB_FRAME_BYTES);
         if (frame.flags & SMB_FLAG_CHECKSUM)
-            smb_store_checksum(at + SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES, smb_crc32c(0, at, SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES));
+            smb_store_checksum(at + SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES,
+                               smb_crc32c(0, at, SMB_FRAME_BYTES + SMB_AUTHORIZE_BYTES));
         at += peer->slots ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload;
     }
-    ssize_t whole = at - bytes, answer = SMB_FRAME_BYTES + (ssize_t)smb_frame_checksum_bytes(&frame);
+    ssize_t whole = at - bytes,
+            answer = SMB_FRAME_BYTES + (ssize_t)smb_frame_checksum_bytes(&frame);
     MUST(write(peer->fd, bytes, (size_t)whole) == whole);
     MUST(recv(peer->fd, bytes, (size_t)(COUNT * answer), MSG_WAITALL) == COUNT * answer);
     for (int i = 0; i < COUNT; i++)
@@ -167,14 +200,16 @@ static void reach_server(struct peer *peer)
 static void peer_connect(struct peer *peer)
 {
     reach_server(peer);
-    struct smb_frame hello = {.opcode = SMB_HELLO, .flags = flags_of(peer), .session = peer->session, .lane = 3};
+    struct smb_frame hello = {
+        .opcode = SMB_HELLO, .flags = flags_of(peer), .session = peer->session, .lane = 3};
     hello.payload = smb_frame_checksum_bytes(&hello);
     uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
     ssize_t count = SMB_FRAME_BYTES + hello.payload;
     smb_frame_encode(&hello, bytes);
     smb_store_checksum(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES));
     MUST(write(peer->fd, bytes, (size_t)count) == count);
-    MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count && smb_frame_parse(bytes, &hello) == SMB_OK);
+    MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count &&
+         smb_frame_parse(bytes, &hello) == SMB_OK);
     peer->nonce = hello.offset;
     if (peer->session % 16 == 7 || peer->session % 16 == 9)
         return; /* these have nothing to show */
@@ -188,7 +223,8 @@ static void peer_listen(struct peer *peer, bool to_the_end)
     ssize_t count;
     while ((count = recv(peer->fd, bytes, sizeof bytes, to_the_end ? 0 : MSG_DONTWAIT)) > 0)
         if (count == (ssize_t)sizeof bytes)
-            count_answer(peer, bytes); /* data in between is taken for what it is not, and not counted */
+            /* data in between is taken for what it is not, and not counted */
+            count_answer(peer, bytes);
 }
 
 static void peer_leave(struct peer *peer)
@@ -206,7 +242,8 @@ static void peer_leave(struct peer *peer)
 
 static uint32_t payload_of(const struct smb_frame *frame)
 {
-    uint32_t token = (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) + smb_frame_checksum_bytes(frame);
+    uint32_t token = (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) +
+                     smb_frame_checksum_bytes(frame);
     int wire = smb_frame_wire(frame);
     uint32_t element = smb_dtype_bytes(frame->dtype);
     switch (frame->opcode) {
@@ -214,22 +251,31 @@ static uint32_t payload_of(const struct smb_frame *frame)
     case SMB_ACCUMULATE:
         if (wire == SMB_WIRE_SPARSE && element > 0)
             return token + (1 + frame->length / element / 3) * (SMB_WIRE_INDEX_BYTES + element);
-        return token + (wire == SMB_WIRE_EXACT ? frame->length : (uint32_t)smb_wire_bytes(wire, frame->length / 4));
+        return token + (wire == SMB_WIRE_EXACT ? frame->length
+                                               : (uint32_t)smb_wire_bytes(wire, frame->length / 4));
     case SMB_ACCUMULATE_FROM: return token + SMB_FROM_BYTES;
     case SMB_COMPARE_SWAP: return token + 8;
     case SMB_APPLY: return token + SMB_APPLY_BYTES;
     case SMB_AUTHORIZE: return smb_frame_checksum_bytes(frame) + SMB_AUTHORIZE_BYTES;
-    default: return smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES + smb_frame_checksum_bytes(frame) : token;
+    default:
+        return smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES + smb_frame_checksum_bytes(frame)
+                                               : token;
     }
 }
 
-/* A frame that the server has nothing against; what a lock, a version or a round is now it may know better. */
+/* A frame that the server has nothing against; what a lock, a version or a round is now it may know
+ * better. */
 static struct smb_frame good_frame(struct input *input, struct peer *peer)
 {
     static const uint32_t lengths[] = {8, 16, 24, 4096, 4104, 8192, 12288, CHUNK};
-    struct smb_frame frame = {.opcode = (uint8_t)(SMB_READ + take(input, 1) % (SMB_OPCODE_COUNT - SMB_READ)), .lane = 3,
-                              .epoch = EPOCH, .session = peer->session, .sequence = ++peer->sequence, .segment = SCRATCH,
-                              .flags = flags_of(peer)};
+    struct smb_frame frame = {
+        .opcode = (uint8_t)(SMB_READ + take(input, 1) % (SMB_OPCODE_COUNT - SMB_READ)),
+        .lane = 3,
+        .epoch = EPOCH,
+        .session = peer->session,
+        .sequence = ++peer->sequence,
+        .segment = SCRATCH,
+        .flags = flags_of(peer)};
     if (frame.opcode == SMB_WATERMARK || frame.opcode == SMB_AUTHORIZE) {
         frame.payload = payload_of(&frame);
         return frame;
@@ -311,12 +357,16 @@ static void fit_words(const struct smb_frame *frame, uint8_t *payload)
         smb_store64(payload, reply[SMB_ARRIVE]);
         smb_store64(payload + 8, smb_load64(payload + 8) % 3);
         break;
-    case SMB_AWAIT_VERSION: smb_store64(payload, reply[SMB_AWAIT_VERSION] + smb_load64(payload) % 2); break;
+    case SMB_AWAIT_VERSION:
+        smb_store64(payload, reply[SMB_AWAIT_VERSION] + smb_load64(payload) % 2);
+        break;
     case SMB_PUBLISH:
         smb_store64(payload, reply[SMB_LOCK]);
         smb_store64(payload + 8, reply[SMB_AWAIT_VERSION] + 1);
         break;
-    case SMB_ACCUMULATE_FROM: smb_store64(payload, smb_load64(payload) % 2 ? WITNESS : SCRATCH); break;
+    case SMB_ACCUMULATE_FROM:
+        smb_store64(payload, smb_load64(payload) % 2 ? WITNESS : SCRATCH);
+        break;
     case SMB_UNPIN: smb_store64(payload, reply[SMB_PIN]); break;
     default:
         if (frame->flags & SMB_FLAG_FENCED)
@@ -329,8 +379,15 @@ static void fit_step(struct input *input, const struct smb_frame *frame, uint8_t
 {
     uint8_t *words = payload + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0);
     uint64_t how = take(input, 1);
-    struct smb_hyper hyper = {.lr = 0.5, .scale = (double)(how % 3), .weight_decay = how % 5 ? 0 : 0.25, .mu = 0.5, .beta1 = 0.5,
-                              .beta2 = 0.75, .eps = 0.125, .step = (double)(how % 16), .alpha = 0.5};
+    struct smb_hyper hyper = {.lr = 0.5,
+                              .scale = (double)(how % 3),
+                              .weight_decay = how % 5 ? 0 : 0.25,
+                              .mu = 0.5,
+                              .beta1 = 0.5,
+                              .beta2 = 0.75,
+                              .eps = 0.125,
+                              .step = (double)(how % 16),
+                              .alpha = 0.5};
     for (int i = 0; i < SMB_APPLY_SEGMENTS; i++)
         smb_store64(words + 8 * i, i <= smb_rule_states(frame->op) ? STEPS + (uint64_t)i : 0);
     if (how >= 192)
@@ -341,19 +398,24 @@ static void fit_step(struct input *input, const struct smb_frame *frame, uint8_t
 }
 
 /* Tokens, times, rounds, versions; another segment's name and a place in it. */
-static void fill_payload(struct input *input, const struct peer *peer, const struct smb_frame *frame, uint8_t *payload)
+static void fill_payload(struct input *input, const struct peer *peer,
+                         const struct smb_frame *frame, uint8_t *payload)
 {
-    static const uint64_t words[] = {0, 1, 2, 3, 4, 5, 1000, SCRATCH, WITNESS, CHUNK, BYTES - 8, UINT64_MAX, UINT64_MAX / 2};
+    static const uint64_t words[] = {
+        0, 1, 2, 3, 4, 5, 1000, SCRATCH, WITNESS, CHUNK, BYTES - 8, UINT64_MAX, UINT64_MAX / 2};
     uint64_t fitting = take(input, 1) % 4;
     memset(payload, 0, frame->payload);
-    uint32_t words_end = frame->opcode == SMB_APPLY ? SMB_TOKEN_BYTES + SMB_APPLY_BYTES : SMB_SYNC_BYTES;
+    uint32_t words_end = frame->opcode == SMB_APPLY ? SMB_TOKEN_BYTES + SMB_APPLY_BYTES
+                                                    : SMB_SYNC_BYTES;
     for (uint32_t i = 0; i + 8 <= frame->payload && i < words_end; i += 8)
         smb_store64(payload + i, words[take(input, 1) % (sizeof words / sizeof *words)]);
-    bool has_words = frame->payload >= SMB_FROM_BYTES && frame->opcode != SMB_WRITE && frame->opcode != SMB_ACCUMULATE &&
-                     frame->opcode != SMB_APPLY;
-    if (smb_frame_wire(frame) == SMB_WIRE_SPARSE) { /* ascending, or nearly; a quarter is left as it is */
+    bool has_words = frame->payload >= SMB_FROM_BYTES && frame->opcode != SMB_WRITE &&
+                     frame->opcode != SMB_ACCUMULATE && frame->opcode != SMB_APPLY;
+    if (smb_frame_wire(frame) == SMB_WIRE_SPARSE) {
+        /* ascending, or nearly; a quarter is left as it is */
         uint32_t entry = SMB_WIRE_INDEX_BYTES + smb_dtype_bytes(frame->dtype), next = 0;
-        for (uint32_t at = frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0; fitting && at + entry <= frame->payload;
+        for (uint32_t at = frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
+             fitting && at + entry <= frame->payload;
              at += entry, next += 1 + (uint32_t)fitting % 2)
             memcpy(payload + at, &next, sizeof next);
     }
@@ -361,7 +423,8 @@ static void fill_payload(struct input *input, const struct peer *peer, const str
         fit_step(input, frame, payload);
     if (fitting && frame->opcode == SMB_AUTHORIZE && smb_frame_body(frame) == SMB_AUTHORIZE_BYTES)
         store_token(peer, frame->segment, (uint32_t)fitting, payload);
-    else if (fitting && (has_words || (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES)))
+    else if (fitting &&
+             (has_words || (frame->flags & SMB_FLAG_FENCED && frame->payload >= SMB_TOKEN_BYTES)))
         fit_words(frame, payload);
 }
 
@@ -375,21 +438,26 @@ static size_t make_frame(struct input *input, struct peer *peer, uint8_t *bytes)
     fill_payload(input, peer, &frame, bytes + SMB_FRAME_BYTES);
     size_t count = SMB_FRAME_BYTES + frame.payload;
     if (frame.flags & SMB_FLAG_CHECKSUM && frame.payload >= SMB_CHECKSUM_BYTES)
-        smb_store_checksum(bytes + count - SMB_CHECKSUM_BYTES, smb_crc32c(0, bytes, count - SMB_CHECKSUM_BYTES));
+        smb_store_checksum(bytes + count - SMB_CHECKSUM_BYTES,
+                           smb_crc32c(0, bytes, count - SMB_CHECKSUM_BYTES));
     if (how % 32 == 1)
         bytes[take(input, 1) % SMB_FRAME_BYTES] ^= (uint8_t)take(input, 1);
     if (how % 32 == 2)
         count = take(input, 2) % (count + 1); /* what follows is read as its rest */
-    if (smb_load64(bytes + 32) == WITNESS) /* the header's segment: its bytes are to stay */
+    if (smb_load64(bytes + 32) == WITNESS)    /* the header's segment: its bytes are to stay */
         smb_store64(bytes + 32, SCRATCH);
     return count;
 }
 
-/* A whole frame as a record: elements in a slot, which is one of its own or is not; the rest in its small part. */
-static uint8_t *make_record(struct input *input, const struct peer *peer, uint8_t *bytes, size_t count)
+/* A whole frame as a record: elements in a slot, which is one of its own or is not; the rest in its
+ * small part. */
+static uint8_t *make_record(struct input *input, const struct peer *peer, uint8_t *bytes,
+                            size_t count)
 {
-    static const uint64_t wrong[] = {SLOTS, 63, 1U << 31, (uint64_t)1 << 32, SMB_NO_SLOT - 1, SMB_NO_SLOT};
-    uint64_t which = take(input, 1), slot = which < 224 ? which % SLOTS : wrong[which % (sizeof wrong / sizeof *wrong)];
+    static const uint64_t wrong[] = {SLOTS,           63,         1U << 31, (uint64_t)1 << 32,
+                                     SMB_NO_SLOT - 1, SMB_NO_SLOT};
+    uint64_t which = take(input, 1),
+             slot = which < 224 ? which % SLOTS : wrong[which % (sizeof wrong / sizeof *wrong)];
     uint8_t *payload = smb_slots_payload(peer->slots, slot < SLOTS ? (uint32_t)slot : 0);
     uint8_t opcode = bytes[3], *small = bytes + SMB_RECORD_SMALL_AT;
     size_t body = count > SMB_FRAME_BYTES ? count - SMB_FRAME_BYTES : 0, token = 0;
@@ -410,7 +478,8 @@ static void speak_by_reference(struct peer *peer, struct input *input)
     static uint8_t bytes[FRAME_MAX];
     uint64_t how = take(input, 1);
     uint8_t *payload = make_record(input, peer, bytes, make_frame(input, peer, bytes));
-    size_t count = how % 32 == 2 ? take(input, 1) % SMB_RECORD_BYTES : SMB_RECORD_BYTES; /* what follows is read as its rest */
+    /* what follows is read as its rest */
+    size_t count = how % 32 == 2 ? take(input, 1) % SMB_RECORD_BYTES : SMB_RECORD_BYTES;
     bool sent = send(peer->fd, bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)count;
     if (how >= 128) /* nobody keeps a network card from that */
         memset(payload, (int)take(input, 1), SMB_CHUNK_BYTES_MAX / 64);

@@ -70,3 +70,13 @@ def test_a_file_outside_the_folders_is_found(tmp_path: Path) -> None:
     (tmp_path / "helpers" / "misc.c").write_text("")
     (tmp_path / "misc.c").write_text("")
     assert len(breaches(tmp_path)) == 2
+
+
+def test_documents_and_comments_name_files_that_are_there() -> None:
+    """A file that moves takes its name along everywhere."""
+    named = re.compile(r"csrc/[a-z_0-9/]+\.(?:c|h|inc|py|sh)\b")
+    places = [path for top in ("docs", "smb", "memserver", "perf") for path in (ROOT / top).rglob("*.*")]
+    texts = [path for path in [*ROOT.glob("*.*"), *places] if path.suffix in {".md", ".py", ".proto", ".toml"}]
+    found = {name: path for path in texts for name in named.findall(path.read_text())}
+    assert len(found) > 20
+    assert {name: str(path) for name, path in found.items() if not (ROOT / name).is_file()} == {}

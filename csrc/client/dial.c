@@ -1,0 +1,216 @@
+#include "client/dial.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/address.h"
+#include "base/clock.h"
+#include "client/call.h"
+#include "client/client.h"
+
+/* Within a quarter of a second. */
+enum { HANDSHAKES_TRIED = 7 };
+
+/* SMB_OK: the descriptor is ready for `events`. SMB_DISCONNECTED: the client was closed. */
+static int wait_ready(int fd, short events, struct until until)
+{
+    for (;;) {
+        uint64_t now = smb_now_ns();
+        if (now >= until.deadline_ns)
+            return SMB_TIMEOUT;
+        struct pollfd poller = {.fd = fd, .events = events};
+        uint64_t ms = (until.deadline_ns - now) / 1000000U + 1;
+        int count = poll(&poller, 1, ms < LOOK_MS ? (int)ms : LOOK_MS);
+        if (count > 0)
+            return SMB_OK;
+        if (count < 0 && errno != EINTR)
+            return SMB_SYSTEM;
+        if (client_look())
+            return SMB_TIMEOUT;
+        if (atomic_load_explicit(&until.client->closing, memory_order_relaxed))
+            return SMB_DISCONNECTED;
+    }
+}
+
+static int connect_to(int fd, const struct sockaddr *name, socklen_t length, struct until until)
+{
+    if (connect(fd, name, length) == 0)
+        return SMB_OK;
+    if (errno == EAGAIN) /* a Unix listener whose queue is full */
+        return SMB_DISCONNECTED;
+    if (errno != EINPROGRESS)
+        return SMB_DISCONNECTED;
+    int status = wait_ready(fd, POLLOUT, until);
+    int failure = 0;
+    socklen_t failure_length = sizeof failure;
+    if (status == SMB_OK && getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &failure_length) != 0)
+        return SMB_SYSTEM;
+    errno = failure;
+    return status != SMB_OK ? status : failure != 0 ? SMB_DISCONNECTED : SMB_OK;
+}
+
+/* SMB_OK: `done` bytes more have been moved, maybe none. SMB_LINK_LOST: the connection is over. */
+static int after_move(const struct channel *channel, ssize_t done, bool receiving,
+                      struct until until)
+{
+    if ((done == 0 && receiving) || channel_failed(done))
+        return SMB_LINK_LOST;
+    if (done > 0 && (receiving || !channel_unsent_bytes(channel)))
+        return SMB_OK;
+    return wait_ready(channel->fd, receiving ? POLLIN : POLLOUT, until);
+}
+
+static int send_all(const struct channel *channel, const uint8_t *bytes, size_t count,
+                    struct until until)
+{
+    for (size_t done = 0; done < count || channel_unsent_bytes(channel);) {
+        struct iovec part = {(uint8_t *)(uintptr_t)bytes + done, count - done};
+        ssize_t n = channel_write(channel, &part, done < count ? 1 : 0);
+        int status = n == 0 && done == count && !channel_unsent_bytes(channel)
+                         ? SMB_OK
+                         : after_move(channel, n, false, until);
+        if (status != SMB_OK)
+            return status;
+        done += n > 0 ? (size_t)n : 0;
+    }
+    return SMB_OK;
+}
+
+/* As recv; a descriptor that comes along goes to *passed_fd. */
+static ssize_t receive_some(const struct channel *channel, uint8_t *bytes, size_t room,
+                            int *passed_fd)
+{
+    struct iovec part = {bytes, room};
+    union {
+        struct cmsghdr header;
+        uint8_t bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control.bytes,
+                             .msg_controllen = sizeof control.bytes};
+    if (channel->tls)
+        return channel_read(channel, &part, 1);
+    ssize_t done = recvmsg(channel->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    struct cmsghdr *header = done > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    if (header && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)) &&
+        *passed_fd < 0)
+        memcpy(passed_fd, CMSG_DATA(header), sizeof(int));
+    return done;
+}
+
+int dial_exchange(const struct channel *channel, const struct smb_frame *request,
+                  const uint8_t *body, bool by_record, struct until until, struct smb_frame *reply,
+                  int *passed_fd)
+{
+    uint8_t bytes[SMB_RECORD_BYTES] = {0};
+    struct smb_frame asked = *request;
+    uint32_t checked = SMB_FRAME_BYTES + (body ? SMB_AUTHORIZE_BYTES : 0);
+    asked.payload = checked - SMB_FRAME_BYTES + smb_frame_checksum_bytes(request);
+    smb_frame_encode(&asked, bytes);
+    if (body)
+        memcpy(bytes + SMB_FRAME_BYTES, body, SMB_AUTHORIZE_BYTES);
+    smb_store_checksum(bytes + checked, smb_crc32c(0, bytes, checked));
+    size_t whole = by_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + asked.payload;
+    if (by_record)
+        smb_store64(bytes + SMB_RECORD_ENDS_AT, SMB_NO_SLOT);
+    int status = send_all(channel, bytes, whole, until);
+    if (status != SMB_OK)
+        return status;
+    whole = SMB_FRAME_BYTES; /* until the header says more */
+    for (size_t done = 0; done < whole;) {
+        ssize_t n = receive_some(channel, bytes + done, whole - done, passed_fd);
+        status = after_move(channel, n, true, until);
+        if (status != SMB_OK)
+            return status;
+        done += n > 0 ? (size_t)n : 0;
+        if (done != SMB_FRAME_BYTES || n < 0)
+            continue;
+        status = smb_frame_parse(bytes, reply);
+        if (status != SMB_OK || reply->payload > smb_frame_checksum_bytes(reply))
+            return status != SMB_OK ? status : SMB_PROTOCOL;
+        whole += reply->payload;
+    }
+    if (reply->flags & SMB_FLAG_CHECKSUM &&
+        !smb_checksum_is(bytes + SMB_FRAME_BYTES, smb_crc32c(0, bytes, SMB_FRAME_BYTES)))
+        return SMB_LINK_LOST;
+    if ((request->flags & SMB_FLAG_CHECKSUM) != (reply->flags & SMB_FLAG_CHECKSUM))
+        return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
+    if (!(reply->flags & SMB_FLAG_REPLY) || reply->opcode != request->opcode ||
+        reply->session != request->session)
+        return reply->status == SMB_VERSION ? SMB_VERSION : SMB_PROTOCOL;
+    return reply->status;
+}
+
+int dial_tcp(const char *address, uint16_t port, struct until until, int *fd)
+{
+    struct address peer;
+    if (!address_parse(address, port, &peer))
+        return SMB_INVALID;
+    *fd = socket(peer.name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (*fd < 0)
+        return SMB_SYSTEM;
+    int on = 1;
+    setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    return connect_to(*fd, &peer.name.any, peer.length, until);
+}
+
+int dial_unix(const char *path, struct until until, int *fd)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    *fd = -1;
+    if (strlen(path) >= sizeof name.sun_path)
+        return SMB_INVALID;
+    strcpy(name.sun_path, path);
+    *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, until);
+}
+
+int dial_fd(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 ? SMB_OK : SMB_SYSTEM;
+}
+
+static int secure_once(struct channel *channel, struct smb_tls *tls, const char *expected,
+                       struct until until)
+{
+    channel->tls = tls_begin(tls, channel->fd, expected);
+    int status = channel->tls ? SMB_BUSY : SMB_OUT_OF_MEMORY;
+    while (status == SMB_BUSY) {
+        status = tls_handshake(channel->tls);
+        if (status == SMB_BUSY) {
+            int ready = wait_ready(channel->fd, channel_unsent_bytes(channel) ? POLLOUT : POLLIN,
+                                   until);
+            status = ready == SMB_OK ? SMB_BUSY : ready;
+        }
+    }
+    return status;
+}
+
+int dial_tls(const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
+             struct until until, struct channel *channel, char *why)
+{
+    int status = SMB_LINK_LOST;
+    for (int i = 0; i < HANDSHAKES_TRIED && status == SMB_LINK_LOST; i++) {
+        struct timespec pause = {.tv_nsec = i ? 2000000L << i : 0};
+        if (i > 0 && (smb_now_ns() + (uint64_t)pause.tv_nsec > until.deadline_ns || client_look()))
+            break;
+        if (i > 0)
+            nanosleep(&pause, NULL);
+        channel_close(channel);
+        status = dial_tcp(address, port, until, &channel->fd);
+        if (status == SMB_OK)
+            status = secure_once(channel, tls, expected, until);
+    }
+    if (status == SMB_UNTRUSTED)
+        snprintf(why, SMB_WHY_BYTES, "%s", tls_why(channel->tls));
+    return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
+}

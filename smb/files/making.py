@@ -1,0 +1,212 @@
+"""Files become buffers: made whole under a private name, then given their path in one step. And which path one has.
+
+A Maker is one Tree's, and shares its directories and times of change. It takes no lock: whoever changes what a path
+leads to holds the tree's (namespace.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+
+from smb.buffer_info import BufferInfo
+from smb.client import Client
+from smb.errors import Error, OutOfMemoryError
+from smb.files import formats
+from smb.files.catalogue import Catalogue
+from smb.files.contents import FrozenFile, Live, Octets, Reads
+from smb.files.error_codes import refuse
+from smb.files.formats import Plan, View, header_bytes, plain_plan, plan_of
+from smb.files.handles import Node
+from smb.files.names import Form, Shown, is_long, listed_as, name_of
+from smb.files.staged_file import StagedFile
+from smb.files.temporary_names import create, private_name
+
+_COPY_BYTES = 8 << 20
+_log = logging.getLogger("smb")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a path shows: one form of a buffer."""
+
+    shown: Shown
+    info: BufferInfo
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A file's bytes in the buffer that its new path asks for, which has a private name yet. `state` is the file's."""
+
+    name: str
+    plan: Plan
+    state: tuple[int, int]
+
+
+class Maker:
+    """Makes buffers of files. See the module."""
+
+    def __init__(self, client: Client, catalogue: Catalogue, folders: set[str], modified: dict[str, int]) -> None:
+        self._client = client
+        self._catalogue = catalogue
+        self._folders = folders
+        self._modified = modified
+
+    def listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
+        """Return the one path by which a buffer is listed."""
+        try:
+            forms = self._catalogue.forms(info)
+        except Error as error:  # deleted meanwhile, or its server is away: the name is shown all the same
+            _log.debug("%s", error)
+            forms = (Form.RAW,)
+        return listed_as(path, forms, buffers, folders)
+
+    def is_listed(self, found: Found, path: str) -> bool:
+        """Whether that is the path by which it is listed."""
+        listing = self._catalogue.listing()
+        folders = listing.folders | self._folders
+        return self.listed(found.shown.name, found.info, listing.infos, folders) == path
+
+    def plan(self, path: str, source: Reads) -> Plan:
+        """Return the buffer that a file becomes by its path: one of bytes where another file is in the way."""
+        plan = plan_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
+        if plan.name != path and not self.is_free(plan.name, path):
+            plan = plain_plan(path, source.nbytes)
+        return formats.named(plan)
+
+    def is_free(self, target: str, path: str) -> bool:
+        """Whether a buffer `target` that is listed as `path` takes the place of that file alone."""
+        if target == path:
+            return True
+        listing = self._catalogue.listing(missed=True)
+        info = listing.infos.get(target)
+        return info is None or self.listed(target, info, listing.infos, listing.folders | self._folders) == path
+
+    def filled(self, source: Reads, plan: Plan) -> str:
+        """Make a buffer with all of a file in it; return its private name."""
+        name = private_name(name_of(plan.name))
+        buffer = create(self._client, name, plan)
+        try:
+            copy_all(source, Live(buffer, plan.view))
+        except BaseException:
+            self._client.delete(name, missing_ok=True)
+            raise
+        return name
+
+    def named(self, name: str, plan: Plan, there: Found | None, victim: Node | None) -> Live:
+        """Give such a buffer its own name."""
+        try:
+            self.put(name, plan.name, there, victim)
+        except BaseException:
+            self._client.delete(name, missing_ok=True)
+            raise
+        buffer = self._client.open(name_of(plan.name))
+        self._catalogue.add(plan.name, buffer)
+        return Live(buffer, plan.view)
+
+    def take_away(self, found: Found, node: Node | None) -> None:
+        """Delete a file's buffer, or give it a private name while somebody here has it open."""
+        if is_open(node):
+            node.displaced = private_name(found.info.name)
+            self._client.rename(found.info.name, node.displaced)
+        else:
+            self._client.delete(found.info.name)
+        self._catalogue.remove(found.shown.name)
+        self._modified.pop(found.shown.name, None)
+
+    def put(self, name: str, target: str, there: Found | None, victim: Node | None) -> None:
+        """Give a buffer its path, in place of the file that is there: in one step, unless that one is of a buffer with
+        another path.
+        """
+        if there is not None and there.shown.name != target:
+            replaced = there.shown.version is None and self.is_listed(there, there.shown.path)
+            self._client.rename(name, name_of(target), replace=True)
+            if replaced:
+                self.take_away(there, victim)
+        elif is_open(victim):
+            victim.displaced = private_name(name_of(target))
+            self._client.displace(name, name_of(target), victim.displaced)
+        else:
+            self._client.rename(name, name_of(target), replace=True)
+
+    def plan_anew(self, found: Found, target: str, new_path: str) -> Plan | None:
+        """Return the buffer that is to be made of a file at its new path; None where the one that it is gets the name
+        `target`. It is made anew where it becomes an array or tensors by its new path, where its name is too long for a
+        rename to say it, and where its own form of another file there would be lost.
+        """
+        is_bytes = found.shown.form is Form.RAW and self._catalogue.forms(found.info) == (Form.RAW,)
+        must = is_long(name_of(target)) or not self.is_free(target, new_path)
+        if not must and not (is_bytes and new_path.endswith((Form.NPY.value, Form.SAFETENSORS.value))):
+            return None
+        if found.info.versions > 1:
+            if must:
+                raise refuse(errno.ENAMETOOLONG, f"{new_path!r}: no name for a buffer with versions; copy it")
+            return None
+        plan = self.plan(new_path, Live(self._catalogue.open(found.shown.name), found.view))
+        return plan if must or plan.name != new_path else None
+
+    def state(self, found: Found, node: Node | None) -> tuple[int, int]:
+        """Return what is another one once a file was replaced, or written to by way of this process."""
+        modified = self._modified.get(found.shown.name, 0)
+        return found.info.id, max(modified, node.written if node is not None else 0)
+
+    def made_anew(
+        self, found: Found, node: Node | None, plan: Plan, copied: Copied | None, there: Found | None,
+        victim: Node | None,
+    ) -> Live | None:  # fmt: skip
+        """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
+        a second one for the old. None where there is no room for two.
+        """
+        if copied is not None and (copied.plan, copied.state) == (plan, self.state(found, node)):
+            name = copied.name
+        else:
+            if copied is not None:
+                self._client.delete(copied.name, missing_ok=True)
+            try:
+                name = self.filled(Live(self._catalogue.open(found.shown.name), found.view), plan)
+            except OutOfMemoryError as error:
+                _log.warning("%s is not made anew: %s", found.shown.path, error)
+                return None
+        live = self.named(name, plan, there, victim)
+        self._client.delete(found.info.name, missing_ok=True)
+        self._catalogue.remove(found.shown.name)
+        return live
+
+
+def is_open(node: Node | None) -> TypeGuard[Node]:
+    """Whether somebody has a buffer's own bytes open."""
+    return node is not None and bool(node.handles) and isinstance(node.content, Live)
+
+
+def _head(source: Reads, nbytes: int) -> bytes:
+    """Return a file's first bytes, fewer where it has no more."""
+    out = np.empty(min(nbytes, source.nbytes), np.uint8)
+    source.read_into(0, out)
+    return out.tobytes()
+
+
+def copy_all(source: Reads, live: Live) -> None:
+    """Write all of a file into a buffer that takes it."""
+    for offset, data in source.pieces() if isinstance(source, StagedFile) else _pieces(source, source.nbytes):
+        live.write(offset, data)
+
+
+def draw(source: Live | FrozenFile, staged: StagedFile, nbytes: int) -> None:
+    """Copy a file's first bytes into an empty staged file."""
+    for offset, data in _pieces(source, min(nbytes, source.nbytes)):
+        staged.write(offset, data)
+
+
+def _pieces(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:
+    """Give a file's first bytes as (offset, bytes), each to be used before the next."""
+    piece = np.empty(min(_COPY_BYTES, nbytes), np.uint8)
+    for offset in range(0, nbytes, _COPY_BYTES):
+        part = piece[: min(_COPY_BYTES, nbytes - offset)]
+        source.read_into(offset, part)
+        yield offset, part
