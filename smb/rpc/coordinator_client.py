@@ -44,6 +44,9 @@ OUTCOME = "smb-outcome"
 STANDBY = "smb-standby"
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
+# What a call ends with whose coordinator went away in the middle.
+_CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
 _COMES_BACK_S = 2.0
 _AGAIN_S = 0.05
 _LAST_S = 0.05  # for an attempt at the very end of the timeout
@@ -203,7 +206,9 @@ class Coordinator:
                 elif _was_not_sent(error):
                     failure, may_repeat = None, True
                 else:
-                    may_repeat = repeatable and error.code() is grpc.StatusCode.UNAVAILABLE and ANSWERED not in told
+                    may_repeat = (
+                        repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in told
+                    )
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             if not may_repeat or time.monotonic() >= gives_up:
@@ -245,8 +250,10 @@ class Coordinator:
             return errors.TimeoutError(
                 f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"
             )
-        if code is grpc.StatusCode.CANCELLED:  # only closing the channel cancels our calls
-            return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
+        if code is grpc.StatusCode.CANCELLED:  # a coordinator that stops ends calls so, and closing the channel
+            if self._peers.closed:
+                return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
+            return errors.UnavailableError(f"the coordinator at {self.address} stopped before it had answered")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return self._nobody(_NO_COORDINATOR)
         if code in _CLASSES:

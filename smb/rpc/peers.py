@@ -44,7 +44,7 @@ class Peers:
         self._current = Current(credentials) if credentials is not None else None
         self._used = credentials
         self._lock = threading.Lock()  # of what was made
-        self._closed = False
+        self.closed = False
         self._made: list[list[Peer]] = []  # with one certificate each; those of now are the last ones
         self._connect()
         self._at = 0
@@ -55,7 +55,7 @@ class Peers:
     def close(self) -> None:
         """Close all channels; calls in progress fail."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             for peers in self._made:
                 _close(peers)
 
@@ -72,7 +72,7 @@ class Peers:
         """
         found = self._current.now() if self._current is not None else None
         with self._lock:
-            if found is self._used or self._closed:
+            if found is self._used or self.closed:
                 return
             self._used = found
             self._connect()

@@ -107,6 +107,7 @@ LEFT_OUT = {
     "regressions/test_progress_ends_while_it_is_closed.py": "is about the thread itself",
     "regressions/test_slow_connect.py": _ELSEWHERE,
     "regressions/test_slow_reader.py": "shapes a link of its own",
+    "regressions/test_stopped_coordinator_cancels.py": _ELSEWHERE,
     "regressions/test_taken_port.py": _ELSEWHERE,
     "regressions/test_training.py": _TRAINING,
     "regressions/test_zero_elements.py": "asks nobody, over whatever",
