@@ -34,7 +34,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -46,7 +46,7 @@ test:
 	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
-test: lint c-test fuzz-short matrix-short pytest
+test: lint c-test fuzz-short matrix-short wheel-test pytest
 endif
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
@@ -138,6 +138,21 @@ systemd:
 docs: $(VENV)/test-installed
 	@$(call step,NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir $(or $(SITE),build/site), the site. What is wrong stands above)
 	@echo "$(or $(SITE),build/site)/index.html"
+
+# A source archive and, built from it, a wheel that carries OpenSSL, for Linux as old as this one: into dist/. For another Python:
+# make wheel PYTHON=python3.12 VENV=build/3.12
+wheel: $(VENV)/test-installed libssl
+	@rm -rf build/wheel dist
+	@mkdir -p build
+	@$(call step,$(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS))) \
+		$(BIN)/python -m build --outdir build/wheel . >build/wheel.log 2>&1, the build. What it said: build/wheel.log)
+	@$(call step,PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl >>build/wheel.log 2>&1, \
+		auditwheel. What it said: build/wheel.log)
+	@mv build/wheel/*.tar.gz dist/ && ls dist
+
+# That it installs and works where there is no compiler; with ARGS=--chroot in a bare Debian, too (as root, 2 minutes).
+wheel-test: wheel
+	@$(call step,$(BIN)/python -m tests.ops.deploy.wheel $(ARGS), the wheel in a fresh environment)
 
 # The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
 container-test: $(VENV)/test-installed

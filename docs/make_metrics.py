@@ -17,7 +17,7 @@ the same as a file. [deploy/prometheus](../deploy/prometheus/prometheus.yml) has
 alerts, [deploy/grafana](../deploy/grafana/make_dashboards.py) four dashboards: import the JSON files, choose the
 Prometheus, done. Each alert has its runbook in [operating.md](operating.md#alerts).
 
-    smb up                                             # says "its page at http://127.0.0.1:PORT/"
+    smb up                                             # says "its page at http://127.0.0.1:9470/"
     sed 's/COORDINATOR:9470/127.0.0.1:PORT/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
     prometheus --config.file=deploy/prometheus/mine.yml --storage.tsdb.path=prometheus-data
 

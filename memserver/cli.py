@@ -16,7 +16,7 @@ from smb.config.settings import SETTINGS, variables_of
 from smb.daemon.process import start_log
 from smb.errors import Error
 from smb.security import credentials as found
-from smb.tools.cli.options import configured, option
+from smb.tools.cli.options import Command, configured, option
 from smb.transport.verbs.queue_pair import Settings
 
 _LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only compete for the memory's bandwidth
@@ -24,7 +24,7 @@ _LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only com
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=Command)
 @configured
 def memserver(
     coordinator: Annotated[str, option("cluster.coordinator")],
@@ -49,6 +49,8 @@ def memserver(
 
     Segments are files in --memory-dir. They stay after the stop and are served again by the next run under the same
     name.
+
+    Example: smb-memserver --coordinator storage-1:7070 --listen 0.0.0.0:0 --capacity 64GiB --credentials lab/server-0
     """
     try:
         start_log(log_level)

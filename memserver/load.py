@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import resource
+from collections.abc import Mapping
 
-from memserver.engine import Engine
+from memserver.engine import Engine, Share
 from memserver.memory_dir import Place
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.rpc import control_pb2 as pb
 
 WAITS_MAX = 256  # a renewal stays small however many locks are held
+BUSY_MAX = 256  # and however many segments and sessions there are
 
 _log = logging.getLogger("memserver")
 
@@ -36,10 +39,38 @@ class Shortage:
             self._told = turned_away_total
 
 
-def load_of(engine: Engine, place: Place, shortage: Shortage, limit: MemoryLimit | None = None) -> pb.ServerLoad:
-    """Return the counters since the start, and what is held and waits now."""
+class Busy:
+    """What was done since the last look for each segment, or by each session: the busiest of them."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[int, int]] = {}
+
+    def look(self, shares: Mapping[int, Share]) -> list[pb.BusyLoad]:
+        """Return at most BUSY_MAX; whoever is seen first has done nothing yet."""
+        now = {number: (int(share[0].sum()), int(share[1].sum())) for number, share in shares.items()}
+        before, self._before = self._before, now
+        done = [
+            (count - before[number][0], nbytes - before[number][1], number)
+            for number, (count, nbytes) in now.items()
+            if number in before and count > before[number][0]
+        ]
+        return [
+            pb.BusyLoad(id=number, count=count, bytes=max(0, nbytes))
+            for count, nbytes, number in heapq.nlargest(BUSY_MAX, done, key=lambda each: each[1])
+        ]
+
+
+class Told:
+    """What one renewal after the other is compared with."""
+
+    def __init__(self) -> None:
+        self.shortage, self.segments, self.sessions = Shortage(), Busy(), Busy()
+
+
+def load_of(engine: Engine, place: Place, told: Told, limit: MemoryLimit | None = None) -> pb.ServerLoad:
+    """Return the counters since the start, what is held and waits now, and who was busy since the last time."""
     counters = engine.counters()
-    shortage.look(counters.turned_away_total)
+    told.shortage.look(counters.turned_away_total)
     waits, found = engine.waits(WAITS_MAX)
     operations = [
         pb.OperationLoad(transport=transport, kind=kind, count=count, bytes=counters.transferred_bytes[transport, kind])
@@ -70,6 +101,8 @@ def load_of(engine: Engine, place: Place, shortage: Shortage, limit: MemoryLimit
             for wait in waits
         ],
         waits_left_out=found - len(waits),
+        segments=told.segments.look(engine.segment_shares()),
+        sessions=told.sessions.look(engine.session_shares()),
     )
 
 

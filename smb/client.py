@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import logging
 import numbers
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from smb.buffer_info import BufferInfo
 from smb.call.async_order import Turns
 from smb.call.cluster_session import ClusterSession
 from smb.call.sync_requests import Home, wait_ms
+from smb.config import log
 from smb.config.parse import parse_addresses, parse_bytes
-from smb.config.settings import CONFIG_VARIABLE, switch_of, text_of, variables_of
+from smb.config.settings import DEFAULT_COORDINATOR, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
 from smb.engine import AskOpcode
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError
@@ -44,6 +47,7 @@ Result = TypeVar("Result")
 _RENEWALS_PER_LEASE = 3
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
+_NAME_MAX = 64
 _TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
 
 _log = logging.getLogger("smb")
@@ -76,6 +80,7 @@ class ServerInfo:
 def connect(
     address: str | None = None,
     *,
+    name: str | None = None,
     transport: str = "auto",
     timeout: float = 10.0,
     checksum: bool | None = None,
@@ -83,32 +88,33 @@ def connect(
 ) -> Client:
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
-    `address` is the coordinator's "host:port", or "host:port,host:port" of those that stand by for each other; default
-    $SMB_COORDINATOR. `transport` is "auto" (shared memory where the
-    segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs" (RDMA) or
-    "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds,
-    bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for
-    all clients) sends a CRC-32C along with every frame, in both directions: what is spoilt on the way breaks its
-    connection and is sent again, and counts once; data in shared memory does not travel and has none. `credentials` is
-    a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS, or the three
-    files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none lets us in.
-    Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError where no
-    coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's role may not join.
+    One that is still open when the interpreter exits is closed then; only a killed one is lost. `address` is the
+    coordinator's "host:port", or "host:port,host:port" of those that stand by for each other; default $SMB_COORDINATOR,
+    else 127.0.0.1:7070, where `smb up` listens. `name` is how the
+    page, `smb top` and messages call this client, before its host and process id. `transport` is "auto" (shared memory
+    where the segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs"
+    (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds, bounds each later call and this one.
+    checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for all clients) sends a CRC-32C along
+    with every frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts
+    once; data in shared memory does not travel and has none. `credentials` is a directory with ca.pem, cert.pem and
+    key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and
+    $SMB_TLS_KEY; without them only a cluster that asks for none lets us in. Where a variable is not set, the file that
+    $SMB_CONFIG names may say it. Raises UnavailableError where no coordinator answers, InvalidArgumentError,
+    PermissionDeniedError where the certificate's role may not join.
     """
-    address = address or text_of("cluster.coordinator")
-    if not address:
-        raise InvalidArgumentError(
-            "connect: which cluster? pass the coordinator's address, or set SMB_COORDINATOR=HOST:PORT, or "
-            f"{CONFIG_VARIABLE} to a file that names it"
-        )
+    log.start()
+    address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
     parse_addresses(address)
+    if name is not None and not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= _NAME_MAX):
+        raise InvalidArgumentError(f"connect: name={name!r} is no name; give 1 to {_NAME_MAX} printable characters")
     if not isinstance(timeout, numbers.Real) or not 0 < timeout <= _TIMEOUT_MAX_S:
         raise InvalidArgumentError(
             f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
         )
     checksum = switch_of("client.checksum") if checksum is None else bool(checksum)
     choice = check_choice(text_of("client.transport") or transport)
-    client = Client(address, choice, timeout, checksum, find(credentials), Settings.of(variables_of("verbs")))
+    verbs = Settings.of(variables_of("verbs"))
+    client = Client(address, choice, timeout, checksum, find(credentials), verbs, name=name)
     metrics = text_of("client.client_metrics")
     if metrics:
         client.serve_metrics(metrics)
@@ -126,16 +132,18 @@ class Client:
         checksum: bool | None = None,
         credentials: Credentials | None = None,
         verbs: Settings | None = None,
+        name: str | None = None,
     ) -> None:
         self.pages: Pages | None = None  # serve_metrics
-        self._session = ClusterSession(address, transport, timeout, checksum, credentials, verbs)
+        self._session = ClusterSession(address, transport, timeout, checksum, credentials, verbs, name)
         self._coordinator = self._session.coordinator
         self._lock = threading.Lock()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
+        _open.add(self)
 
     @property
     def name(self) -> str:
-        """What the cluster calls this client: "host:pid"."""
+        """What the cluster calls this client: "host:pid", after the name that connect was given, if it was."""
         return self._session.name
 
     @property
@@ -147,6 +155,11 @@ class Client:
     def timeout(self) -> float:
         """Seconds, of each call."""
         return self._session.timeout
+
+    @property
+    def reports(self) -> dict[int, Callable[[], pb.TrainingReport]]:
+        """What this process tells the coordinator of its trainings, for people; by whoever asks to be told of."""
+        return self._session.reports
 
     # ---- buffers
 
@@ -392,6 +405,11 @@ class Client:
         if self._session.close() and self.pages is not None:
             self.pages.close()
 
+    def hurry(self, seconds: float) -> None:
+        """Bound each later call by so much, where it was more. Raises where the client is of no use any more."""
+        self._session.check_open()
+        self._session.hurry(seconds)
+
     def __enter__(self) -> Client:
         return self
 
@@ -401,7 +419,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<smb.Client of {self.address}{', closed' if self._session.closed else ''}>"
+        return f"<smb.Client {self.name!r} of {self.address}{', closed' if self._session.closed else ''}>"
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Run a call on a thread of the client's, in no order with others; Buffer.submit is for what has one."""
@@ -467,3 +485,13 @@ def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     if any(not 0 <= extent < 2**56 for extent in extents):
         raise InvalidArgumentError(f"create {name!r}: shape {extents} has an extent that is negative, or absurd")
     return extents
+
+
+# Those whose programs forget them. What atexit was told last runs first: gRPC, imported above, is there still.
+_open: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_open):
+        client.close()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from smb.config import settings
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
@@ -30,6 +31,7 @@ _STOP_S = 10.0
 _POLL_S = 0.01
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
+_KEPT = "smb-kept"  # what _sweep leaves alone
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -151,8 +153,10 @@ class LocalCluster:
     2. `listen` is the coordinator's address; the memory servers listen on the same host, on ports of their own. With
     0.0.0.0 all are reached at this host's address, `address` too; that takes `credentials`, a directory that `smb
     certs` made, or insecure=True: whoever reaches them may then read and write.
-    `session_lease` (seconds) is how long a silent client counts as alive. The daemons end with the block, or with this
-    process, and leave nothing. Raises UnavailableError, with what the daemon said, where one does not start.
+    `metrics` is the address of the coordinator's page. `session_lease` (seconds) is how long a silent client counts as
+    alive. The daemons end with the block, or with this process, and leave nothing; with `data_dir`, a directory, what
+    they hold is there again for the next cluster of that directory, as long as this machine runs. Raises
+    UnavailableError, with what the daemon said, where one does not start.
     """
 
     def __init__(
@@ -161,6 +165,8 @@ class LocalCluster:
         capacity: int | str = "256MiB",
         *,
         listen: str = "127.0.0.1:0",
+        metrics: str = "127.0.0.1:0",
+        data_dir: Path | str | None = None,
         session_lease: float | None = None,
         credentials: Path | str | None = None,
         insecure: bool = False,
@@ -169,6 +175,9 @@ class LocalCluster:
         if servers < 1:
             raise InvalidArgumentError(f"LocalCluster: servers={servers}; it needs at least one")
         parse_address(listen)
+        parse_address(metrics)
+        self._metrics = metrics
+        self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
         self._count = servers
         self._capacity = parse_bytes(capacity)
         self._listen = listen
@@ -179,6 +188,8 @@ class LocalCluster:
         self._directories: list[Path] = []
         self.coordinator: Daemon
         self.memory_directory: Path
+        self.state_directory: Path
+        self._kept: IO[bytes] | None = None  # the data directory's lock
         self.servers: list[Daemon] = []
 
     @property
@@ -189,18 +200,23 @@ class LocalCluster:
     def start(self) -> LocalCluster:
         """Start the daemons; blocks until all of them serve. `with` does it for you."""
         _sweep()
-        private = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
-        self._directories.append(private)
+        private = self._data_dir or Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
+        if self._data_dir is None:
+            self._directories.append(private)
+        else:
+            self._keep(private)
+        self.state_directory = private / "state"
         memory = self._daemon_options.get("memory_dir")
         if memory is None:
-            memory_directory = _MEMORY_ROOT / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
-            memory_directory.mkdir(mode=0o700)
-            self._directories.append(memory_directory)
+            memory_directory = self._memory_of(private)
+            memory_directory.mkdir(mode=0o700, exist_ok=self._data_dir is not None)
+            if self._data_dir is None:
+                self._directories.append(memory_directory)
             memory = str(memory_directory)
         self.memory_directory = Path(memory)
         try:
             deadline = time.monotonic() + _START_S
-            options = {"listen": self._listen, "state": str(private / "state"), "metrics": "127.0.0.1:0"}
+            options = {"listen": self._listen, "state": str(self.state_directory), "metrics": self._metrics}
             if self._session_lease is not None:
                 options["session_lease"] = str(self._session_lease)
             options |= self._access("coordinator")
@@ -230,6 +246,23 @@ class LocalCluster:
             raise
         return self
 
+    def _keep(self, directory: Path) -> None:
+        """Make the data directory ours while we run. Raises InvalidArgumentError where another cluster has it."""
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._kept = (directory / "lock").open("wb")
+        try:
+            fcntl.flock(self._kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._kept.close()
+            raise InvalidArgumentError(f"LocalCluster: another one runs with data_dir={str(directory)!r}") from None
+
+    def _memory_of(self, private: Path) -> Path:
+        """Return where the servers' memory lies: by the data directory, where there is one."""
+        if self._data_dir is None:
+            return _MEMORY_ROOT / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
+        found = private.stat()
+        return _MEMORY_ROOT / f"{_KEPT}-{found.st_dev:x}-{found.st_ino:x}"
+
     def _access(self, name: str) -> dict[str, str]:
         """Options of the daemon of that name: an empty one is a flag."""
         options = {"credentials": str(self._credentials / name)} if self._credentials is not None else {}
@@ -243,6 +276,8 @@ class LocalCluster:
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
         self._directories.clear()
+        if self._kept is not None:
+            self._kept.close()
 
     def __enter__(self) -> LocalCluster:
         return self.start()

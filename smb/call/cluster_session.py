@@ -9,13 +9,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import SESSION_ENDED
 from smb.engine import EngineClient, Link, Switch
 from smb.errors import Error, UnavailableError
+from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.security.credentials import Credentials
 from smb.transport.base import Deadline, SegmentPath, SegmentPlace
@@ -27,6 +28,8 @@ from smb.transport.verbs.queue_pair import Settings
 from smb.transport.verbs.transport import Verbs
 
 _RENEWALS_PER_LEASE = 3
+_REPORT_S = 2.0  # as often as memory servers tell theirs
+_REPORTS_MAX = 16  # in one renewal
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
 
@@ -44,10 +47,12 @@ class ClusterSession:
         checksum: bool | None,
         credentials: Credentials | None,
         verbs: Settings | None,
+        name: str | None = None,
     ) -> None:
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
-        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        process = f"{socket.gethostname()}:{os.getpid()}"
+        self.name = f"{name} ({process})" if name else process
         self._pid = os.getpid()
         self.transport = transport  # as it was chosen
         self._closed = False
@@ -72,6 +77,7 @@ class ClusterSession:
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
         self.session_ended = False
+        self.reports: dict[int, Callable[[], pb.TrainingReport]] = {}  # of trainings, for people
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
@@ -80,6 +86,11 @@ class ClusterSession:
             daemon=True,
         )
         self._renewal.start()
+
+    def hurry(self, seconds: float) -> None:
+        """Bound each later call by so much, where it was more."""
+        self.timeout = min(self.timeout, seconds)
+        self.timeout_ms = max(1, round(self.timeout * 1000))
 
     def check_open(self) -> None:
         """Raise UnavailableError where it was closed, Error in a child of fork."""
@@ -189,21 +200,28 @@ def _renew(
     client_name: str,
     lease: float,
 ) -> None:
-    """Renew the session until it is closed or forgotten. A coordinator that is away disturbs nothing else."""
+    """Renew the session until it is closed or forgotten. A coordinator that is away disturbs nothing else.
+
+    Whoever trains renews it more often: with each renewal the coordinator hears how far it is.
+    """
     renewed_at = time.monotonic()
     while True:
-        due_s = max(0.0, renewed_at + lease / _RENEWALS_PER_LEASE - time.monotonic())
+        every_s = lease / _RENEWALS_PER_LEASE
+        due_s = max(0.0, renewed_at + min(_REPORT_S, every_s) - time.monotonic())
         if stop.wait(min(due_s, coordinator.tokens.next_s())):
             return
-        if session() is None:
+        ours = session()
+        if ours is None:
             coordinator.close()
             return
         coordinator.tokens.renew()
-        if time.monotonic() < renewed_at + lease / _RENEWALS_PER_LEASE:
+        reports = [report() for report in list(ours.reports.values())[:_REPORTS_MAX]]
+        del ours
+        if time.monotonic() < renewed_at + (min(_REPORT_S, every_s) if reports else every_s):
             continue
         renewed_at = time.monotonic()
         try:
-            lease = coordinator.renew_session(session_id, client_name, lease / _RENEWALS_PER_LEASE)
+            lease = coordinator.renew_session(session_id, client_name, every_s, reports)
         except SessionEndedError as error:
             _log.error("%s", error)
             ours = session()

@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,8 @@ class Dispatcher:
     def __init__(self, session: Session, info: BufferInfo) -> None:
         self.session = session
         self.arguments = Arguments(info)
-        self.place = Place(self._go_on)
+        # Weak, as a circle would keep a forgotten buffer's mappings and links until a collection.
+        self.place = Place(functools.partial(_go_on, weakref.ref(self)))
         self.turns = session.turns_of(info.id)
         self.paths: tuple[SegmentPath, ...] = ()
         self.one_copy = info.versions == 1
@@ -146,11 +148,6 @@ class Dispatcher:
         if request.token or request.opcode is Opcode.APPLY:
             return self._gated(deadline), [other._gated(deadline) for other in others]
         return self.ensure(deadline), [other.ensure(deadline) for other in others]
-
-    def _go_on(self, started: float, request_address: int, outcome_address: int) -> int:
-        """Go on with a direct method's call that failed; addresses of the engine's structs."""
-        request, ended = engine.direct_call(request_address, outcome_address)
-        return signed(self.call(request, started=started, ended=ended))
 
     def _asked(self, request: Request) -> str:
         return self.arguments.asked(request.opcode.name.lower())
@@ -370,6 +367,14 @@ class Dispatcher:
         error.outcome = known
         error._account = Failed(self, self._elements(request), None if touched else outcome.unknown)
         return error
+
+
+def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int, outcome_address: int) -> int:
+    """Go on with a direct method's call that failed; addresses of the engine's structs. The caller has the buffer."""
+    request, ended = engine.direct_call(request_address, outcome_address)
+    dispatcher = calls()
+    assert dispatcher is not None
+    return signed(dispatcher.call(request, started=started, ended=ended))
 
 
 def _all_alive(paths: tuple[SegmentPath, ...]) -> bool:

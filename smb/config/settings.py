@@ -25,6 +25,7 @@ from smb.config.transports import check_choice
 from smb.errors import InvalidArgumentError
 
 CONFIG_VARIABLE = "SMB_CONFIG"
+DEFAULT_COORDINATOR = "127.0.0.1:7070"  # of clients and commands, and where `smb up` and `smb coordinator` listen
 # Variables that are no settings: the file's own name, the owner of a daemon of LocalCluster, what the engine reads when
 # the library loads, and what tests set.
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "SMB_OWNER_PID", "SMB_ISA", "SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED"})
@@ -172,15 +173,21 @@ _TABLE = (
         "client", "client_metrics", str, None, "Where a program serves its metrics. Default: nowhere.", parse_address,
         "HOST:PORT",
     ),
+    Setting(
+        "client", "log", str, None,
+        "debug, info, warning or error: what the library logs. Default: warning, and info of joins to trainings.",
+        _one_of(LOG_LEVELS),
+    ),
     Setting("client", "train_host", str, None, "The host a worker of HSGD belongs to. Default: the machine's name."),
     Setting(
-        "coordinator", "listen", str, "127.0.0.1:7070",
-        "Where clients and memory servers connect; port 0: a free one.", parse_address,
+        "coordinator", "listen", str, DEFAULT_COORDINATOR,
+        "Where clients and memory servers connect; port 0: a free one.", parse_address, "HOST:PORT",
     ),
     Setting(
         "coordinator", "state", str, "./smb-state",
         "What must survive a restart: a directory, made if need be, or etcd://HOST:PORT,HOST:PORT/PREFIX, where "
         "several coordinators stand by for each other.",
+        metavar="DIR",
     ),
     Setting(
         "coordinator", "etcd_credentials", str, None,
@@ -192,8 +199,8 @@ _TABLE = (
         "How long a leader in etcd that is not heard of stays the leader; another one leads a second later.",
         _whole, "SECONDS",
     ),
-    Setting("coordinator", "metrics", str, "127.0.0.1:9470", _PAGES_HELP, parse_address),
-    Setting("coordinator", "ready_file", str, None, _READY_HELP.format("")),
+    Setting("coordinator", "metrics", str, "127.0.0.1:9470", _PAGES_HELP, parse_address, "HOST:PORT"),
+    Setting("coordinator", "ready_file", str, None, _READY_HELP.format(""), metavar="FILE"),
     Setting(
         "coordinator", "session_lease", float, 30.0,
         "How long a client may stay silent before its session is over and what it holds is given up.",
@@ -225,8 +232,11 @@ _TABLE = (
         "coordinator", "token_lifetime", float, 3600.0,
         "With credentials: how long the right to a buffer is good, unless its client renews it.", _number, "SECONDS",
     ),
-    Setting("coordinator", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS)),
-    Setting("memserver", "listen", str, "127.0.0.1:0", "Where clients connect; port 0: a free one.", parse_address),
+    Setting("coordinator", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS), "LEVEL"),
+    Setting(
+        "memserver", "listen", str, "127.0.0.1:0", "Where clients connect; port 0: a free one.", parse_address,
+        "HOST:PORT",
+    ),
     Setting(
         "memserver", "control", str, "",
         "Where the coordinator connects, and clients with RDMA: fix it where a firewall is to let it through. Default: "
@@ -234,40 +244,42 @@ _TABLE = (
         _address_or_none, "HOST:PORT",
     ),
     Setting("memserver", "capacity", str, "1GiB", "Memory to offer, e.g. 512MiB or 64GiB.", parse_bytes, "SIZE"),
-    Setting("memserver", "memory_dir", str, _SHM, "A directory on tmpfs or hugetlbfs for the segments."),
-    Setting("memserver", "metrics", str, "127.0.0.1:0", _PAGES_HELP, parse_address),
+    Setting("memserver", "memory_dir", str, _SHM, "A directory on tmpfs or hugetlbfs for the segments.", metavar="DIR"),
+    Setting("memserver", "metrics", str, "127.0.0.1:0", _PAGES_HELP, parse_address, "HOST:PORT"),
     Setting(
         "memserver", "name", str, "",
         "This server's name. It stays the same over restarts: segments and clients find it by its name. Default: the "
         "host's name.",
+        metavar="NAME",
     ),
     Setting(
-        "memserver", "loops", int, 0, "Threads that serve data, 1 to 64; 0: one per core, at most 8.", _whole
+        "memserver", "loops", int, 0, "Threads that serve data, 1 to 64; 0: one per core, at most 8.", _whole, "N"
     ),
     Setting(
         "memserver", "weight", float, 1.0,
         "How much of the traffic of new buffers to take beside the other servers: its bandwidth, in any unit that all "
         "of them use.",
-        _weight,
+        _weight, "NUMBER",
     ),
     Setting(
         "memserver", "advertise", str, "",
         "Host name or address by which clients reach this server. Default: --listen's host, or this host's address "
         "towards the coordinator where that is 0.0.0.0.",
+        metavar="HOST",
     ),
     Setting(
         "memserver", "data_tls", str, "auto",
         "TLS for data on TCP: auto where there are credentials; off never, for an isolated fabric; on: and nothing "
         "goes over RDMA, which encrypts nothing.",
-        _one_of(("auto", "on", "off")),
+        _one_of(("auto", "on", "off")), "auto|on|off",
     ),
     Setting(
         "memserver", "verbs", str, "auto",
         "RDMA: auto offers it where this host has an active device, off never.",
-        _one_of(("auto", "off")),
+        _one_of(("auto", "off")), "auto|off",
     ),
-    Setting("memserver", "ready_file", str, None, _READY_HELP.format(" and registered")),
-    Setting("memserver", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS)),
+    Setting("memserver", "ready_file", str, None, _READY_HELP.format(" and registered"), metavar="FILE"),
+    Setting("memserver", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS), "LEVEL"),
     Setting("verbs", "device", str, "", "An RDMA device, as `rdma link` shows it. Default: one with an active port."),
     Setting("verbs", "port", int, None, "Its port. Default: the first that is active.", _whole),
     Setting("verbs", "gid_index", int, None, "Which address of the port. Default: RoCE v2 over IPv4 first.", _whole),

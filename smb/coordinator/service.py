@@ -137,6 +137,8 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
+        told = [report for report in request.trainings if caller().may_see(report.name)]
+        self._watch.trainings.told(request.session_id, told, self._commit_log.now())
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
@@ -203,6 +205,8 @@ class CoordinatorService(CoordinatorServicer):
             text = await asyncio.to_thread(self._overview.server, request.server)
         elif request.buffer:
             text = await asyncio.to_thread(self._overview.buffer, request.buffer)
+        elif request.training:
+            text = await asyncio.to_thread(self._overview.training, request.training)
         else:
             text = await asyncio.to_thread(self._overview.all)
         return pb.OverviewReply(json=text.decode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -109,13 +110,15 @@ class Coordinator:
             self.tokens.look_every_s = reply.token_lifetime_ms / 1000 / _LOOKS_PER_LIFE
         return reply.session_id, reply.lease_ms / 1000, reply.shared
 
-    def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
+    def renew_session(
+        self, session_id: int, client_name: str, timeout: float, reports: Sequence[pb.TrainingReport] = ()
+    ) -> float:
         """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
         where there is nothing left to renew.
         """
         self._peers.take_new_certificate()
         request = pb.RenewSessionRequest(
-            session_id=session_id, client_name=client_name, session_secret=self._session_secret
+            session_id=session_id, client_name=client_name, session_secret=self._session_secret, trainings=reports
         )
         reply: pb.RenewSessionReply = self._call("RenewSession", request, timeout)
         return reply.lease_ms / 1000
@@ -159,9 +162,10 @@ class Coordinator:
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
-    def overview(self, timeout: float) -> str:
-        """Return what the page at / shows, as JSON."""
-        reply: pb.OverviewReply = self._call("Overview", pb.OverviewRequest(), timeout)
+    def overview(self, timeout: float, *, buffer: str = "", training: str = "") -> str:
+        """Return what the page at / shows, as JSON: in brief, or all of one buffer or training."""
+        request = pb.OverviewRequest(buffer=buffer, training=training)
+        reply: pb.OverviewReply = self._call("Overview", request, timeout)
         return reply.json
 
     def clock(self, timeout: float) -> float:
@@ -230,7 +234,8 @@ class Coordinator:
 
     def _nobody(self, why: str) -> errors.UnavailableError:
         return errors.UnavailableError(
-            f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up)"
+            f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up), or "
+            f"name another: --coordinator HOST:PORT or SMB_COORDINATOR"
         )
 
     def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:

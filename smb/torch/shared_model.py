@@ -39,7 +39,7 @@ import smb.train
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.tensors import TensorTable
 from smb.torch.flat_parameters import Entry, Trained, Untrained, split
-from smb.train.group import view
+from smb.train.group import clear, view
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
@@ -57,9 +57,10 @@ def join(
     scheme: str | smb.train.Scheme | None = None,
     coordinator: str | None = None,
     client: smb.Client | None = None,
-    samples: int = 1,
+    samples: int | None = None,
     guards: smb.train.Guards | None = None,
     lease: float | None = None,
+    fresh: bool = False,
     servers: Any = None,
     stripe: Any = None,
     wire: str | None = None,
@@ -71,17 +72,20 @@ def join(
     of smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); settings that
     are left out are the group's, or their defaults where there is none, and None adopts all of the group's. After each
     optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the parameters in place.
-    `coordinator` is an address, default $SMB_COORDINATOR; or pass a `client`, which stays open. `samples` is how many
-    samples a step trains. What is counted and shown is made of them, and with token_weights=True the weight of a
-    contribution. Shared.batches() keeps it right; set `samples` of the result where you make batches yourself. guards,
-    lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass the one that steps last, with all
-    parameters requiring gradients.
+    `coordinator` is an address, default $SMB_COORDINATOR, else 127.0.0.1:7070; or pass a `client`, which stays open.
+    `samples` is how many samples a step trains (None: nobody says, and none are counted). What is counted and shown is
+    made of them, and with token_weights=True the weight of a contribution. Shared.batches() keeps it right; set
+    `samples` of the result where you make batches yourself. fresh=True begins anew: it deletes a training of this name
+    in which nobody is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass
+    the one that steps last, with all parameters requiring gradients.
 
     The model must be in host memory, its trained parameters float32 or bfloat16: one on a GPU is refused. Raises
     InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
-    tensors than its model's; NotFoundError where there is no group and no scheme is given; smb's errors where the
-    cluster fails. The model's values are as they were then. optimizer.step() raises smb.train.RefusedContributionError
-    where a guard refuses (NaN, for one): the model is the shared one again, the optimizer's state as it was.
+    tensors than its model's; NotFoundError where there is no group and no scheme is given; AlreadyExistsError with
+    fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then.
+    optimizer.step() raises smb.train.RefusedContributionError where a guard refuses (NaN, for one): the model is the
+    shared one again, the optimizer's state as it was; and NotFoundError where the training was deleted, after which
+    close() succeeds.
     """
     if client is not None and coordinator is not None:
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
@@ -99,7 +103,7 @@ def join(
     with contextlib.ExitStack() as on_failure:
         if client is None:
             client = on_failure.enter_context(smb.connect(coordinator))
-        options |= {"guards": guards, "lease": lease}
+        options |= {"guards": guards, "lease": lease, "fresh": fresh}
         shared = Shared(model, optimizer, name, scheme, settings, client, samples, options)
         shared._owned = on_failure.pop_all()
     return shared
@@ -111,8 +115,8 @@ class Shared:
     Leaving the `with` by an exception leaves the group without waiting for anything. Not for several threads at once.
     """
 
-    samples: int
-    """Samples that one optimizer.step() trains."""
+    samples: int | None
+    """Samples that one optimizer.step() trains; None: not said."""
 
     def __init__(
         self,
@@ -122,7 +126,7 @@ class Shared:
         scheme: str | smb.train.Scheme | None,
         settings: dict[str, Any],
         client: smb.Client,
-        samples: int,
+        samples: int | None,
         options: dict[str, Any],
     ) -> None:
         _check_free(model)
@@ -140,6 +144,8 @@ class Shared:
             # Kept from before joining until the state is there, so that both buffers are of one maker.
             with client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
                 group = None
+                if options["fresh"]:
+                    clear(client, name)
                 try:
                     group = view(client, name)
                 except NotFoundError:
@@ -193,7 +199,7 @@ class Shared:
 
     def _batches(self, units: smb.train.WorkUnits, rows: int, seed: int) -> Iterator[torch.Tensor]:
         order, shuffled, taken = torch.empty(0, dtype=torch.int64), -1, 0
-        for unit in units:
+        while (unit := self._taken(units)) is not None:
             if unit.epoch != shuffled:
                 shuffled = unit.epoch
                 order = torch.from_numpy(np.random.default_rng([seed, shuffled]).permutation(rows))
@@ -203,6 +209,10 @@ class Shared:
         self._trained.spread()  # whoever waited for the others' last batches has the shared model of then
         if not taken:
             _log.warning("training %r: all batches of all epochs are done; ask for more epochs", self.worker.name)
+
+    def _taken(self, units: smb.train.WorkUnits) -> smb.train.Unit | None:
+        with self.worker.there():
+            return units.take()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared model of now, in memory of its own: the model's own state_dict() with the group's values in
@@ -228,7 +238,8 @@ class Shared:
         """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
 
         What was trained since this worker's last exchange has then no part in the model, here as in the others.
-        Parameters stay where they are; the optimizer is free of the hook. Twice does nothing.
+        Parameters stay where they are; the optimizer is free of the hook. Twice does nothing. Of a training that was
+        deleted there is nothing to load: the model stays as it is. A coordinator that is away is only warned of.
         """
         if not self._open:
             return
@@ -237,13 +248,27 @@ class Shared:
             self._settle_mixing()
             if load:
                 self._check_model()
-                self.worker.shared(out=self._trained.values)
-                self._trained.spread()
-                if self._state is not None:
-                    self._state.read(out=self._untrained.values)
-                    self._untrained.spread()
+                self._load()
+        except NotFoundError as error:
+            if not self.worker.deleted:
+                raise
+            _log.warning("%s; the model is this process's own", error)
         finally:
             self._leave()
+
+    def _load(self) -> None:
+        self.worker.shared(out=self._trained.values)
+        self._trained.spread()
+        if self._state is not None:
+            self._state.read(out=self._untrained.values)
+            self._untrained.spread()
+
+    def __repr__(self) -> str:
+        return (
+            f"<smb.torch.Shared {self._trained.values.size:,} parameters in training {self.worker.name!r}: "
+            f"{self.scheme}, {self.worker.contributions} contributions"
+            f"{'' if self._open else ', closed'}>"
+        )
 
     def __enter__(self) -> Shared:
         return self
@@ -294,7 +319,8 @@ class Shared:
     def _settle_mixing(self) -> None:
         if self._mixing is not None:
             mixing, self._mixing = self._mixing, None
-            mixing.result()
+            with self.worker.there():
+                mixing.result()
 
     # ---- coming and going
 
@@ -320,7 +346,15 @@ class Shared:
             last.push(self._owned)
             last.callback(self.worker.close)
             if self._units is not None:
-                last.callback(self._units.close)
+                last.callback(self._leave_units, self._units)
+
+    def _leave_units(self, units: smb.train.WorkUnits) -> None:
+        try:
+            units.close()
+        except NotFoundError as error:
+            _log.debug("%s", error)
+        except Error as error:
+            _log.warning("training %r: could not hand back what was in hand: %s", self.worker.name, error)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -24,6 +24,7 @@ from smb.client import Client
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
+    AlreadyExistsError,
     Error,
     InvalidArgumentError,
     LockLostError,
@@ -71,9 +72,11 @@ class Group:
         self.tick = client.open(f"{name}/tick")
         self.member: Member
         self.made = False  # by this worker
+        self.samples_told = False  # step was told how many samples it is of; else steps are no samples
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
         self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
+        self.guard_fired = ""  # what the last refusal said
         self._seen = 0  # the tick's version, as far as we know
         self._rejoins = 0
         self.patience = max(0.05, self.lease / 4)
@@ -142,6 +145,13 @@ class Group:
         if dead:
             self.wake()
         return dead
+
+    def deleted(self) -> bool:
+        """Whether the group was deleted, or somebody is at it. One small read."""
+        try:
+            return self.table.get(0, t.READY) == t.DELETED
+        except NotFoundError:
+            return True
 
     # ---- waking and waiting
 
@@ -222,7 +232,8 @@ class Group:
         self.member.check()
         try:
             norm = self._guard.check(delta, staleness)
-        except RefusedContributionError:
+        except RefusedContributionError as error:
+            self.guard_fired = str(error)
             self.member.add(t.REFUSED, 1)
             self.member.report()
             raise
@@ -230,10 +241,15 @@ class Group:
         self.member.set(t.STALENESS, staleness)
         self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))
 
+    def count_samples(self, samples: int) -> None:
+        """Count what a contribution is of, where `step` was told it. No call."""
+        if self.samples_told:
+            self.member.add(t.SAMPLES, samples)
+
     def count(self, samples: int, nbytes: int, contributions: int = 1) -> None:
         """Call it once a contribution was sent: counts it, in the table too. One small call."""
         self.member.add(t.CONTRIBUTIONS, contributions)
-        self.member.add(t.SAMPLES, samples)
+        self.count_samples(samples)
         self.member.add(t.BYTES, nbytes)
         self.member.report()
 
@@ -314,16 +330,39 @@ def shared(client: Client, name: str, out: Values | None = None) -> Values:
 
 
 def delete(client: Client, name: str) -> None:
-    """Delete a group with all buffers under its name, its work units too; its workers get NotFoundError.
+    """Delete a group with all buffers under its name, its work units too.
 
-    Raises NotFoundError.
+    Its workers' next step raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Raises
+    NotFoundError.
     """
-    view(client, name)
+    view(client, name).table.write(0, t.READY, np.array([t.DELETED]))  # so that whoever misses a buffer knows why
     # These last, as a group that lacks one of them is taken for half-made, in which a scheme left nothing.
     own = [f"{name}/tick", f"{name}/members", name]
     schemes = [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own]
     for each in schemes + own:
         client.delete(each, missing_ok=True)
+
+
+def clear(client: Client, name: str) -> None:
+    """Delete a group in which nobody is alive any more, if there is one.
+
+    Raises AlreadyExistsError where somebody is, or died so recently that nobody can tell.
+    """
+    with client.lock(f"{name}/setup", timeout=_SETUP_S):
+        group = _opened(client, name)
+        if group is None:
+            return
+        rows = group.table.read().copy()
+        slots = list(members.live(rows))
+        dead = members.reap(client, name, group.table, group.lease, slots)
+        if alive := [slot for slot in slots if slot not in dead]:
+            row = rows[1 + alive[0]]
+            raise AlreadyExistsError(
+                f"join of training {name!r} with fresh=True: {len(alive)} of its workers are alive, or died less than "
+                f"{group.lease:g} s ago, one on {members.host_of(row)} (pid {int(row[t.PID])}); leave fresh= out to "
+                f"train with them, or take another name"
+            )
+        delete(client, name)
 
 
 def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]:

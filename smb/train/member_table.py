@@ -19,7 +19,8 @@ ROUND_SHIFT = 24
 # ---- the group's row, by column
 ROUND = 0  # round << ROUND_SHIFT | attempt << 1 | built (rounds.py); 0 for ever in schemes without rounds
 INCARNATIONS = 1  # given out so far
-READY = 2  # 1 once the group is complete
+READY = 2  # 1 once the group is complete, DELETED once somebody deletes it
+DELETED = 2
 GROUP_EXTRA = 3  # to 15: the scheme's own
 GROUP_EXTRA_END = 16
 DECIDED = 16  # to 31: rounds.py, who counts in round r, in column DECIDED + r % DECIDED_KEPT

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -11,15 +13,22 @@ from typing import Any
 import numpy as np
 
 from smb.client import Client
-from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.config.log import TRAINING
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
+from smb.rpc import control_pb2 as pb
 from smb.train import member_table as t
-from smb.train.group import Group, enter, room
+from smb.train.group import Group, clear, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
 from smb.train.scheme import Exchange, Scheme, Values
 from smb.train.status import WorkerStatus, worker_status
 
 _log = logging.getLogger("smb")
+_news = logging.getLogger(TRAINING)
+# Those whose programs forget them.
+_open: weakref.WeakSet[Worker] = weakref.WeakSet()
+_EXIT_S = 1.0  # for each call, at the interpreter's exit
+_GUARD_MAX = 255  # characters, of what a report tells
 
 
 def join(
@@ -30,6 +39,7 @@ def join(
     *,
     guards: Guards | None = None,
     lease: float | None = None,
+    fresh: bool = False,
     **placement: Any,
 ) -> Worker:
     """Join the training of that name, at any time, and return the worker: a context manager.
@@ -38,13 +48,23 @@ def join(
     first to join makes the group, with its values, its scheme, guards (default: Guards()), lease (seconds, default 10:
     how long a member that died or was stopped keeps the others waiting) and `placement`: servers=, stripe=, wire= of
     Client.create. Later ones get the present shared model into `values`, and None adopts what the group has. Blocks for
-    a few calls; holds up no one who trains.
+    a few calls; holds up no one who trains. fresh=True begins anew: a training of this name in which nobody is alive is
+    deleted first, with its model. What was done is logged (smb.train, INFO), and stands on standard error unless the
+    program has set up logging.
 
-    Raises InvalidArgumentError where the settings differ from the group's (it says which), NotFoundError where there is
-    no group and no scheme was given, OutOfMemoryError where 48 members are there already, or the servers have no room
-    for the scheme's copies of the model (docs/training.md): then nothing of this join stays.
+    Raises AlreadyExistsError with fresh=True where others are alive in it, InvalidArgumentError where the settings
+    differ from the group's (it says which), NotFoundError where there is no group and no scheme was given,
+    OutOfMemoryError where 48 members are there already, or the servers have no room for the scheme's copies of the
+    model (docs/training.md): then nothing of this join stays.
     """
-    return Worker(enter(client, name, values, scheme, guards, lease, **placement), values)
+    if fresh:
+        clear(client, name)
+    worker = Worker(enter(client, name, values, scheme, guards, lease, **placement), values)
+    if fresh and not worker.made:
+        worker.withdraw()
+        raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another has made it at this moment")
+    _news.info("%s", worker.arrival())
+    return worker
 
 
 class Worker:
@@ -61,6 +81,8 @@ class Worker:
         except BaseException:
             group.withdraw()
             raise
+        _open.add(self)
+        group.client.reports[id(self)] = self._report
 
     @property
     def name(self) -> str:
@@ -98,27 +120,46 @@ class Worker:
         return self._group.member.get(t.CONTRIBUTIONS)
 
     @property
+    def made(self) -> bool:
+        """Whether this worker made the training, as the first to join."""
+        return self._group.made
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the training was deleted under this worker. One small read."""
+        return self._group.deleted()
+
+    @property
     def members(self) -> int:
         """How many take part now, this worker among them, those whose death nobody noticed yet too. One small read."""
         return max(1, len(self._group.live(self._group.table.read())))
 
-    def step(self, samples: int = 1) -> None:
+    def step(self, samples: int | None = None) -> None:
         """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
+
+        Where samples are not told, none are counted, and a step weighs as one.
 
         Changes the values in place. Blocks as the scheme says (its docstring), otherwise as long as its calls take. May
         raise UnavailableError and TimeoutError: a server was away for longer than the client's timeout; call it again
         later, and nothing counts twice. Raises RefusedContributionError: nothing was sent, the values are the shared
         model's. A worker that was stopped for longer than its lease joins again by itself: its values are the shared
-        model's, what it had not sent is dropped, and it is logged and counted.
+        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError where the training
+        was deleted; close() succeeds then.
         """
         self._check_open()
-        if samples < 0:
+        if samples is not None and samples < 0:
             raise InvalidArgumentError(f"step of group {self.name!r}: samples={samples!r} is less than 0")
+        with self.there():
+            self._step(samples)
+
+    def _step(self, samples: int | None) -> None:
         if self._away:
             self._rejoin()
             return
+        for group in filter(None, (self._group, self._group.nested)):
+            group.samples_told = samples is not None
         try:
-            self._exchange.step(samples)
+            self._exchange.step(1 if samples is None else samples)
         except MembershipLostError as error:
             _log.warning("group %r: %s", self.name, error)
             self._rejoin()
@@ -132,18 +173,30 @@ class Worker:
         self._check_open()
         if self._away:
             return
-        try:
-            self._exchange.flush()
-        except MembershipLostError as error:
-            _log.warning("group %r: %s", self.name, error)
-            self._rejoin()
+        with self.there():
+            try:
+                self._exchange.flush()
+            except MembershipLostError as error:
+                _log.warning("group %r: %s", self.name, error)
+                self._rejoin()
 
     def shared(self, out: Values | None = None) -> Values:
         """Return the present shared model, float32 (n,), in `out` if given; of one round, where there are rounds."""
         self._check_open()
         result: Values = np.empty(self._group.weights.size, np.float32) if out is None else out
-        self._group.read(result)
+        with self.there():
+            self._group.read(result)
         return result
+
+    @contextlib.contextmanager
+    def there(self) -> Iterator[None]:
+        """Say of what is not found in the block that the training was deleted, where that is why."""
+        try:
+            yield
+        except NotFoundError as error:
+            if not self._group.deleted():
+                raise
+            raise NotFoundError(f"training {self.name!r} was deleted") from error
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -160,22 +213,32 @@ class Worker:
             self._back(self._group.return_)
 
     def close(self) -> None:
-        """Leave: what was sent counts, the others go on without this worker. Twice does nothing."""
+        """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
+
+        What can't be tidied, since a daemon is away, is logged as a warning: the others then miss this worker for a
+        lease. Of a training that was deleted nothing is left to do.
+        """
         if self._closed:
             return
+        self._forget()
+        for leave in (self._exchange.close, self._group.leave):
+            try:
+                leave()
+            except NotFoundError as error:
+                _log.debug("training %r: %s", self.name, error)
+            except Error as error:
+                _log.warning("training %r: could not leave it tidily: %s", self.name, error)
+
+    def _forget(self) -> None:
         self._closed = True
-        try:
-            self._exchange.close()
-        except MembershipLostError as error:
-            _log.warning("group %r: %s", self.name, error)
-        finally:
-            self._group.leave()
+        _open.discard(self)
+        self._group.client.reports.pop(id(self), None)
 
     def withdraw(self) -> bool:
         """Leave right after joining, as one who can't take part after all: close(), and where this worker made the
         group, and nobody else has joined it, delete that. Returns whether it is gone.
         """
-        self._closed = True
+        self._forget()
         try:
             self._exchange.close()
         except Error as error:
@@ -188,12 +251,43 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.close()
-        except (Error, NotFoundError):
-            if error is None:
-                raise
-            _log.warning("group %r: could not leave on the way out of an error", self.name)
+        self.close()
+
+    def __repr__(self) -> str:
+        member = self._group.member
+        state = ", closed" if self._closed else ""
+        return (
+            f"<smb.train.Worker {member.slot} of training {self.name!r}: {self.scheme}, "
+            f"{self.contributions} contributions{state}>"
+        )
+
+    def arrival(self) -> str:
+        """Return what joining did, in a line. One small read."""
+        group = self._group
+        rows = group.table.read()
+        if group.made:
+            return f"made training {self.name!r} ({self.scheme.NAME}); its weights are yours"
+        round_ = int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
+        at = f"round {round_}, " if round_ else ""
+        count = len(group.live(rows))
+        return (
+            f"joined training {self.name!r} ({self.scheme.NAME}, {at}{count} worker{'' if count == 1 else 's'}; its "
+            f"weights replaced yours)"
+        )
+
+    def _report(self) -> pb.TrainingReport:
+        """What the coordinator is told, for people. No call; from another thread."""
+        member = self._group.member
+        return pb.TrainingReport(
+            name=self.name,
+            slot=member.slot,
+            clock=member.clock,
+            samples=member.get(t.SAMPLES),
+            contributions=member.get(t.CONTRIBUTIONS),
+            staleness=member.get(t.STALENESS),
+            refused=member.get(t.REFUSED),
+            guard=self._group.guard_fired[:_GUARD_MAX],
+        )
 
     def _rejoin(self) -> None:
         self._exchange.abandon()
@@ -209,3 +303,15 @@ class Worker:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError(f"the worker has left group {self.name!r}; join again")
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Leave trainings before the clients are closed (smb.client), so that the others wait for nobody.
+
+    Waits for no other worker: what was not sent stays so.
+    """
+    for worker in list(_open):
+        with contextlib.suppress(Error):  # a child of fork, too
+            worker._group.client.hurry(_EXIT_S)
+            worker.close()

@@ -492,8 +492,9 @@ def test_deleting_under_readers(connect: Connect) -> None:
 
 def test_the_environment_fills_in(cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """$SMB_COORDINATOR is the default address, and $SMB_TRANSPORT overrides the transport."""
-    with pytest.raises(smb.InvalidArgumentError, match="SMB_COORDINATOR"):
-        smb.connect()
+    monkeypatch.setattr("smb.client.DEFAULT_COORDINATOR", cluster.address)
+    with smb.connect() as client:  # nothing is set: where `smb up` listens
+        assert len(client.servers()) == 3
     monkeypatch.setenv("SMB_COORDINATOR", cluster.address)
     monkeypatch.setenv("SMB_TRANSPORT", FAR)
     with smb.connect(transport="shm") as client:

@@ -277,7 +277,7 @@ def test_no_coordinator() -> None:
 
 def test_what_answers_is_no_coordinator(cluster: smb.LocalCluster, connect: Connect) -> None:
     """A memory server's ports, for data and for control, are told from nobody's; no traceback of gRPC's is chained."""
-    server = connect().coordinator.list_servers(5)[0]
+    server = connect()._session.coordinator.list_servers(5)[0]
     for address in (server.data_address, server.control_address):
         with pytest.raises(smb.UnavailableError, match=f"{address} .*something listens there") as raised:
             smb.connect(address, timeout=5)

@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import smb
@@ -37,6 +38,13 @@ def run_example(name: str, *arguments: str) -> list[str]:
 def test_an_example_runs(name: str) -> None:
     """It ends with exit code 0 and has said something."""
     assert run_example(name)
+
+
+def test_an_optimizer_on_the_servers() -> None:
+    """Three workers' gradients, one step of Adam for each sum of them, and it finds the truth."""
+    (line,) = run_example("server_optimizer.py")
+    learnt, truth = (np.fromstring(text.strip(" []"), sep=" ") for text in line[len("learnt ") :].split("truth"))
+    assert np.abs(learnt - truth).max() < 0.2
 
 
 def test_one_trainer_and_sixteen_readers() -> None:

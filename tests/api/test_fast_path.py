@@ -3,10 +3,12 @@ than the method behind it gives."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -283,6 +285,23 @@ def test_nothing_is_kept_or_lost(buffer: smb.Buffer, counter: smb.Buffer) -> Non
             buffer.write(array, 1)
     after = counts()
     assert all(abs(x - y) < 100 for x, y in zip(before, after, strict=True)), (before, after)
+
+
+def test_a_forgotten_buffer_goes_at_once(client: smb.Client) -> None:
+    """No circle keeps its mappings and links until a collection, also not after a call that failed."""
+    made = client.create("forgotten", COUNT)
+    array = np.ones(COUNT, np.float32)
+    made.write(array)
+    client.delete("forgotten")
+    with contextlib.suppress(smb.NotFoundError):
+        made.write(array)
+    kept = weakref.ref(made._dispatcher)
+    gc.disable()
+    try:
+        del made
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_call_while_ways_are_forgotten(buffer: smb.Buffer) -> None:

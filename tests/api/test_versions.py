@@ -259,7 +259,7 @@ def test_too_many_waits_name_their_bound(client: smb.Client) -> None:
 
 def test_too_many_pins_name_their_bound(client: smb.Client) -> None:
     """One pin more than a session may have: the error says how many, and how many requests may wait."""
-    home = client.create("w", 8, versions=2)._sync_homes()[0]
+    home = client.create("w", 8, versions=2)._dispatcher.homes()[0]
     for _ in range(1024):
         home.ask("pin", AskOpcode.PIN)
     with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there, a session 1024 pins"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -302,6 +303,80 @@ def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
         assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert not list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
+
+
+def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path) -> None:
+    """A killed server is back with its memory, without a word to anybody; --data-dir has it at the next start, too."""
+    port = free_port()
+    command = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
+    command += ["--listen", f"127.0.0.1:{port}", "--metrics", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept")]
+    for kills in (True, False):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
+            assert up.stdout is not None
+            assert up.stderr is not None
+            greeting = ""
+            while "Ctrl-C" not in greeting:
+                line = up.stdout.readline()
+                assert line, up.stderr.read()
+                greeting += line
+            memory = re.search(r"memory in (\S+);", greeting)
+            assert memory is not None
+            with smb.connect(f"127.0.0.1:{port}", timeout=60) as client:
+                if kills:
+                    client.create("kept", 10).fill(7)
+                    pid = re.search(r"server-0 .* pid (\d+)", greeting)
+                    assert pid is not None
+                    os.kill(int(pid[1]), signal.SIGKILL)
+                    assert "is started again with what it had" in up.stderr.readline()
+                assert (client.open("kept").read() == 7).all()
+            taken = run_smb("up", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept"))
+            assert "another one runs with" in taken.stderr
+            up.send_signal(signal.SIGINT)
+            up.communicate(timeout=DEADLINE_SECONDS)
+            assert up.returncode == 0
+    shutil.rmtree(memory[1])
+
+
+HELPED = (
+    *("up", "coordinator", "status", "top", "train ls", "train stat", "train rm", "demo", "ls", "stat", "create", "rm"),
+    *("cp", "snapshot", "restore", "mount", "umount", "doctor", "bench", "config", "certs", "targets"),
+)
+
+
+@pytest.mark.parametrize("asked", HELPED)
+def test_help_has_an_example_and_speaks_of_what_users_type(capsys: pytest.CaptureFixture[str], asked: str) -> None:
+    """No type of Python, no braces around arguments."""
+    code, out, _ = run_here(capsys, *asked.split(), "--help")
+    assert code == 0
+    assert f"Example: smb {asked}" in out
+    assert not re.search(r"<(str|int|float|path|list)|\{", out), out
+
+
+def test_commands_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """What one looks for stands under what it is for."""
+    _, out, _ = run_here(capsys, "--help")
+    sections = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n)+)", out + "\n", re.M))
+    assert "  train " in sections["Trainings"]
+    assert "  up " in sections["A cluster"]
+    assert "--install-completion" in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("smb tr", "train"), ("smb train ", "rm"), ("smb up --da", "--data-dir")]
+)
+def test_a_shell_completes(typed: str, offered: str) -> None:
+    """As bash asks for it."""
+    words = typed.split(" ")
+    asked = {"_SMB_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    program = "from smb.tools.cli.main import app; app(prog_name='smb')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | asked,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert offered in done.stdout.split(), done
 
 
 def test_a_cluster_listens_at_one_host() -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import smb
+from smb.call import cluster_session
+from smb.engine import EngineClient
 from tests.support.daemons import Daemons, running_daemons, wait_for
 
 NOTICE_S = 30.0  # of a pre-emption, the shortest that clouds give
@@ -166,13 +168,13 @@ def test_what_all_clients_share_is_told_by_the_coordinator(daemons: Daemons, mon
     servers = [daemons.memory_server(coordinator.address, name) for name in ("a", "b")]
     assert all(server.address for server in servers)
     asked: list[bool] = []
-    real = smb.client.EngineClient
+    real = cluster_session.EngineClient
 
-    def noting(session_id: int, *, checksums: bool, proofs: bool) -> smb.client.EngineClient:
+    def noting(session_id: int, *, checksums: bool, proofs: bool) -> EngineClient:
         asked.append(checksums)
         return real(session_id, checksums=checksums, proofs=proofs)
 
-    monkeypatch.setattr(smb.client, "EngineClient", noting)
+    monkeypatch.setattr(cluster_session, "EngineClient", noting)
     with smb.connect(coordinator.address) as client:
         assert client.create("told", 4 * MIB, "uint8").layout.stripe_bytes == MIB
         assert client.create("said", 4 * MIB, "uint8", stripe="64KiB").layout.stripe_bytes == 64 << 10

@@ -82,13 +82,13 @@ def test_close_ends_calls_that_connect_for_the_first_time(
     ) as cluster:
         client = smb.connect(cluster.address, transport=transport, timeout=60, credentials=credentials)
         buffer = client.create("w", 1024)
-        connecting, real = threading.Event(), getattr(client.engine, way)
+        connecting, real = threading.Event(), getattr(client._session.engine, way)
 
         def connect(*given: object) -> object:
             connecting.set()
             return real(*given)
 
-        monkeypatch.setattr(client.engine, way, connect)
+        monkeypatch.setattr(client._session.engine, way, connect)
         with stopped(cluster.servers[0]), ThreadPoolExecutor(2) as threads:
             calls = [threads.submit(buffer.read), threads.submit(buffer.wait, 1, timeout=60)]
             assert connecting.wait(20)

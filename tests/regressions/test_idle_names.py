@@ -116,7 +116,7 @@ def test_a_lock_that_ran_out_and_was_freed_is_lost(cluster: smb.LocalCluster) ->
     """Its holder learns that, and nothing of the name's new holder ends by it."""
     with smb.connect(cluster.address) as stopped, smb.connect(cluster.address) as client:
         lock = stopped.lock("ours", ttl=0.1).acquire()
-        stopped.renewals.remove(lock)  # as where its process is stopped
+        stopped._session.renewals.remove(lock)  # as where its process is stopped
         until(lambda: files(cluster) == 0, "the name is not freed")
         with client.lock("ours") as ours:
             with pytest.raises(smb.LockLostError):

@@ -129,7 +129,7 @@ def test_an_impostor_gets_and_gives_nothing(kept: tuple[smb.LocalCluster, bool, 
         server.start()
         with connect(20) as after:
             assert np.array_equal(after.open("weights").read(), values)
-        client.timeout = 20.0
+        client._session.timeout = 20.0
         assert np.array_equal(client.open("weights").read(), values)
         client.open("weights").write(values + 3)
         assert np.array_equal(buffer.read(), values + 3)

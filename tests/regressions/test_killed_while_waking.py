@@ -21,12 +21,12 @@ LEASE_S = 0.5
 DYING = """
 import os, signal, sys
 import smb
-from smb.buffer import Buffer
+from smb.call.dispatcher import Dispatcher
 from smb.train import group as groups
 
 with smb.connect(sys.argv[1]) as client:
     group = groups.view(client, "run")
-    Buffer._call = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    Dispatcher.call = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     group.wake()
 """
 

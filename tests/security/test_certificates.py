@@ -278,9 +278,9 @@ def test_a_buffer_that_leaves_the_namespace_is_lost(connect_as: ConnectAs) -> No
     moved, kept = team.create("team/moved", (4,)), team.create("team/kept", (4,))
     team.rename("team/kept", "team/called")
     everybody.rename("team/moved", "other/moved")
-    assert team.coordinator.open_buffer("team/kept", 0, 5, kept.info.id).name == "team/called"
+    assert team._session.coordinator.open_buffer("team/kept", 0, 5, kept.info.id).name == "team/called"
     with pytest.raises(smb.PermissionDeniedError, match="not yours"):
-        team.coordinator.open_buffer("team/moved", 0, 5, moved.info.id)
+        team._session.coordinator.open_buffer("team/moved", 0, 5, moved.info.id)
     with pytest.raises(smb.NotFoundError):
         team.open("team/moved")
 

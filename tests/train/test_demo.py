@@ -74,7 +74,8 @@ def test_command_reports_and_exits_by_accuracy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """`smb demo` ends with 0 and the plot's path if the target is reached, with 1 and a line on stderr if not."""
-    result = run_demo(DemoConfig(workers=2, epochs=6.0, target=0.0, plot=tmp_path / "demo.svg"))
+    config = DemoConfig(workers=2, epochs=6.0, hidden=64, rate=1.0, target=0.0, plot=tmp_path / "demo.svg")
+    result = run_demo(config)
     assert (tmp_path / "demo.svg").read_text().count("<path") > 10
     assert result.alone_samples == result.samples
     for target, code in ((0.0, 0), (1.0, 1)):
@@ -117,10 +118,16 @@ def test_command_passes_the_scheme_and_its_settings_on(
     assert len(given) == 1
 
 
-def test_interrupted_in_the_middle_it_leaves_nothing() -> None:
-    """Ctrl-C, even pressed twice, ends workers and daemons and frees the memory; exit code 130, no traceback."""
+def test_interrupted_in_the_middle_it_leaves_the_plot_alone(tmp_path: Path) -> None:
+    """Ctrl-C, even pressed twice, ends workers and daemons and frees the memory; the plot has what there was so far,
+    and "stopped" is said; exit code 130, no traceback.
+    """
+    plot = tmp_path / "demo.svg"
     with subprocess.Popen(
-        [sys.executable, "-m", "smb.tools.cli.main", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "smb.tools.cli.main", "demo", "--plot", str(plot)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         while "joined" not in (line := process.stdout.readline()):
@@ -129,9 +136,11 @@ def test_interrupted_in_the_middle_it_leaves_nothing() -> None:
         assert len(children) >= 3 + 4
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
+    assert out.rstrip().endswith("stopped")
+    assert "stopped before its end" in plot.read_text() or plot.read_text().count("<path") > 10
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
     assert not list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
 

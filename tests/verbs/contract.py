@@ -116,6 +116,7 @@ LEFT_OUT = {
     "train/test_contribution.py": _TRAINING,
     "train/test_demo.py": _TRAINING,
     "train/test_elastic_schemes.py": _TRAINING,
+    "train/test_first_hour.py": _TRAINING,
     "train/test_hsgd.py": _TRAINING,
     "train/test_members.py": _TRAINING,
     "train/test_r2sp.py": _TRAINING,

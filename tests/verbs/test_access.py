@@ -62,7 +62,7 @@ def test_tokens_give_keys(guarded: smb.LocalCluster, certificates: Path) -> None
             with pytest.raises(smb.PermissionDeniedError, match=r"'w'.*may only read it; nothing was applied"):
                 change(array)
 
-        tokens = one.coordinator.tokens
+        tokens = one._session.coordinator.tokens
         for opened in tokens._opened.values():
             opened.renew_at = 0.0
         tokens.renew()
@@ -105,7 +105,7 @@ def test_calls_of_each_kind_beside_each_form_of_tcp(
         assert buffer.fetch_add(0, 5) == 0
         np.testing.assert_array_equal(buffer.read()[1:], 2 * array[1:])
         assert buffer.transports == ("verbs",)
-        (carrier,) = one.verbs.carriers()
+        (carrier,) = one._session.verbs.carriers()
         assert carrier.one_sided_bytes == 2 * array.nbytes
         assert buffer.layout.segments[0].tls is (data_tls == "auto")
 

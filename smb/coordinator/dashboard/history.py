@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from smb.coordinator.commit_log import Committed
+from smb.coordinator.dashboard.trainings import Trainings, WorkerSeen
 from smb.coordinator.events import (
+    BufferDeleted,
     Event,
     Instant,
     Report,
@@ -65,6 +67,18 @@ class Amounts:
         return Amounts(
             self.operations * factor, self.in_bytes * factor, self.out_bytes * factor, self.within_bytes * factor
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Operations and bytes per second."""
+
+    operations: float = 0.0
+    bytes: float = 0.0
+
+    def plus(self, other: Busy) -> Busy:
+        """Return the sum."""
+        return Busy(self.operations + other.operations, self.bytes + other.bytes)
 
 
 def amounts_of(load: pb.ServerLoad) -> Amounts:
@@ -162,6 +176,8 @@ class ServerWatch:
     rates: Amounts | None = None
     errors_recently: Mapping[str, int] = field(default_factory=dict)
     deferred_since: float = 0.0
+    segments: Mapping[int, Busy] = field(default_factory=dict)  # those that were busy
+    sessions: Mapping[int, Busy] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +196,7 @@ class Seen:
     failed_calls: Mapping[str, int] = field(default_factory=dict)  # by method, in the last minute: faults of ours
     store_error: str = ""  # why nothing can be stored
     state_free_bytes: int | None = None  # of the store's disk, where that is known
+    workers: Mapping[str, Sequence[WorkerSeen]] = field(default_factory=dict)  # by training
 
 
 class Watch:
@@ -199,6 +216,7 @@ class Watch:
         self._held: dict[str, dict[tuple[int, str, int], float]] = {}
         self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
         self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
+        self.trainings = Trainings()
         # What the store says of itself: why it can't be written, and the room of its disk.
         self.look_at_store: Callable[[], tuple[str, int | None]] = lambda: ("", None)
 
@@ -231,10 +249,15 @@ class Watch:
                     self._sessions.setdefault(session_id, 0.0 if session_id in before.client_names else now.wall)
                 case SessionClosed(session_id):
                     self._sessions.pop(session_id, None)
+                    self.trainings.ended([session_id])
                 case Ticked() if before.client_names is not committed.state.client_names:
-                    for session_id in before.client_names.keys() - committed.state.client_names.keys():
+                    over = before.client_names.keys() - committed.state.client_names.keys()
+                    self.trainings.ended(over)
+                    for session_id in over:
                         self._sessions.pop(session_id, None)
                         self._lost_clients.append((now.wall, before.client_names[session_id]))
+                case BufferDeleted(name):
+                    self.trainings.deleted(name)
                 case ServerRegistered(server, segment_ids):
                     self._left.pop(server.name, None)
                     self._lost[server.name] = _ready_segments(before, server.name) - segment_ids
@@ -264,6 +287,7 @@ class Watch:
                 failed_calls=failed,
                 store_error=store_error,
                 state_free_bytes=state_free_bytes,
+                workers=self.trainings.workers(),
             )
 
     def history_of(self, server: str, now: Instant) -> History:
@@ -281,7 +305,12 @@ class Watch:
             told.popleft()
         first = told[0][1]
         recently = {why: n - first.get(why, 0) for why, n in fresh.load.errors.items() if n > first.get(why, 0)}
-        return replace(fresh, rates=done.times(1 / (fresh.at - known.at)), errors_recently=recently)
+        per_s = 1 / (fresh.at - known.at)
+        segments, sessions = (
+            {each.id: Busy(each.count * per_s, each.bytes * per_s) for each in busy}
+            for busy in (fresh.load.segments, fresh.load.sessions)
+        )
+        return replace(fresh, rates=done.times(per_s), errors_recently=recently, segments=segments, sessions=sessions)
 
     def _forget(self, names: set[str]) -> None:
         for name in names:

@@ -15,21 +15,28 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from smb.coordinator.dashboard.diagnosis import LATE_S, owners_of, problems
-from smb.coordinator.dashboard.history import Amounts, History, Seen, ServerWatch, Watch
+from smb.coordinator.dashboard.history import Amounts, Busy, History, Seen, ServerWatch, Watch
+from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
+from smb.rpc import metadata
 
 FORM = 1  # of the JSON; grows when a field changes its meaning or goes
 BUFFERS_MAX = 500
 CLIENTS_MAX = 500
 WAITS_MAX = 200
+TRAININGS_MAX = 200
+WORKERS_MAX = 64  # of one training
+TENSORS_MAX = 1000  # of one buffer
+TRAINING = "smb.train"  # the key of its settings in the metadata of a training's weights (smb/train/group.py)
+TENSORS = "smb.tensors"  # the key of named tensors (smb/tensors.py)
 PARTS_MAX = 32  # servers of one buffer in the list of all
 FRESH_S = 1.0
 SHARE = 10  # in a huge cluster no more than a tenth of the coordinator's time goes into being watched
@@ -51,6 +58,36 @@ class View:
     def alive(self) -> frozenset[str]:
         """Servers whose lease runs."""
         return frozenset(name for name in self.state.servers if self.state.alive(name, self.now))
+
+    @cached_property
+    def trainings(self) -> dict[str, BufferRecord]:
+        """The weights of each training, by its name."""
+        listed = (record for record in self.state.listed() if record.metadata)
+        return {record.name: record for record in listed if _settings(record.id, record.metadata)}
+
+    @cached_property
+    def busy(self) -> dict[int, Busy]:
+        """What is done for each segment that is busy."""
+        watches = (self.watch_of(server) for name, server in self.state.servers.items() if name in self.alive)
+        return {number: busy for watch in watches if watch for number, busy in watch.segments.items()}
+
+    @cached_property
+    def busy_sessions(self) -> dict[int, Busy]:
+        """What is done by each session that is busy, at all servers."""
+        found: dict[int, Busy] = {}
+        for name, server in self.state.servers.items():
+            watch = self.watch_of(server) if name in self.alive else None
+            for number, busy in (watch.sessions if watch else {}).items():
+                found[number] = found.get(number, Busy()).plus(busy)
+        return found
+
+    def training_of(self, name: str) -> str | None:
+        """Return the training that a buffer belongs to."""
+        if name in self.trainings:
+            return name
+        parts = name.split("/")
+        folders = ("/".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+        return next((folder for folder in folders if folder in self.trainings), None)
 
     def server_state(self, name: str) -> str:
         """Return alive, late, gone, left or unknown."""
@@ -83,12 +120,14 @@ def overview(view: View, address: str) -> Json:
         "problems": [asdict(problem) for problem in problems(state, view.seen, view.now)],
         "servers": servers,
         "buffers": [_buffer(view, record) for record in shown_buffers],
+        "trainings": [_training(view, record) for record in _first_trainings(view)],
         "clients": clients[:CLIENTS_MAX],
         "waits": waits[:WAITS_MAX],
         "events": [_event(*event) for event in reversed(view.seen.events)],
         "history": _history(view, view.seen.history),
         "left_out": {
             "buffers": len(buffers) - len(shown_buffers),
+            "trainings": max(0, len(view.trainings) - TRAININGS_MAX),
             "clients": max(0, len(clients) - CLIENTS_MAX),
             "waits": max(0, len(waits) - WAITS_MAX) + _waits_left_out(view),
         },
@@ -149,7 +188,31 @@ def buffer_detail(view: View, name: str) -> Json:
         "chunk": record.chunk_bytes,
         "epoch": record.epoch,
         "segment_list": segments,
+        **_tensors(record),
         "waits": [wait for wait in _waits(view) if wait["kind"] == "buffer" and wait["name"] == name],
+    }
+
+
+def training_detail(view: View, name: str, past: Rounds) -> Json:
+    """Return all of one training. Raises NotFoundError."""
+    record = view.trainings.get(name)
+    if record is None:
+        raise NotFoundError(f'no training "{name}"')
+    inside = [other for other in view.state.listed() if view.training_of(other.name) == name]
+    workers = view.seen.workers.get(name, ())
+    return {
+        **_training(view, record),
+        "now": view.now.wall,
+        "settings": _settings(record.id, record.metadata).get("settings", {}),
+        "worker_list": [_worker(view, seen) for seen in workers[:WORKERS_MAX]],
+        "buffers": [_buffer(view, other) for other in _shown(view, inside)],
+        "history": {
+            "step_s": past.step_s,
+            "end": past.end,
+            "started": view.seen.started_at,
+            "rounds": past.rounds,
+            "samples": [round(value, 1) for value in past.samples],
+        },
     }
 
 
@@ -185,6 +248,11 @@ class Overview:
     def buffer(self, name: str) -> bytes:
         """Return the JSON of all of one buffer. Raises NotFoundError."""
         return _text(buffer_detail(self._view(), name))
+
+    def training(self, name: str) -> bytes:
+        """Return the JSON of all of one training. Raises NotFoundError."""
+        view = self._view()
+        return _text(training_detail(view, name, self._watch.trainings.rounds(name, view.now)))
 
     def _view(self) -> View:
         state, now = self._look()
@@ -266,7 +334,91 @@ def _buffer(view: View, record: BufferRecord) -> Json:
         "segments": len(record.segments),
         "parts": parts[:PARTS_MAX],
         "created": record.created_at,
+        "rates": _busy(_sum(view.busy.get(segment.id) for segment in record.segments)),
+        "training": view.training_of(record.name),
     }
+
+
+def _sum(amounts: Iterable[Busy | None]) -> Busy:
+    total = Busy()
+    for each in amounts:
+        total = total.plus(each) if each else total
+    return total
+
+
+def _busy(busy: Busy) -> Json:
+    return {"operations": round(busy.operations, 1), "bytes": round(busy.bytes)}
+
+
+@lru_cache(maxsize=4096)
+def _settings(_id: int, packed: bytes) -> Json:
+    """Return a training's settings as its first worker stored them, empty where the buffer is no training's."""
+    text = metadata.unpack(packed)
+    found = json.loads(text).get(TRAINING) if f'"{TRAINING}"' in text else None
+    return found if isinstance(found, dict) and isinstance(found.get("scheme"), str) else {}
+
+
+def _first_trainings(view: View) -> list[BufferRecord]:
+    """Return the trainings by name; of too many those with workers first."""
+    records = sorted(view.trainings.values(), key=lambda record: record.name)
+    if len(records) > TRAININGS_MAX:
+        records = sorted(records, key=lambda record: record.name not in view.seen.workers)[:TRAININGS_MAX]
+    return records
+
+
+def _training(view: View, record: BufferRecord) -> Json:
+    workers = [_worker(view, seen) for seen in view.seen.workers.get(record.name, ())]
+    rates = [worker["samples_per_s"] for worker in workers if worker["samples_per_s"] is not None]
+    fired = [worker["guard"] for worker in workers if worker["guard"]]
+    return {
+        "name": record.name,
+        "state": _health(view, record),
+        "scheme": _settings(record.id, record.metadata).get("scheme", ""),
+        "size": record.nbytes,
+        "elements": record.nbytes // 4,
+        "created": record.created_at,
+        "round": max((worker["round"] for worker in workers), default=0),
+        "workers": len(workers),
+        "samples_per_s": round(sum(rates), 1) if rates else None,
+        "staleness": max((worker["staleness"] for worker in workers), default=0),
+        "refused": sum(worker["refused"] for worker in workers),
+        "guard": fired[-1] if fired else "",
+    }
+
+
+def _worker(view: View, seen: WorkerSeen) -> Json:
+    report = seen.report
+    return {
+        "key": _key(view, seen.session_id),
+        "client": view.state.client_names.get(seen.session_id, "unknown"),
+        "slot": report.slot,
+        "round": report.clock,
+        "samples": report.samples or None,
+        "samples_per_s": None if seen.samples_per_s is None else round(seen.samples_per_s, 1),
+        "contributions": report.contributions,
+        "staleness": report.staleness,
+        "refused": report.refused,
+        "guard": report.guard,
+        "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
+    }
+
+
+def _tensors(record: BufferRecord) -> Json:
+    """Return the named tensors in a buffer, the first of them."""
+    text = metadata.unpack(record.metadata)
+    found = json.loads(text).get(TENSORS) if f'"{TENSORS}"' in text else None
+    table = found.items() if isinstance(found, dict) else ()
+    tensors = [
+        {"name": name, "dtype": str(entry.get("dtype", "")), "shape": _extents(entry.get("shape"))}
+        for name, entry in table
+        if isinstance(entry, dict)
+    ]
+    return {"tensors": tensors[:TENSORS_MAX], "tensors_left_out": max(0, len(tensors) - TENSORS_MAX)}
+
+
+def _extents(shape: Any) -> list[int]:
+    """Return a shape of metadata, where any program may have stored anything."""
+    return [extent for extent in shape if isinstance(extent, int)] if isinstance(shape, list) else []
 
 
 def _health(view: View, record: BufferRecord) -> str:
@@ -314,6 +466,7 @@ def _clients(view: View, waits: list[Json]) -> list[Json]:
                 "silent_s": round(max(0.0, lease_s - left_s), 1),
                 "lease_s": lease_s,
                 "holds": holds[key],
+                "rates": _busy(view.busy_sessions.get(session_id, Busy())),
             }
         )
     return sorted(clients, key=lambda client: (client["name"], client["since"]))

@@ -48,9 +48,10 @@ class Dashboard:
         try:
             if path == "/api/state":
                 return _answer("application/json", self._overview.all())
-            if path in ("/api/server", "/api/buffer"):
+            if path in ("/api/server", "/api/buffer", "/api/training"):
                 name = parse_qs(query).get("name", [""])[0]
-                tell = self._overview.server if path == "/api/server" else self._overview.buffer
+                told = self._overview
+                tell = {"server": told.server, "buffer": told.buffer, "training": told.training}[path.rsplit("/")[-1]]
                 return _answer("application/json", tell(name))
         except NotFoundError as error:
             return Answer("404 Not Found", "text/plain", f"{error}\n".encode(), _HEADERS)

@@ -24,6 +24,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--transport",
+            metavar="NAME",
             help="auto, shm, verbs (RDMA) or tcp; may be repeated. Default: shm and tcp; where --coordinator or "
             "SMB_COORDINATOR names a cluster: auto, the path that clients take by themselves.",
             show_default=False,
@@ -32,9 +33,11 @@ def bench(
     sizes: Annotated[
         str, typer.Option("--sizes", metavar="SIZE,...", help="Sizes of the arrays, multiples of 4 bytes.")
     ] = "8,4KiB,256KiB,4MiB,64MiB",
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time for each line of the table.")] = 0.4,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.01, metavar="SECONDS", help="Time for each line of the table.")
+    ] = 0.4,
     servers: Annotated[
-        int, typer.Option("--servers", min=1, help="Memory servers of the benchmark's own cluster.")
+        int, typer.Option("--servers", min=1, metavar="N", help="Memory servers of the benchmark's own cluster.")
     ] = 2,
     coordinator: Coordinator = None,
     as_json: Json = False,
@@ -45,6 +48,8 @@ def bench(
     with ours: for shm one copy by the processor (or one in-place addition), for tcp a bare socket that moves the same
     bytes between two processes; for verbs docs/rdma.md says what to run. RATIO is the limit's median over ours: 1.00 is
     as fast as the limit. Runs a cluster of its own unless --coordinator or SMB_COORDINATOR names one.
+
+    Example: smb bench --transport tcp --sizes 4KiB,4MiB
     """
     from smb.tools.bench import BenchConfig, run_bench
 

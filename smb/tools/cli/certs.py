@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from smb.errors import InvalidArgumentError
-from smb.tools.cli.options import usage_errors
+from smb.tools.cli.options import Command, usage_errors
 from smb.tools.cli.output import console
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ARGUMENTS = "smb.certs.arguments"
 
 
-class InOrder(TyperCommand):
+class InOrder(Command):
     """Keeps the arguments as they came: which --namespace is whose is a matter of their order."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -104,13 +103,17 @@ def certs(
             help="Limit those of --client and --reader right before it to buffers whose names begin with NAME/.",
         ),
     ] = None,
-    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long the certificates are good.")] = 365,
+    days: Annotated[
+        int, typer.Option("--days", metavar="N", min=1, max=3650, help="How long the certificates are good.")
+    ] = 365,
 ) -> None:
     """Make a certificate authority and certificates for a lab.
 
     In DIR come ca (its key signs: keep it, and away from the cluster), coordinator, client, reader, operator, and one
     for each memory server; SMB_CREDENTIALS=DIR/client is what a client needs. What is there already stays as it is: run
     it again with --server, --client or --reader to add some.
+
+    Example: smb certs lab --client alice --namespace vision
     """
     from smb.security.lab_ca import Holder, make_set
     from smb.security.roles import Role

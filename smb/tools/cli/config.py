@@ -13,7 +13,10 @@ from smb.tools.cli.output import console, print_error, print_json, table
 
 def config(
     section: Annotated[
-        str, typer.Option("--section", help="Only cluster, client, coordinator or memserver.", show_default=False)
+        str,
+        typer.Option(
+            "--section", metavar="NAME", help="Only cluster, client, coordinator or memserver.", show_default=False
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -21,6 +24,8 @@ def config(
 
     From a variable, from the file that --config or SMB_CONFIG names (with its line), or the default. Exit code 1 where
     a value is bad, or a variable looks like a misspelt one of ours.
+
+    Example: smb config --section memserver
     """
     from smb.config.settings import SECTIONS, SETTINGS, find, nearest, strangers
 

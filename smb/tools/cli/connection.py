@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from smb.errors import Error
-
 if TYPE_CHECKING:
     from smb import Client
     from smb.rpc.coordinator_client import Coordinator
@@ -17,11 +15,12 @@ if TYPE_CHECKING:
 def connect(coordinator: str | None) -> Iterator[Client]:
     """Connect to the coordinator for the length of one command.
 
-    Raises Error where no address is given, UnavailableError where nobody answers there; both say how to get a cluster.
+    Without an address it is $SMB_COORDINATOR's, else 127.0.0.1:7070. Raises UnavailableError where nobody answers
+    there.
     """
     import smb
 
-    with smb.connect(_address(coordinator)) as client:
+    with smb.connect(coordinator) as client:
         yield client
 
 
@@ -29,22 +28,17 @@ def connect(coordinator: str | None) -> Iterator[Client]:
 def coordinator_at(address: str | None) -> Iterator[Coordinator]:
     """Speak to the coordinator without becoming one of its clients, for the length of one command.
 
-    Raises Error where no address is given.
+    Without an address it is 127.0.0.1:7070.
     """
     from smb.config.parse import parse_addresses
+    from smb.config.settings import DEFAULT_COORDINATOR
     from smb.rpc.coordinator_client import Coordinator
     from smb.security.credentials import find
 
-    found = _address(address)
+    found = address or DEFAULT_COORDINATOR
     parse_addresses(found)
     coordinator = Coordinator(found, find())
     try:
         yield coordinator
     finally:
         coordinator.close()
-
-
-def _address(given: str | None) -> str:
-    if given is None:
-        raise Error("which cluster? pass --coordinator HOST:PORT or set SMB_COORDINATOR; `smb up` starts a local one")
-    return given

@@ -46,6 +46,8 @@ def coordinator(
 
     Data never passes through it: clients and memory servers go on while it is down, and a restart on the same --state
     and --listen brings everything back. Several with the same --state in etcd stand by for each other: one leads.
+
+    Example: smb coordinator --listen 0.0.0.0:7070 --state /var/lib/smb --credentials lab/coordinator
     """
     if context.invoked_subcommand is not None:
         return

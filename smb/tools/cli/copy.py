@@ -22,7 +22,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
 def snapshot(
-    name: Annotated[str, typer.Argument(help="The buffer.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="FILE.npy, FILE.safetensors, or any other: bytes.")],
     lock: Annotated[bool, typer.Option("--lock", help="Take the copy under the buffer's lock.")] = False,
     quiet: Quiet = False,
@@ -31,6 +31,8 @@ def snapshot(
     """Write a buffer into a file, while others go on.
 
     FILE appears when it is whole, with its checksums in FILE.crc32c. Called again after it was interrupted, it goes on.
+
+    Example: smb snapshot weights weights.npy
     """
     from smb.files import copying
 
@@ -40,7 +42,7 @@ def snapshot(
 
 def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that snapshot wrote, or any other.")],
-    name: Annotated[str, typer.Argument(help="The buffer to be made.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer to be made.")],
     replace: Replace = False,
     quiet: Quiet = False,
     coordinator: Coordinator = None,
@@ -49,6 +51,8 @@ def restore(
 
     It is checked against FILE.crc32c where there is one. The buffer appears when it is whole. Called again after it was
     interrupted, it goes on.
+
+    Example: smb restore weights.npy weights
     """
     from smb.files import copying
 
@@ -67,6 +71,8 @@ def cp(
     """Copy between buffers, files and clusters.
 
     What begins with /, ./ or ../ is a file of this host. Within a cluster the servers copy, and no bytes travel here.
+
+    Example: smb cp weights softmem://storage-2:7070/weights
     """
     from smb.files import copying
 

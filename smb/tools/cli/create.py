@@ -13,19 +13,20 @@ from smb.tools.cli.output import console, print_json
 
 
 def create(
-    name: Annotated[str, typer.Argument(help="The buffer's name, e.g. experiment-7/weights.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer's name, e.g. experiment-7/weights.")],
     shape: Annotated[str, typer.Option("--shape", metavar="N,N,...", help="Extents, e.g. 1000,1000.")],
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float16, float32, float64, bfloat16, int32, int64 or uint8.")
+        str, typer.Option("--dtype", metavar="TYPE", help="float16, float32, float64, bfloat16, int32, int64 or uint8.")
     ] = "float32",
     servers: Annotated[
-        int | None, typer.Option("--servers", min=1, help="On how many servers; default: as many as pay.")
+        int | None, typer.Option("--servers", metavar="N", min=1, help="On how many servers; default: as many as pay.")
     ] = None,
     stripe: Annotated[
         str | None, typer.Option("--stripe", metavar="SIZE", help="Bytes in a row on one server, e.g. 1MiB.")
     ] = None,
     wire: Annotated[
-        str | None, typer.Option("--wire", help="How elements travel: exact, bfloat16, float16 or int8.")
+        str | None,
+        typer.Option("--wire", metavar="FORM", help="How elements travel: exact, bfloat16, float16 or int8."),
     ] = None,
     exist_ok: Annotated[
         bool, typer.Option("--exist-ok", help="It may be there already, with this shape and dtype.")
@@ -33,7 +34,10 @@ def create(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Create a buffer, filled with zeros."""
+    """Create a buffer, filled with zeros.
+
+    Example: smb create weights --shape 1000,1000 --dtype bfloat16
+    """
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import buffer_json, format_shape, server_names
 

@@ -18,31 +18,41 @@ if TYPE_CHECKING:
 
     from smb.tools.demo import DemoConfig, DemoResult
 
+_INTERRUPTED = 130  # the exit code, as of a shell's command that SIGINT ended
+
 
 def demo(
     scheme: Annotated[
         str,
         typer.Option(
             "--scheme",
+            metavar="NAME",
             help="How the workers exchange parameters: bsp, asp, ssp, r2sp, easgd, eamsgd, seasgd, hsgd, localsgd, "
             "diloco or asyncdiloco.",
         ),
     ] = "seasgd",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE, a setting of the scheme (every=50); may be repeated."),
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the scheme (every=50); may be repeated."),
     ] = None,
-    transport: Annotated[str, typer.Option("--transport", help="auto, shm or tcp.")] = "auto",
+    transport: Annotated[str, typer.Option("--transport", metavar="NAME", help="auto, shm or tcp.")] = "auto",
     workers: Annotated[
-        int, typer.Option("--workers", help="Training processes; one is killed, one more comes late.")
+        int, typer.Option("--workers", metavar="N", help="Training processes; one is killed, one more comes late.")
     ] = 4,
-    servers: Annotated[int, typer.Option("--servers", help="Memory servers.")] = 2,
-    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the digits, all workers together.")] = 200.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the initial network and of the order of the digits.")] = 0,
+    servers: Annotated[int, typer.Option("--servers", metavar="N", help="Memory servers.")] = 2,
+    epochs: Annotated[
+        float, typer.Option("--epochs", metavar="NUMBER", help="Passes over the digits, all workers together.")
+    ] = 20.0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Of the initial network and of the order of the digits.")
+    ] = 0,
     target: Annotated[
-        float, typer.Option("--target", help="Test accuracy to reach, 0 to 1; below it the exit code is 1.")
-    ] = 0.97,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Picture to write. [default: demo-SCHEME.png]")] = None,
+        float,
+        typer.Option("--target", metavar="SHARE", help="Test accuracy to reach, 0 to 1; below it the exit code is 1."),
+    ] = 0.95,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Picture to write. [default: demo-SCHEME.png]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a real network through one shared buffer.
@@ -50,6 +60,8 @@ def demo(
     On handwritten digits, in several processes; one is killed, one joins late. Starts a coordinator and memory servers,
     then training processes that know nothing of each other. At the end one process alone trains the same number of
     samples, for comparison.
+
+    Example: smb demo --scheme diloco --set every=50
     """
     from smb.tools.demo import DemoConfig
 
@@ -66,11 +78,18 @@ def demo(
             options=dict(map(_setting, settings or ())),
         )
     with interrupted_once():
-        result = _run(config, quiet=as_json)
+        try:
+            result = _run(config, quiet=as_json)
+        except KeyboardInterrupt:  # before there was anything to show
+            console(stderr=as_json).print("stopped")
+            raise typer.Exit(_INTERRUPTED) from None
     if as_json:
         print_json(result.to_json())
     else:
         _show(result)
+    if result.stopped:
+        console(stderr=as_json).print("stopped")
+        raise typer.Exit(_INTERRUPTED)
     if not result.passed:
         print_error(f"the shared model reached {result.accuracy:.2%}, below the target of {config.target:.2%}")
         raise typer.Exit(1)

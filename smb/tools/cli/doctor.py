@@ -26,6 +26,8 @@ def doctor(
     and each memory server over each transport, measured through a buffer of 4 MiB that is deleted again.
 
     Exit code 0: nothing has to be changed (advice may be given); 1: there are problems; 2: wrong usage.
+
+    Example: smb doctor --coordinator storage-1:7070
     """
     from smb.config.parse import parse_bytes
     from smb.config.settings import SETTINGS

@@ -11,6 +11,8 @@ def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List the buffers.
 
     With shape, dtype, size, and the servers they lie on.
+
+    Example: smb ls --json
     """
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import buffer_json, format_shape, server_names

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from smb.config import log
 from smb.errors import Error
 from smb.security.credentials import CREDENTIALS_VARIABLE
 from smb.tools.cli.bench import bench
@@ -22,32 +24,56 @@ from smb.tools.cli.demo import demo
 from smb.tools.cli.doctor import doctor
 from smb.tools.cli.ls import ls
 from smb.tools.cli.mount import mount, umount
-from smb.tools.cli.options import Config, configured
+from smb.tools.cli.options import Command, Config, configured
 from smb.tools.cli.output import print_error
 from smb.tools.cli.rm import rm
 from smb.tools.cli.stat import stat
 from smb.tools.cli.status import status
 from smb.tools.cli.targets import targets
 from smb.tools.cli.top import top
+from smb.tools.cli.train import train
 from smb.tools.cli.up import up
+
+_GROUPS: dict[str, tuple[Any, ...]] = {
+    "A cluster": (up, coordinator, status, top),
+    "Trainings": (train, demo),
+    "Buffers": (ls, stat, create, rm, cp, snapshot, restore),
+    "Buffers as files": (mount, umount),
+    "Around it": (doctor, bench, config, certs, targets),
+}
+
+
+class Sections(TyperGroup):
+    """Shows the commands by what they are for."""
+
+    def format_commands(self, _ctx: Any, formatter: Any) -> None:
+        """Write one list for each group."""
+        for title, commands in _GROUPS.items():
+            names = ["train" if command is train else command.__name__ for command in commands]
+            shown = [(name, self.commands[name]) for name in names]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(limit=66)) for name, command in shown])
+
 
 app = typer.Typer(
     name="smb",
+    cls=Sections,
     help="Soft Memory Box: named arrays on memory servers, shared by training processes that come and go.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (
-    *(up, status, top, ls, stat, create, rm, cp, snapshot, restore, mount, umount),
-    *(bench, demo, certs, config, doctor, targets),
-):
-    app.command(cls=InOrder if _command is certs else None)(configured(_command))
-_coordinator = typer.Typer(rich_markup_mode=None)
-_coordinator.callback(invoke_without_command=True)(configured(coordinator))
-_coordinator.command()(configured(migrate))
-app.add_typer(_coordinator, name="coordinator")
+for _command in (command for commands in _GROUPS.values() for command in commands):
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name="train")
+    elif _command is coordinator:
+        # A command of its own, with another below it.
+        _coordinator = typer.Typer(rich_markup_mode=None)
+        _coordinator.callback(invoke_without_command=True)(configured(coordinator))
+        _coordinator.command(cls=Command)(configured(migrate))
+        app.add_typer(_coordinator, name="coordinator")
+    else:
+        app.command(cls=InOrder if _command is certs else Command)(configured(_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,6 +98,8 @@ def _options(
 ) -> None:
     if credentials is not None:
         os.environ[CREDENTIALS_VARIABLE] = str(credentials)
+    if not verbose:
+        log.start(training=logging.WARNING)  # a command's own output says what it did
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 

@@ -28,9 +28,14 @@ def mount(
     allow_other: Annotated[
         bool, typer.Option("--allow-other", help="Other users of this host too, with the mount's credentials.")
     ] = False,
-    umask: Annotated[str, typer.Option("--umask", help="Octal: rights that files and directories don't have.")] = "022",
+    umask: Annotated[
+        str, typer.Option("--umask", metavar="MASK", help="Octal: rights that files and directories don't have.")
+    ] = "022",
     timeout: Annotated[
-        float, typer.Option("--timeout", min=1, help="Seconds that a call waits for a server that is away.")
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=1, help="Seconds that a call waits for a server that is away."
+        ),
     ] = 120.0,
     staged_files: Annotated[
         Path | None, typer.Option("--drafts", metavar="DIR", help="Where new files lie until they are closed.")
@@ -44,9 +49,9 @@ def mount(
     """Show the cluster's buffers as files in DIR.
 
     Returns once they are there; `smb umount DIR` ends it. What a mount that was killed has left in DIR is taken away.
+
+    Example: smb mount /mnt/smb
     """
-    if coordinator is None:
-        raise Error("which cluster? pass --coordinator HOST:PORT or set SMB_COORDINATOR; `smb up` starts a local one")
     try:
         rights = int(umask, 8)
     except ValueError:
@@ -82,7 +87,10 @@ def umount(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the buffers are mounted.")],
     lazy: Annotated[bool, typer.Option("--lazy", help="Also while somebody uses it: it ends when they do.")] = False,
 ) -> None:
-    """End a mount. Files that are being made must be closed before, or are lost."""
+    """End a mount. Files that are being made must be closed before, or are lost.
+
+    Example: smb umount /mnt/smb
+    """
     from smb.files.mountpoint import unmount
 
     unmount(directory.absolute(), lazy=lazy)

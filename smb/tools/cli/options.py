@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from smb.config.settings import CONFIG_VARIABLE, SETTINGS, use_file
 from smb.errors import InvalidArgumentError
@@ -53,6 +54,21 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+class Command(TyperCommand):
+    """A command whose help calls its arguments by their names alone: not `{NAME...} <list[str]>`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for parameter in self.params:
+            if parameter.param_type_name != "argument":
+                continue
+            shown = (parameter.metavar or str(parameter.name).upper()) + ("..." if parameter.nargs != 1 else "")
+            shown = shown if parameter.required else f"[{shown}]"
+            record = (shown, getattr(parameter, "help", None) or "")
+            for method, answer in (("get_usage_pieces", [shown]), ("get_help_record", record)):
+                setattr(parameter, method, lambda *_, _answer=answer: _answer)
 
 
 Coordinator = Annotated[str | None, option("cluster.coordinator", "-c")]

@@ -9,7 +9,8 @@ import typer
 
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator, Json
-from smb.tools.cli.output import console, format_ago, print_json, table
+from smb.tools.cli.output import console, print_json, table
+from smb.tools.cli.train import show_workers
 
 if TYPE_CHECKING:
     from smb import Buffer, Client
@@ -19,7 +20,7 @@ _SHOWN_MAX = 200  # characters of one entry of the metadata
 
 
 def stat(
-    name: Annotated[str, typer.Argument(help="The buffer's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer's name.")],
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
@@ -27,6 +28,8 @@ def stat(
 
     Shape, layout, metadata, the version published last, and where each segment lies; of a training, its scheme, round
     and workers. What only a server knows that is down is shown as unknown, in JSON as null.
+
+    Example: smb stat weights
     """
     import dataclasses
 
@@ -83,24 +86,7 @@ def _show_training(training: GroupStatus) -> None:
     out.print(
         f"\ntraining by {training.scheme}, round {training.round}, {alive} of {len(training.workers)} workers alive"
     )
-    if not training.workers:
-        return
-    numbers = ("WORKER", "PID", "CONTRIBUTIONS", "REFUSED", "STALENESS", "SAMPLES")
-    rows = table("WORKER", "STATE", "HOST", "PID", "JOINED", *numbers[2:], right=numbers)
-    for worker in training.workers:
-        rows.add_row(
-            str(worker.slot),
-            "alive" if worker.alive else "gone",
-            worker.host,
-            str(worker.pid),
-            format_ago(worker.joined),
-            str(worker.contributions),
-            str(worker.refused),
-            str(worker.staleness),
-            str(worker.samples),
-            style=None if worker.alive else "red",
-        )
-    out.print(rows)
+    show_workers(training)
 
 
 def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int | None) -> None:

@@ -22,6 +22,8 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show the memory servers, and which of several coordinators leads.
 
     Who is alive, how much memory each lends, and how much of it is used.
+
+    Example: smb status --coordinator storage-1:7070
     """
     from smb.tools.cli.describe import server_json
 

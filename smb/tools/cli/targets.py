@@ -23,16 +23,25 @@ _TIMEOUT_S = 5.0
 def targets(
     metrics: Annotated[
         str,
-        typer.Argument(envvar="SMB_COORDINATOR_METRICS", help="The coordinator's address for metrics, HOST:PORT."),
+        typer.Argument(
+            metavar="HOST:PORT", envvar="SMB_COORDINATOR_METRICS", help="The coordinator's address for metrics."
+        ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write this file, whole or not at all, not standard output.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write this file, whole or not at all, not standard output."
+        ),
     ] = None,
-    every: Annotated[float, typer.Option(min=0, help="Go on, and write it again every so many seconds.")] = 0.0,
+    every: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Go on, and write it again every so many seconds.")
+    ] = 0.0,
 ) -> None:
     """Print what Prometheus should scrape: the coordinator and every memory server that it knows.
 
     Where Prometheus can reach the coordinator it needs no file: http_sd_configs with http://HOST:PORT/targets.
+
+    Example: smb targets 127.0.0.1:9470 --output targets.json
     """
     parse_address(metrics)
     while True:

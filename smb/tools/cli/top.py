@@ -33,10 +33,14 @@ def top(
     ] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Watch the cluster: servers and their load, buffers, clients, locks, and what is wrong.
+    """Watch the cluster: trainings, servers, buffers, clients, locks.
+
+    With their load, and what is wrong.
 
     Until q or Ctrl-C. The coordinator's page shows the same at / of its --metrics address. Servers tell their load
     every 2 s.
+
+    Example: smb top --interval 5
     """
     from smb.tools.cli.top_view import render
 
@@ -70,7 +74,7 @@ def _watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
     with interrupted_once(), contextlib.suppress(KeyboardInterrupt), _keys() as keys:
 
         def screen() -> Group:
-            return Group(*render(shown, out.encoding, out.height, lost))
+            return Group(*render(shown, out.encoding, out.height, lost, out.width))
 
         with Live(screen(), console=out, screen=True, auto_refresh=False) as live, _pending(look, interval_s) as news:
             while True:

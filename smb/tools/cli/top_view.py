@@ -17,22 +17,38 @@ from smb.tools.cli.output import format_duration, table
 Json = dict[str, Any]
 
 _PROBLEMS_MAX = 3  # on a screen; each takes a line
+_WORD = 16  # characters
 _SPARKS = 40  # steps of 2 s
 _RAMP, _PLAIN_RAMP = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _STYLES = {"critical": "red", "warning": "yellow", "note": "dim"}
 _STATES = {"left": "stopped", "gone": "gone", "lost": "memory lost"}
 
 
-def render(shown: Json, encoding: str, height: int = 0, lost: str = "") -> list[RenderableType]:
-    """Return what to print, no higher than `height` lines (0: as high as it gets). `lost`: why it is not new."""
+def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: int = 0) -> list[RenderableType]:
+    """Return what to print, no higher than `height` lines of `width` (0: as it gets). `lost`: why it is not new.
+
+    The busiest rows come first. A training's own buffers are left out: they are its.
+    """
     problems = shown["problems"][: _PROBLEMS_MAX if height else None]
     parts: list[RenderableType] = [_head(shown), *_throughput(shown, encoding)]
     if lost:
-        parts.append(_line(f"The coordinator is lost, this is from before: {lost}", "bold red"))
+        parts.append(_whole(f"The coordinator is lost, this is from before: {lost}", "bold red"))
     parts += [_problem(problem) for problem in problems] or [_line(_fine(shown), "green")]
-    sections = [("servers", _servers), ("buffers", _buffers), ("clients", _clients), ("waits", _waits)]
-    lists = [shown[name] for name, _ in sections]
-    room = height - len(parts) - 2 * len(sections) - 2 if height else sum(map(len, lists))
+    sections = [
+        ("trainings", _trainings), ("servers", _servers), ("buffers", _buffers), ("clients", _clients),
+        ("waits", _waits),
+    ]  # fmt: skip
+    own = [buffer for buffer in shown["buffers"] if not buffer["training"]]
+    by_activity = {
+        "trainings": sorted(shown["trainings"], key=lambda row: (-row["workers"], -(row["samples_per_s"] or 0))),
+        "servers": sorted(shown["servers"], key=lambda row: -(row["rates"] or {"operations": 0})["operations"]),
+        "buffers": sorted(own, key=lambda row: -row["rates"]["bytes"]),
+        "clients": sorted(shown["clients"], key=lambda row: (-row["rates"]["bytes"], -row["holds"])),
+        "waits": shown["waits"],
+    }
+    lists = [by_activity[name] for name, _ in sections]
+    lines = sum(_lines(part, width) for part in parts)
+    room = height - lines - 2 * len(sections) - 2 if height else sum(map(len, lists))
     for (name, draw), rows, some in zip(sections, lists, share([len(rows) for rows in lists], room), strict=True):
         parts.append(Text(""))
         parts.append(draw(rows[:some], shown) if rows else _line(_EMPTY[name].format(**shown["coordinator"]), "dim"))
@@ -44,7 +60,14 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "") -> list[
     return parts
 
 
+def _lines(part: RenderableType, width: int) -> int:
+    """Return at most how many lines a text takes: where it is folded, no word of ours is longer than 16."""
+    folded = width > 2 * _WORD and isinstance(part, Text) and not part.no_wrap
+    return part.cell_len // (width - _WORD) + 1 if folded and isinstance(part, Text) else 1
+
+
 _EMPTY = {
+    "trainings": 'No training: smb.torch.join(model, optimizer, "my-model", scheme="diloco")',
     "servers": "No memory server: smb-memserver --coordinator {address} --capacity 1GiB",
     "buffers": "No buffer: smb create weights --shape 1000,1000 -c {address}",
     "clients": 'No client: smb.connect("{address}")',
@@ -106,7 +129,32 @@ def _fine(shown: Json) -> str:
 
 def _problem(problem: Json) -> Text:
     action = f" What to do: {problem['action']}" if problem["action"] else ""
-    return _line(f"{problem['severity'].upper()} {problem['title']}.{action}", _STYLES[problem["severity"]])
+    return _whole(f"{problem['severity'].upper()} {problem['title']}.{action}", _STYLES[problem["severity"]])
+
+
+def _whole(text: str, style: str) -> Text:
+    """A sentence, on as many lines as it takes: what to do stands at its end."""
+    return Text(printable(text), style=style)
+
+
+def _trainings(rows: Sequence[Json], _shown: Json) -> Table:
+    numbers = ("ROUND", "WORKERS", "SAMPLES", "STALENESS", "REFUSED", "SIZE")
+    made = _table("TRAINING", "STATE", "SCHEME", *numbers, right=numbers)
+    for row in rows:
+        ok, working = row["state"] == "ok", row["workers"]
+        made.add_row(
+            row["name"],
+            ("trains" if working else "nobody trains") if ok else "server gone",
+            row["scheme"],
+            f"{row['round']:,}" if row["round"] else "-",
+            str(working),
+            _each(row["samples_per_s"]),
+            str(row["staleness"]) if working else "-",
+            str(row["refused"]) if working else "-",
+            format_bytes(row["size"]),
+            style=None if ok else "red",
+        )
+    return made
 
 
 def _servers(rows: Sequence[Json], shown: Json) -> Table:
@@ -130,7 +178,8 @@ def _servers(rows: Sequence[Json], shown: Json) -> Table:
 
 
 def _buffers(rows: Sequence[Json], shown: Json) -> Table:
-    made = _table("BUFFER", "STATE", "SHAPE", "DTYPE", "SIZE", "SERVERS", "MADE", right=("SIZE", "SERVERS"))
+    right = ("SIZE", "SERVERS", "MOVED", "OPS")
+    made = _table("BUFFER", "STATE", "SHAPE", "DTYPE", "SIZE", "SERVERS", "MOVED", "OPS", "MADE", right=right)
     for row in rows:
         made.add_row(
             row["name"],
@@ -139,6 +188,8 @@ def _buffers(rows: Sequence[Json], shown: Json) -> Table:
             row["dtype"],
             format_bytes(row["size"]) + (f" x {row['versions']}" if row["versions"] > 1 else ""),
             str(row["servers"]),
+            _rate(row["rates"]["bytes"]),
+            _each(row["rates"]["operations"]),
             f"{_age(shown['now'] - row['created'])} ago",
             style=None if row["state"] == "ok" else "red",
         )
@@ -146,11 +197,14 @@ def _buffers(rows: Sequence[Json], shown: Json) -> Table:
 
 
 def _clients(rows: Sequence[Json], shown: Json) -> Table:
-    made = _table("CLIENT", "CONNECTED", "LAST HEARD", "LEASE LEFT", "LOCKS", right=("LEASE LEFT", "LOCKS"))
+    right = ("MOVED", "OPS", "LEASE LEFT", "LOCKS")
+    made = _table("CLIENT", "MOVED", "OPS", "CONNECTED", "LAST HEARD", "LEASE LEFT", "LOCKS", right=right)
     for row in rows:
         since = row["since"] or shown["coordinator"]["started"]
         made.add_row(
             printable(row["name"]),
+            _rate(row["rates"]["bytes"]),
+            _each(row["rates"]["operations"]),
             ("" if row["since"] else "over ") + _age(shown["now"] - since),
             f"{_age(row['silent_s'])} ago",
             _age(row["lease_s"] - row["silent_s"]),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smb.config.settings import DEFAULT_COORDINATOR
+from smb.errors import Error
 from smb.tools.cli.options import option, parse_size
 from smb.tools.cli.output import console, print_error
 from smb.tools.cli.signals import interrupted_once
@@ -18,10 +21,12 @@ if TYPE_CHECKING:
     from smb import LocalCluster
 
 _LOOK_INTERVAL_SECONDS = 0.5
+_RESTART_INTERVAL_SECONDS = 5.0  # a daemon that ends sooner after its start is not started again
+_PAGE = "127.0.0.1:9470"  # as of `smb coordinator`
 
 
 def up(
-    servers: Annotated[int, typer.Option("--servers", min=1, help="How many memory servers.")] = 2,
+    servers: Annotated[int, typer.Option("--servers", min=1, metavar="N", help="How many memory servers.")] = 2,
     capacity: Annotated[str, typer.Option("--capacity", metavar="SIZE", help="Memory of each server.")] = "1GiB",
     listen: Annotated[
         str,
@@ -30,7 +35,23 @@ def up(
             metavar="HOST:PORT",
             help="The coordinator's address, port 0: a free one. The memory servers listen on the same host.",
         ),
-    ] = "127.0.0.1:7070",
+    ] = DEFAULT_COORDINATOR,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics",
+            metavar="HOST:PORT",
+            help=f"The address of the page. Default: {_PAGE}, where that is free.",
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-dir",
+            metavar="DIR",
+            help="Keep names and state in DIR, and the memory, for the next `smb up --data-dir DIR`. Default: nothing.",
+        ),
+    ] = None,
     credentials: Annotated[
         Path | None,
         typer.Option(
@@ -43,9 +64,12 @@ def up(
 ) -> None:
     """Run a cluster on this machine, until Ctrl-C.
 
-    One coordinator and some memory servers, as real processes; nothing of them is left at the end. For processes on
-    other machines: --listen with this machine's address, or 0.0.0.0, and --credentials; or --insecure in a network that
-    you trust, where whoever reaches it may read and write.
+    One coordinator and some memory servers, as real processes; one that dies is started again. Nothing of them is left
+    at the end, unless --data-dir keeps it: then all is there again at the next start, until this machine restarts. For
+    processes on other machines: --listen with this machine's address, or 0.0.0.0, and --credentials; or --insecure in a
+    network that you trust, where whoever reaches it may read and write.
+
+    Example: smb up --servers 2 --capacity 4GiB --data-dir ~/smb
     """
     import smb
     from smb.daemon.process import end_with_owner
@@ -56,19 +80,46 @@ def up(
         try:
             end_with_owner()
             with smb.LocalCluster(
-                servers=servers, capacity=capacity_bytes, listen=listen, credentials=credentials, insecure=insecure
+                servers=servers,
+                capacity=capacity_bytes,
+                listen=listen,
+                metrics=metrics or _free(_PAGE, listen),
+                data_dir=data_dir,
+                credentials=credentials,
+                insecure=insecure,
             ) as cluster:
-                _greet(out, cluster, capacity_bytes, credentials)
+                _greet(out, cluster, capacity_bytes, credentials, kept=data_dir is not None)
                 _watch(cluster)
         except KeyboardInterrupt:
             out.print("stopped")
 
 
-def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials: Path | None) -> None:
+def _free(wanted: str, listen: str) -> str:
+    """Return the page's address: the usual one, or a free one where that is taken, or the coordinator's is free too."""
+    from smb.config.parse import parse_address
+
+    host, port = parse_address(wanted)
+    if parse_address(listen)[1] == 0:
+        return f"{host}:0"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return f"{host}:0"
+    return wanted
+
+
+def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials: Path | None, *, kept: bool) -> None:
     from smb.config.parse import format_bytes, parse_address
     from smb.security.credentials import is_loopback
 
     out.print(f"coordinator at {cluster.address}, its page at http://{cluster.coordinator.metrics}/")
+    out.print(
+        f"state in {cluster.state_directory}, memory in {cluster.memory_directory}; "
+        + ("both stay when it stops" if kept else "both go when it stops (--data-dir DIR keeps them)"),
+        soft_wrap=True,
+    )
     for server in cluster.servers:
         out.print(f"{server.name} at {server.address}, {format_bytes(capacity_bytes)}, pid {server.pid}")
     if credentials is not None:
@@ -83,16 +134,26 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
         out.print(f"  export SMB_CREDENTIALS={credentials}/client")
     out.print("  smb top")
     out.print("  smb create weights --shape 1000,1000")
-    out.print("\nCtrl-C stops the cluster and frees its memory.")
+    out.print("\nCtrl-C stops the cluster" + (", and keeps what it has." if kept else " and frees its memory."))
     # Also into a pipe, where nobody would see it before the end.
     out.file.flush()
 
 
 def _watch(cluster: LocalCluster) -> None:
-    """Say once of each daemon if it ends; the others go on. Never returns: a signal ends it."""
+    """Start a daemon again that ends; the others go on. Never returns: a signal ends it."""
     daemons = [cluster.coordinator, *cluster.servers]
+    started = dict.fromkeys(daemons, time.monotonic())
     while True:
         for daemon in [each for each in daemons if not each.running]:
-            print_error(f"{daemon.name} (pid {daemon.pid}) has ended; the others go on")
-            daemons.remove(daemon)
+            if time.monotonic() < started[daemon] + _RESTART_INTERVAL_SECONDS:
+                print_error(f"{daemon.name} (pid {daemon.pid}) has ended again, see {daemon.log}; the others go on")
+                daemons.remove(daemon)
+                continue
+            print_error(f"{daemon.name} (pid {daemon.pid}) has ended, and is started again with what it had")
+            started[daemon] = time.monotonic()
+            try:
+                daemon.start()
+            except Error as error:
+                print_error(f"{error}; the others go on")
+                daemons.remove(daemon)
         time.sleep(_LOOK_INTERVAL_SECONDS)

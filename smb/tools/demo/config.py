@@ -13,8 +13,9 @@ from smb.tools.demo.recipes import Recipe, recipe
 from smb.train import scheme_of
 
 TRANSPORTS = ("auto", "shm", "tcp")
-# Small enough that the 150 KiB of parameters lie on all of a few servers.
+# Small enough that the 150 KiB of the short form's parameters lie on all of a few servers.
 STRIPE_BYTES = 16 * 1024
+SHORT_HIDDEN, SHORT_RATE = 64, 1.0
 # How long a killed worker may keep the others waiting, in the schemes that wait.
 LEASE_S = 1.5
 # The workers claim samples in portions of so many batches.
@@ -23,12 +24,14 @@ PORTION_BATCHES = 4
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """One run of the demo. The defaults take about 40 s on two cores; `short()` is for tests.
+    """One run of the demo. The defaults take less than a minute on two cores; `short()` is for tests.
 
     scheme is one of smb.train's, by name, and options are settings of it that take the place of the demo's
-    (recipes.py). epochs counts passes over the training digits, all workers together. kill_at and join_at are shares (0
-    to 1) of them after which one worker is killed and another one joins; the process alone then trains the same number
-    of samples, unless compare is False. plot None: none.
+    (recipes.py). hidden is the size of the network's largest layer (2000: a million parameters), and rate a factor of
+    the learning rate: so small that the network learns until the end, and a death shows in the curve. epochs counts
+    passes over the training digits, all workers together. kill_at and join_at are shares (0 to 1) of them after which
+    one worker is killed and another one joins; the process alone then trains the same number of samples, unless compare
+    is False. plot None: none.
 
     Raises InvalidArgumentError where a value can't be meant, and names what can.
     """
@@ -37,12 +40,14 @@ class DemoConfig:
     transport: str = "auto"
     workers: int = 4
     servers: int = 2
-    epochs: float = 200.0
+    epochs: float = 20.0
+    hidden: int = 2000
+    rate: float = 0.7
     seed: int = 0
     batch_size: int = 32
-    target: float = 0.97
-    kill_at: float = 0.5
-    join_at: float = 0.6
+    target: float = 0.95
+    kill_at: float = 0.2
+    join_at: float = 0.32
     compare: bool = True
     plot: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +57,7 @@ class DemoConfig:
             raise InvalidArgumentError(f"transport {self.transport!r} is unknown; there are: {', '.join(TRANSPORTS)}")
         if self.workers < 2:
             raise InvalidArgumentError(f"workers={self.workers}: one is killed half-way, so the demo takes 2 or more")
-        for name in ("servers", "epochs", "batch_size"):
+        for name in ("servers", "epochs", "hidden", "rate", "batch_size"):
             if getattr(self, name) <= 0:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)}: must be more than 0")
         for name in ("target", "kill_at", "join_at"):
@@ -63,7 +68,8 @@ class DemoConfig:
     @classmethod
     def short(cls, scheme: str = "seasgd", *, transport: str = "auto", seed: int = 0) -> DemoConfig:
         """Return a run of a few seconds that still learns, dies and joins: two workers, no comparison, no plot."""
-        return cls(scheme, transport, workers=2, epochs=20.0, seed=seed, target=0.90, compare=False)
+        small: dict[str, Any] = {"hidden": SHORT_HIDDEN, "rate": SHORT_RATE, "kill_at": 0.5, "join_at": 0.6}
+        return cls(scheme, transport, workers=2, epochs=20.0, seed=seed, target=0.90, compare=False, **small)
 
     @property
     def recipe(self) -> Recipe:
@@ -98,6 +104,8 @@ class WorkerTask:
     servers: int = 1
     scheme: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    hidden: int = SHORT_HIDDEN
+    stripe: int | None = None
     learning_rate: float = 1.0
     nesterov: bool = False
     host: str = ""

@@ -20,7 +20,7 @@ _ALONE = "#c8803a"
 _KILL = "#b3272d"
 _JOIN = "#2e7d32"
 _WORKER_COLOURS = ("#1f6f8b", "#8fbcc8", "#5b9aad", "#b9d5dc", "#7ab27c", "#d9b38c", "#a08bb5", "#c9c9c9")
-_ACCURACY_MIN = 0.80
+_ACCURACY_MIN = 0.0
 
 
 def draw(result: DemoResult, path: Path) -> None:
@@ -53,23 +53,24 @@ def _title(result: DemoResult) -> str:
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in config.settings.items()
     ]
+    stopped = ", stopped before its end" if result.stopped else ""
     return (
-        f"{config.workers} processes share one model of {result.parameters:,} parameters on {config.servers} memory "
-        f"servers\n{', '.join([config.scheme, *settings])}, over {transports}"
+        f"{config.workers} processes train one model of {result.parameters:,} parameters, which lies on "
+        f"{config.servers} memory servers{stopped}\n{', '.join([config.scheme, *settings])}, over {transports}"
     )
 
 
 def _draw_accuracy(axes: Axes, result: DemoResult) -> None:
-    _draw_curve(axes, result.curve, _SHARED, f"shared model: {result.accuracy:.1%}")
+    _draw_curve(axes, result.curve, _SHARED, f"the model that they share: {result.accuracy:.1%}")
     if result.alone_curve:
         _draw_curve(axes, result.alone_curve, _ALONE, f"one process alone: {result.alone_accuracy:.1%}")
     axes.axhline(
         result.config.target, color="0.5", linewidth=1, linestyle=":", label=f"target: {result.config.target:.0%}"
     )
     axes.set_ylim(_ACCURACY_MIN, 1.004)
-    axes.set_yticks(np.arange(_ACCURACY_MIN, 1.001, 0.05))
+    axes.set_yticks(np.arange(_ACCURACY_MIN, 1.001, 0.1))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_ylabel("test accuracy")
+    axes.set_ylabel("unseen digits that it knows")
     axes.grid(axis="y", alpha=0.25)
     _mark_events(axes, result, labels=True)
     axes.legend(loc="lower right", frameon=False)
@@ -84,14 +85,14 @@ def _mark_events(axes: Axes, result: DemoResult, *, labels: bool) -> None:
     latecomer = result.workers[-1].name
     for event in result.events:
         if event.what == "killed":
-            colour, text, side = _KILL, f"{event.worker} killed ", "right"
+            colour, text, side = _KILL, f"{event.worker} is killed ", "right"
         elif event.what == "joined" and event.worker == latecomer:
             colour, text, side = _JOIN, f" {event.worker} joins", "left"
         else:
             continue
         axes.axvline(event.seconds, color=colour, linewidth=1.2, linestyle="--")
         if labels:
-            axes.text(event.seconds, _ACCURACY_MIN + 0.006, text, color=colour, fontsize=9, ha=side)
+            axes.text(event.seconds, _ACCURACY_MIN + 0.02, text, color=colour, fontsize=9, ha=side)
 
 
 def _draw_rates(axes: Axes, result: DemoResult) -> None:
@@ -102,7 +103,7 @@ def _draw_rates(axes: Axes, result: DemoResult) -> None:
         times, rates, labels=[w.name for w in result.workers], colors=colours, edgecolor="white", linewidth=0.6
     )
     _mark_events(axes, result, labels=False)
-    axes.set_ylabel("samples/s")
+    axes.set_ylabel("who trains: samples/s")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("seconds since training began")
     axes.legend(loc="upper right", frameon=False, fontsize=8)

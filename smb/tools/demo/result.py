@@ -61,6 +61,8 @@ class DemoResult:
     alone_samples: int | None = None
     alone_curve: tuple[AccuracyPoint, ...] = ()
     plot: str | None = None
+    stopped: bool = False
+    """Whether it was interrupted: then this is how far it came."""
 
     @property
     def passed(self) -> bool:

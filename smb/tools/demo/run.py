@@ -15,7 +15,7 @@ import torch
 import smb
 import smb.train
 from smb.errors import Error
-from smb.tools.demo.config import PORTION_BATCHES, DemoConfig, WorkerTask
+from smb.tools.demo.config import PORTION_BATCHES, SHORT_HIDDEN, STRIPE_BYTES, DemoConfig, WorkerTask
 from smb.tools.demo.digits import Digits, load_digits
 from smb.tools.demo.extras import check_extras
 from smb.tools.demo.fleet import Fleet, Worker
@@ -24,7 +24,7 @@ from smb.tools.demo.result import AccuracyPoint, DemoEvent, DemoResult, WorkerRe
 
 GROUP = "demo"
 CLAIMED = "demo-claimed-samples"
-CAPACITY = "64MiB"
+CAPACITY = "128MiB"
 _POLL_SECONDS = 0.1
 _EVALUATE_SECONDS = 0.4
 _VICTIM = 2  # the number of the worker that is killed
@@ -48,7 +48,8 @@ def run_demo(config: DemoConfig, on_update: Callable[[DemoView], None] | None = 
     """Run the whole demo and return what it brought. Blocks, for as long as DemoConfig says; starts real processes.
 
     on_update is called several times a second. This process evaluates the shared model with one thread
-    (torch.set_num_threads(1) stays set). Missing the target is no error: see DemoResult.passed.
+    (torch.set_num_threads(1) stays set). Missing the target is no error: see DemoResult.passed. A KeyboardInterrupt
+    once training has begun ends it, and the result has what there is so far: see DemoResult.stopped.
 
     Raises Error when packages are missing or when all workers fail; smb's errors when the cluster can't start.
     """
@@ -60,7 +61,7 @@ def run_demo(config: DemoConfig, on_update: Callable[[DemoView], None] | None = 
         digits.save(digits_path)
         show = on_update or (lambda _: None)
         result = _train_together(config, digits, digits_path, fleet, show)
-        if config.compare:
+        if config.compare and not result.stopped:
             result = _train_alone(result, digits_path, fleet, show)
     if config.plot is not None:
         from smb.tools.demo.plot import draw
@@ -73,7 +74,7 @@ def run_demo(config: DemoConfig, on_update: Callable[[DemoView], None] | None = 
 def _train_together(
     config: DemoConfig, digits: Digits, digits_path: Path, fleet: Fleet, show: Callable[[DemoView], None]
 ) -> DemoResult:
-    network = build_network(config.seed)
+    network = build_network(config.seed, config.hidden)
     parameters = FlatParameters(network)
     with (
         smb.LocalCluster(servers=config.servers, capacity=CAPACITY) as cluster,
@@ -100,11 +101,19 @@ def _train_together(
             servers=config.servers,
             scheme=config.scheme,
             settings=config.settings,
-            learning_rate=config.recipe.rate_for(config.workers),
+            hidden=config.hidden,
+            stripe=STRIPE_BYTES if config.hidden <= SHORT_HIDDEN else None,
+            learning_rate=config.rate * config.recipe.rate_for(config.workers),
             nesterov=config.recipe.nesterov,
         )
         training = _SharedTraining(config, task, fleet, evaluate, lambda: int(claimed.read()[0]), show)
-        seconds = training.run()
+        stopped = False
+        try:
+            seconds = training.run()
+        except KeyboardInterrupt:
+            if not training.view.curve:
+                raise
+            seconds, stopped = training.view.seconds, True
         weights = client.open(GROUP)
         return DemoResult(
             config=config,
@@ -117,6 +126,7 @@ def _train_together(
             curve=tuple(training.view.curve),
             events=tuple(training.view.events),
             workers=tuple(_worker_result(worker, training.rates[worker.name]) for worker in fleet.workers),
+            stopped=stopped,
         )
 
 
@@ -223,19 +233,26 @@ def _train_alone(result: DemoResult, digits_path: Path, fleet: Fleet, show: Call
         order_seed=1000 * config.seed,
         batch_size=config.batch_size,
         samples=result.samples,
+        hidden=config.hidden,
+        learning_rate=config.rate,
     )
     worker = fleet.start(task)
     view = DemoView(config, phase="starting a process alone", workers=[worker])
-    while worker.running:
-        for _, report in fleet.listen(_POLL_SECONDS):
-            if report["event"] == "ready":
-                worker.go()
-                view.phase = "training alone"
-            if "accuracy" in report:
-                view.curve.append(_point(report))
-        view.seconds = view.curve[-1].seconds if view.curve else 0.0
-        view.share = min(1.0, worker.samples / task.samples)
-        show(view)
+    try:
+        while worker.running:
+            for _, report in fleet.listen(_POLL_SECONDS):
+                if report["event"] == "ready":
+                    worker.go()
+                    view.phase = "training alone"
+                if "accuracy" in report:
+                    view.curve.append(_point(report))
+            view.seconds = view.curve[-1].seconds if view.curve else 0.0
+            view.share = min(1.0, worker.samples / task.samples)
+            show(view)
+    except KeyboardInterrupt:
+        result = replace(result, stopped=True)
+        if not view.curve:
+            return result
     if worker.status == "failed":
         raise Error(f"the process that trains alone failed: {worker.last_words()}")
     last = view.curve[-1]

@@ -35,10 +35,11 @@ class Trainer:
         network_seed: int,
         order_seed: int,
         batch_size: int,
+        hidden: int = 64,
         rate: float = 1.0,
         nesterov: bool = False,
     ) -> None:
-        self.network = build_network(network_seed)
+        self.network = build_network(network_seed, hidden)
         self.parameters = FlatParameters(self.network)
         self.batch_size = batch_size
         self._rate = rate

@@ -19,7 +19,7 @@ import torch
 
 import smb
 import smb.train
-from smb.tools.demo.config import LEASE_S, PORTION_BATCHES, STRIPE_BYTES, WorkerTask
+from smb.tools.demo.config import LEASE_S, PORTION_BATCHES, WorkerTask
 from smb.tools.demo.digits import Digits
 from smb.tools.demo.network import accuracy
 from smb.tools.demo.training import Trainer
@@ -84,7 +84,7 @@ def train_shared(trainer: Trainer, task: WorkerTask) -> None:
             smb.train.scheme_of(task.scheme, task.settings),
             lease=LEASE_S,
             servers=task.servers,
-            stripe=STRIPE_BYTES,
+            stripe=task.stripe,
         ) as worker:
             reporter = Reporter(worker)
             reporter.report("joined")
@@ -131,6 +131,7 @@ def main(arguments: list[str]) -> int:
         network_seed=task.network_seed,
         order_seed=task.order_seed,
         batch_size=task.batch_size,
+        hidden=task.hidden,
         rate=task.learning_rate,
         nesterov=task.nesterov,
     )

@@ -21,6 +21,7 @@ from smb.security.credentials import find
 from smb.security.expiry import NOW_DAYS, SOON_DAYS, days_left, ends_of
 from smb.tools.doctor.findings import Finding, advice, fine, problem
 from smb.transport.choose import TRY_AUTO
+from smb.transport.verbs.transport import NO_RDMA_HERE
 
 _PROBE_BYTES = 4 << 20
 _ROUND_TRIPS = 200
@@ -152,6 +153,8 @@ def _measured(
         if transport == "tcp":
             return problem(check, str(error), "open the server's port in the firewall, or set its --advertise")
         why = str(error).partition(f" can't be reached over {transport}: ")[2].removesuffix(TRY_AUTO)
+        if why.startswith(NO_RDMA_HERE):
+            return fine(check, "no: this machine has no RDMA, as said above")
         return fine(check, f"no: {why or error}")
     except Error as error:
         if transport == "tcp" or not isinstance(error, (InvalidArgumentError, UnavailableError)):

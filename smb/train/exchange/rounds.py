@@ -199,7 +199,7 @@ class RoundExchange(Exchange):
         """After _send: settle, and go on from the present weights. May be called again where it was interrupted."""
         if self._sent:
             self._settle()
-        self._group.member.add(t.SAMPLES, self._samples)
+        self._group.count_samples(self._samples)
         self._group.member.add(t.BYTES, 2 * self._group.transfer_bytes)
         self._take_over()
         self._group.member.report()

@@ -36,6 +36,7 @@ _HELLO_MS = 4000  # a queue pair gives up after 0.5 s or, on some cards, 4 s
 _TRIES = 2  # to make another queue pair, before the lane goes on over TCP
 _REFUSED_S = 60.0  # so long a server that can't be reached is not asked again
 
+NO_RDMA_HERE = "no RDMA here"  # begins the reason why this host has no way over verbs
 _log = logging.getLogger("smb")
 
 
@@ -218,7 +219,7 @@ class Verbs:
                     except NoDeviceError as error:
                         self._why_not = str(error)
             if self._device is None:
-                raise NoPathError(f"no RDMA here: {self._why_not}")
+                raise NoPathError(f"{NO_RDMA_HERE}: {self._why_not}")
             return self._device
 
     def _server(self, name: str) -> _Server:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import smb
+import smb.train
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from tests.ops.browser.conftest import Watched
@@ -24,6 +25,7 @@ from tests.support.daemons import running_daemons, wait_for
 
 Open = Callable[..., Watched]
 
+SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\"><b>bold</b>"
 LONG = "a-name-of-many-characters/" * 8 + "end"
 # The relative luminance of WCAG 2, of what is seen: behind transparent elements lies what is further out.
@@ -264,3 +266,75 @@ def test_says_that_it_lost_the_coordinator(open_page: Open, cluster: smb.LocalCl
     row(page, "buffers", "weights").wait_for()
     assert all("ERR_CONNECTION_REFUSED" in error for error in watched.errors)  # the browser's own, for each attempt
     watched.errors.clear()
+
+
+@contextmanager
+def training(address: str) -> Iterator[None]:
+    """Two workers with labels that train "vision/digits" all the while, one of them telling its samples."""
+    leaving = threading.Event()
+
+    def work(label: str, samples: int | None) -> None:
+        with smb.connect(address, name=label) as client:
+            values = np.zeros(50_000, np.float32)
+            with smb.train.join(client, "vision/digits", values, smb.train.DiLoCo(every=5)) as worker:
+                while not leaving.wait(0.01):
+                    values += 0.01
+                    worker.step(samples=samples)
+
+    threads = [threading.Thread(target=work, args=each) for each in (("alice", 32), ("bob", None))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        leaving.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("screen", ["desktop", "phone"])
+def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Client, screen: str) -> None:
+    """Who trains what, how fast and how far; its own buffers under it; names of tensors. The picture is kept in
+    build/screenshots.
+    """
+    phone = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
+    with training(cluster.address):
+        page = open_page(cluster.coordinator.metrics, **(phone if screen == "phone" else {})).page
+        wait_text(row(page, "trainings", "vision/digits"), r"trains.*diloco.*[1-9].*2.*[1-9][\d.]*( k)?/s")
+        wait_for(lambda: page.locator("#n-trainings").inner_text() == "1", "the count in the heading")
+        assert row(page, "buffers", "vision/digits/tick").count() == 0
+        wait_text(row(page, "buffers", "weights"), "weights")
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / f"training-{screen}.png", full_page=True)
+        page.get_by_text("vision/digits", exact=True).first.click()
+        dialog = page.get_by_role("dialog")
+        wait_text(dialog, r"scheme\s*diloco.*every=5.*50 k parameters")
+        for label in ("alice", "bob"):
+            wait_text(dialog, rf"{label} \(")
+        assert dialog.locator("path.line").count() == 2
+        wait_text(dialog, r"vision/digits/members")
+        wait_for(lambda: "most 0" not in (dialog.locator("svg").first.get_attribute("aria-label") or ""), "rounds")
+        assert not scrolls_sideways(page)
+        page.screenshot(path=SCREENSHOTS / f"training-{screen}-dialog.png")
+    wait_text(dialog, "Nobody trains it now")
+    page.keyboard.press("Escape")
+    smb.train.delete(client, "vision/digits")
+    page.get_by_text("No training. In a PyTorch script").wait_for()
+
+
+def test_names_of_tensors_and_links(open_page: Open, cluster: smb.LocalCluster, client: smb.Client) -> None:
+    """A buffer's dialog names the tensors in it; every link of the heading leads to a section."""
+    client.create("named", tensors={"layer.weight": ((10, 5), "float32"), "<b>": ((3,), "float32")})
+    page = open_page(cluster.coordinator.metrics, "#buffer=named").page
+    wait_text(page.get_by_role("dialog"), r"Tensors in it.*layer.weight10 . 5float32.*<b>3float32")
+    page.keyboard.press("Escape")
+    for link in page.locator("nav a").all():
+        link.click()
+        wait_for(
+            lambda link=link: page.evaluate(
+                "id => document.getElementById(id).getBoundingClientRect().top < innerHeight",
+                link.get_attribute("href")[1:],
+            ),
+            "the section in sight",
+        )
+    client.delete("named")

@@ -18,6 +18,9 @@ LEASE_S = 0.003
 class Member:
     """Stands for a client: something that can be forgotten."""
 
+    def __init__(self) -> None:
+        self.reports: dict[int, object] = {}
+
 
 class FakeCoordinator:
     """Fails the first renewals; does `last` at the one after."""
@@ -29,7 +32,7 @@ class FakeCoordinator:
         self._failures = failures
         self._last = last
 
-    def renew_session(self, session_id: int, client_name: str, timeout: float) -> float:
+    def renew_session(self, session_id: int, client_name: str, timeout: float, reports: object = ()) -> float:
         assert (session_id, client_name) == (7, "me")
         assert timeout < LEASE_S
         self.renewals += 1

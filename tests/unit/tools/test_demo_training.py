@@ -36,7 +36,7 @@ def test_shifted_copies_move_by_one_pixel() -> None:
 
 def test_flat_parameters_are_the_network() -> None:
     """Values written into the flat vector are what the network computes with: zeros make all outputs zero."""
-    network = build_network(seed=3)
+    network = build_network(3, 64)
     parameters = FlatParameters(network)
     assert parameters.count == sum(each.numel() for each in network.parameters()) == 38282
     images = torch.rand(2, 1, 8, 8)
@@ -47,7 +47,7 @@ def test_flat_parameters_are_the_network() -> None:
 
 def test_same_seed_same_network() -> None:
     """Workers of one run begin with equal parameters; another seed gives others."""
-    first, again, other = (FlatParameters(build_network(seed)).values for seed in (5, 5, 6))
+    first, again, other = (FlatParameters(build_network(seed, 64)).values for seed in (5, 5, 6))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

@@ -19,6 +19,7 @@ def shown(**changes: Any) -> dict[str, Any]:
             "rates": {"operations": 0, "in": 0, "out": 0, "within": 0},
         },
         "problems": [],
+        "trainings": [],
         "servers": [],
         "buffers": [],
         "clients": [],
@@ -30,7 +31,8 @@ def shown(**changes: Any) -> dict[str, Any]:
 
 
 def clients(count: int, name: str = "host") -> list[dict[str, Any]]:
-    return [{"name": f"{name}:{i}", "since": 990.0, "silent_s": 1.0, "lease_s": 30.0, "holds": 0} for i in range(count)]
+    common = {"since": 990.0, "silent_s": 1.0, "lease_s": 30.0, "holds": 0}
+    return [{"name": f"{name}:{i}", "rates": {"operations": 0, "bytes": i}, **common} for i in range(count)]
 
 
 def text_of(parts: list[Any], width: int = 120) -> str:
@@ -55,8 +57,8 @@ def test_never_higher_than_the_screen(height: int) -> None:
     """With more rows than lines, what is left out is counted."""
     many = shown(clients=clients(300), left_out={"buffers": 0, "clients": 700, "waits": 0})
     text = text_of(render(many, "utf-8", height), width=80)
-    assert text.count("\n") <= max(height, 16)
-    if height > 16:
+    assert text.count("\n") <= max(height, 18)
+    if height > 18:
         assert "more of the clients not shown" in text
     assert text_of(render(many, "utf-8")).count("host:") == 300
 
@@ -91,3 +93,30 @@ def test_an_empty_cluster_is_told_what_to_do_first() -> None:
 def test_says_that_the_coordinator_is_lost() -> None:
     """What is on the screen stays, and is said to be old."""
     assert "this is from before: no answer" in text_of(render(shown(), "utf-8", 40, "no answer"))
+
+
+def test_the_busiest_come_first_and_sentences_are_whole() -> None:
+    """Rows by what they move; a training's own buffers are its; what to do is not cut on a narrow terminal."""
+    buffer = {
+        "state": "ok", "shape": [10], "dtype": "float32", "size": 40, "versions": 1, "servers": 1, "created": 900.0,
+    }  # fmt: skip
+    rates = {"operations": 1.0, "bytes": 10}
+    buffers = [
+        {"name": "calm", "rates": {"operations": 0.0, "bytes": 0}, "training": None, **buffer},
+        {"name": "busy", "rates": rates, "training": None, **buffer},
+        {"name": "run/tick", "rates": rates, "training": "run", **buffer},
+    ]
+    training = {
+        "name": "run", "state": "ok", "scheme": "diloco", "round": 58, "workers": 2, "samples_per_s": None,
+        "staleness": 0, "refused": 0, "size": 40,
+    }  # fmt: skip
+    advice = "Start it again with the same --name and the same --memory-dir, or drop what was on it for good"
+    problem = {"severity": "warning", "title": "gone", "detail": "", "action": advice, "about": ["", ""]}
+    many = shown(buffers=buffers, trainings=[training], problems=[problem], clients=clients(3))
+    text = text_of(render(many, "utf-8", 40, width=100), width=100)
+    assert text.index("busy") < text.index("calm")
+    assert "run/tick" not in text
+    assert text.index("host:2") < text.index("host:0")
+    assert " ".join(advice.split()) in " ".join(text.split())
+    (row,) = [line for line in text.splitlines() if line.startswith("run ")]
+    assert row.split()[:6] == ["run", "trains", "diloco", "58", "2", "-"]

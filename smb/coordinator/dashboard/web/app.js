@@ -19,6 +19,23 @@ let asking = null; // the timer until the next question, or true while one is as
 const number = (row) => row ?? -1;
 const alive = (server) => ["alive", "late"].includes(server.state);
 
+const trainings = new Table($("trainings"), {
+  label: "trainings",
+  key: (row) => row.name,
+  filter: true,
+  columns: [
+    { head: "Training", sort: (t) => t.name, said: (t) => t.name, cell: (t) => detail.opener("training", t.name) },
+    { head: "State", sort: detail.stage, said: detail.stage, cell: (t) => badge(detail.stage(t)) },
+    { head: "Scheme", sort: (t) => t.scheme, cell: (t) => t.scheme },
+    { head: "Round", number: true, sort: (t) => t.round, cell: (t) => (t.round ? f.whole(t.round) : "–") },
+    { head: "Workers", number: true, sort: (t) => t.workers, cell: (t) => f.count(t.workers) },
+    { head: "Samples", number: true, sort: (t) => number(t.samples_per_s), cell: (t) => f.each(t.samples_per_s) },
+    { head: "Staleness", number: true, sort: (t) => t.staleness, cell: (t) => (t.workers ? f.whole(t.staleness) : "–") },
+    { head: "Refused", number: true, sort: (t) => t.refused, cell: (t) => (t.workers ? f.whole(t.refused) : "–") },
+    { head: "Size", number: true, sort: (t) => t.size, cell: (t) => f.bytes(t.size) },
+  ],
+});
+
 const servers = new Table($("servers"), {
   label: "memory servers",
   key: (row) => row.name,
@@ -58,6 +75,7 @@ const buffers = new Table($("buffers"), {
     { head: "State", sort: (b) => b.state, said: (b) => b.state, cell: (b) => badge(b.state === "gone" ? "away" : b.state) },
     { head: "Shape", half: true, sort: (b) => b.size, cell: (b) => `${f.shape(b.shape)} ${b.dtype}` },
     { head: "Size", number: true, sort: (b) => b.size * b.versions, cell: (b) => f.bytes(b.size) + (b.versions > 1 ? ` × ${b.versions}` : "") },
+    { head: "Moved", number: true, sort: (b) => b.rates.bytes, cell: (b) => f.rate(b.rates.bytes) },
     { head: "Made", number: true, sort: (b) => -b.created, cell: (b) => f.ago(b.created, state.now) },
     { head: "Striped over", wide: true, sort: (b) => b.servers, said: (b) => [b.parts, b.servers, b.parts.map((p) => known.get(p.server)?.state)], cell: striped },
   ],
@@ -72,6 +90,7 @@ const clients = new Table($("clients"), {
     { head: "Connected", number: true, sort: (c) => -c.since, cell: (c) => (c.since ? f.ago(c.since, state.now) : `over ${f.duration(state.now - state.coordinator.started)}`) },
     { head: "Last heard", number: true, sort: (c) => c.silent_s, cell: (c) => `${f.duration(c.silent_s)} ago` },
     { head: "Lease", number: true, sort: (c) => c.lease_s - c.silent_s, cell: (c) => `${f.duration(c.lease_s - c.silent_s)} left` },
+    { head: "Moved", number: true, sort: (c) => c.rates.bytes, cell: (c) => f.rate(c.rates.bytes) },
     { head: "Locks held", number: true, sort: (c) => c.holds, cell: (c) => f.count(c.holds) },
   ],
 });
@@ -126,11 +145,15 @@ function show() {
   bytesChart.update(state.history, [state.history.in, state.history.out]);
   operationsChart.update(state.history, [state.history.operations]);
   servers.update(state.servers, { empty: noServers(address), leftOut: 0 });
-  buffers.update(state.buffers, { empty: noBuffers(address), leftOut: state.left_out.buffers });
+  const own = state.buffers.filter((buffer) => !buffer.training); // a training's are in its dialog
+  trainings.update(state.trainings, { empty: noTrainings(address), leftOut: state.left_out.trainings });
+  buffers.update(own, { empty: own.length < state.buffers.length ? folded : noBuffers(address), leftOut: state.left_out.buffers });
   clients.update(state.clients, { empty: noClients(address), leftOut: state.left_out.clients });
   waits.update(state.waits, { empty: { said: 0, make: () => [el("p", {}, "No lock is held, and nobody waits.")] }, leftOut: state.left_out.waits });
   text($("n-servers"), state.totals.alive === state.totals.servers ? `${state.totals.servers}` : `${state.totals.alive}/${state.totals.servers}`);
-  text($("n-buffers"), String(state.totals.buffers));
+  text($("n-trainings"), String(state.trainings.length + state.left_out.trainings));
+  text($("n-buffers"), String(own.length + state.left_out.buffers));
+  text($("n-events"), String(state.events.length));
   text($("n-clients"), String(state.totals.clients));
   text($("n-waits"), String(state.waits.length + state.left_out.waits));
   showEvents();
@@ -179,14 +202,14 @@ function showTotals() {
     ["Servers", `${totals.alive}`, totals.alive === totals.servers ? "alive" : `of ${totals.servers} alive`],
     ["Memory", f.bytes(totals.used), `of ${f.bytes(totals.capacity)}, ${f.percent(totals.used, totals.capacity)}`],
     ["Operations", f.each(totals.rates.operations), ""],
-    ["In", f.rate(totals.rates.in), totals.rates.within >= 0.5 ? `+ ${f.rate(totals.rates.within)} in place` : ""],
+    ["In", f.rate(totals.rates.in), totals.rates.within >= 0.5 ? `+ ${f.rate(totals.rates.within)} in place` : "", "In place: what servers combine themselves, from buffer to buffer; it does not travel."],
     ["Out", f.rate(totals.rates.out), ""],
     ["Buffers", f.count(totals.buffers), f.bytes(totals.buffer_bytes)],
     ["Clients", f.count(totals.clients), f.plural(totals.connections, "connection")],
     ["Waiting", f.count(totals.waiting), totals.parked ? `${f.count(totals.parked)} deferred` : ""],
   ];
   const list = $("totals");
-  if (!list.children.length) list.append(...tiles.map(([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "quiet" }))));
+  if (!list.children.length) list.append(...tiles.map(([name, , , why]) => el("div", { title: why }, el("dt", {}, name), el("dd", {}), el("dd", { class: "quiet" }))));
   tiles.forEach(([, value, more], i) => {
     text(list.children[i].children[1], value);
     text(list.children[i].children[2], more);
@@ -217,6 +240,13 @@ const noServers = (address) => ({
   said: address,
   make: () => [el("p", {}, "No memory server has registered yet. Start one on each host that lends memory:"), command(`smb-memserver --coordinator ${address} --capacity 1GiB`)],
 });
+
+const noTrainings = (address) => ({
+  said: address,
+  make: () => [el("p", {}, "No training. In a PyTorch script, after the optimizer was made:"), command(`import smb.torch\nshared = smb.torch.join(model, optimizer, "my-model", scheme="diloco", every=50, coordinator="${address}")`)],
+});
+
+const folded = { said: 1, make: () => [el("p", {}, "None but those of trainings: click on one above.")] };
 
 const noBuffers = (address) => ({
   said: address,

@@ -1,4 +1,4 @@
-// One server or one buffer, in a dialog over the page. Its address is the part after #, so it can be reloaded and sent on.
+// One server, one buffer or one training, in a dialog over the page. Its address is the part after #, so it can be reloaded and sent on.
 
 import { Chart } from "./chart.js";
 import { badge, el, meter } from "./dom.js";
@@ -34,7 +34,7 @@ export async function refresh() {
   const found = answer.ok ? await answer.json() : null;
   if (!open || open.kind !== kind || open.name !== name) return;
   if (!found) drawn.body.replaceChildren(el("p", {}, `There is no ${kind} of this name any more.`));
-  else keepFocus(() => (kind === "server" ? server(found) : buffer(found)));
+  else keepFocus(() => ({ server, buffer, training })[kind](found));
 }
 
 // What is made anew must not take the focus away from whoever is in the middle of it.
@@ -45,7 +45,7 @@ function keepFocus(draw) {
 }
 
 function asked() {
-  const match = /^#(server|buffer)=(.*)$/.exec(location.hash);
+  const match = /^#(server|buffer|training)=(.*)$/.exec(location.hash);
   return match && { kind: match[1], name: decodeURIComponent(match[2]) };
 }
 
@@ -75,7 +75,7 @@ function server(found) {
     ["metrics", found.metrics || "none"],
     ["operations", rates ? f.each(rates.operations) : "–"],
     ["in, out", rates ? `${f.rate(rates.in)}, ${f.rate(rates.out)}` : "–"],
-    ["changed in place", rates ? f.rate(rates.within) : "–"],
+    ["combined in place, from buffer to buffer", rates ? f.rate(rates.within) : "–"],
     ["connections", Object.entries(found.connections_by_transport).map(([way, n]) => `${n} ${way}`).join(", ") || "none"],
     ["deferred, waiting", `${found.parked}, ${found.waiting}`],
     ["repeated changes", f.count(found.replayed_requests)],
@@ -111,6 +111,8 @@ function buffer(found) {
     ["on the wire", found.wire],
     ["stripe, chunk", `${f.bytes(found.stripe)}, ${f.bytes(found.chunk)}`],
     ["made", f.ago(found.created, now)],
+    ["moved", f.rate(found.rates.bytes)],
+    ...(found.training ? [["of training", opener("training", found.training)]] : []),
   ]);
   const stripes = Math.max(1, Math.ceil(found.size / found.stripe));
   const shown = Math.min(stripes, STRIPES_SHOWN);
@@ -133,6 +135,43 @@ function buffer(found) {
     map,
     ...table("", ["Server", "Holds", "Share", "State"], parts),
     ...waits(found.waits),
+    ...table("Tensors in it", ["Name", "Shape", "Type"], found.tensors.map((t) => [t.name, f.shape(t.shape), t.dtype]), found.tensors_left_out),
+  );
+}
+
+// What is to be said of a training's state: its memory first, then whether anybody trains it.
+export const stage = (t) => (t.state === "gone" ? "away" : t.state === "lost" ? "lost" : t.workers ? "trains" : "idle");
+
+function training(found) {
+  const now = found.now;
+  const settings = Object.entries(found.settings).map(([name, value]) => `${name}=${value ?? "none"}`);
+  const facts = list([
+    ["state", badge(stage(found))],
+    ["scheme", found.scheme],
+    ["settings", settings.join(", ") || "none"],
+    ["round", found.round ? f.whole(found.round) : "–"],
+    ["model", `${f.count(found.elements)} parameters, ${f.bytes(found.size)}`],
+    ["samples", f.each(found.samples_per_s)],
+    ["made", f.ago(found.created, now)],
+  ]);
+  if (!drawn.rounds) {
+    drawn.facts = el("div", {});
+    drawn.rest = el("div", {});
+    const places = [el("div", { class: "plot" }), el("div", { class: "plot" })];
+    drawn.rounds = new Chart(places[0], { title: "Rounds", series: [{ name: "closed", kind: "in" }], format: f.whole, powers: 1000, least: 10 });
+    drawn.samples = new Chart(places[1], { title: "Samples", series: [{ name: "all workers", kind: "out" }], format: f.each, powers: 1000, least: 10 });
+    drawn.body.replaceChildren(drawn.facts, ...places, drawn.rest);
+  }
+  drawn.facts.replaceChildren(facts);
+  drawn.rounds.update(found.history, [found.history.rounds]);
+  drawn.samples.update(found.history, [found.history.samples]);
+  const workers = found.worker_list.map((w) => [String(w.slot), w.client, w.round ? f.whole(w.round) : "–", f.each(w.samples_per_s), w.samples === null ? "–" : f.count(w.samples), f.whole(w.staleness), f.whole(w.refused)]);
+  const fired = found.guard ? [el("h3", {}, "The guard that fired last"), el("p", {}, found.guard)] : [];
+  const buffers = found.buffers.map((b) => [opener("buffer", b.name), f.bytes(b.size), f.rate(b.rates.bytes), badge(b.state === "gone" ? "away" : b.state)]);
+  drawn.rest.replaceChildren(
+    ...(workers.length ? table("Workers", ["Slot", "Client", "Round", "Samples/s", "Samples", "Staleness", "Refused"], workers, found.workers - workers.length) : [el("p", {}, "Nobody trains it now.")]),
+    ...fired,
+    ...table("Its buffers", ["Buffer", "Size", "Moved", "State"], buffers),
   );
 }
 
@@ -161,5 +200,5 @@ function table(title, heads, rows, leftOut = 0) {
   const body = el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)))));
   const made = el("table", { class: "plain", "aria-label": title || heads[0] }, head, body);
   const more = leftOut ? el("p", { class: "quiet" }, `${leftOut} more are not shown`) : null;
-  return [title ? el("h3", {}, title) : "", made, more].filter(Boolean);
+  return [title ? el("h3", {}, title) : "", el("div", { class: "sideways" }, made), more].filter(Boolean);
 }

@@ -33,6 +33,8 @@ export function arrange(parent, wanted) {
 export const STATES = {
   alive: ["ok", "●", "alive"],
   ok: ["ok", "●", "ok"],
+  trains: ["ok", "●", "trains"],
+  idle: ["idle", "○", "nobody trains"],
   late: ["warning", "▲", "late"],
   gone: ["critical", "✕", "gone"],
   left: ["critical", "✕", "stopped"],

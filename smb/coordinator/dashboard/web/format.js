@@ -18,6 +18,8 @@ export function count(value) {
   return value > 0 && value < 10 ? digits(value) : Math.round(value).toLocaleString("en");
 }
 
+export const whole = (value) => Math.round(value).toLocaleString("en");
+
 export const rate = (value) => (value === null || value === undefined ? "–" : value < 0.5 ? "0" : `${bytes(value)}/s`);
 
 export const each = (value) => (value === null || value === undefined ? "–" : value < 0.05 ? "0" : `${count(value)}/s`);

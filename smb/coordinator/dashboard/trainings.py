@@ -1,0 +1,129 @@
+"""What workers told of their trainings with their sessions' renewals: for people, in memory, bounded.
+
+Nothing is decided by it. One lock; the event loop writes, the pages' threads read.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from smb.coordinator.events import Instant
+from smb.rpc import control_pb2 as pb
+
+STEP_S = 2.0  # as often as workers tell
+SPAN_S = 300.0
+REPORTS_MAX = 16  # of one session
+TRAININGS_MAX = 256  # whose past is kept
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeen:
+    """What one worker told last. `samples_per_s` is since it told before; None while nobody can say."""
+
+    session_id: int
+    report: pb.TrainingReport
+    at: float  # monotonic
+    samples_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How far a training was, per step of time, oldest first; the last step ends at `end` (seconds since 1970)."""
+
+    step_s: float
+    end: float
+    rounds: Sequence[float]
+    samples: Sequence[float]  # per second, of all workers
+
+
+class _Past:
+    """One training's last minutes: (step, furthest clock, samples per second)."""
+
+    def __init__(self, now: Instant) -> None:
+        self.steps: deque[tuple[int, int, float]] = deque(maxlen=int(SPAN_S / STEP_S) + 2)
+        self.told_at = now.monotonic
+
+
+class Trainings:
+    """All of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._workers: dict[int, dict[str, WorkerSeen]] = {}  # by session, by training and slot
+        self._past: dict[str, _Past] = {}
+
+    def told(self, session_id: int, reports: Iterable[pb.TrainingReport], now: Instant) -> None:
+        """Take note of what a session told; what it told before and not now is over."""
+        with self._lock:
+            known = self._workers.pop(session_id, {})
+            fresh: dict[str, WorkerSeen] = {}
+            for report in list(reports)[:REPORTS_MAX]:
+                key = f"{report.slot} {report.name}"
+                fresh[key] = _continued(known.get(key), WorkerSeen(session_id, report, now.monotonic))
+            if fresh:
+                self._workers[session_id] = fresh
+            for name in {seen.report.name for seen in fresh.values()}:
+                self._note(name, now)
+
+    def ended(self, session_ids: Iterable[int]) -> None:
+        """Forget sessions that are over."""
+        with self._lock:
+            for session_id in session_ids:
+                self._workers.pop(session_id, None)
+
+    def deleted(self, name: str) -> None:
+        """Forget the past of a training: the next of its name is another one."""
+        with self._lock:
+            self._past.pop(name, None)
+
+    def workers(self) -> Mapping[str, list[WorkerSeen]]:
+        """Return who told anything, by training, each training's by slot."""
+        found: dict[str, list[WorkerSeen]] = {}
+        with self._lock:
+            for told in self._workers.values():
+                for seen in told.values():
+                    found.setdefault(seen.report.name, []).append(seen)
+        for workers in found.values():
+            workers.sort(key=lambda seen: seen.report.slot)
+        return found
+
+    def rounds(self, name: str, now: Instant) -> Rounds:
+        """Return a training's last minutes."""
+        end = math.floor(now.monotonic / STEP_S)  # the first step that is not shown
+        count = int(SPAN_S / STEP_S)
+        rounds, samples = [0.0] * count, [0.0] * count
+        with self._lock:
+            past = self._past.get(name)
+            steps = list(past.steps) if past is not None else []
+        for i, (step, clock, per_s) in enumerate(steps):
+            until = steps[i + 1][0] if i + 1 < len(steps) else end
+            for at in range(max(0, step - (end - count)), min(count, until - (end - count))):
+                rounds[at] = clock
+                samples[at] = per_s if at == step - (end - count) or until - step <= 2 else 0.0
+        return Rounds(STEP_S, now.wall - (now.monotonic - end * STEP_S), rounds, samples)
+
+    def _note(self, name: str, now: Instant) -> None:
+        past = self._past.get(name)
+        if past is None:
+            if len(self._past) >= TRAININGS_MAX:
+                del self._past[min(self._past, key=lambda other: self._past[other].told_at)]
+            past = self._past[name] = _Past(now)
+        past.told_at = now.monotonic
+        seen = [seen for told in self._workers.values() for seen in told.values() if seen.report.name == name]
+        step = math.floor(now.monotonic / STEP_S)
+        if past.steps and past.steps[-1][0] == step:
+            past.steps.pop()
+        clock = max(each.report.clock for each in seen)
+        past.steps.append((step, clock, sum(each.samples_per_s or 0.0 for each in seen)))
+
+
+def _continued(known: WorkerSeen | None, fresh: WorkerSeen) -> WorkerSeen:
+    if known is None or fresh.at <= known.at or fresh.report.samples < known.report.samples:
+        return fresh
+    told = fresh.report.samples - known.report.samples
+    per_s = told / (fresh.at - known.at) if fresh.report.samples else None
+    return WorkerSeen(fresh.session_id, fresh.report, fresh.at, per_s)

@@ -1,0 +1,184 @@
+"""`smb train ls | stat | rm`: the trainings of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smb.errors import Error
+from smb.tools.cli.connection import connect
+from smb.tools.cli.options import Command, Coordinator, Json, configured
+from smb.tools.cli.output import console, counted, format_ago, print_json, table
+
+if TYPE_CHECKING:
+    from smb import Client
+    from smb.train import GroupStatus
+
+train = typer.Typer(help="List, show and delete trainings.", no_args_is_help=True, rich_markup_mode=None)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The training's name.")]
+
+
+def names_of(client: Client) -> list[str]:
+    """Return what may be trainings, by the buffers that each has beside its weights."""
+    names = {info.name for info in client.list()}
+    return sorted(name for name in names if {f"{name}/members", f"{name}/tick"} <= names)
+
+
+def show_workers(found: GroupStatus) -> None:
+    """Print the workers of a training, if it has any."""
+    if not found.workers:
+        return
+    numbers = ("WORKER", "PID", "ROUND", "CONTRIBUTIONS", "REFUSED", "STALENESS", "SAMPLES")
+    rows = table("WORKER", "STATE", "HOST", "PID", "JOINED", *numbers[2:], right=numbers)
+    for worker in found.workers:
+        rows.add_row(
+            str(worker.slot),
+            "alive" if worker.alive else "gone",
+            worker.host,
+            str(worker.pid),
+            format_ago(worker.joined),
+            *(str(number) for number in (worker.clock, worker.contributions, worker.refused, worker.staleness)),
+            str(worker.samples) if worker.samples else "-",  # nobody told how many
+            style=None if worker.alive else "dim",
+        )
+    console().print(rows)
+
+
+@train.command(cls=Command)
+@configured
+def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """List the trainings.
+
+    With scheme, round, workers alive, and the size of the model.
+
+    Example: smb train ls
+    """
+    with connect(coordinator) as client:
+        found = [status for name in names_of(client) if (status := _status(client, name)) is not None]
+    if as_json:
+        print_json([_json(status) for status in found])
+        return
+    if not found:
+        console().print("No training. In a script: smb.torch.join(model, optimizer, NAME, scheme=...)")
+        return
+    numbers = ("ROUND", "WORKERS", "SAMPLES", "SIZE")
+    rows = table("TRAINING", "SCHEME", *numbers, right=numbers)
+    from smb.config.parse import format_bytes
+
+    for status in found:
+        samples = sum(worker.samples for worker in status.workers)
+        rows.add_row(
+            status.name,
+            status.scheme,
+            str(status.round) if status.round else "-",
+            str(_alive(status)),
+            str(samples) if samples else "-",
+            format_bytes(4 * status.size),
+        )
+    console().print(rows)
+
+
+@train.command(cls=Command)
+@configured
+def stat(name: Name, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Show one training: its settings, and every worker.
+
+    SAMPLES is "-" where the script does not tell how many a step trains.
+
+    Example: smb train stat digits
+    """
+    from smb.config.parse import format_bytes
+    from smb.train import status as status_of
+
+    with connect(coordinator) as client:
+        found = status_of(client, name)
+    if as_json:
+        print_json(_json(found))
+        return
+    out = console()
+    facts = table("", "")
+    facts.show_header = False
+    settings = ", ".join(f"{key}={value}" for key, value in found.settings.items())
+    guards = ", ".join(f"{key}={value}" for key, value in found.guards.items())
+    for key, value in (
+        ("training", found.name),
+        ("scheme", f"{found.scheme}({settings})"),
+        ("guards", guards),
+        ("lease", f"{found.lease:g} s"),
+        ("round", str(found.round) if found.round else "-"),
+        ("model", f"{found.size:,} parameters, {format_bytes(4 * found.size)}"),
+        ("workers", f"{_alive(found)} alive"),
+    ):
+        facts.add_row(key, value)
+    out.print(facts)
+    if found.workers:
+        out.print()
+        show_workers(found)
+
+
+@train.command(cls=Command)
+@configured
+def rm(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask where somebody trains it.")] = False,
+    missing_ok: Annotated[bool, typer.Option("--missing-ok", help="One that is not there is no error.")] = False,
+    coordinator: Coordinator = None,
+) -> None:
+    """Delete a training: its model, and all that belongs to it.
+
+    Where workers are alive it asks first. They end with "training 'NAME' was deleted".
+
+    Example: smb train rm digits
+    """
+    from smb import NotFoundError
+    from smb.train import delete, status
+
+    with connect(coordinator) as client:
+        try:
+            alive = _alive(status(client, name))
+            if (
+                alive
+                and not yes
+                and not typer.confirm(f"{counted(alive, 'worker')} of {name!r} may be alive. Delete it?")
+            ):
+                raise typer.Exit(1)
+            delete(client, name)
+        except NotFoundError:
+            if not missing_ok:
+                raise
+
+
+def _status(client: Client, name: str) -> GroupStatus | None:
+    """Return what is known; None where it is no training, or is being deleted, or its server is away."""
+    from smb.train import status
+
+    try:
+        return status(client, name)
+    except Error:
+        return None
+
+
+def _alive(found: GroupStatus) -> int:
+    return sum(worker.alive for worker in found.workers)
+
+
+def _json(found: GroupStatus) -> dict[str, Any]:
+    return dataclasses.asdict(found)
+
+
+def group_of(client: Client, name: str) -> str | None:
+    """Return the training that a buffer belongs to, as its weights or below them."""
+    from smb import NotFoundError
+    from smb.train.group import METADATA
+
+    parts = name.split("/")
+    for count in range(len(parts), 0, -1):
+        folder = "/".join(parts[:count])
+        try:
+            if METADATA in client.open(folder).metadata:
+                return folder
+        except NotFoundError:
+            continue
+    return None
