@@ -24,6 +24,7 @@ from smb.train import BSP, DiLoCo, parameters
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.exchange import snapshot
+from tests.support.daemons import wait_for
 from tests.support.training import COUNT, local_step, start
 
 Connect = Callable[..., smb.Client]
@@ -102,6 +103,7 @@ def test_it_is_of_one_round_while_the_training_goes_on(connect: Connect, tmp_pat
         for number in range(5):
             file = tmp_path / str(number)
             at = smb.train.save(saver, "run", file)
+            wait_for(lambda at=at: len(seen) > at, "the worker to have seen the round")  # type: ignore[misc]
             assert np.array_equal(load_file(file)["values"], seen[at])
     finally:
         stop.set()
@@ -151,9 +153,9 @@ def test_a_joined_model_goes_through_distributed_checkpoint(connect: Connect, tm
         model(torch.randn(8, 5)).square().sum().backward()
         optimizer.step()  # this process's own is not the shared one now
         saved = {"own": model.state_dict(), "shared": shared.state_dict()}
-        dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+        dcp.save(saved, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
         read = {key: {name: torch.zeros_like(each) for name, each in state.items()} for key, state in saved.items()}
-        dcp.load(read, checkpoint_id=tmp_path / "checkpoint")
+        dcp.load(read, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
         assert torch.equal(read["own"]["weight"], model.weight)
         assert torch.equal(read["shared"]["weight"], shared.state_dict()["weight"])
         assert not torch.equal(read["shared"]["weight"], model.weight)

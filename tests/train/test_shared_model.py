@@ -183,7 +183,7 @@ def test_two_models_become_one(connect: Connect) -> None:
     first, second = network(1), network(2)
     one, two = sgd(first), sgd(second)
     with (
-        smb.torch.join(first, one, "run", scheme="test-adding", every=2, client=connect()) as shared,
+        smb.torch.join(first, one, "run", scheme="test-adding", every=2, client=connect(), samples=1) as shared,
         smb.torch.join(second, two, "run", client=connect()) as other,
     ):
         assert other.scheme == Adding(every=2)
