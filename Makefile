@@ -16,7 +16,7 @@ pip-install = { trap 'exit 130' INT TERM HUP; echo $$$$ >$(VENV)/unfinished; $(P
 	[ $$status -gt 128 ] || rm -f $(VENV)/unfinished; [ $$status = 0 ]; }
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
-SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto csrc/build_engine.py $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc)
+SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc)
 
 # An environment whose installation was interrupted is made anew. (No wildcard: make would remember what it saw.)
 $(shell cd $(VENV) 2>/dev/null && [ -e unfinished ] && ! kill -0 "$$(cat unfinished)" 2>/dev/null && rm -f made)
@@ -34,7 +34,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -52,7 +52,7 @@ endif
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n : 8)))
 pytest: $(VENV)/test-installed
-	-@$(MAKE) --no-print-directory spin systemd chromium prometheus fuse3
+	-@$(MAKE) --no-print-directory spin systemd chromium prometheus etcd-server fuse3
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
@@ -165,9 +165,18 @@ bare:
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
 	$(PYTHON) -m tests.ops.deploy.bare $(if $(MATRIX),--matrix) $(SUITES)
 
+# Coordinators on a real etcd of three members: rounds of kills, stops and cuts of both, about 15 s each. ROUNDS=: how many.
+etcd: $(VENV)/test-installed etcd-server
+	SMB_LONG=1 $(if $(ROUNDS),SMB_ROUNDS=$(ROUNDS)) $(BIN)/pytest -s tests/fault/test_leader_changes.py
+
+# The real etcd, and etcdctl. Without it its tests are reported as not run.
+etcd-server:
+	@command -v etcd >/dev/null || tests/support/install-without-service.sh etcd-server etcd-client >/dev/null 2>&1 || \
+		echo "etcd is not here and could not be installed: what needs it is not run"
+
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:
-	@command -v promtool >/dev/null || tests/support/install-prometheus.sh >/dev/null 2>&1 || \
+	@command -v promtool >/dev/null || tests/support/install-without-service.sh prometheus >/dev/null 2>&1 || \
 		echo "prometheus is not here and could not be installed: what needs it is not run"
 
 # docs/metrics.md and the dashboards, from smb/daemon/metric_names.py and deploy/grafana/make_dashboards.py.
@@ -248,4 +257,4 @@ $(VENV)/perf-large-installed: $(VENV)/perf-installed perf/peers/requirements-lar
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info smb/_engine*.so smb/rpc/*_pb2*
+	rm -rf .venv build *.egg-info smb/_engine*.so smb/rpc/*_pb2* smb/coordinator/etcd/*_pb2*

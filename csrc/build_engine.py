@@ -48,17 +48,16 @@ def declarations() -> str:
 
 
 def make_grpc_code() -> None:
-    """Write smb/rpc/control_pb2.py, its stub and control_pb2_grpc.py beside control.proto."""
+    """Write *_pb2.py and its stub beside each .proto, and control_pb2_grpc.py."""
     import grpc_tools
     from grpc_tools import protoc
 
     include = Path(grpc_tools.__file__).parent / "_proto"
-    arguments = [
-        "protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", f"--grpc_python_out={ROOT}",
-        str(ROOT / "smb" / "rpc" / "control.proto"),
-    ]  # fmt: skip
-    if protoc.main(arguments) != 0:
-        raise SystemExit("protoc could not compile smb/rpc/control.proto")
+    for proto, services in (("smb/rpc/control.proto", True), ("smb/coordinator/etcd/etcd.proto", False)):
+        arguments = ["protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={ROOT}", f"--pyi_out={ROOT}"]
+        arguments += [f"--grpc_python_out={ROOT}"] if services else []
+        if protoc.main([*arguments, str(ROOT / proto)]) != 0:
+            raise SystemExit(f"protoc could not compile {proto}")
 
 
 class BuildPythonCode(build_py):

@@ -33,7 +33,7 @@ from memserver.recovery import recover
 from memserver.registration import Asking, Identity, Registration
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
-from smb.config.parse import check_weight, format_address, format_bytes, parse_address
+from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
 from smb.daemon.host_memory import MemoryLimit
 from smb.daemon.process import Pages, check_listen, end_with_owner, notify, watchdog_interval_s, write_ready_file
 from smb.errors import Error, InvalidArgumentError, UnavailableError
@@ -280,7 +280,7 @@ def _check(options: Options) -> None:
     tls.is_on(options.data_tls, options.credentials)
     if not options.memory_dir.is_dir():
         raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
-    if parse_address(options.coordinator)[1] == 0:
+    if any(parse_address(address)[1] == 0 for address in parse_addresses(options.coordinator)):
         raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")
 
 
@@ -309,13 +309,14 @@ def _address_towards(coordinator: str) -> str:
     """Return our address on the way to the coordinator. Sends nothing: connecting a datagram socket only picks the
     route.
     """
-    host, port = parse_address(coordinator)
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot tell by which address clients reach us ({error.strerror or error}); give it with --advertise"
-        ) from None
+    why = ""
+    for address in parse_addresses(coordinator):  # one of several may have no address now
+        host, port = parse_address(address)
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            why = why or error.strerror or str(error)
+    raise UnavailableError(f"cannot tell by which address clients reach us ({why}); give it with --advertise")

@@ -15,6 +15,7 @@ import grpc
 from memserver.engine import Engine
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
+from smb.config.parse import parse_addresses
 from smb.daemon.failpoint import failpoint
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
@@ -26,6 +27,8 @@ LEAVE_S = 1.0
 RETRY_FIRST_S = 0.1  # a restarted coordinator should see its servers at once
 RETRY_MAX_S = 1.0
 RENEWALS_PER_LEASE = 3
+
+_ELSEWHERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 
 _log = logging.getLogger("memserver")
 _FATAL: dict[grpc.StatusCode, type[Error]] = {
@@ -87,7 +90,9 @@ class Registration:
         registered, or with why that can never be; `on_keys`, with credentials, each time that the coordinator has
         answered.
         """
-        self._coordinator = coordinator
+        self._addresses = parse_addresses(coordinator)
+        self._at = 0  # which of them leads, as far as is known
+        self._turns = 0  # that were taken in vain, since one answered
         self._identity = identity
         self._segments = segments
         self._load = load
@@ -126,6 +131,20 @@ class Registration:
         self._channel = channel(self._coordinator, COORDINATOR_NAME, self._used)
         self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
 
+    @property
+    def _coordinator(self) -> str:
+        return self._addresses[self._at]
+
+    def _ask_the_next(self) -> bool:
+        """Go on to the next address; return whether there is one that was not asked since one answered."""
+        if len(self._addresses) == 1:
+            return False
+        self._at = (self._at + 1) % len(self._addresses)
+        self._channel.close()
+        self._connect()
+        self._turns += 1
+        return self._turns % len(self._addresses) != 0
+
     def _take_new_certificate(self) -> None:
         """Connect with what the files hold now. Calls are made by one thread, so none is under way."""
         found = self._current.now() if self._current is not None else None
@@ -144,6 +163,8 @@ class Registration:
                 if registered and error.code() == grpc.StatusCode.NOT_FOUND:
                     registered = False
                     self.leases_lost += 1
+                    continue
+                if error.code() in _ELSEWHERE and self._ask_the_next():
                     continue
                 self._failed(error)
                 pause_s, wait_s = wait_s, min(2 * wait_s, RETRY_MAX_S)
@@ -215,16 +236,16 @@ class Registration:
     def _succeeded(self) -> None:
         if self._complained:
             _log.info("the coordinator %s answers again", self._coordinator)
-        self._connected, self._complained = True, None
+        self._connected, self._complained, self._turns = True, None, 0
         self._decide(None)
 
     def _failed(self, error: grpc.RpcError) -> None:
         code = error.code()
-        told = f"the coordinator {self._coordinator}"
+        told = f"the coordinator {','.join(self._addresses)}"
         if code == self._complained:
             pass
         elif code == grpc.StatusCode.UNAVAILABLE:
-            _log.warning("%s cannot be reached; serving on and trying again", told)
+            _log.warning("%s cannot be reached, or does not lead; serving on and trying again", told)
         else:
             _log.error("%s refuses this server: %s", told, error.details())
         self._connected, self._complained = False, code

@@ -26,7 +26,7 @@ from smb.call.async_order import Turns
 from smb.call.cluster_session import ClusterSession
 from smb.call.sync_requests import Home, wait_ms
 from smb.config import log
-from smb.config.parse import parse_address, parse_bytes
+from smb.config.parse import parse_addresses, parse_bytes
 from smb.config.settings import DEFAULT_COORDINATOR, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
 from smb.engine import AskOpcode
@@ -89,7 +89,8 @@ def connect(
     """Join a cluster and return the client: use it as a context manager, or close() it.
 
     One that is still open when the interpreter exits is closed then; only a killed one is lost. `address` is the
-    coordinator's "host:port"; default $SMB_COORDINATOR, else 127.0.0.1:7070, where `smb up` listens. `name` is how the
+    coordinator's "host:port", or "host:port,host:port" of those that stand by for each other; default $SMB_COORDINATOR,
+    else 127.0.0.1:7070, where `smb up` listens. `name` is how the
     page, `smb top` and messages call this client, before its host and process id. `transport` is "auto" (shared memory
     where the segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs"
     (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds, bounds each later call and this one.
@@ -103,7 +104,7 @@ def connect(
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
-    parse_address(address)
+    parse_addresses(address)
     if name is not None and not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= _NAME_MAX):
         raise InvalidArgumentError(f"connect: name={name!r} is no name; give 1 to {_NAME_MAX} printable characters")
     if not isinstance(timeout, numbers.Real) or not 0 < timeout <= _TIMEOUT_MAX_S:
@@ -154,11 +155,6 @@ class Client:
     def timeout(self) -> float:
         """Seconds, of each call."""
         return self._session.timeout
-
-    @property
-    def reports(self) -> dict[int, Callable[[], pb.TrainingReport]]:
-        """What this process tells the coordinator of its trainings, for people; by whoever asks to be told of."""
-        return self._session.reports
 
     # ---- buffers
 
@@ -403,11 +399,6 @@ class Client:
         """
         if self._session.close() and self.pages is not None:
             self.pages.close()
-
-    def hurry(self, seconds: float) -> None:
-        """Bound each later call by so much, where it was more. Raises where the client is of no use any more."""
-        self._session.check_open()
-        self._session.hurry(seconds)
 
     def __enter__(self) -> Client:
         return self

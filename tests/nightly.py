@@ -57,6 +57,7 @@ FORMS = (
     ),  # each of the four targets; the last fifth is for the compiler
     Form("model", "model", 20, 8),
     Form("fault", "fault", 120, 60),
+    Form("etcd", "etcd ROUNDS=60", 35, 25),
     Form("verbs", "verbs", 60, 30),
     Form("docs", "docs", 10, 4),
     Form("container", "container-test", 15, 8),

@@ -15,8 +15,9 @@
 #include "server/loop.h"
 #include "server/server.h"
 
-/* Then the loop's connections have their turn. While strangers come back by the thousand, a small request's p99 is what so many cost: about
- * double. With fewer the listener's queue would grow before a loop that has much to do, and a good client wait in it for seconds. */
+/* Then the loop's connections have their turn. While strangers come back by the thousand, a small
+ * request's p99 is what so many cost: about double. With fewer the listener's queue would grow
+ * before a loop that has much to do, and a good client wait in it for seconds. */
 enum { ACCEPTS_PER_TURN = 4 };
 
 static bool peer_is_ours(int fd)

@@ -88,7 +88,8 @@ class ClusterSession:
         self._renewal.start()
 
     def hurry(self, seconds: float) -> None:
-        """Bound each later call by so much, where it was more."""
+        """Bound each later call by so much, where it was more. Raises where the client is of no use any more."""
+        self.check_open()
         self.timeout = min(self.timeout, seconds)
         self.timeout_ms = max(1, round(self.timeout * 1000))
 

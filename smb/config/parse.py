@@ -70,6 +70,14 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_addresses(addresses: str) -> tuple[str, ...]:
+    """Return the parts of "host:port,host:port", each once. Raises InvalidArgumentError."""
+    found = tuple(dict.fromkeys(part.strip() for part in addresses.split(",")))
+    for address in found:
+        parse_address(address)
+    return found
+
+
 def format_address(host: str, port: int) -> str:
     """Return "host:port", with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

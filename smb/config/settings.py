@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from smb.config.limits import STRIPE_BYTES_MULTIPLE
-from smb.config.parse import check_weight, parse_address, parse_bytes
+from smb.config.parse import check_weight, parse_address, parse_addresses, parse_bytes
 from smb.config.quotas import parse_quotas
 from smb.config.transports import check_choice
 from smb.errors import InvalidArgumentError
@@ -142,7 +142,11 @@ _LOG_HELP = "debug, info, warning or error."
 _PAGES_HELP = "Where /metrics and /healthz are served."
 
 _TABLE = (
-    Setting("cluster", "coordinator", str, None, "The coordinator, HOST:PORT.", parse_address, "HOST:PORT"),
+    Setting(
+        "cluster", "coordinator", str, None,
+        "The coordinator, HOST:PORT; where several stand by for each other all of them, with commas between.",
+        parse_addresses, "HOST:PORT",
+    ),
     Setting(
         "cluster", "credentials", str, None,
         "Directory with ca.pem, cert.pem and key.pem: whom this is, and whose certificates it trusts. A daemon "
@@ -179,8 +183,21 @@ _TABLE = (
         "coordinator", "listen", str, DEFAULT_COORDINATOR,
         "Where clients and memory servers connect; port 0: a free one.", parse_address, "HOST:PORT",
     ),
-    Setting("coordinator", "state", str, "./smb-state", "Directory for what must survive a restart; made if need be.",
+    Setting(
+        "coordinator", "state", str, "./smb-state",
+        "What must survive a restart: a directory, made if need be, or etcd://HOST:PORT,HOST:PORT/PREFIX, where "
+        "several coordinators stand by for each other.",
         metavar="DIR",
+    ),
+    Setting(
+        "coordinator", "etcd_credentials", str, None,
+        "Directory with ca.pem, cert.pem and key.pem for etcd; and a file `user`, NAME:PASSWORD, where etcd has roles.",
+        metavar="DIR",
+    ),
+    Setting(
+        "coordinator", "leader_lease", int, 8,
+        "How long a leader in etcd that is not heard of stays the leader; another one leads a second later.",
+        _whole, "SECONDS",
     ),
     Setting("coordinator", "metrics", str, "127.0.0.1:9470", _PAGES_HELP, parse_address, "HOST:PORT"),
     Setting("coordinator", "ready_file", str, None, _READY_HELP.format(""), metavar="FILE"),

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from smb.config.quotas import Quota
 from smb.coordinator.events import (
@@ -33,7 +34,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
 from smb.coordinator.state import SESSION_LEASE_S, State, load, step
-from smb.coordinator.store import Store, StoreError
+from smb.coordinator.store import MIGRATION, Store, StoreError
 from smb.errors import UnavailableError
 
 _log = logging.getLogger("coordinator")
@@ -110,6 +111,11 @@ class CommitLog:
         return committed
 
     @property
+    def changes_max(self) -> int | None:
+        """How many records one event may change; None: any number."""
+        return self._store.changes_max
+
+    @property
     def store_error(self) -> str:
         """Why the store cannot be written, as of the last half a second; empty where it can."""
         return self._store_error
@@ -129,7 +135,8 @@ class CommitLog:
         urgent = not makes and not isinstance(event, BufferFailed)
         wanted = {**self._owed, **changes}
         try:
-            await self._store.change(wanted, urgent=urgent)
+            await self._pay(len(changes))
+            await self._store.change({**self._owed, **changes}, urgent=urgent)
         except StoreError as error:
             if not self._store_error:
                 _log.error("%s", error)
@@ -140,9 +147,18 @@ class CommitLog:
                 raise
         else:
             self._owed = {}
-            if self._store_error and not urgent:  # out of its reserve a full disk takes what is urgent
+            # Out of its reserve a full disk takes what is urgent; a full etcd takes what only deletes.
+            if self._store_error and not urgent and any(text is not None for text in wanted.values()):
                 _log.info("the store can be written again")
                 self._store_error = ""
+
+    async def _pay(self, room: int) -> None:
+        """Store what is owed, by parts, until the rest goes along with so many changes."""
+        most = self._store.changes_max
+        while most is not None and self._owed and len(self._owed) + room > most:
+            part = dict(islice(self._owed.items(), most))
+            await self._store.change(part, urgent=True)
+            self._owed = {key: text for key, text in self._owed.items() if key not in part}
 
     async def wait(self, key: str, timeout_s: float) -> bool:
         """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.
@@ -203,6 +219,10 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
 
 
 def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quotas: Mapping[str, Quota]) -> State:
+    if MIGRATION in texts:
+        raise StoreError(
+            f"these records are not the current ones: {texts[MIGRATION]}; see `smb coordinator migrate --help`"
+        )
     try:
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]

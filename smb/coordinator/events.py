@@ -28,7 +28,9 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passed: leases may have run out."""
+    """Time passed: leases may have run out. At most so many sessions end, and so many servers are forgotten."""
+
+    ends_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

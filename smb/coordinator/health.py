@@ -1,6 +1,7 @@
-"""Whether the coordinator works: that its event loop goes round, and that its store can be written.
+"""Whether the coordinator works: that its event loop goes round, that it leads or knows who does, and that its store
+can be written.
 
-Threads: the loop ticks, the pages' threads read. Each value is one attribute, read once.
+Threads: the loop ticks and says what it is, the pages' threads read. Each value is one attribute, read once.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.store import Store
@@ -16,23 +17,40 @@ from smb.coordinator.store import Store
 # Since its last tick, of two a second: the loop hangs.
 TICK_LATE_S = 10.0
 
+Leadership = Literal["leader", "standby", "lost"]
+
 
 class Health:
     """What /healthz, /livez and /readyz tell; no name of a buffer, client or file is in it."""
 
-    def __init__(
-        self, commit_log: CommitLog, store: Store, address: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds, of any beginning."""
-        self._commit_log = commit_log
-        self._store = store
         self._address = address
         self._clock = clock
         self._ticked_at = clock()
+        self._led: tuple[CommitLog, Store, Callable[[], bool]] | None = None
+        self._leader = ""
+        self._trouble = ""
 
     def ticked(self) -> None:
         """Take note that the loop went round."""
         self._ticked_at = self._clock()
+
+    def lead(self, commit_log: CommitLog, store: Store, holds: Callable[[], bool]) -> None:
+        """It leads, while `holds`."""
+        self._led, self._leader, self._trouble = (commit_log, store, holds), self._address, ""
+
+    def stand_by(self, leader: str, trouble: str = "") -> None:
+        """Another leads. `trouble`: why nobody knows whether one does, or why this one could not."""
+        self._led, self._leader, self._trouble = None, leader, trouble
+
+    @property
+    def leadership(self) -> Leadership:
+        """Leader; standby, ready to be it; or lost: it cannot know who leads, or has just stopped to."""
+        led = self._led
+        if led is not None:
+            return "leader" if led[2]() else "lost"
+        return "lost" if self._trouble else "standby"
 
     @property
     def tick_age_s(self) -> float:
@@ -47,24 +65,32 @@ class Health:
     @property
     def store_error(self) -> str:
         """Why the store cannot be written; empty where it can."""
-        return self._commit_log.store_error
+        led = self._led
+        return self._trouble if led is None else led[0].store_error
 
     def state_free_bytes(self) -> int | None:
         """Return how much room the store's disk has; None where nobody knows."""
-        return self._store.free_bytes()
+        led = self._led
+        return None if led is None else led[1].free_bytes()
 
     def show(self) -> Mapping[str, Any]:
         """Return the object: `alive` is for /livez, `ok` for the others."""
-        state, now = self._commit_log.state, self._commit_log.now()
-        alive = self.alive
-        return {
-            "ok": alive and not self.store_error,
+        alive, leadership, led, failing = self.alive, self.leadership, self._led, bool(self.store_error)
+        shown: dict[str, Any] = {
+            "ok": alive and leadership != "lost" and not failing,
             "alive": alive,
             "role": "coordinator",
+            "leadership": leadership,
+            "leader": self._leader,
             "address": self._address,
             "pid": os.getpid(),
             "tick_age_s": round(self.tick_age_s, 3),
-            "store": "failing" if self.store_error else "ok",
+            "store": "failing" if failing else "ok",
+        }
+        if led is None:
+            return shown
+        state, now = led[0].state, led[0].now()
+        return shown | {
             "state_free_bytes": self.state_free_bytes(),
             "buffers": len(state.listed()),
             "servers_alive": sum(state.alive(name, now) for name in state.servers),

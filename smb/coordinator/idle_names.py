@@ -60,11 +60,13 @@ class IdleNames:
 
     async def _free_on(self, name: str, segment_ids: list[int]) -> None:
         try:
-            for begin in range(0, len(segment_ids), ITEMS_MAX):
+            # Of one change: the names, and their locks' last token.
+            most = min(ITEMS_MAX, (self._commit_log.changes_max or ITEMS_MAX + 1) - 1)
+            for begin in range(0, len(segment_ids), most):
                 server = self._commit_log.state.servers.get(name)
                 if server is None or not self._commit_log.state.alive(name, self._commit_log.now()):
                     return
-                some = segment_ids[begin : begin + ITEMS_MAX]
+                some = segment_ids[begin : begin + most]
                 tokens = await self._servers.retire(server, some, self._idle_s)
                 if tokens:
                     await self._drop(await self._commit_log.commit(NamesFreed(tokens)))

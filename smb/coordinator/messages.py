@@ -39,6 +39,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         versions=request.versions or 1,
         wire=request.wire,
         metadata=request.packed_metadata,
+        attempt_id=request.attempt_id,
     )
     return check_creation(creation, replicas=request.replicas)
 

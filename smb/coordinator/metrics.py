@@ -58,7 +58,8 @@ class LeaseMetrics:
         """Count those that this event found to have run out."""
         if isinstance(event, Ticked):
             self._lost.labels("server").inc(len(before.server_leases.run_out(now.monotonic)))
-            self._lost.labels("client").inc(len(before.session_leases.run_out(now.monotonic)))
+            gone = before.session_leases.run_out(now.monotonic)[: event.ends_max]
+            self._lost.labels("client").inc(len(gone))
 
 
 class HealthMetrics(Collector):
@@ -71,6 +72,7 @@ class HealthMetrics(Collector):
         """Yield the gauges."""
         yield gauge("smb_coordinator_tick_age_seconds", self._health.tick_age_s)
         yield gauge("smb_coordinator_store_failing", int(bool(self._health.store_error)))
+        yield gauge("smb_coordinator_leads", int(self._health.leadership == "leader"))
         free = self._health.state_free_bytes()
         if free is not None:
             yield gauge("smb_coordinator_state_free_bytes", free)

@@ -63,6 +63,7 @@ class BufferRecord:
     versions: int = 1
     wire: str = "exact"
     metadata: bytes = b""  # a JSON object, checked, and packed; empty: {}
+    attempt_id: int = 0  # of the creation, where it may be asked for again
 
     @property
     def key(self) -> str:
@@ -82,6 +83,8 @@ class BufferRecord:
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
         fields = asdict(self)
+        if not self.attempt_id:  # as coordinators wrote it that know of none
+            del fields["attempt_id"]
         fields["metadata"] = b64encode(self.metadata).decode()
         return json.dumps(fields, ensure_ascii=False)
 

@@ -12,8 +12,10 @@ import grpc
 import grpc.aio
 
 from smb import errors
+from smb.coordinator.front import ASKED_OF_ALL, Front
+from smb.coordinator.store import DeposedError
 from smb.rpc.bounds import check_bounds
-from smb.rpc.coordinator_client import ANSWERED, OUTCOME, SessionEndedError
+from smb.rpc.coordinator_client import ANSWERED, OUTCOME, STANDBY, SessionEndedError
 
 _log = logging.getLogger("coordinator")
 
@@ -43,9 +45,10 @@ def code_of(error: errors.Error) -> grpc.StatusCode:
 class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps every unary call of the service."""
 
-    def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None]) -> None:
-        """`answered` is told of each: method, code, seconds."""
+    def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None], front: Front) -> None:
+        """`answered` is told of each: method, code, seconds. `front` knows whether we may answer at all."""
         self._answered = answered
+        self._front = front
 
     async def intercept_service(
         self,
@@ -67,12 +70,19 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def answer(request: Any, context: Context) -> Any:
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
-            outcome = errors.UNKNOWN
+            outcome, standby = errors.UNKNOWN, False
             try:
+                self._front.check(method)
                 check_bounds(request)
-                return await call(request, context)
+                reply = await call(request, context)
+                self._front.check(method, errors.UNKNOWN)
+                return reply
             except errors.Error as error:
+                # What it knew may be out of date where it leads no more: then that is the answer.
+                if not isinstance(error, DeposedError) and method != ASKED_OF_ALL and not self._front.leads:
+                    error = self._front.refusal(error.outcome)
                 code, text, outcome = code_of(error), str(error), error.outcome
+                standby = isinstance(error, DeposedError)
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
                 raise
@@ -84,7 +94,8 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
             # cycle lives until Python looks for cycles, and must not keep a large request.
             del request
-            await context.abort(code, text, trailing_metadata=((ANSWERED, "1"), (OUTCOME, outcome)))
+            told = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, "1"),) if standby else ()))
+            await context.abort(code, text, trailing_metadata=told)
             raise AssertionError("abort returns to nobody")
 
         return answer

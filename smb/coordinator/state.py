@@ -213,22 +213,24 @@ def _restarted(state: State, event: Restarted, now: Instant) -> Step:
     return state, tuple(effects)
 
 
-def _ticked(state: State, _: Ticked, now: Instant) -> Step:
+def _ticked(state: State, event: Ticked, now: Instant) -> Step:
     effects: list[Effect] = []
     for name in state.server_leases.run_out(now.monotonic):
         state = replace(state, server_leases=state.server_leases.end(name))
         held = state.allocation(name).segments
         effects.append(Report(logging.WARNING, f'memory server "{name}" is gone: no renewal; it holds {held} segments'))
-    gone = state.session_leases.run_out(now.monotonic)
+    gone = state.session_leases.run_out(now.monotonic)[: event.ends_max]
     for session_id in gone:
         effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
     state, ends = _end_sessions(state, gone)
     effects += ends
-    for server in list(state.servers.values()):
-        dead_s = now.wall - server.last_seen_at
-        if dead_s > SERVER_FORGOTTEN_AFTER_S and _forgettable(state, server.name, now):
-            state = replace(state, servers=_without(state.servers, server.name))
-            effects.append(EraseServer(server.name))
+    forgotten = [
+        server.name
+        for server in state.servers.values()
+        if now.wall - server.last_seen_at > SERVER_FORGOTTEN_AFTER_S and _forgettable(state, server.name, now)
+    ][: event.ends_max]
+    state = replace(state, servers=_without(state.servers, *forgotten))
+    effects += map(EraseServer, forgotten)
     return state, tuple(effects)
 
 
@@ -516,6 +518,8 @@ def _find_ready(state: State, name: str) -> BufferRecord:
 
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
     """Raise AlreadyExistsError unless `existing` is what an exist_ok creation describes."""
+    if creation.attempt_id and creation.attempt_id == existing.attempt_id:
+        return  # the answer was lost on the way
     if existing.kind is not Kind.BUFFER:
         return  # its form was decided here, perhaps by an earlier version of ours, and stays
     if not creation.exist_ok:
@@ -639,6 +643,7 @@ def _pending(creation: Creation, placement: Placement, new_id: Callable[[], int]
         versions=creation.versions,
         wire=creation.wire or "exact",
         metadata=creation.metadata,
+        attempt_id=creation.attempt_id,
     )
 
 

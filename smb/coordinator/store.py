@@ -24,6 +24,7 @@ FILE_NAME = "coordinator.sqlite"
 RESERVE_NAME = "coordinator.reserve"
 RESERVE_BYTES = 8 << 20
 SCHEMA_VERSION = 1
+MIGRATION = "migration"  # the key of what says that these records are not to be served: they moved, or are half there
 
 _log = logging.getLogger("coordinator")
 
@@ -32,8 +33,16 @@ class StoreError(Error):
     """The store is not what it should be, or cannot be written; the message names it. Nothing was changed."""
 
 
+class DeposedError(UnavailableError):
+    """Another coordinator leads, or may: this one can change nothing, and what it knows may be out of date."""
+
+
 class Store(Protocol):
     """Texts by key. One coordinator at a time has it."""
+
+    @property
+    def changes_max(self) -> int | None:
+        """How many texts one change may have; None: any number."""
 
     async def load(self) -> dict[str, str]:
         """Return everything, by key."""
@@ -52,20 +61,20 @@ class Store(Protocol):
 
 
 def open_store(where: str) -> Store:
-    """Open the store at `where`: a directory, made if need be, for SQLite.
+    """Open the store at `where`: a directory, made if need be, for SQLite. (Whoever leads has the one in etcd.)
 
     Raises InvalidArgumentError for a kind of store that is not there, UnavailableError where another coordinator has
     it, StoreError where it cannot be made or was written by another version.
     """
-    if where.startswith("etcd://"):
-        raise InvalidArgumentError(f"--state {where}: a store in etcd is not there yet; give a directory")
     if "://" in where:
-        raise InvalidArgumentError(f"--state {where}: no such kind of store; give a directory")
+        raise InvalidArgumentError(f"--state {where}: no such kind of store; give a directory, or etcd://...")
     return SqliteStore(Path(where))
 
 
 class SqliteStore:
     """A Store in one file of SQLite, in a directory."""
+
+    changes_max = None
 
     def __init__(self, directory: Path) -> None:
         """Make or open the file and keep it for ourselves. Raises as `open_store` does."""

@@ -35,6 +35,7 @@ class Creation:
     kind: Kind = Kind.BUFFER
     wire: str = ""
     metadata: bytes = b""  # packed
+    attempt_id: int = 0
 
     @property
     def key(self) -> str:

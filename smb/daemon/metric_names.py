@@ -187,6 +187,7 @@ COORDINATOR: tuple[Description, ...] = (
         "Since its event loop last went round, which it does twice a second: more than 10 means that it hangs.",
     ),
     _gauge("smb_coordinator_store_failing", "1 while what it decides cannot be stored."),
+    _gauge("smb_coordinator_leads", "1 for the coordinator that leads, 0 for one that stands by or cannot know."),
     _gauge("smb_coordinator_state_free_bytes", "Bytes that the disk of its --state has left, beside its reserve."),
     _gauge("smb_coordinator_recovery_seconds", "How long this run took to read what it knows from its store."),
     _gauge("smb_coordinator_start_time_seconds", "When this run began, in seconds since 1970."),

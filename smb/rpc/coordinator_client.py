@@ -1,21 +1,25 @@
-"""The client's side of the control plane: one coordinator, gRPC status codes turned into smb errors."""
+"""The client's side of the control plane: the coordinator that leads, gRPC status codes turned into smb errors.
+
+Where several addresses are given, a call goes on to the next one until its timeout: where it was not sent, where who
+answers stands by, and, if it changes nothing, where its answer was lost.
+"""
 
 from __future__ import annotations
 
+import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
 from smb import errors
-from smb.config.parse import parse_address
+from smb.config.parse import parse_address, parse_addresses
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
-from smb.rpc.control_pb2_grpc import CoordinatorStub
-from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
+from smb.rpc.peers import MovedError, Peers
+from smb.security.credentials import Credentials
 
 
 class SessionEndedError(errors.UnavailableError):
@@ -37,10 +41,16 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
 ANSWERED = "smb-answered"
 # And what became of the call: smb.Error.outcome.
 OUTCOME = "smb-outcome"
+# And with that of one that does not lead.
+STANDBY = "smb-standby"
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
+
+# What a call ends with whose coordinator went away in the middle.
+_CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 _COMES_BACK_S = 2.0
 _AGAIN_S = 0.05
+_LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
 _LOOKS_PER_LIFE = 4  # at what is due, whoever opened a buffer meanwhile
@@ -53,6 +63,15 @@ def _was_not_sent(error: Any) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
 
 
+def _told(error: Any) -> dict[str, str]:
+    return dict(error.trailing_metadata() or ())
+
+
+def _is_repeatable(request: Any) -> bool:
+    """Whether doing it twice is no worse than once. Not a delete: what is there the second time may be another's."""
+    return not isinstance(request, (pb.DeleteBufferRequest, pb.RenameBufferRequest))
+
+
 def _why_not(address: str) -> str:
     """Return why no coordinator could be reached, as a bare connection finds it."""
     try:
@@ -63,49 +82,29 @@ def _why_not(address: str) -> str:
 
 
 class Coordinator:
-    """A coordinator at "host:port". Every method blocks up to its timeout (seconds) and raises smb errors."""
+    """The coordinator at "host:port", or at one of "host:port,host:port". Every method blocks up to its timeout
+    (seconds) and raises smb errors.
+    """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
         self._secured = credentials is not None
-        self._current = Current(credentials) if credentials is not None else None
-        self._used = credentials
-        self._lock = threading.Lock()  # of the channels
-        self._closed = False
-        self._channels: list[grpc.Channel] = []  # that of now is the last one
-        self._connect()
+        self._addresses = parse_addresses(address)
+        self._peers = Peers(self._addresses, credentials)
         self._session_id, self._session_secret = 0, b""
         self.tokens = Tokens(self._open_again)
 
     def close(self) -> None:
-        """Close the channel; calls in progress fail."""
-        with self._lock:
-            self._closed = True
-            for each in self._channels:
-                each.close()
+        """Close all channels; calls in progress fail."""
+        self._peers.close()
 
-    def _connect(self) -> None:
-        self._channels.append(channel(self.address, COORDINATOR_NAME, self._used))
-        self._stub = CoordinatorStub(self._channels[-1])  # type: ignore[no-untyped-call]
-
-    def _take_new_certificate(self) -> None:
-        """Connect with what the files hold now. Calls under way end over the channel that they began with, unless the
-        certificate is replaced twice meanwhile.
-        """
-        found = self._current.now() if self._current is not None else None
-        with self._lock:
-            if found is self._used or self._closed:
-                return
-            self._used = found
-            self._connect()
-            if len(self._channels) > 2:
-                self._channels.pop(0).close()
+    def look(self, timeout: float) -> list[tuple[str, pb.LeaderReply | None]]:
+        """Return what the coordinator at each address says of who leads; None: it does not answer."""
+        return self._peers.look(timeout)
 
     def open_session(self, client_name: str, timeout: float) -> tuple[int, float, pb.SharedSettings]:
         """Return (session id, lease in seconds, what holds for all clients that say nothing themselves)."""
-        reply: pb.OpenSessionReply = self._call(
-            self._stub.OpenSession, pb.OpenSessionRequest(client_name=client_name), timeout
-        )
+        reply: pb.OpenSessionReply = self._call("OpenSession", pb.OpenSessionRequest(client_name=client_name), timeout)
         self._session_id, self._session_secret = reply.session_id, reply.session_secret
         if reply.token_lifetime_ms:
             self.tokens.look_every_s = reply.token_lifetime_ms / 1000 / _LOOKS_PER_LIFE
@@ -117,26 +116,28 @@ class Coordinator:
         """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
         where there is nothing left to renew.
         """
-        self._take_new_certificate()
+        self._peers.take_new_certificate()
         request = pb.RenewSessionRequest(
             session_id=session_id, client_name=client_name, session_secret=self._session_secret, trainings=reports
         )
-        reply: pb.RenewSessionReply = self._call(self._stub.RenewSession, request, timeout)
+        reply: pb.RenewSessionReply = self._call("RenewSession", request, timeout)
         return reply.lease_ms / 1000
 
     def close_session(self, session_id: int, timeout: float) -> None:
         """End it at once instead of letting its lease run out."""
         request = pb.CloseSessionRequest(session_id=session_id, session_secret=self._session_secret)
-        self._call(self._stub.CloseSession, request, timeout)
+        self._call("CloseSession", request, timeout)
 
     def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:
         """See control.proto."""
-        return self._opened(self._stub.CreateBuffer, request, timeout)
+        if len(self._peers) > 1 and not request.exist_ok:
+            request.attempt_id = secrets.randbits(64) or 1
+        return self._opened("CreateBuffer", request, timeout)
 
     def open_buffer(self, name: str, wait: float, timeout: float, known_id: int = 0) -> pb.Buffer:
         """Wait up to `wait` seconds for the name to appear. With `known_id` the buffer of that id, renamed or not."""
         request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id)
-        return self._opened(self._stub.OpenBuffer, request, wait + timeout)
+        return self._opened("OpenBuffer", request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
         """Return where the lock or barrier of that name lies; whoever asks first gives it its place."""
@@ -144,67 +145,92 @@ class Coordinator:
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:
         """Return all of them, by name."""
-        reply: pb.ListBuffersReply = self._call(self._stub.ListBuffers, pb.ListBuffersRequest(), timeout)
+        reply: pb.ListBuffersReply = self._call("ListBuffers", pb.ListBuffersRequest(), timeout)
         return list(reply.buffers)
 
     def delete_buffer(self, name: str, missing_ok: bool, timeout: float) -> None:
         """See control.proto."""
         request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok)
-        self._call(self._stub.DeleteBuffer, request, timeout)
+        self._call("DeleteBuffer", request, timeout)
 
     def rename_buffer(self, request: pb.RenameBufferRequest, timeout: float) -> None:
         """See control.proto."""
-        self._call(self._stub.RenameBuffer, request, timeout)
+        self._call("RenameBuffer", request, timeout)
 
     def list_servers(self, timeout: float) -> list[pb.Server]:
         """Return all that ever registered, dead ones too."""
-        reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
+        reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
     def overview(self, timeout: float, *, buffer: str = "", training: str = "") -> str:
         """Return what the page at / shows, as JSON: in brief, or all of one buffer or training."""
         request = pb.OverviewRequest(buffer=buffer, training=training)
-        reply: pb.OverviewReply = self._call(self._stub.Overview, request, timeout)
+        reply: pb.OverviewReply = self._call("Overview", request, timeout)
         return reply.json
 
     def clock(self, timeout: float) -> float:
         """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
-        reply: pb.ListServersReply = self._call(self._stub.ListServers, pb.ListServersRequest(), timeout)
+        reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return float(reply.now)
 
     def _open_again(self, kind: pb.Kind, name: str, known_id: int) -> pb.Buffer:
         request = pb.OpenBufferRequest(name=name, kind=kind, id=known_id)
-        return self._opened(self._stub.OpenBuffer, request, _RENEW_S)
+        return self._opened("OpenBuffer", request, _RENEW_S)
 
-    def _opened(
-        self, method: Callable[..., Any], request: pb.CreateBufferRequest | pb.OpenBufferRequest, timeout: float
-    ) -> pb.Buffer:
+    def _opened(self, method: str, request: pb.CreateBufferRequest | pb.OpenBufferRequest, timeout: float) -> pb.Buffer:
         if self._session_secret:  # the cluster has credentials: tokens come with the answer
             request.session_id, request.session_secret = self._session_id, self._session_secret
         buffer: pb.Buffer = self._call(method, request, timeout)
         self.tokens.learn(buffer)
         return buffer
 
-    def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
-        end = time.monotonic() + min(timeout, _COMES_BACK_S)
+    def _call(self, method: str, request: Any, timeout: float) -> Any:
+        begun = time.monotonic()
+        several = len(self._peers) > 1
+        failure: errors.Error | None
+        # One that is just being started, or started again, is there soon; one of several takes as long as a lease.
+        gives_up = begun + (timeout if several else min(timeout, _COMES_BACK_S))
+        repeatable = several and _is_repeatable(request)
         while True:
+            peer = self._peers.now
+            # Not grpc.channel_ready_future: the thread that watches for it may find the channel closed, and then
+            # prints a traceback.
             try:
-                return method(request, timeout=timeout)
+                return self._peers.ask(peer, method, request, max(_LAST_S, begun + timeout - time.monotonic()))
+            except MovedError:
+                failure = self._lost(isinstance(request, _CHANGES))
+                may_repeat = repeatable
             # gRPC's own tracebacks, chained, are 30 lines that say no more.
             except grpc.RpcError as error:
-                if not _was_not_sent(error):
-                    raise self._error(error, timeout, isinstance(request, _CHANGES)) from None
+                told = _told(error)
+                failure = self._error(error, timeout, isinstance(request, _CHANGES))
+                if STANDBY in told:
+                    gives_up = begun + timeout
+                    may_repeat = told.get(OUTCOME) == errors.NOT_APPLIED or repeatable
+                elif _was_not_sent(error):
+                    failure, may_repeat = None, True
+                else:
+                    may_repeat = (
+                        repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in told
+                    )
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
-            # Perhaps it is just being started, or started again. Not grpc.channel_ready_future: the thread that watches
-            # for it may find the channel closed, and then prints a traceback.
-            if time.monotonic() >= end:
-                raise self._nobody(self._why_not()) from None
-            time.sleep(_AGAIN_S)
+            if not may_repeat or time.monotonic() >= gives_up:
+                raise failure or self._nobody(self._why_not()) from None
+            if self._peers.go_on(peer):
+                time.sleep(_AGAIN_S)
+
+    def _lost(self, changes: bool) -> errors.UnavailableError:
+        return errors.UnavailableError(
+            "the coordinator that was asked leads no more, and another one does; what became of the call is not known",
+            outcome=errors.UNKNOWN if changes else errors.NOT_APPLIED,
+        )
 
     def _why_not(self) -> str:
-        why = _why_not(self.address)
-        return why + (_SECURED if self._secured else _UNSECURED) if why == _NO_COORDINATOR else why
+        found = [_why_not(address) for address in self._addresses]
+        if _NO_COORDINATOR in found:
+            return _NO_COORDINATOR + (_SECURED if self._secured else _UNSECURED)
+        return ", ".join(dict.fromkeys(found))
 
     def _nobody(self, why: str) -> errors.UnavailableError:
         return errors.UnavailableError(
@@ -214,7 +240,7 @@ class Coordinator:
 
     def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:
         code, details = error.code(), error.details() or ""
-        told = dict(error.trailing_metadata() or ())
+        told = _told(error)
         ours = ANSWERED in told
         unknown = changes and (told.get(OUTCOME) == errors.UNKNOWN or not ours)
         failure = self._class_of(code, details, timeout, ours)
@@ -229,8 +255,10 @@ class Coordinator:
             return errors.TimeoutError(
                 f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"
             )
-        if code is grpc.StatusCode.CANCELLED:  # only closing the channel cancels our calls
-            return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
+        if code is grpc.StatusCode.CANCELLED:  # a coordinator that stops ends calls so, and closing the channel
+            if self._peers.closed:
+                return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
+            return errors.UnavailableError(f"the coordinator at {self.address} stopped before it had answered")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return self._nobody(_NO_COORDINATOR)
         if code in _CLASSES:

@@ -95,7 +95,7 @@ class Worker:
             group.withdraw()
             raise
         _open.add(self)
-        group.client.reports[id(self)] = self._report
+        group.client._session.reports[id(self)] = self._report
 
     def begin(self) -> None:
         """Make the parameters the shared model: the last part of joining. Where it fails they are as they were; then
@@ -293,7 +293,7 @@ class Worker:
     def _forget(self) -> None:
         self._closed = True
         _open.discard(self)
-        self._group.client.reports.pop(id(self), None)
+        self._group.client._session.reports.pop(id(self), None)
 
     def withdraw(self) -> bool:
         """Leave right after joining, as one who can't take part after all: close(), and where this worker made the
@@ -379,5 +379,5 @@ def _leave_all() -> None:
     """
     for worker in list(_open):
         with contextlib.suppress(Error):  # a child of fork, too
-            worker._group.client.hurry(_EXIT_S)
+            worker._group.client._session.hurry(_EXIT_S)
             worker.close()

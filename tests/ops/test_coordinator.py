@@ -520,7 +520,7 @@ def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, daemon: D
             (f"127.0.0.1:{port}", "fresh", f"cannot listen on 127.0.0.1:{port}: Address already in use"),
             (daemon.address, "fresh", "Address already in use"),
             ("127.0.0.1:0", "state", "in use by another coordinator"),
-            ("127.0.0.1:0", "etcd://127.0.0.1:2379", "etcd is not there yet"),
+            ("127.0.0.1:0", "etcd://127.0.0.1:2379", "it names no prefix"),
             ("nonsense", "fresh", "is no address"),
         ):
             place = state if "://" in state else str(daemons.directory / state)

@@ -99,8 +99,7 @@ def test_who_leaves_while_a_server_is_away_is_not_waited_for(connect: Connect, m
     first, second = (smb.train.join(connect(), "run", own, BSP(), lease=LEASE_S) for own in values)
     with monkeypatch.context() as away:
         away.setattr(first._group.member._table, "swap", _unavailable)
-        with pytest.raises(smb.UnavailableError):
-            first.close()
+        first.close()  # best effort
     with waiting(second.step):
         pass
     second.close()

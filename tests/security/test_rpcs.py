@@ -37,6 +37,7 @@ MAY = {
         "RenameBuffer": WRITERS,
         "ListServers": USERS,
         "Overview": USERS,
+        "Leader": USERS,
     },
     "MemoryServer": {
         "CreateSegment": COORDINATOR,

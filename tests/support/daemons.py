@@ -138,7 +138,9 @@ class Daemons:
         self.variables: dict[str, str] = dict(self.build.environment) if self.build else {}
         self._started: list[Daemon] = []
 
-    def coordinator(self, listen: str = "127.0.0.1:0", state: str | None = None, *options: str) -> Daemon:
+    def coordinator(
+        self, listen: str = "127.0.0.1:0", state: str | None = None, *options: str, name: str = "coordinator"
+    ) -> Daemon:
         """Start a coordinator, by default always on the same state; later options override the defaults here."""
         state = state or str(self.directory / "state")
         arguments = [
@@ -151,7 +153,7 @@ class Daemons:
             "--metrics",
             "127.0.0.1:0",
         ]
-        return self._start("coordinator", arguments, options)
+        return self._start(name, arguments, options)
 
     def memory_server(self, coordinator: str, name: str, *options: str) -> Daemon:
         """Start a memory server; later options override the defaults here."""

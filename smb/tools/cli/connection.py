@@ -30,13 +30,13 @@ def coordinator_at(address: str | None) -> Iterator[Coordinator]:
 
     Without an address it is 127.0.0.1:7070.
     """
-    from smb.config.parse import parse_address
+    from smb.config.parse import parse_addresses
     from smb.config.settings import DEFAULT_COORDINATOR
     from smb.rpc.coordinator_client import Coordinator
     from smb.security.credentials import find
 
     found = address or DEFAULT_COORDINATOR
-    parse_address(found)
+    parse_addresses(found)
     coordinator = Coordinator(found, find())
     try:
         yield coordinator

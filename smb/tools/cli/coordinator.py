@@ -11,17 +11,20 @@ import typer
 from smb.config.parse import parse_bytes
 from smb.config.quotas import parse_quotas
 from smb.config.settings import SETTINGS
-from smb.coordinator.process import Options, run
+from smb.coordinator.options import Options
+from smb.coordinator.process import run
 from smb.daemon.process import start_log
 from smb.errors import Error
 from smb.security import credentials as found
 from smb.tools.cli.options import option
+from smb.tools.cli.output import console
 
 _LEASE_S = SETTINGS["coordinator.session_lease"].default
 _TOKEN_LIFETIME_S = SETTINGS["coordinator.token_lifetime"].default
 
 
 def coordinator(
+    context: typer.Context,
     listen: Annotated[str, option("coordinator.listen")] = SETTINGS["coordinator.listen"].default,
     state: Annotated[str, option("coordinator.state")] = SETTINGS["coordinator.state"].default,
     metrics: Annotated[str, option("coordinator.metrics")] = SETTINGS["coordinator.metrics"].default,
@@ -31,6 +34,8 @@ def coordinator(
     stripe: Annotated[str | None, option("coordinator.stripe")] = None,
     checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
     quota: Annotated[list[str] | None, option("coordinator.quota")] = None,
+    etcd_credentials: Annotated[Path | None, option("coordinator.etcd_credentials")] = None,
+    leader_lease: Annotated[int, option("coordinator.leader_lease")] = SETTINGS["coordinator.leader_lease"].default,
     token_lifetime: Annotated[float, option("coordinator.token_lifetime")] = _TOKEN_LIFETIME_S,
     credentials: Annotated[Path | None, option("cluster.credentials")] = None,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
@@ -40,10 +45,12 @@ def coordinator(
     """Run the coordinator until SIGTERM or Ctrl-C.
 
     Data never passes through it: clients and memory servers go on while it is down, and a restart on the same --state
-    and --listen brings everything back.
+    and --listen brings everything back. Several with the same --state in etcd stand by for each other: one leads.
 
     Example: smb coordinator --listen 0.0.0.0:7070 --state /var/lib/smb --credentials lab/coordinator
     """
+    if context.invoked_subcommand is not None:
+        return
     try:
         start_log(log_level)
         options = Options(
@@ -60,8 +67,29 @@ def coordinator(
             metrics_token_file=metrics_token_file,
             token_lifetime_s=token_lifetime,
             quotas=parse_quotas(quota or ()),
+            etcd_credentials=etcd_credentials,
+            leader_lease_s=leader_lease,
         )
         run(options)
     except Error as error:
         logging.getLogger("coordinator").error("%s", error)
         raise typer.Exit(1) from None
+
+
+def migrate(
+    source: Annotated[str, typer.Option("--from", metavar="STATE", help="Where the records are, as --state has it.")],
+    target: Annotated[str, typer.Option("--to", metavar="STATE", help="Where they are to be; nothing else is there.")],
+    etcd_credentials: Annotated[Path | None, option("coordinator.etcd_credentials")] = None,
+) -> None:
+    """Move a coordinator's records: from a directory to etcd, or back.
+
+    No coordinator of either runs meanwhile; memory servers and clients go on. Every record is read again and compared.
+    The old place is marked, so that no coordinator serves it any more. Cut off, the same call does it again.
+    """
+    import asyncio
+
+    from smb.coordinator.etcd.connection import Access
+    from smb.coordinator.migrate import migrate as move
+
+    count = asyncio.run(move(source, target, Access.of(etcd_credentials)))
+    console().print(f"{count} records are in {target} now, each compared; start coordinators with: --state {target}")

@@ -17,7 +17,7 @@ from smb.security.credentials import CREDENTIALS_VARIABLE
 from smb.tools.cli.bench import bench
 from smb.tools.cli.certs import InOrder, certs
 from smb.tools.cli.config import config
-from smb.tools.cli.coordinator import coordinator
+from smb.tools.cli.coordinator import coordinator, migrate
 from smb.tools.cli.copy import cp, restore, snapshot
 from smb.tools.cli.create import create
 from smb.tools.cli.demo import demo
@@ -66,6 +66,12 @@ app = typer.Typer(
 for _command in (command for commands in _GROUPS.values() for command in commands):
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name="train")
+    elif _command is coordinator:
+        # A command of its own, with another below it.
+        _coordinator = typer.Typer(rich_markup_mode=None)
+        _coordinator.callback(invoke_without_command=True)(configured(coordinator))
+        _coordinator.command(cls=Command)(configured(migrate))
+        app.add_typer(_coordinator, name="coordinator")
     else:
         app.command(cls=InOrder if _command is certs else Command)(configured(_command))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from smb.tools.cli.connection import connect
+from smb.tools.cli.connection import connect, coordinator_at
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, counted, format_ago, print_json, table
 
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from smb import ServerInfo
+    from smb.rpc import control_pb2 as pb
+
+_LOOK_S = 1.0
 
 
 def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
-    """Show the memory servers.
+    """Show the memory servers, and which of several coordinators leads.
 
     Who is alive, how much memory each lends, and how much of it is used.
 
@@ -24,6 +27,8 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """
     from smb.tools.cli.describe import server_json
 
+    with coordinator_at(coordinator) as all_of_them:
+        coordinators = [_role(*each) for each in all_of_them.look(_LOOK_S)]
     with connect(coordinator) as client:
         servers = sorted(client.servers(), key=lambda server: server.name)
         buffers = client.list()
@@ -37,14 +42,28 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         "buffers": len(buffers),
     }
     if as_json:
-        print_json({"servers": [server_json(server) for server in servers], "totals": totals})
+        print_json(
+            {"coordinators": coordinators, "servers": [server_json(server) for server in servers], "totals": totals}
+        )
         return
     out = console()
+    if len(coordinators) > 1 or coordinators[0]["role"] != "leader":
+        out.print(_coordinators(coordinators))
     if not servers:
         out.print("No memory server has registered. Start one: smb-memserver --coordinator HOST:PORT")
         return
     out.print(_table(servers))
     out.print(_summary(totals))
+
+
+def _role(address: str, reply: pb.LeaderReply | None) -> dict[str, str]:
+    role = "silent" if reply is None else "leader" if reply.leads else "standby"
+    return {"address": address, "role": role, "leader": reply.address if reply is not None else ""}
+
+
+def _coordinators(found: Sequence[dict[str, str]]) -> str:
+    words = {"leader": "leads", "standby": "stands by", "silent": "does not answer"}
+    return "Coordinators: " + ", ".join(f"{each['address']} {words[each['role']]}" for each in found) + "\n"
 
 
 def _table(servers: Sequence[ServerInfo]) -> Table:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 _SRUN = """#!/bin/bash
 # A step: the command once for each node; all are told of a SIGTERM; fails as one of them does.
-while [[ ${1:-} == --* ]]; do shift; done
+while [[ ${1:-} == --* ]]; do [[ $1 != --nodelist=* ]] || FAKE_NODES=${1#*=}; shift; done
 pids=()
 for node in $FAKE_NODES; do SLURMD_NODENAME=$node "$@" & pids+=($!); done
 trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM

@@ -175,7 +175,8 @@ def copy_build_files(tree: Path) -> Path:
     for name in ("Makefile", "pyproject.toml", "setup.cfg"):
         shutil.copy2(ROOT / name, tree / name)
     shutil.copy2(SCRIPT, tree / "csrc")
-    for name in ("csrc/build_engine.py", "smb/rpc/control.proto", "examples/demo-requirements.txt"):
+    protos = ("smb/rpc/control.proto", "smb/coordinator/etcd/etcd.proto")
+    for name in ("csrc/build_engine.py", *protos, "examples/demo-requirements.txt"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
     return tree

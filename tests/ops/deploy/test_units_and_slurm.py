@@ -19,6 +19,7 @@ import smb
 from smb.config.settings import SETTINGS, read_file
 from tests.ops.deploy import fake_slurm
 from tests.support.daemons import wait_for
+from tests.support.etcd import needs_etcd, running_etcd
 
 ROOT = Path(__file__).parents[3]
 SYSTEMD = ROOT / "deploy/systemd"
@@ -172,7 +173,7 @@ def test_shipped_configurations_are_valid(file: Path) -> None:
     assert set(read_file(file)) <= set(SETTINGS)
 
 
-def slurm(tmp_path: Path, *program: str) -> subprocess.Popen[str]:
+def slurm(tmp_path: Path, *program: str, etcd: str = "") -> subprocess.Popen[str]:
     """The batch script as Slurm starts it, on two nodes."""
     fake_slurm.install(tmp_path)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
@@ -184,6 +185,7 @@ def slurm(tmp_path: Path, *program: str) -> subprocess.Popen[str]:
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SMB_JOB_CAPACITY": "32MiB",
         "SMB_JOB_LAUNCH": "srun --overlap",
+        "SMB_JOB_ETCD": etcd,
     }
     command = ["bash", str(ROOT / "deploy/slurm/smb.sbatch"), *program]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -215,6 +217,23 @@ def test_a_slurm_job_has_a_cluster_of_its_own(tmp_path: Path) -> None:
     assert job.returncode == 3
     assert not list(tmp_path.rglob("key.pem"))
     assert not list(Path("/dev/shm").glob(f"smb-{os.getpid()}-127*"))
+    assert not _daemons(tmp_path)
+
+
+@needs_etcd
+def test_a_slurm_job_with_two_coordinators(tmp_path: Path) -> None:
+    """With etcd a coordinator on each of two nodes, both in the program's list: one leads, one stands by."""
+    with running_etcd() as etcd:
+        etcd.wait_ready()
+        program = ("bash", "-c", "smb status --json; sleep 1")
+        job = slurm(tmp_path, *program, etcd=f"etcd://{etcd.addresses}/job")
+        try:
+            printed, _ = job.communicate(timeout=90)
+        finally:
+            job.kill()
+            job.wait()
+    assert job.returncode == 0, printed
+    assert (printed.count('"role": "leader"'), printed.count('"role": "standby"')) == (2, 2), printed
     assert not _daemons(tmp_path)
 
 

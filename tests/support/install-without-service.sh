@@ -1,5 +1,5 @@
 #!/bin/sh
-# Debian's Prometheus, for tests/ops/test_prometheus.py: the programs, not the service, which would take a port and stay.
+# Debian's packages for tests: the programs, not their services, which would take ports and stay.
 set -e
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
@@ -8,4 +8,4 @@ if [ ! -e "$policy" ]; then
     trap 'rm -f "$policy"' EXIT
 fi
 apt-get update -q
-apt-get install -y -q --no-install-recommends prometheus
+apt-get install -y -q --no-install-recommends "$@"

@@ -1,0 +1,104 @@
+"""A coordinator that leads whose records are in etcd: it stands by, is elected, leads, and stands by again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.lead import Lead, campaign, leader_of
+from smb.coordinator.etcd.store import EtcdStore
+from smb.coordinator.leading import Around, Leading, cancel
+from smb.coordinator.store import DeposedError, StoreError
+from smb.daemon.process import notify
+
+LOOK_S = 0.5  # how often one that stands by looks whether there is a leader
+
+_log = logging.getLogger("coordinator")
+
+
+@dataclass(slots=True)
+class Shown:
+    """Who serves the pages now."""
+
+    leading: Leading | None = None
+
+
+class Contender:
+    """One coordinator of several. `run` it until cancelled, then `close` it."""
+
+    def __init__(self, place: Place, access: Access, lease_s: int, around: Around, shown: Shown) -> None:
+        self._place = place
+        self._etcd = Etcd(place.endpoints, access)
+        self._lease_s = lease_s
+        self._around = around
+        self._shown = shown
+        self._complained = ""
+        self.settled = asyncio.Event()  # it leads, or knows who does
+
+    async def run(self) -> None:
+        """Stand by and lead, in turns."""
+        while True:
+            try:
+                lead = await self._stand_by()
+                await self._lead(lead)
+            except (SilentError, RefusedError, StoreError) as error:
+                self._trouble(str(error))
+                await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """Close the connections to etcd."""
+        await self._etcd.close()
+
+    async def _stand_by(self) -> Lead | None:
+        """Return the lead once it is ours."""
+        around, told = self._around, ""
+        while True:
+            leader = await leader_of(self._etcd, self._place)
+            around.health.ticked()
+            if leader is None:
+                lead = await campaign(self._etcd, self._place, around.front.address, self._lease_s)
+                if lead is not None:
+                    return lead
+                continue
+            around.front.stand_by(leader.address, leader.term)
+            around.health.stand_by(leader.address)
+            self._complained = ""
+            self.settled.set()
+            if told != leader.address:
+                told = leader.address
+                _log.info("stands by: %s leads", told)
+                notify(f"STATUS=stands by: {told} leads")
+            await asyncio.sleep(LOOK_S)
+
+    async def _lead(self, lead: Lead | None) -> None:
+        assert lead is not None
+        around = self._around
+        async with AsyncExitStack() as leaving:
+            leaving.push_async_callback(lead.close)
+            leaving.push_async_callback(cancel, asyncio.create_task(lead.keep()))
+            store = EtcdStore(self._etcd, self._place, lead)
+            try:
+                leading = await Leading.open(around, store, lambda: lead.holds, lead.term, leaving)
+            except DeposedError as error:
+                _log.warning("%s", error)
+                return
+            self._shown.leading = leading
+            leaving.callback(setattr, self._shown, "leading", None)
+            self.settled.set()
+            self._complained = ""
+            _log.info("leads, from revision %d of etcd on", lead.term)
+            notify(f"STATUS=leads at {around.front.address}")
+            reason = await lead.lost
+            _log.error("leads no more: %s", reason)
+            around.health.stand_by("", reason)
+
+    def _trouble(self, text: str) -> None:
+        self._around.front.stand_by()
+        self._around.health.stand_by("", text)
+        self._around.health.ticked()
+        if text != self._complained:
+            self._complained = text
+            _log.error("%s", text)

@@ -1,0 +1,234 @@
+"""Calls to a cluster of etcd: several addresses, TLS, a user's token; repeated at the next address until a deadline.
+
+An attempt that was not answered may have been carried out, or may be yet: who repeats must see to it that this does no
+harm, and `Refused.repeated` tells that a refusal is the answer to a repetition. All of it runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from smb.config.parse import parse_address
+from smb.coordinator.etcd import etcd_pb2 as pb
+from smb.errors import Error, InvalidArgumentError
+from smb.security.credentials import CHANNEL_OPTIONS, Credentials, load_directory
+
+USER_FILE = "user"
+SCHEME = "etcd://"
+# An answer takes milliseconds, or a disk's flush. Who waits longer asks another member: this one may be cut off.
+ATTEMPT_S = 1.5
+_PAUSE_S = 0.1  # after all members failed at once
+
+_log = logging.getLogger("coordinator")
+Reply = TypeVar("Reply", bound=Message)
+
+_METHODS: dict[type[Message], tuple[str, type[Message]]] = {
+    pb.RangeRequest: ("/etcdserverpb.KV/Range", pb.RangeResponse),
+    pb.TxnRequest: ("/etcdserverpb.KV/Txn", pb.TxnResponse),
+    pb.LeaseGrantRequest: ("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantResponse),
+    pb.LeaseRevokeRequest: ("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeResponse),
+    pb.AuthenticateRequest: ("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse),
+}
+_KEEP_ALIVE = "/etcdserverpb.Lease/LeaseKeepAlive"
+# What says nothing of the request: another member, or a later moment, may answer.
+_PASSING = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+_BUSY = "too many requests"
+_OLD_TOKEN = ("invalid auth token", "revision in header is old")
+
+
+class SilentError(Error):
+    """No member answered in time. What was asked may have been done, or may be yet."""
+
+
+class RefusedError(Error):
+    """A member refused. `repeated`: an earlier attempt was not answered, and this says nothing of that one."""
+
+    def __init__(self, message: str, *, full: bool, repeated: bool) -> None:
+        super().__init__(message)
+        self.full = full  # its quota of space is used up
+        self.repeated = repeated
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the records are: members' addresses, and what all keys begin with."""
+
+    endpoints: tuple[str, ...]
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{','.join(self.endpoints)}/{self.prefix}"
+
+    @staticmethod
+    def of(text: str) -> Place:
+        """Read "etcd://HOST:PORT,HOST:PORT/PREFIX". Raises InvalidArgumentError."""
+        addresses, _, prefix = text.removeprefix(SCHEME).partition("/")
+        prefix = prefix.strip("/")
+        shape = f"write {SCHEME}HOST:PORT,HOST:PORT,HOST:PORT/PREFIX"
+        if not prefix or not prefix.isprintable():
+            raise InvalidArgumentError(
+                f"--state {text}: it names no prefix, under which this cluster's keys are; {shape}"
+            )
+        try:
+            for address in addresses.split(","):
+                parse_address(address)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"--state {text}: {error}; {shape}") from None
+        return Place(tuple(dict.fromkeys(addresses.split(","))), prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What etcd is shown: a certificate, a user's name and password, both, or nothing."""
+
+    credentials: Credentials | None = None
+    user: str = ""
+    password: str = ""
+
+    def __repr__(self) -> str:
+        return f"<access to etcd{f' as {self.user}' if self.user else ''}>"
+
+    @staticmethod
+    def of(directory: Path | None) -> Access:
+        """Read a directory: `ca.pem`, `cert.pem`, `key.pem`; and `user`, a line NAME:PASSWORD, where etcd has roles.
+
+        Raises InvalidArgumentError.
+        """
+        if directory is None:
+            return Access()
+        file = directory / USER_FILE
+        user = password = ""
+        if file.exists():
+            if file.stat().st_mode & 0o007:
+                raise InvalidArgumentError(f"anybody may read {file}, which has a password in it; chmod 600 {file}")
+            user, colon, password = file.read_text(encoding="utf-8").strip().partition(":")
+            if not colon or not user or not password or "\n" in password:
+                raise InvalidArgumentError(f"{file}: it takes one line, NAME:PASSWORD")
+        return Access(load_directory(directory), user, password)
+
+
+class Etcd:
+    """A cluster of etcd. `close` it."""
+
+    def __init__(self, endpoints: Sequence[str], access: Access) -> None:
+        self._endpoints = endpoints
+        self._access = access
+        self._token = ""
+        self._at = 0  # the member that answered last
+        self._channels = [self._channel(address) for address in endpoints]
+
+    def __str__(self) -> str:
+        return f"etcd at {','.join(self._endpoints)}"
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for channel in self._channels:
+            await channel.close(None)
+
+    async def range(self, request: pb.RangeRequest, timeout_s: float) -> pb.RangeResponse:
+        """Read; of all that was stored before, whichever member answers. Raises SilentError, RefusedError."""
+        return await self._call(request, pb.RangeResponse, timeout_s)
+
+    async def transact(self, request: pb.TxnRequest, timeout_s: float) -> tuple[pb.TxnResponse, bool]:
+        """Return the answer, and whether an earlier attempt was not answered. Raises SilentError, RefusedError."""
+        repeated: list[str] = []
+        return await self._call(request, pb.TxnResponse, timeout_s, repeated), bool(repeated)
+
+    async def grant(self, lease_s: int, timeout_s: float) -> pb.LeaseGrantResponse:
+        """Make a lease. Raises SilentError, RefusedError."""
+        return await self._call(pb.LeaseGrantRequest(TTL=lease_s), pb.LeaseGrantResponse, timeout_s)
+
+    async def revoke(self, lease_id: int, timeout_s: float) -> None:
+        """End a lease, and the keys under it. Raises SilentError, RefusedError."""
+        await self._call(pb.LeaseRevokeRequest(ID=lease_id), pb.LeaseRevokeResponse, timeout_s)
+
+    async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
+        """Renew a lease; return its seconds, 0 where it is gone. Raises SilentError, RefusedError."""
+        reply = await self._call(pb.LeaseKeepAliveRequest(ID=lease_id), pb.LeaseKeepAliveResponse, timeout_s)
+        return int(reply.TTL)
+
+    async def _call(
+        self, request: Message, kind: type[Reply], timeout_s: float, repeated: list[str] | None = None
+    ) -> Reply:
+        """`repeated` gets why each attempt that may have been carried out was not answered."""
+        end = time.monotonic() + timeout_s
+        unanswered = [] if repeated is None else repeated
+        failures, renewed = 0, False
+        while True:
+            at = self._at
+            left_s = end - time.monotonic()
+            try:
+                if self._access.user and not self._token and not isinstance(request, pb.AuthenticateRequest):
+                    await self._authenticate(left_s)
+                return await self._attempt(at, request, kind, min(ATTEMPT_S, max(left_s, 0.01)))
+            except grpc.aio.AioRpcError as error:
+                code, details = error.code(), error.details() or ""
+                if any(text in details for text in _OLD_TOKEN) and not renewed:
+                    self._token, renewed = "", True
+                    continue
+                if code not in _PASSING and _BUSY not in details:
+                    raise RefusedError(
+                        f"{self}: {details}", full="space exceeded" in details, repeated=bool(unanswered)
+                    ) from None
+                if "failed to connect" not in details.lower() and _BUSY not in details:
+                    unanswered.append(details)
+            failures += 1
+            if self._at == at:  # else another call has gone on already
+                self._at = (at + 1) % len(self._endpoints)
+            if time.monotonic() >= end:
+                raise SilentError(f"{self} does not answer ({self._endpoints[at]}: {details})")
+            if failures % len(self._endpoints) == 0:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _attempt(self, at: int, request: Message, kind: type[Reply], timeout_s: float) -> Reply:
+        metadata = (("token", self._token),) if self._token else ()
+        channel = self._channels[at]
+        if not isinstance(request, pb.LeaseKeepAliveRequest):
+            method, reply = _METHODS[type(request)]
+            call = channel.unary_unary(
+                method, request_serializer=type(request).SerializeToString, response_deserializer=reply.FromString
+            )
+            answer: Any = await call(request, timeout=timeout_s, metadata=metadata)
+        else:  # a stream, of which one pair is taken
+            stream = channel.stream_stream(
+                _KEEP_ALIVE,
+                request_serializer=pb.LeaseKeepAliveRequest.SerializeToString,
+                response_deserializer=pb.LeaseKeepAliveResponse.FromString,
+            )(iter([request]), timeout=timeout_s, metadata=metadata)
+            answer = pb.LeaseKeepAliveResponse()
+            async for each in stream:
+                answer = each
+        assert isinstance(answer, kind)
+        return answer
+
+    async def _authenticate(self, left_s: float) -> None:
+        request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password)
+        reply = await self._call(request, pb.AuthenticateResponse, max(left_s, 0.01))
+        self._token = reply.token
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        options = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 500))
+        found = self._access.credentials
+        if found is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        secured = grpc.ssl_channel_credentials(found.ca, found.key, found.certificate)
+        return grpc.aio.secure_channel(address, secured, options=options)

@@ -1,0 +1,253 @@
+"""Which of several coordinators leads: the one whose key is in etcd, under a lease that it keeps alive.
+
+Invariant: a change is made only while the leader's key is the one that we made, which the transaction itself compares.
+A leader counts its lease from before it asked for it, so it stops answering before etcd lets another one lead.
+
+A transaction whose answer is missing is sent again, and the first one may arrive after the second. So each that puts
+something also moves `head`, and compares it with what it was: of two of the same only one is carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smb.coordinator.etcd import etcd_pb2 as pb
+from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
+from smb.coordinator.store import DeposedError, StoreError
+
+LEASE_S = 8  # with 3 s an election within etcd itself, of 1 to 3 s, cost the coordinator its lead
+LEASE_S_MIN, LEASE_S_MAX = 2, 600
+_KEEPS_PER_LEASE = 4
+_ASK_S = 5.0
+_HEAD_VERSION = "1"
+
+_log = logging.getLogger("coordinator")
+
+
+def _now() -> float:
+    """Seconds that go on while the host sleeps, and that nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Who leads: as it is called, and the revision at which it began to."""
+
+    address: str
+    term: int
+
+
+def _leader_key(place: Place) -> bytes:
+    return f"{place.prefix}/leader".encode()
+
+
+def _head_key(place: Place) -> bytes:
+    return f"{place.prefix}/head".encode()
+
+
+async def leader_of(etcd: Etcd, place: Place, timeout_s: float = _ASK_S) -> Leader | None:
+    """Return who leads now. Raises SilentError, RefusedError."""
+    found = await etcd.range(pb.RangeRequest(key=_leader_key(place)), timeout_s)
+    for each in found.kvs:
+        try:
+            address = str(json.loads(each.value)["address"])
+        except (ValueError, TypeError, KeyError):
+            address = "?"
+        return Leader(address, each.create_revision)
+    return None
+
+
+async def campaign(etcd: Etcd, place: Place, address: str, lease_s: int) -> Lead | None:
+    """Try once to become the leader. Return the lead, None where another has it. Raises SilentError, RefusedError,
+    StoreError where the records are of another version.
+    """
+    asked_at = _now()
+    granted = await etcd.grant(lease_s, _ASK_S)
+    # Random, so that we know our own key where the first answer was lost.
+    value = json.dumps({"address": address, "id": secrets.token_hex(8)}).encode()
+    key = _leader_key(place)
+    look = [_get(key), _get(_head_key(place))]
+    request = pb.TxnRequest(
+        compare=[pb.Compare(target=pb.Compare.CREATE, key=key, create_revision=0)],
+        success=[pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=granted.ID)), *look],
+        failure=look,
+    )
+    reply, _ = await etcd.transact(request, _ASK_S)
+    leader, head = (response.response_range.kvs for response in reply.responses[-2:])
+    if not leader or leader[0].value != value:
+        await etcd.revoke(granted.ID, _ASK_S)
+        return None
+    known = head[0].value if head else b""
+    if known and known.split()[0].decode(errors="replace") != _HEAD_VERSION:
+        await etcd.revoke(granted.ID, _ASK_S)
+        raise StoreError(f"{place} is of another version: this coordinator writes version {_HEAD_VERSION}")
+    return Lead(etcd, place, granted.ID, float(granted.TTL), leader[0].create_revision, known, asked_at)
+
+
+def _get(key: bytes) -> pb.RequestOp:
+    return pb.RequestOp(request_range=pb.RangeRequest(key=key))
+
+
+class Lead:
+    """The lead of one coordinator, until it is lost. `keep` it, and `close` it."""
+
+    def __init__(
+        self, etcd: Etcd, place: Place, lease_id: int, lease_s: float, term: int, head: bytes, asked_at: float
+    ) -> None:
+        self._etcd = etcd
+        self._place = place
+        self._lease_id = lease_id
+        self._lease_s = lease_s
+        self.term = term
+        self._head = head
+        self._count = 0
+        self._kept_at = asked_at
+        self._reason = ""
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def holds(self) -> bool:
+        """Whether nobody else can lead now."""
+        return not self._reason and _now() < self._kept_at + self._lease_s
+
+    def lose(self, reason: str) -> None:
+        """Lead no more, from this moment on."""
+        if not self._reason:
+            self._reason = reason
+            if not self.lost.done():
+                self.lost.set_result(reason)
+
+    async def keep(self) -> None:
+        """Keep the lease until it is lost, or until cancelled. However this ends, the lead does."""
+        try:
+            await self._keep()
+        finally:
+            self.lose("its lease is kept no more")
+
+    async def _keep(self) -> None:
+        while not self._reason:
+            await asyncio.sleep(max(0.0, self._kept_at + self._lease_s / _KEEPS_PER_LEASE - _now()))
+            asked_at = _now()
+            left_s = self._kept_at + self._lease_s - asked_at
+            try:
+                lease_s = await self._etcd.keep_alive(self._lease_id, max(left_s, 0.01))
+                if lease_s > 0:
+                    self._kept_at, self._lease_s = asked_at, float(lease_s)
+                    await self.check()
+                else:
+                    self.lose("its lease ran out")
+            except (SilentError, RefusedError, DeposedError) as error:
+                if not self.holds:
+                    self.lose(f"its lease could not be kept: {error}")
+                else:
+                    _log.warning("%s", error)
+
+    async def check(self) -> None:
+        """Raise DeposedError unless the leader's key is ours, SilentError or RefusedError where nobody can say."""
+        found = await leader_of(self._etcd, self._place)
+        if found is None or found.term != self.term:
+            self.lose(f"{found.address} leads" if found else "somebody took its key away")
+            raise self._deposed()
+
+    async def change(self, operations: Sequence[pb.RequestOp]) -> None:
+        """Do all of it, or nothing. Not more than one at a time.
+
+        Raises StoreError where etcd refuses it, and nothing was changed; DeposedError where we do not lead, or nobody
+        knows whether it was done.
+        """
+        if not self.holds:
+            raise self._deposed()
+        puts = any(operation.HasField("request_put") for operation in operations)
+        head = self._head
+        if puts:
+            self._count += 1
+            head = f"{_HEAD_VERSION} {self.term} {self._count}".encode()
+            moved = pb.RequestOp(request_put=pb.PutRequest(key=_head_key(self._place), value=head))
+            operations = [*operations, moved]
+        await self._transact(operations, head)
+        self._head = head
+
+    def _fenced(self, operations: Sequence[pb.RequestOp]) -> pb.TxnRequest:
+        leader, head = _leader_key(self._place), _head_key(self._place)
+        if self._head:
+            same = pb.Compare(target=pb.Compare.VALUE, key=head, value=self._head)
+        else:
+            same = pb.Compare(target=pb.Compare.CREATE, key=head, create_revision=0)
+        return pb.TxnRequest(
+            compare=[pb.Compare(target=pb.Compare.CREATE, key=leader, create_revision=self.term), same],
+            success=operations,
+            failure=[_get(leader), _get(head)],
+        )
+
+    async def _transact(self, operations: Sequence[pb.RequestOp], head: bytes) -> None:
+        """Send it until it is answered. `head` is what it moves the head to, or leaves it at."""
+        request, end = self._fenced(operations), _now() + self._lease_s
+        unanswered = False
+        while True:
+            try:
+                reply, repeated = await self._etcd.transact(request, _ASK_S)
+            except SilentError as error:
+                unanswered = True
+                if not self.holds or _now() >= end:
+                    self.lose(f"it can store nothing: {error}")
+                    raise self._deposed("unknown") from None
+                continue
+            except RefusedError as error:
+                await self._refused(error, unanswered or error.repeated, operations, head)
+                return
+            if not reply.succeeded:
+                leader, there = (response.response_range.kvs for response in reply.responses)
+                ours = bool(leader) and leader[0].create_revision == self.term
+                # Moved by ourselves: an attempt that was not answered was carried out.
+                moved = head != self._head and bool(there) and there[0].value == head
+                if not (ours and moved and (unanswered or repeated)):
+                    self.lose("another coordinator leads")
+                    raise self._deposed("unknown")
+            return
+
+    async def _refused(
+        self, error: RefusedError, unanswered: bool, operations: Sequence[pb.RequestOp], head: bytes
+    ) -> None:
+        """Return where it was done all the same: etcd says of a transaction that used up its quota that it had no room,
+        and may have carried it out. Raises StoreError where it was not, DeposedError where nobody knows.
+        """
+        try:
+            done = error.full and await self._was_done(operations, head)
+        except (SilentError, RefusedError):
+            done, unanswered = False, True
+        if done:
+            return
+        if unanswered:
+            # An attempt may still arrive, and the refusal says nothing of that one: who leads next reads what is there.
+            self.lose(f"it is not known what became of a change: {error}")
+            raise self._deposed("unknown")
+        advice = "; compact and defragment it, then disarm its alarm" if error.full else ""
+        raise StoreError(f"cannot write: {error}{advice}; nothing was changed")
+
+    async def _was_done(self, operations: Sequence[pb.RequestOp], head: bytes) -> bool:
+        if head != self._head:
+            found = await self._etcd.range(pb.RangeRequest(key=_head_key(self._place)), _ASK_S)
+            return bool(found.kvs) and found.kvs[0].value == head
+        first = operations[0].request_delete_range.key  # all of it was done, or nothing
+        return not (await self._etcd.range(pb.RangeRequest(key=first), _ASK_S)).kvs
+
+    async def close(self) -> None:
+        """Let another coordinator lead at once, if we still do."""
+        self.lose("it stops")
+        try:
+            await self._etcd.revoke(self._lease_id, 1.0)
+        except (SilentError, RefusedError) as error:
+            _log.info("the lead ends with its lease: %s", error)
+
+    def _deposed(self, outcome: str = "not applied") -> DeposedError:
+        reason = self._reason or "its lease ran out"
+        return DeposedError(
+            f"this coordinator leads no more ({reason}); ask the others",
+            outcome="unknown" if outcome == "unknown" else "not applied",
+        )

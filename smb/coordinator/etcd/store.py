@@ -1,0 +1,103 @@
+"""A Store in etcd, for the coordinator that leads.
+
+Limits of etcd as it is shipped: 128 operations in a transaction, 1.5 MiB in a request. What does not fit is refused by
+name before anything is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from smb.config.parse import format_bytes
+from smb.coordinator.etcd import etcd_pb2 as pb
+from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.lead import Lead
+from smb.coordinator.store import StoreError
+from smb.errors import OutOfMemoryError
+
+CHANGES_MAX = 127  # of one transaction; one operation is the head's
+TRANSACTION_BYTES_MAX = 1_500_000  # of etcd's 1.5 MiB: the rest is for its own frame
+_PAGE = 1000  # records of one read
+_READ_S = 30.0
+
+
+def records_range(place: Place) -> tuple[bytes, bytes]:
+    """Return what the keys of records begin with, and the first key behind them."""
+    return f"{place.prefix}/r/".encode(), f"{place.prefix}/r0".encode()
+
+
+async def read_records(etcd: Etcd, place: Place, page: int = _PAGE) -> dict[str, str]:
+    """Return everything, by key, read by pages. Nobody but the leader may write meanwhile. Raises StoreError."""
+    texts: dict[str, str] = {}
+    begin, end = records_range(place)
+    at = begin
+    while True:
+        try:
+            found = await etcd.range(pb.RangeRequest(key=at, range_end=end, limit=page), _READ_S)
+        except (SilentError, RefusedError) as error:
+            raise StoreError(f"cannot read {place}: {error}") from None
+        for each in found.kvs:
+            texts[each.key[len(begin) :].decode()] = each.value.decode()
+        if not found.more:
+            return texts
+        at = found.kvs[-1].key + b"\0"
+
+
+class EtcdStore:
+    """The records, as long as the lead is ours."""
+
+    changes_max = CHANGES_MAX
+
+    def __init__(self, etcd: Etcd, place: Place, lead: Lead) -> None:
+        self._etcd = etcd
+        self._place = place
+        self._lead = lead
+
+    async def load(self) -> dict[str, str]:
+        """Return everything, by key. Raises StoreError, and DeposedError where another leads by now."""
+        texts = await read_records(self._etcd, self._place)
+        try:
+            await self._lead.check()
+        except (SilentError, RefusedError) as error:
+            raise StoreError(f"cannot read {self._place}: {error}") from None
+        return texts
+
+    async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:  # noqa: ARG002
+        """As Store; no room is kept for what is urgent. Raises OutOfMemoryError for what no transaction of etcd takes,
+        too.
+        """
+        _check_size(changes)
+        begin, _ = records_range(self._place)
+        await self._lead.change(
+            [
+                pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=begin + key.encode()))
+                if text is None
+                else pb.RequestOp(request_put=pb.PutRequest(key=begin + key.encode(), value=text.encode()))
+                for key, text in changes.items()
+            ]
+        )
+
+    def free_bytes(self) -> int | None:
+        """Nobody knows: etcd does not tell its quota."""
+        return None
+
+    async def close(self) -> None:
+        """Let another coordinator lead."""
+        await self._lead.close()
+
+
+def _check_size(changes: Mapping[str, str | None]) -> None:
+    if len(changes) > CHANGES_MAX:
+        raise OutOfMemoryError(
+            f"{len(changes)} records at once, and etcd takes {CHANGES_MAX} in a transaction, of which a buffer that is "
+            f"renamed takes two; nothing was changed: rename fewer at a time"
+        )
+    sizes = {key: len(key.encode()) + len((text or "").encode()) for key, text in changes.items()}
+    if sum(sizes.values()) > TRANSACTION_BYTES_MAX:
+        largest = max(sizes, key=lambda key: sizes[key])
+        raise OutOfMemoryError(
+            f'the record of "{largest}" has {format_bytes(sizes[largest])}, with its metadata, and all that '
+            f"would change {format_bytes(sum(sizes.values()))}; etcd takes {format_bytes(TRANSACTION_BYTES_MAX)} in a "
+            f"request; "
+            f"nothing was changed: keep large metadata in a buffer"
+        )

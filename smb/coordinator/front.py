@@ -1,0 +1,101 @@
+"""What answers the coordinator's port: the service of whoever leads here, or nobody and who leads instead.
+
+Of several coordinators one answers. It is asked before a call whether it leads, and before its answer goes out: what
+it knew may be out of date by then.
+"""
+
+# gRPC calls methods by the names of the .proto, always with request and context.
+# ruff: noqa: N802, ARG002
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from smb.coordinator.store import DeposedError
+from smb.errors import UNKNOWN, CallOutcome
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+
+ASKED_OF_ALL = "Leader"  # the call that every coordinator answers
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class _Handlers:
+    """Takes the place of a server where the generated code registers a service: keeps what it registers."""
+
+    def __init__(self, service: CoordinatorServicer) -> None:
+        self.by_method: dict[str, Handler] = {}
+        add_CoordinatorServicer_to_server(service, self)  # type: ignore[no-untyped-call]
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """The same once more, as one that finds them."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Take them."""
+        self.by_method = {f"/{service}/{name}": handler for name, handler in handlers.items()}
+
+
+class _Nobody(CoordinatorServicer):
+    """What stands there while another leads: `Front.check` comes before each of its methods."""
+
+    def __init__(self, told: Callable[[], pb.LeaderReply]) -> None:
+        self._told = told
+
+    async def Leader(self, request: pb.LeaderRequest, context: Any) -> pb.LeaderReply:
+        """See control.proto."""
+        return self._told()
+
+
+class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """The service behind the port. All of it in the loop's thread."""
+
+    def __init__(self) -> None:
+        self.address = ""  # ours, as others reach it
+        self.leader = ""  # the leader's; empty where nobody is known to lead
+        self.term = 0  # which grows with each leader
+        self._holds: Callable[[], bool] | None = None
+        self._nobody = _Handlers(_Nobody(self._told)).by_method
+        self._handlers = self._nobody
+
+    def lead(self, service: CoordinatorServicer, holds: Callable[[], bool], term: int) -> None:
+        """Answer by this service, while `holds`."""
+        handlers = _Handlers(service).by_method
+        leader = f"/smb.v1.Coordinator/{ASKED_OF_ALL}"
+        self._handlers = {**handlers, leader: self._nobody[leader]}
+        self._holds, self.leader, self.term = holds, self.address, term
+
+    def stand_by(self, leader: str = "", term: int = 0) -> None:
+        """Answer nothing but who leads, where that is known."""
+        self._handlers, self._holds = self._nobody, None
+        self.leader, self.term = leader, max(term, self.term)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it answers."""
+        return self._holds is not None and self._holds()
+
+    def check(self, method: str, outcome: CallOutcome = "not applied") -> None:
+        """Raise DeposedError where another may lead. `outcome`: what became of the call, as far as is known."""
+        if not self.leads and method != ASKED_OF_ALL:
+            raise self.refusal(outcome)
+
+    def refusal(self, outcome: CallOutcome = UNKNOWN) -> DeposedError:
+        """Return the error for whoever called this one."""
+        leads = f"{self.leader} does" if self.leader and self.leader != self.address else "another one will, soon"
+        return DeposedError(
+            f"the coordinator at {self.address} does not lead now, {leads}; give all of them: "
+            f"SMB_COORDINATOR=HOST:PORT,HOST:PORT",
+            outcome=outcome,
+        )
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Return what answers a method now."""
+        return self._handlers.get(handler_call_details.method)
+
+    def _told(self) -> pb.LeaderReply:
+        return pb.LeaderReply(leads=self.leads, address=self.leader, term=self.term)

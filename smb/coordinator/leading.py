@@ -1,0 +1,140 @@
+"""What a coordinator has while it leads: the commit_log, and all that works on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.dashboard.history import Watch
+from smb.coordinator.dashboard.overview import Overview
+from smb.coordinator.dashboard.server import Dashboard
+from smb.coordinator.events import Event, Instant, TellEnded, Ticked
+from smb.coordinator.front import Front
+from smb.coordinator.health import Health
+from smb.coordinator.idle_names import IdleNames
+from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
+from smb.coordinator.options import Options
+from smb.coordinator.service import CoordinatorService, new_id
+from smb.coordinator.session_end_notifier import SessionEndNotifier
+from smb.coordinator.state import State
+from smb.coordinator.store import DeposedError, Store, StoreError
+from smb.coordinator.token_issuer import Tokens
+from smb.daemon.process import Answer
+from smb.rpc import control_pb2 as pb
+
+TICK_S = 0.5  # a lease is seen to have run out at most this late
+
+_log = logging.getLogger("coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What stays, whoever leads: the port's front, and what is told and counted of this process."""
+
+    options: Options
+    front: Front
+    health: Health
+    registry: CollectorRegistry
+    leases: LeaseMetrics
+    pages_address: Callable[[], str]  # as others reach them
+
+
+class Leading:
+    """One time of leading. Made by `open`; what it needs ends with the exit stack given there."""
+
+    def __init__(self, commit_log: CommitLog, watch: Watch, dashboard: Dashboard, around: Around) -> None:
+        self.commit_log = commit_log
+        self.watch = watch
+        self._dashboard = dashboard
+        self._around = around
+
+    @staticmethod
+    async def open(
+        around: Around, store: Store, holds: Callable[[], bool], term: int, leaving: AsyncExitStack
+    ) -> Leading:
+        """Read the store, and answer calls from then on, while `holds`. `leaving` ends all of it, in the reverse order.
+
+        Raises StoreError, DeposedError.
+        """
+        options = around.options
+        tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
+        begun = time.monotonic()
+        commit_log = await CommitLog.open(
+            store,
+            new_id(),
+            session_lease_s=options.session_lease_s,
+            stripe_bytes=options.stripe_bytes,
+            quotas=options.quotas,
+        )
+        state_metrics = StateMetrics(lambda: (commit_log.state, commit_log.now()), time.monotonic() - begun)
+        servers = MemoryServers(options.credentials)
+        leaving.push_async_callback(servers.close)
+        endings = SessionEndNotifier(commit_log, servers)
+        leaving.push_async_callback(endings.close)
+        around.registry.register(state_metrics)
+        leaving.callback(around.registry.unregister, state_metrics)
+        watch = Watch(commit_log.now())
+        watch.look_at_store = lambda: (around.health.store_error, around.health.state_free_bytes())
+
+        def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
+            around.leases.saw(event, before, committed, now)
+            watch.saw(event, before, committed, now)
+
+        commit_log.on_commit = saw
+        overview = Overview(lambda: (commit_log.state, commit_log.now()), watch, around.front.address)
+        shared = pb.SharedSettings(checksum=options.checksum)
+        service = CoordinatorService(commit_log, servers, endings, watch, overview, shared, tokens)
+        leaving.push_async_callback(service.finish)
+        around.health.lead(commit_log, store, holds)
+        around.front.lead(service, holds, term)
+        leaving.callback(around.front.stand_by)
+        leaving.callback(commit_log.stop_waiting)
+        idle_names = IdleNames(commit_log, servers, service.drop, options.idle_s)
+        for beginning in (_tick(commit_log, endings, around.health), idle_names.run()):
+            leaving.push_async_callback(cancel, asyncio.create_task(beginning))
+        return Leading(commit_log, watch, Dashboard(overview), around)
+
+    def page(self, path: str, query: str) -> Answer | None:
+        """Return the answer to GET path?query, None where there is no such page."""
+        if path == "/targets":
+            return Answer("200 OK", "application/json", targets(self.commit_log.state, self._around.pages_address()))
+        return self._dashboard(path, query)
+
+
+async def _tick(commit_log: CommitLog, endings: SessionEndNotifier, health: Health) -> None:
+    # Of one change: two records for each session, as an old one may be forgotten, and one for each server.
+    most = None if commit_log.changes_max is None else commit_log.changes_max // 3
+    while True:
+        more = False
+        with suppress(StoreError, DeposedError):  # the commit_log has said it, once; the next tick tries again
+            committed = await commit_log.commit(Ticked(most))
+            endings.tell(committed)
+            more = any(isinstance(effect, TellEnded) for effect in committed.effects) and most is not None
+        health.ticked()
+        await asyncio.sleep(0 if more else TICK_S)
+
+
+@asynccontextmanager
+async def cancelled_at_end(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Have it run beside the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        await cancel(task)
+
+
+async def cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

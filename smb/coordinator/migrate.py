@@ -1,0 +1,101 @@
+"""Moves a coordinator's records from one store to another, and checks them there, record by record.
+
+At no moment can both stores be served: the old one is marked as moved before the new one is given free. Cut off
+anywhere, the same call does it again from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from smb.coordinator.etcd.connection import SCHEME, Access, Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.lead import LEASE_S, campaign, leader_of
+from smb.coordinator.etcd.store import CHANGES_MAX, TRANSACTION_BYTES_MAX, EtcdStore
+from smb.coordinator.leading import cancelled_at_end
+from smb.coordinator.store import MIGRATION, Store, StoreError, open_store
+from smb.errors import Error, InvalidArgumentError, UnavailableError
+
+_COMING = "records are on their way here from {}"
+_MOVED = "moved to {}"
+_OWN_NAME = "smb coordinator migrate"
+
+
+async def migrate(source: str, target: str, access: Access) -> int:
+    """Move everything from one place to the other; both are as --state has them. Return how many records there are.
+
+    Raises UnavailableError where a coordinator runs on either, InvalidArgumentError where the target has records of its
+    own, StoreError where one of them cannot be read or written.
+    """
+    if not source.startswith(SCHEME) and not Path(source).is_dir():
+        raise InvalidArgumentError(f"--from {source}: there is no such directory")
+    async with _opened(source, access) as old, _opened(target, access) as new:
+        there, records = await new.load(), await old.load()
+        mark = records.pop(MIGRATION, "")
+        if not records:
+            raise InvalidArgumentError(f"--from {source}: there are no records")
+        if mark and not (mark == _MOVED.format(target) and there.get(MIGRATION) == _COMING.format(source)):
+            raise InvalidArgumentError(f"--from {source}: its records are not the current ones: {mark}")
+        if there and MIGRATION not in there:
+            raise InvalidArgumentError(f"--to {target}: there are records of a cluster; nothing was changed")
+        for part in _parts({MIGRATION: _COMING.format(source)}):
+            await new.change(part)
+        gone = dict.fromkeys(key for key in there if key not in records and key != MIGRATION)
+        for part in _parts({**gone, **records}):
+            await new.change(part)
+        await _check(new, records, target)
+        await old.change({MIGRATION: _MOVED.format(target)})
+        await new.change({MIGRATION: None})
+    return len(records)
+
+
+async def _check(store: Store, records: Mapping[str, str], target: str) -> None:
+    found = await store.load()
+    found.pop(MIGRATION, None)
+    wrong = [key for key in found.keys() | records.keys() if found.get(key) != records.get(key)]
+    if wrong:
+        raise StoreError(f"{target}: {len(wrong)} records are not what was written, such as {min(wrong)}")
+
+
+def _parts(changes: Mapping[str, str | None]) -> Iterator[dict[str, str | None]]:
+    """Cut into what one transaction takes."""
+    part: dict[str, str | None] = {}
+    nbytes = 0
+    for key, text in changes.items():
+        size = len(key.encode()) + len((text or "").encode())
+        if part and (len(part) == CHANGES_MAX or nbytes + size > TRANSACTION_BYTES_MAX):
+            yield part
+            part, nbytes = {}, 0
+        part[key] = text
+        nbytes += size
+    if part:
+        yield part
+
+
+@asynccontextmanager
+async def _opened(where: str, access: Access) -> AsyncIterator[Store]:
+    if not where.startswith(SCHEME):
+        store = open_store(where)
+        try:
+            yield store
+        finally:
+            await store.close()
+        return
+    place = Place.of(where)
+    etcd = Etcd(place.endpoints, access)
+    try:
+        lead = await campaign(etcd, place, _OWN_NAME, LEASE_S)
+        if lead is None:
+            leader = await leader_of(etcd, place)
+            name = leader.address if leader else "another one"
+            raise UnavailableError(f"{where} is led by {name}; stop all coordinators of it first")
+        async with cancelled_at_end(lead.keep()):
+            try:
+                yield EtcdStore(etcd, place, lead)
+            finally:
+                await lead.close()
+    except (SilentError, RefusedError) as error:
+        raise Error(str(error)) from None
+    finally:
+        await etcd.close()

@@ -1,0 +1,141 @@
+"""The coordinators of a cluster, at their addresses: one leads, the others stand by, and which one it is changes.
+
+Threads: any. Two that find that the leader has changed at once look for the next one each for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
+
+_LOOK_S = 1.0  # a leader answers in milliseconds: who waits longer looks whether another one leads meanwhile
+_LOOK_PART = 0.1  # of the time that it has waited already: very many may wait for very long
+_PROBE_S = 1.0
+
+
+class MovedError(Exception):
+    """Another coordinator leads: the one that was asked does not answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One of them: the how-manieth, and how it is reached."""
+
+    index: int
+    address: str
+    channel: grpc.Channel
+    stub: Any
+
+
+class Peers:
+    """All of them. `close` them."""
+
+    def __init__(self, addresses: Sequence[str], credentials: Credentials | None) -> None:
+        self._addresses = addresses
+        self._current = Current(credentials) if credentials is not None else None
+        self._used = credentials
+        self._lock = threading.Lock()  # of what was made
+        self.closed = False
+        self._made: list[list[Peer]] = []  # with one certificate each; those of now are the last ones
+        self._connect()
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def close(self) -> None:
+        """Close all channels; calls in progress fail."""
+        with self._lock:
+            self.closed = True
+            for peers in self._made:
+                _close(peers)
+
+    def _connect(self) -> None:
+        peers = []
+        for index, address in enumerate(self._addresses):
+            each = channel(address, COORDINATOR_NAME, self._used)
+            peers.append(Peer(index, address, each, CoordinatorStub(each)))  # type: ignore[no-untyped-call]
+        self._made.append(peers)
+
+    def take_new_certificate(self) -> None:
+        """Connect with what the files hold now. Calls under way end over the channel that they began with, unless the
+        certificate is replaced twice meanwhile.
+        """
+        found = self._current.now() if self._current is not None else None
+        with self._lock:
+            if found is self._used or self.closed:
+                return
+            self._used = found
+            self._connect()
+            if len(self._made) > 2:
+                _close(self._made.pop(0))
+
+    @property
+    def now(self) -> Peer:
+        """The one to ask."""
+        return self._made[-1][self._at]
+
+    def go_on(self, peer: Peer) -> bool:
+        """Ask another one than this from now on. Return whether all of them had their turn."""
+        if self._at == peer.index:
+            self._at = (self._at + 1) % len(self)
+        return self._at == 0
+
+    def ask(self, peer: Peer, method: str, request: Any, timeout: float) -> Any:
+        """Return the answer to a call. Raises grpc.RpcError; and MovedError once another one leads while it waits."""
+        call: Callable[..., Any] = getattr(peer.stub, method)
+        if len(self) == 1:
+            return call(request, timeout=timeout)
+        answer = call.future(request, timeout=timeout)  # type: ignore[attr-defined]
+        begun = time.monotonic()
+        try:
+            while True:
+                waited_s = time.monotonic() - begun
+                try:
+                    return answer.result(timeout=max(_LOOK_S, _LOOK_PART * waited_s))
+                except grpc.FutureCancelledError:
+                    raise ValueError("the channel was closed") from None  # as a call that begins then
+                except grpc.FutureTimeoutError:
+                    pass
+                other = self._leader(but=peer, timeout=min(_PROBE_S, max(0.01, begun + timeout - time.monotonic())))
+                if other is not None:
+                    self._at = other.index
+                    raise MovedError
+        finally:
+            answer.cancel()
+
+    def look(self, timeout: float) -> list[tuple[str, pb.LeaderReply | None]]:
+        """Return what each says of who leads; None: it does not answer."""
+        return [(peer.address, reply) for peer, reply in self._probe(self._made[-1], timeout)]
+
+    def _leader(self, but: Peer, timeout: float) -> Peer | None:
+        others = [peer for peer in self._made[-1] if peer.index != but.index]
+        return next((peer for peer, reply in self._probe(others, timeout) if reply and reply.leads), None)
+
+    def _probe(self, peers: Sequence[Peer], timeout: float) -> list[tuple[Peer, pb.LeaderReply | None]]:
+        asked = [(peer, peer.stub.Leader.future(pb.LeaderRequest(), timeout=timeout)) for peer in peers]
+        found: list[tuple[Peer, pb.LeaderReply | None]] = []
+        for peer, answer in asked:
+            try:
+                found.append((peer, answer.result()))
+            except grpc.FutureCancelledError:
+                found.append((peer, None))
+            except grpc.RpcError as error:
+                # A coordinator from before there were several leads, where it answers.
+                old = error.code() is grpc.StatusCode.UNIMPLEMENTED
+                found.append((peer, pb.LeaderReply(leads=True, address=peer.address) if old else None))
+        return found
+
+
+def _close(peers: Sequence[Peer]) -> None:
+    for peer in peers:
+        peer.channel.close()
