@@ -24,6 +24,7 @@ from smb.train import BSP, DiLoCo, parameters
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.exchange import snapshot
+from tests.support.daemons import wait_for
 from tests.support.training import COUNT, local_step, start
 
 Connect = Callable[..., smb.Client]
@@ -102,6 +103,7 @@ def test_it_is_of_one_round_while_the_training_goes_on(connect: Connect, tmp_pat
         for number in range(5):
             file = tmp_path / str(number)
             at = smb.train.save(saver, "run", file)
+            wait_for(lambda at=at: len(seen) > at, "the worker to have seen the round")  # type: ignore[misc]
             assert np.array_equal(load_file(file)["values"], seen[at])
     finally:
         stop.set()
@@ -143,6 +145,7 @@ def test_a_joined_model_goes_through_a_file(connect: Connect, tmp_path: Path) ->
         assert torch.equal(fresh[1].running_var, models[0][1].running_var)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_joined_model_goes_through_distributed_checkpoint(connect: Connect, tmp_path: Path) -> None:
     """PyTorch's checkpoints of a joined model, and of what is shared, are what a plain one's are."""
     model = nn.Linear(5, 6)
