@@ -216,7 +216,10 @@ class Coordinator:
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             if not may_repeat or time.monotonic() >= gives_up:
-                raise failure or self._nobody(self._why_not()) from None
+                try:
+                    raise failure or self._nobody(self._why_not()) from None
+                finally:
+                    del failure  # else it and this frame keep each other, and a forgotten buffer, until a collection
             if self._peers.go_on(peer):
                 time.sleep(_AGAIN_S)
 

@@ -34,7 +34,7 @@ from smb.coordinator.events import (
     SessionRenewed,
     Ticked,
 )
-from smb.coordinator.process import _tick
+from smb.coordinator.leading import _tick
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.store import FILE_NAME, RESERVE_NAME, SqliteStore, StoreError
 from smb.coordinator.validate import Creation
@@ -47,6 +47,8 @@ DISK_MIB = 24
 
 class BrokenStore:
     """Keeps texts, unless it is told to fail."""
+
+    changes_max: int | None = None
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
