@@ -222,7 +222,7 @@ def test_a_server_that_frees_nothing_is_told_of_once(caplog: pytest.LogCaptureFi
 
     state = SimpleNamespace(servers={"a": object()}, alive=lambda *_: True)
     names = IdleNames(
-        cast("CommitLog", SimpleNamespace(state=state, now=lambda: 0)),
+        cast("CommitLog", SimpleNamespace(state=state, now=lambda: 0, changes_max=None)),
         cast("MemoryServers", SimpleNamespace(retire=retire)), None, 1.0,  # type: ignore[arg-type]
     )  # fmt: skip
     for _ in range(3):
