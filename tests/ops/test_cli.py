@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -311,7 +312,11 @@ def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
     command += ["--listen", f"127.0.0.1:{port}", "--metrics", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept")]
     for kills in (True, False):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up,
+            contextlib.ExitStack() as running,
+        ):
+            running.callback(up.kill)  # where an assertion fails
             assert up.stdout is not None
             assert up.stderr is not None
             greeting = ""

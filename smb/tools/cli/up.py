@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smb import LocalCluster
 
 _LOOK_INTERVAL_SECONDS = 0.5
-_RESTART_INTERVAL_SECONDS = 5.0  # a daemon that ends sooner after its start is not started again
+_RESTART_INTERVAL_SECONDS = 5.0  # a daemon that ends sooner after it was started again is left
 _PAGE = "127.0.0.1:9470"  # as of `smb coordinator`
 
 
@@ -142,7 +142,7 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
 def _watch(cluster: LocalCluster) -> None:
     """Start a daemon again that ends; the others go on. Never returns: a signal ends it."""
     daemons = [cluster.coordinator, *cluster.servers]
-    started = dict.fromkeys(daemons, time.monotonic())
+    started = dict.fromkeys(daemons, -_RESTART_INTERVAL_SECONDS)  # again
     while True:
         for daemon in [each for each in daemons if not each.running]:
             if time.monotonic() < started[daemon] + _RESTART_INTERVAL_SECONDS:
