@@ -46,7 +46,7 @@ test:
 	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
-test: lint c-test fuzz-short matrix-short wheel-test pytest
+test: lint c-test fuzz-short matrix-short pytest
 endif
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.

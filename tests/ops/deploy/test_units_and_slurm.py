@@ -244,7 +244,7 @@ def test_a_slurm_job_ends_when_told(tmp_path: Path) -> None:
     try:
         wait_for(mark.exists, "program", 60)
         job.send_signal(signal.SIGTERM)
-        job.communicate(timeout=30)
+        job.communicate(timeout=90)
     finally:
         job.kill()
         job.wait()
