@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ import torch
 
 import smb
 from tests.conftest import Connect
-from tests.support.daemons import stop, wait_for
+from tests.support.daemons import stopped, wait_for
 from tests.support.transports import FAR
 
 
@@ -312,15 +309,6 @@ def test_after_close(client: smb.Client) -> None:
     for call in calls:
         with pytest.raises(smb.UnavailableError, match="closed"):
             call()
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    try:
-        stop(pid)
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_server_that_hangs(connect: Connect, cluster: smb.LocalCluster) -> None:

@@ -14,7 +14,7 @@ import pytest
 import smb
 from tests.conftest import Connect
 from tests.support.clients import hold_lock, in_process
-from tests.support.daemons import wait_for, waiting
+from tests.support.daemons import stop, wait_for, waiting
 from tests.support.transports import EACH_WAY, FAR, SLOWNESS
 
 
@@ -120,7 +120,7 @@ def test_a_stopped_holder_that_wakes_is_refused(cluster: smb.LocalCluster, conne
     buffer = client.create("w", 300_000, "int64", stripe="64KiB")
     with in_process(hold_lock, cluster.address, "w", 0.3, fenced=True) as (process, messages):
         assert messages.get(timeout=30) > 0
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         with buffer.lock(timeout=20) as lock:
             buffer.write(np.full(300_000, 7), fence=lock)
             os.kill(process.pid, signal.SIGCONT)

@@ -499,6 +499,7 @@ def test_data_libraries_use_it(
     import pandas
     import zarr
 
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # another test may have had it set at the import
     url = f"softmem://{cluster.address}/data"
     frame = pandas.DataFrame({"step": range(100), "loss": np.linspace(1, 0, 100)})
     frame.to_csv(f"{url}/run.csv", index=False)

@@ -24,7 +24,7 @@ import smb
 import smb.metrics
 from smb.daemon.metric_names import CLIENT, COORDINATOR, METRICS, SERVER
 from tests.support.builds import build
-from tests.support.daemons import running_daemons, wait_for
+from tests.support.daemons import running_daemons, stop, wait_for
 from tests.support.proxy import Fault, behind_a_proxy
 from tests.support.raw import Dtype, Flag, Frame, Op, Opcode, RawClient, scale_bits
 
@@ -311,7 +311,7 @@ def test_what_the_coordinator_knows(small: smb.LocalCluster) -> None:
 
     with smb.connect(small.address) as client:
         before = now()
-        os.kill(server.pid, signal.SIGSTOP)  # it answers nothing: what is made there stays half made
+        stop(server.pid)  # it answers nothing: what is made there stays half made
         try:
             creating = client.submit(lambda: client.create("known", (1000,)))
             wait_for(lambda: value(here, "smb_coordinator_pending_buffers") == 1, "a pending buffer")

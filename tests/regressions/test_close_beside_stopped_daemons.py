@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +14,10 @@ import pytest
 import smb
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
+from tests.support.daemons import stopped
 
 COUNT = 1 << 20
 LATE_S = 5.0
-
-
-@contextlib.contextmanager
-def stopped(*processes: Any) -> Iterator[None]:
-    """Daemons that neither run nor end, for that long."""
-    pids: Sequence[int] = [process.pid for process in processes]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -44,7 +28,7 @@ def test_close_ends_beside_stopped_daemons(transport: str) -> None:
         buffer = client.create("w", COUNT)
         buffer.write(np.ones(COUNT, np.float32))
         buffer.wait(0)  # connects
-        with stopped(cluster.servers[0], cluster.coordinator):
+        with stopped(cluster.servers[0].pid, cluster.coordinator.pid):
 
             def wait() -> None:
                 with contextlib.suppress(smb.Error):
@@ -89,7 +73,7 @@ def test_close_ends_calls_that_connect_for_the_first_time(
             return real(*given)
 
         monkeypatch.setattr(client._session.engine, way, connect)
-        with stopped(cluster.servers[0]), ThreadPoolExecutor(2) as threads:
+        with stopped(cluster.servers[0].pid), ThreadPoolExecutor(2) as threads:
             calls = [threads.submit(buffer.read), threads.submit(buffer.wait, 1, timeout=60)]
             assert connecting.wait(20)
             client.close()

@@ -47,7 +47,26 @@ def stop(pid: int) -> None:
     """SIGSTOP, and wait until it has its effect: a thread that runs on another core goes on for a moment."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
-    wait_for(lambda: all((t / "stat").read_text().rsplit(")")[-1].split()[0] == "T" for t in tasks.iterdir()), "stop")
+
+    def is_stopped() -> bool:
+        try:
+            return all((task / "stat").read_text().rsplit(")")[-1].split()[0] in "TZX" for task in tasks.iterdir())
+        except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+            return False
+
+    wait_for(is_stopped, f"process {pid} is stopped")
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """The processes are stopped inside, and go on after it."""
+    try:
+        for pid in pids:
+            stop(pid)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def cluster_metric(cluster: smb.LocalCluster, name: str) -> float:

@@ -17,7 +17,7 @@ import smb
 import smb.train
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
-from tests.support.daemons import wait_for
+from tests.support.daemons import stop, wait_for
 from tests.support.marking_workers import drain, in_threads, mark_steps, members, waiting
 from tests.support.training_judges import (
     Quadratic,
@@ -138,7 +138,7 @@ def test_ssp_bound_holds_with_a_stopped_worker(cluster: smb.LocalCluster, connec
         ]
         first = [messages.get(timeout=60) for _, messages in running]
         stopped = running[0][0]
-        os.kill(stopped.pid, signal.SIGSTOP)
+        stop(stopped.pid)
 
         def clocks() -> list[int]:
             """The stopped one's first."""

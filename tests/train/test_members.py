@@ -18,7 +18,7 @@ from smb.train.group import Group
 from smb.train.member_table import FIELDS, SLOTS
 from smb.train.parameters import Parameters, Values
 from tests.support.clients import in_process
-from tests.support.daemons import wait_for
+from tests.support.daemons import stop, wait_for
 
 Connect = Callable[..., smb.Client]
 
@@ -278,7 +278,7 @@ def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
     with in_process(_join_and_step, cluster.address, 0.3) as (process, messages):
         messages.get(timeout=30)
         with smb.train.join(client, "run", _ones()) as worker:
-            os.kill(process.pid, signal.SIGSTOP)
+            stop(process.pid)
             wait_for(lambda: worker._group.reap([0]) == [0], "the stopped one's slot")
             os.kill(process.pid, signal.SIGCONT)
             assert messages.get(timeout=30) == (3, 1)

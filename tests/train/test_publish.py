@@ -16,7 +16,7 @@ import smb
 import smb.torch
 from tests.conftest import Connect
 from tests.support.clients import in_process, run_together
-from tests.support.daemons import wait_for
+from tests.support.daemons import stop, wait_for
 from tests.support.states import (
     filled,
     follow_until,
@@ -161,7 +161,7 @@ def test_a_stopped_reader_does_not_stop_the_trainer(cluster: smb.LocalCluster, c
     publisher.publish(filled(1))
     with in_process(pin_and_wait, cluster.address, 2.0) as (process, messages):
         assert messages.get(timeout=60) == 1
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         began = time.monotonic()
         for number in range(2, 8):
             assert publisher.publish(filled(number)) == number

@@ -23,7 +23,7 @@ from smb.train.exchange.background_send import Deltas
 from smb.train.exchange.rotation import gap_s, staleness_max
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
-from tests.support.daemons import wait_for
+from tests.support.daemons import stop, wait_for
 from tests.support.marking_workers import SIZE, drain, in_threads, mark_steps, members
 from tests.support.training_judges import Quadratic, Seen, check_own, check_rotation, reference, staleness_of
 
@@ -221,7 +221,7 @@ def test_a_worker_stopped_past_its_lease_comes_back(cluster: smb.LocalCluster, c
         for _, messages in running:
             messages.get(timeout=60)
         stopped = running[0][0]
-        os.kill(stopped.pid, signal.SIGSTOP)
+        stop(stopped.pid)
         wait_for(lambda: [w.alive for w in members(client)].count(True) == 1, "the lease being over")
         before = sum(_clocks(client))
         wait_for(lambda: sum(_clocks(client)) > before + 5, "the other going on")

@@ -16,7 +16,7 @@ import smb
 import smb.train
 from smb.train import Unit, WorkUnits, delete_units
 from tests.support.clients import in_process
-from tests.support.daemons import wait_for
+from tests.support.daemons import stop, wait_for
 from tests.support.training import together
 
 Connect = Callable[..., smb.Client]
@@ -114,7 +114,7 @@ def test_stopped(cluster: smb.LocalCluster, connect: Connect) -> None:
     """A worker that is stopped past its lease: its unit is done by another, the last waiting for it; it goes on."""
     with in_process(_take, cluster.address, 5, 0.3, 1) as (process, messages):
         taken = [messages.get(timeout=30) for _ in range(6)]
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         client = connect()
         with WorkUnits(client, "units", 200, 1, epochs=1, lease=0.3) as units:
             mine = list(units)
