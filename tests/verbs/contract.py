@@ -93,6 +93,7 @@ LEFT_OUT = {
     "regressions/test_full_state_disk.py": "is about the coordinator",
     "regressions/test_given_up_write.py": "is about shared memory",
     "regressions/test_idle_names.py": "is about the control plane",
+    "regressions/test_idle_client.py": "is about the control plane",
     "regressions/test_impostor_at_the_data_port.py": "is about the TCP data port",
     "regressions/test_interrupts.py": "tests/verbs has no call that hangs; the loop that looks is the same",
     "regressions/test_killed_while_connecting.py": "is about shared memory",
