@@ -264,7 +264,7 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     # One that fails half-way takes room for that time, for which another may be refused: one at a time all get theirs.
     missing = room - codes["OK"]
     codes = asked(address, client, "CreateBuffer", lambda n: described(REQUESTS + n), missing + 1, at_once=1)
-    assert codes == {"OK": missing, "RESOURCE_EXHAUSTED": 1}
+    assert codes == Counter(OK=missing, RESOURCE_EXHAUSTED=1)
 
     wait_for(lambda: resident_mib(coordinator) < memory + MORE_MIB, f"less than {memory + MORE_MIB:.0f} MiB", 60)
     print(f"memory {memory:.0f} -> {resident_mib(coordinator):.0f} MiB, state {state:.1f} -> {state_mib(daemons):.1f}")
