@@ -89,6 +89,7 @@ LEFT_OUT = {
     "regressions/test_deleted_memory.py": "tests/verbs/test_refusals.py has it for keys",
     "regressions/test_ended_sessions_records.py": "puts a proxy between the ends of a socket",
     "regressions/test_fat_requests.py": "is about the coordinator",
+    "regressions/test_full_unix_queue.py": "is about the Unix socket",
     "regressions/test_foreign_coordinator.py": _ELSEWHERE,
     "regressions/test_full_state_disk.py": "is about the coordinator",
     "regressions/test_given_up_write.py": "is about shared memory",
