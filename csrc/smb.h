@@ -466,9 +466,10 @@ int smb_server_open_journal(struct smb_server *server, const char *path,
 /* Everything that the session holds here is given up: connections, locks, seats, pins, waits. It is
  * not let in again. */
 void smb_server_end_session(struct smb_server *server, uint64_t session);
-/* Every session that ended before now, also during earlier runs, has been ended here: from now on a
- * session that is let in never lost a record because it had ended. */
-void smb_server_know_ended(struct smb_server *server);
+/* `all`: every session that ended before now, also during earlier runs, has been ended here. Until
+ * this server forgets one of them, a session that is let in never lost a record because it had
+ * ended. */
+void smb_server_know_ended(struct smb_server *server, bool all);
 /* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
 /* Nothing that waits is asked of it any more, also after a restart: such requests get

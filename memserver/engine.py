@@ -288,9 +288,9 @@ class Engine:
         """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""
         lib.smb_server_end_session(self._server, session_id)
 
-    def know_ended(self) -> None:
-        """Say that every session that ended before now, also during earlier runs, has been ended here."""
-        lib.smb_server_know_ended(self._server)
+    def know_ended(self, all_of_them: bool) -> None:
+        """Say whether every session that ended before now, also during earlier runs, has been ended here."""
+        lib.smb_server_know_ended(self._server, all_of_them)
 
     def counters(self) -> Counters:
         """Read the counters."""

@@ -229,7 +229,7 @@ class Registration:
 
     def _end(self, ended: pb.EndedSessions) -> None:
         self._segments.end_sessions(ended.session_ids)
-        self._segments.know_ended()
+        self._segments.know_ended(not ended.forgotten)
         # Not before they have ended here: what we say that we have seen we are not told again.
         self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 

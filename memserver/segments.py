@@ -122,9 +122,9 @@ class Segments:
                     del self._ended[next(iter(self._ended))]
             failpoint("memserver.session.ended")
 
-    def know_ended(self) -> None:
-        """Say that end_sessions was told of every session that has ended, also during earlier runs of this server."""
-        self._engine.know_ended()
+    def know_ended(self, all_of_them: bool) -> None:
+        """Say whether end_sessions was told of every session that has ended, also during earlier runs."""
+        self._engine.know_ended(all_of_them)
 
     def has_ended(self, session_id: int) -> bool:
         """Return whether it was told that this session is over."""

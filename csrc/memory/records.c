@@ -201,13 +201,13 @@ void records_destroy(struct records *records)
 /* ---- taking one ------------------------------------------------------------------------------ */
 
 /* Whether a session that may still send had a record here that is gone. A session that has ended
- * sends nothing more, once those that have are known: not between the daemon's start and the
- * coordinator's first answer. */
+ * sends nothing more, as long as those that have are known: not between the daemon's start and the
+ * coordinator's first answer, and not once some of them are forgotten. */
 static bool may_have_lost_one(const struct records *records)
 {
     return read_word(records->table.evictions) > 0 ||
            (read_word(records->table.ended_evictions) > 0 &&
-            /* the store: smb_server_know_ended */
+            /* the stores: smb_server_know_ended, smb_server_end_session */
             !atomic_load_explicit(records->ended_are_known, memory_order_acquire));
 }
 

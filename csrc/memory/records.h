@@ -58,7 +58,7 @@ uint32_t records_count_for(uint64_t data_bytes);
 /* And how many those of format 2 have. */
 uint32_t records_count_before(uint64_t data_bytes);
 /* `ended_are_known`, which lives as long: every session that has ended is known to have, and not
- * let in. Until it is, evictions of ended sessions count as the others do. */
+ * let in. While it is not set, evictions of ended sessions count as the others do. */
 int records_create(struct record_table table, const _Atomic bool *ended_are_known,
                    struct records **records);
 void records_destroy(struct records *records);
