@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from perf.scaling.fleet import Fleet, Process, ask_all, started_together
@@ -31,9 +31,7 @@ class Case:
 
     name: str
     rule: dict[str, Any]
-    device: str = "cpu"
-    seeds: int = len(SEEDS)
-    opens: bool = field(default=False)  # the link, when its pace is known
+    opens: bool = False  # the link, when its pace is known
 
 
 DDP = Case("torch DistributedDataParallel, gloo", {"kind": "ddp"}, opens=True)
@@ -41,8 +39,7 @@ AVERAGER = Case("torch PeriodicModelAverager, gloo", {"kind": "averager", "every
 _OURS = {"kind": "ours", "scheme": "diloco", "every": EVERY, "lease": 60.0}
 PLAIN = Case("DiLoCo", _OURS)
 INT8 = Case("DiLoCo, int8 with error feedback", _OURS | {"wire": "int8"})
-DEVICE = Case("the same, on the fake device", _OURS | {"wire": "int8"}, device="fake", seeds=1)
-CASES = (DDP, AVERAGER, PLAIN, INT8, DEVICE)
+CASES = (DDP, AVERAGER, PLAIN, INT8)
 
 
 def bytes_and_loss(quick: bool, steps: int = STEPS) -> Answer:
@@ -53,7 +50,7 @@ def bytes_and_loss(quick: bool, steps: int = STEPS) -> Answer:
     with Fleet([RATE, RATE], capacity="256MiB") as fleet:
         for case in CASES:
             runs = []
-            for seed in SEEDS[: 1 if quick else case.seeds]:
+            for seed in SEEDS[: 1 if quick else None]:
                 runs.append(_run(fleet, case, seed, steps))
                 print(f"  {case.name}, seed {seed}: {runs[-1]}", file=sys.stderr, flush=True)
             parameters = runs[0]["parameters"]
@@ -123,7 +120,6 @@ def _measured(fleet: Fleet, workers: list[Process], case: Case, seed: int, steps
         worker.tell(
             do="begin",
             rule=case.rule,
-            device=case.device,
             rank=rank,
             seed=seed,
             address=f"{fleet.address(fleet.names[0])}:{_PORT}",

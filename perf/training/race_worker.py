@@ -2,7 +2,7 @@
 request a line on stdin, as perf/training/worker.py does.
 
 {"do": "connect", "coordinator": "HOST:PORT", "count": 1}
-{"do": "begin", "rule": RULE, "device": "cpu" or "fake", "rank": 0 or 1, "seed": N, "address": "HOST:PORT"}
+{"do": "begin", "rule": RULE, "rank": 0 or 1, "seed": N, "address": "HOST:PORT"}
     RULE: {"kind": "ddp"}, {"kind": "averager", "every": H}, or {"kind": "ours", ...} with smb.torch.join's settings;
     the address is gloo's
 {"do": "train", "start": T, "steps": K}                from time.monotonic() T on -> seconds
@@ -13,7 +13,6 @@ request a line on stdin, as perf/training/worker.py does.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sysconfig
 import time
@@ -76,17 +75,15 @@ class Racer:
         self._text, self._tests = text[: -len(text) // 20], text[-len(text) // 20 :]
         return {}
 
-    def begin(self, rule: dict[str, Any], device: str, rank: int, seed: int, address: str) -> dict[str, Any]:
-        if device != "cpu":
-            importlib.import_module("tests.support.fake_device")  # makes the device
+    def begin(self, rule: dict[str, Any], rank: int, seed: int, address: str) -> dict[str, Any]:
         torch.manual_seed(seed)
-        self._model = Language().to(device)
+        self._model = Language()
         self._called: nn.Module = self._model
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, foreach=False, fused=device == "cpu")
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True)
         self._random = np.random.default_rng([seed, rank])
         self._after: Callable[[], object] = lambda: None
         self._leave = contextlib.ExitStack()
-        self._device, self._rank = device, rank
+        self._rank = rank
         settings = dict(rule)
         kind = settings.pop("kind")
         if kind == "ours":
@@ -135,8 +132,7 @@ class Racer:
         return {}
 
     def _rows(self, places: Any, text: torch.Tensor) -> torch.Tensor:
-        rows = torch.stack([text[place : place + CONTEXT + 1] for place in places.tolist()])
-        return rows.to(self._device)
+        return torch.stack([text[place : place + CONTEXT + 1] for place in places.tolist()])
 
 
 if __name__ == "__main__":

@@ -96,9 +96,10 @@ class MeshParameters(Together):
         self._ranks.tell(("done", failure))
 
     def release(self) -> None:
-        """Give this rank's lock back, and talk no more, without the others."""
-        self._do_leave()
-        self._ranks.part()
+        """Give this rank's lock back, without the others."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            _release(lock)
 
     def all(self, command: str, *arguments: Any) -> list[Any]:
         """Have every rank do something; return the results, by rank. Raises what one of them failed with."""
@@ -149,15 +150,8 @@ class MeshParameters(Together):
     def _do_seat(self, group: str, slot: int, incarnation: int, lease: float) -> None:
         if self._ranks.speaks:
             return
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            _release(lock)
+        self.release()
         self._lock = rank_lock(self._client, group, slot, incarnation, self._ranks.rank, lease).acquire()
-
-    def _do_leave(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            _release(lock)
 
     def _do_make(self, kind: str, argument: Any) -> None:
         """Make this rank's part."""
@@ -359,6 +353,7 @@ class MeshShared(Shared):
         mesh: DeviceMesh,
     ) -> None:
         self._ranks = Ranks(mesh)
+        self._parted = False  # by all ranks together
         self._told: list[int | None] = []  # the samples of steps that the worker has not been told of
         failure: Error | None = None
         try:
@@ -372,7 +367,6 @@ class MeshShared(Shared):
             failure = error
         failures = [each for each in self._ranks.gather(None if failure is None else str(failure)) if each is not None]
         if failures:
-            self._ranks.part()
             raise failure or InvalidArgumentError(f"smb.torch.join: another rank of the mesh: {failures[0]}")
         self._shards.meet(self._ranks)
         try:
@@ -518,10 +512,13 @@ class MeshShared(Shared):
                 if self._ranks.speaks:
                     loaded = self._finish(load=load)
             self._take_statistics(loaded)
+            self._parted = True
         finally:
             self._leave()
 
     def _leave(self) -> None:
+        if not self._parted:
+            self._ranks.forget()
         with contextlib.ExitStack() as last:
             last.callback(self._mesh.release)
             if self._ranks.speaks:

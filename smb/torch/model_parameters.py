@@ -308,7 +308,7 @@ def check(name: str, parameter: torch.Tensor) -> None:
         )
     if is_sharded(parameter):
         raise InvalidArgumentError(
-            f"parameter {name!r} is a DTensor: sharded models (fully_shard, parallelize_module) can't be joined yet"
+            f"parameter {name!r} is a DTensor: join a sharded model (fully_shard, parallelize_module) with mesh="
         )
     if parameter.layout != torch.strided:
         raise InvalidArgumentError(f"parameter {name!r} is {parameter.layout}: only dense ones can be shared")

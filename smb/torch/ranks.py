@@ -26,6 +26,18 @@ def world() -> DeviceMesh | None:
     return DeviceMesh("cpu" if accelerator is None else accelerator.type, torch.arange(dist.get_world_size()))
 
 
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}  # (all of torch.distributed, the gloo group)
+
+
+def _group_of(ranks: list[int]) -> Any:
+    """Return the gloo group of these ranks. One is made once: PyTorch does not take one's connections away."""
+    world, group = _groups.get(tuple(ranks), (None, None))
+    if world is not dist.group.WORLD:
+        group = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
+        _groups[tuple(ranks)] = dist.group.WORLD, group
+    return group
+
+
 class Ranks:
     """The processes of a mesh, and how they talk."""
 
@@ -38,7 +50,7 @@ class Ranks:
         self.rank: int = everyone.index(dist.get_rank())
         self._everyone: list[int] = everyone
         self._first = everyone[0]
-        self._group = dist.new_group(everyone, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
+        self._group = _group_of(everyone)
 
     @property
     def speaks(self) -> bool:
@@ -72,14 +84,14 @@ class Ranks:
             for each in under_way:
                 each.wait()  # type: ignore[union-attr]
 
-    def part(self) -> None:
-        """Talk no more: who still waits for this rank finds that it is gone."""
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the program may have ended all of it
-            dist.destroy_process_group(self._group)
+    def forget(self) -> None:
+        """The ranks are not at the same place any more: who joins later talks over another group."""
+        _groups.pop(tuple(self._everyone), None)
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+            self.forget()
             raise UnavailableError(f"a rank of the mesh is gone: {error}") from error
