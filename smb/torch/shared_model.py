@@ -86,8 +86,9 @@ def join(
     found by its `.optimizer`.
 
     With mesh=, a torch.distributed DeviceMesh, its ranks are one member: each calls this, with a client of its own, and
-    each moves its own shards (DTensors of fully_shard or parallelize_module); rank 0 of it speaks for all. Schemes of
-    rounds only. All ranks step and close() together. Where one of them dies the member does.
+    each moves its own shards (DTensors of fully_shard or parallelize_module, and what ranks have alike, as with DDP);
+    rank 0 of it speaks for all. All ranks step, and call what this returns, together. Where one of them dies the member
+    does.
 
     The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
     DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
@@ -352,6 +353,15 @@ class Shared:
             return False
         return load
 
+    def abandon(self) -> None:
+        """Leave the group at once, waiting for nothing, nor for other ranks of a mesh. The model stays as it is."""
+        if not self._open:
+            return
+        try:
+            self._leave()
+        except Error as error:
+            _log.warning("could not leave the group on the way out of an error: %s", error)
+
     def __repr__(self) -> str:
         return (
             f"<smb.torch.Shared {self._trained.size:,} parameters in training {self.worker.name!r}: "
@@ -367,11 +377,8 @@ class Shared:
     ) -> None:
         if error is None:
             self.close()
-            return
-        try:
-            self._leave()
-        except Error as second:
-            _log.warning("could not leave the group on the way out of an error: %s", second)
+        else:
+            self.abandon()
 
     # ---- after each step of the optimizer
 

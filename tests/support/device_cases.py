@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.support import fake_device
 
 Connect = Callable[..., smb.Client]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCHEMES = ["asyncdiloco", "easgd", "seasgd"]
+LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="every scheme with every type; SMB_LONG=1 runs them")
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +65,15 @@ def train(client: smb.Client, name: str, device: str, dtype: torch.dtype, scheme
     return [*found, *ends, list(smb.torch.shared_state_dict(client, name).values())]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", ["asyncdiloco", "easgd", "seasgd"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("asyncdiloco", torch.bfloat16),
+        ("easgd", torch.float16),
+        ("seasgd", torch.float32),
+        *(pytest.param(scheme, dtype, marks=LONG) for scheme in SCHEMES for dtype in DTYPES),
+    ],
+)
 def test_a_device_trains_as_the_host(client: smb.Client, dtype: torch.dtype, scheme: str) -> None:
     """The same training with models in the host's memory and on a device whose copies come late: equal to the bit."""
     here = train(client, "here", "cpu", dtype, scheme, 2)

@@ -16,6 +16,7 @@ import smb.torch
 import smb.train
 
 NAME = "run"
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "smb.torch.mesh"]  # what forks shall find
 
 
 def network() -> nn.Sequential:
