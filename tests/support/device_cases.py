@@ -32,6 +32,12 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_device.copies.clear()
 
 
+@pytest.fixture
+def client(connect: Connect) -> smb.Client:
+    """One: what a device does has nothing to do with how clients reach servers."""
+    return connect()
+
+
 def network(dtype: torch.dtype, device: str) -> nn.Sequential:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Linear(7, 4))
@@ -95,9 +101,43 @@ def test_what_is_not_waited_for_shows(client: smb.Client, monkeypatch: pytest.Mo
     assert any(not torch.equal(one, other) for one, other in zip(here[0], there[0], strict=True))
 
 
-def test_what_moves_and_when(client: smb.Client) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deltas_made_on_the_device(client: smb.Client, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """They are those made on the host, to the bit; the base goes up, and float32 comes down."""
+    here = train(client, "here", "cpu", dtype, "asyncdiloco", 1)
+    monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: True)
+    fake_device.copies.clear()
+    there = train(client, "there", fake_device.NAME, dtype, "asyncdiloco", 1)
+    for ours, theirs in zip(here, there, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    down = sum(size for way, size, non_blocking in fake_device.copies if way == "fake->cpu" and non_blocking)
+    nbytes = 4 * sum(parameter.numel() for parameter in network(dtype, "cpu").parameters())
+    first = nbytes * dtype.itemsize // 4  # the first member's values, when it makes the group
+    assert down == first + 6 * nbytes  # two members, three rounds
+
+
+def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first exchange, once."""
+    now = [0.0]
+    monkeypatch.setattr(model_parameters.time, "perf_counter", lambda: now[0])
+    made = model_parameters.ModelParameters({("weight",): torch.zeros(100).to(fake_device.NAME)})
+    deltas = made._deltas
+
+    def slowly(base: Any, *, on_device: bool) -> Any:
+        for piece in deltas(base, on_device=on_device):
+            now[0] += 1.0 if on_device else 2.0
+            yield piece
+
+    monkeypatch.setattr(made, "_deltas", slowly)
+    for _ in range(2):
+        assert [begin for begin, _ in made.deltas(np.ones(made.size, np.float32))] == [0, 48, 96]
+        assert made._on_device
+
+
+def test_what_moves_and_when(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing moves while nothing is due; an exchange moves each trained parameter once down and once up, in its own
     type and without waiting; what is frozen never does. The Parameters stay, and their memory."""
+    monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: False)
     model = network(torch.bfloat16, fake_device.NAME)
     model[0].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
