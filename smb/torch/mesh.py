@@ -151,7 +151,9 @@ class MeshParameters(Together):
         if self._ranks.speaks:
             return
         self.release()
-        self._lock = rank_lock(self._client, group, slot, incarnation, self._ranks.rank, lease).acquire()
+        # A rank that was killed may hold it for a lease, where a group of this name was deleted and is made again.
+        rank = self._ranks.rank
+        self._lock = rank_lock(self._client, group, slot, incarnation, rank, lease, 3 * lease).acquire()
 
     def _do_make(self, kind: str, argument: Any) -> None:
         """Make this rank's part."""

@@ -13,6 +13,7 @@ what rounding leaves out, in its own type and on its own device.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,6 +22,7 @@ import torch
 
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
+from smb.torch.page_lock import page_lock
 from smb.torch.staging import Staging
 from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
 
@@ -101,6 +103,7 @@ class ModelParameters(Parameters):
         self._scratch: list[torch.Tensor] = []
         self._residuals: dict[int, torch.Tensor] = {}  # entry -> what rounding left out, in the parameter's type
         self._exact = False
+        self._locked: set[int] = set()  # addresses of arrays that devices copy from by themselves
         self._on_device: bool | None = None  # whether deltas are made there; None: not measured yet
 
     def pieces(self) -> Iterator[tuple[int, Values]]:
@@ -160,6 +163,16 @@ class ModelParameters(Parameters):
     def keep_exact(self) -> None:
         """Keep what rounding leaves out; it costs nothing for float32."""
         self._exact = True
+
+    def hold(self, values: Values) -> None:
+        """Have the device copy from it by itself, where it can: see page_lock.py."""
+        if not self._devices:
+            return
+        unlock = page_lock(values)
+        if unlock is not None:
+            address = int(values.ctypes.data)
+            self._locked.add(address)
+            weakref.finalize(values, _let_go, self._locked, address, unlock)
 
     # ---- inside
 
@@ -226,6 +239,7 @@ class ModelParameters(Parameters):
     def _put(self, vector: torch.Tensor, change: _Change) -> None:
         """Change the parameters by a float32 vector, piece by piece, each on its own device."""
         staging, flat = self._staging, _Flat(self.entries)
+        straight = vector.data_ptr() in self._locked
         staging.begin(self._devices)
         for turn, piece in enumerate(self._plan):
             staging.wait(turn)
@@ -238,12 +252,18 @@ class ModelParameters(Parameters):
                     flat.changed(part)
                     continue
                 narrow = change is _set and rest is None
-                room = staging.room(turn, part.at, len(given), tensor.dtype if narrow else torch.float32)
-                room.copy_(given)
+                if straight and not (narrow and tensor.dtype != torch.float32):  # rounded first it is half as much
+                    room = given
+                else:
+                    room = staging.room(turn, part.at, len(given), tensor.dtype if narrow else torch.float32)
+                    room.copy_(given)
                 with staging.on(tensor.device, turn):
                     change(flat.part(part), room if narrow else room.to(tensor.device, non_blocking=True), rest)
                     flat.changed(part)
         staging.end(self._devices)
+        if straight:  # the caller may change it as soon as this returns
+            for turn in range(2):
+                staging.wait(turn)
 
     def _residual(self, entry: int) -> torch.Tensor | None:
         tensor = self.entries[entry].tensor
@@ -252,6 +272,11 @@ class ModelParameters(Parameters):
         if entry not in self._residuals:
             self._residuals[entry] = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         return self._residuals[entry]
+
+
+def _let_go(locked: set[int], address: int, unlock: Callable[[], object]) -> None:
+    locked.discard(address)
+    unlock()
 
 
 class _Flat:

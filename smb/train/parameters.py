@@ -83,6 +83,10 @@ class Parameters(ABC):
     def keep_exact(self) -> None:
         """Keep beside values of fewer bits what rounding leaves out of fill and subtract, from now on."""
 
+    def hold(self, values: Values) -> None:  # noqa: ARG002 - a subclass's to use
+        """Take note that this array, (n,), will be given to fill, deltas or subtract time and again."""
+        return
+
     # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
 
     def store(self, weights: Buffer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +116,27 @@ def test_deltas_made_on_the_device(client: smb.Client, monkeypatch: pytest.Monke
     nbytes = 4 * sum(parameter.numel() for parameter in network(dtype, "cpu").parameters())
     first = nbytes * dtype.itemsize // 4  # the first member's values, when it makes the group
     assert down == first + 6 * nbytes  # two members, three rounds
+
+
+@pytest.mark.parametrize("scheme", ["asyncdiloco", "easgd"])
+def test_memory_that_is_locked_is_copied_from_as_it_is(
+    client: smb.Client, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Equal to the bit: nobody changes it while a copy from it is under way. In the end it is let go of."""
+    here = train(client, "here", "cpu", torch.float32, scheme, 1)
+    locked: list[int] = []
+
+    def lock(memory: Any) -> Callable[[], None]:
+        locked.append(memory.ctypes.data)
+        return functools.partial(locked.remove, memory.ctypes.data)
+
+    monkeypatch.setattr(model_parameters, "page_lock", lock)
+    monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: False)
+    there = train(client, "there", fake_device.NAME, torch.float32, scheme, 1)
+    for ours, theirs in zip(here, there, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    gc.collect()
+    assert not locked
 
 
 def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,10 +224,10 @@ def test_a_rank_that_is_killed_is_the_members_death(
 ) -> None:
     """Whichever it is, and where the other one only waits: the others go on after a lease."""
     first, client = Mesh(context, cluster.address, tmp_path), connect()
-    assert first.ask("join", 0, lease=LEASE_S, **scheme) == ["joined", "joined"]
+    assert first.ask("join", 0, name="killed", lease=LEASE_S, **scheme) == ["joined", "joined"]
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with smb.torch.join(model, optimizer, "run", client=client):
+    with smb.torch.join(model, optimizer, "killed", client=client):
         process = first.processes[killed]
         os.kill(process.pid, signal.SIGKILL)
         process.join(30)
@@ -235,7 +235,7 @@ def test_a_rank_that_is_killed_is_the_members_death(
         def alone() -> bool:
             """Whoever waits finds it; in schemes without waiting, who counts how many there are."""
             local_step(model, optimizer, 1, 0)
-            return sum(each.alive for each in smb.train.status(client, "run").workers) == 1
+            return sum(each.alive for each in smb.train.status(client, "killed").workers) == 1
 
         wait_for(alone, 30)
         if killed == 1:  # the speaker, which has waited for nobody, finds that it is alone

@@ -60,6 +60,7 @@ class Difference:
     def __init__(self, weights: Buffer, parameters: Parameters, arrived: Callable[[], object]) -> None:
         """`arrived` is called in the background when all of one was acknowledged."""
         self.values: Values = np.empty(parameters.size, np.float32)
+        parameters.hold(self.values)
         self._weights = weights
         self._parameters = parameters
         self._contribution = Contribution(weights, arrived, parameters.runs)

@@ -26,6 +26,7 @@ class Snapshot:
     def __init__(self, parameters: Parameters, wire: str) -> None:
         """`wire` is how contributions travel."""
         self.base: Values = np.empty(parameters.size, np.float32)
+        parameters.hold(self.base)
         self._parameters = parameters
         self._unsent: Values | None = None if wire == "exact" else np.zeros(parameters.size, np.float32)
 
