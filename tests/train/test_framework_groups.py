@@ -83,6 +83,35 @@ def _lightning(client: smb.Client, rank: int, kind: str, directory: str) -> nn.M
     return module.layers
 
 
+def _trainer(client: smb.Client, rank: int, kind: str, directory: str) -> nn.Module:
+    import transformers
+
+    from smb.torch.hf import Callback
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _network()
+
+        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.layers(images).square().mean()}
+
+    arguments = transformers.TrainingArguments(
+        output_dir=directory, max_steps=STEPS, per_device_train_batch_size=4, report_to=[], use_cpu=True, optim="sgd",
+        save_strategy="no", disable_tqdm=True, learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0,
+        ddp_backend="gloo", remove_unused_columns=False,
+    )  # fmt: skip
+    rows = [{"images": _rows()[0]} for _ in range(STEPS * RANKS * 4)]  # alike, since it draws them by chance
+    model = Model()
+    together = Callback("run", "localsgd", every=2, client=client)
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[together]).train()
+    return model.layers
+
+
+FRAMEWORKS = {"accelerate": _accelerate, "lightning": _lightning, "transformers": _trainer}
+LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="it takes long to import; SMB_LONG=1 runs it")
+
+
 def _run_rank(framework: str, kind: str, address: str, directory: str, rank: int, outbox: Any) -> None:
     """A process: trains, and tells its model or what went wrong."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "NODE_RANK": "0"}
@@ -92,8 +121,7 @@ def _run_rank(framework: str, kind: str, address: str, directory: str, rank: int
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     try:
         with smb.connect(address) as client:
-            train = _accelerate if framework == "accelerate" else _lightning
-            model = train(client, rank, kind, directory)
+            model = FRAMEWORKS[framework](client, rank, kind, directory)
             whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
             outbox.put([tensor.detach().numpy().copy() for tensor in whole])
     except Exception as error:  # noqa: BLE001 - what ends a rank is told, in words
@@ -111,7 +139,15 @@ def context() -> Any:
     return found
 
 
-@pytest.mark.parametrize(("framework", "kind"), [("accelerate", "ddp"), ("accelerate", "fsdp2"), ("lightning", "ddp")])
+@pytest.mark.parametrize(
+    ("framework", "kind"),
+    [
+        ("accelerate", "ddp"),
+        ("accelerate", "fsdp2"),
+        ("lightning", "ddp"),
+        pytest.param("transformers", "ddp", marks=LONG),
+    ],
+)
 def test_two_processes_are_one_member(
     context: Any, cluster: smb.LocalCluster, connect: Any, tmp_path: Path, framework: str, kind: str
 ) -> None:
@@ -133,7 +169,7 @@ def test_two_processes_are_one_member(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images in _rows().view(STEPS, RANKS * 4, 6):
         optimizer.zero_grad()
-        model(images).square().mean().backward()
+        model(images if framework != "transformers" else _rows()[:1]).square().mean().backward()
         optimizer.step()
     for values in told:
         assert not isinstance(values, str), values
