@@ -123,12 +123,12 @@ class MeshParameters(Together):
         return np.mean(self.all("statistics"), axis=0, dtype=np.float32)  # type: ignore[no-any-return]
 
     def _answer(self, command: str, arguments: list[Any]) -> list[Any]:
-        failure: BaseException | None = None
+        failure: Error | None = None
         result = None
         try:
             result = getattr(self, f"_do_{command}")(*arguments)
-        except Error as error:
-            failure = error
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for what became of it
+            failure = error if isinstance(error, Error) else Error(f"rank {self._ranks.rank} of the mesh: {error!r}")
         said = self._ranks.gather((result, None if failure is None else (type(failure), str(failure))))
         failures = [told for _, told in said if told is not None]
         if failures and self._ranks.speaks:
