@@ -20,6 +20,8 @@ import smb.train
 from tests.support.meshes import PRELOADED
 
 RANKS, STEPS = 2, 4
+TOLD_S = 240  # to import a framework takes long where the machine is busy
+pytestmark = pytest.mark.timeout(TOLD_S + 60)
 
 
 def _network() -> nn.Sequential:
@@ -162,7 +164,7 @@ def test_two_processes_are_one_member(
     ]
     for process in processes:
         process.start()
-    told = [outbox.get(timeout=90) for outbox in outboxes]
+    told = [outbox.get(timeout=TOLD_S) for outbox in outboxes]
     for process in processes:
         process.join(30)
     model, client = _network(), connect()
