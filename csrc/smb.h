@@ -343,9 +343,10 @@ uint64_t smb_segment_data_offset(const struct smb_segment *segment);
  * changes. */
 const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes,
                                uint32_t *sequence_at);
-/* What is published, and the publication that has begun (0: none ever), of the buffer whose first
- * segment this is. */
-void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing);
+/* Of the buffer whose first segment this is: the copy in which a version lies (UINT64_MAX: the one
+ * published last), -1 once it is being overwritten; and which was published last. */
+int smb_segment_find_version(const struct smb_segment *segment, uint64_t sought,
+                             uint64_t *published);
 /* Marks it deleted: every later operation, from any process that maps it, gets SMB_NOT_FOUND. */
 void smb_segment_mark_deleted(struct smb_segment *segment);
 /* Adds what local clients have done on their own mapping to operations[opcode] and

@@ -37,10 +37,10 @@ from smb.engine.enums import (
     Status,
     status_name,
 )
-from smb.engine.links import EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
+from smb.engine.links import LATEST, EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
 
 __all__ = [
-    "DEFAULT_CHUNK_BYTES", "HELLO", "KINDS", "NOWHERE", "PAGE_BYTES", "RECORD_BYTES", "SEGMENTS_MAX", "TRANSPORTS",
+    "DEFAULT_CHUNK_BYTES", "HELLO", "KINDS", "LATEST", "NOWHERE", "PAGE_BYTES", "RECORD_BYTES", "SEGMENTS_MAX", "TRANSPORTS",
     "AskOpcode", "BufferHandle", "ClientCounters", "EngineClient", "EngineError", "Lane", "Latency", "Link", "Opcode",
     "Outcome", "PartState", "PendingRequest", "Place", "Reply", "Request", "Segment", "Status", "Switch", "Tls",
     "Token", "UnknownParts", "address_of", "check_isa", "crc32c", "direct", "direct_call", "isa_names",
