@@ -168,6 +168,11 @@ int sync_ask(struct sync *sync, const struct sync_request *request, struct waite
              uint64_t now_ns, struct sync_answer *answer)
 {
     waiter->request = *request;
+    waiter->request.copies = 0;
+    if (request->opcode == SMB_LOCK) {
+        waiter->request.copies = request->argument >> SYNC_LOCK_BITS;
+        waiter->request.argument &= ((uint64_t)1 << SYNC_LOCK_BITS) - 1;
+    }
     waiter->sync = sync;
     waiter->kept = false;
     *answer = (struct sync_answer){0};

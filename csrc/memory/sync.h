@@ -73,6 +73,7 @@ struct sync_request {
     uint64_t sequence;
     uint64_t argument;
     uint64_t words[SMB_SYNC_WORDS];
+    uint64_t copies; /* of a LOCK, from its argument; sync_ask sets it */
 };
 
 struct sync_answer {

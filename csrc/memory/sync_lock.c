@@ -32,20 +32,10 @@ static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *
     return sync->pinned_ns == UINT64_MAX ? UINT64_MAX : clock_later(sync->pinned_ns, bound_ms);
 }
 
-static int which_lock(const struct sync_request *request)
-{
-    return (int)(request->argument & 255);
-}
-
 /* Of a publisher that says nothing: 2. */
-static int copies_told(const struct sync_request *publisher)
-{
-    return (int)(publisher->argument >> 8);
-}
-
 static int copies_of(const struct sync_request *publisher)
 {
-    return copies_told(publisher) ? copies_told(publisher) : 2;
+    return publisher->copies ? (int)publisher->copies : 2;
 }
 
 /* Readers renew their pins; but publishers wait for them no longer than the first publisher
@@ -71,9 +61,9 @@ static bool may_grant(struct sync *sync, int which, const struct sync_request *r
 
 static struct sync_answer granted(const struct sync *sync, const struct sync_request *request)
 {
-    int which = which_lock(request);
+    int which = (int)request->argument;
     uint64_t version = which == SYNC_PUBLISHER ? word_get(&sync->words->version) + 1 : 0;
-    if (copies_told(request))
+    if (request->copies)
         version |= (uint64_t)sync_find_copy(sync->words, SYNC_BEGUN | version) << 56;
     return (struct sync_answer){SMB_OK, word_get(&sync->words->locks[which].token), version};
 }
@@ -152,11 +142,11 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
              struct news *news)
 {
     const struct sync_request *request = &waiter->request;
-    int which = which_lock(request);
-    if (which >= SYNC_LOCKS || request->words[0] < SYNC_TTL_MS_MIN ||
+    if (request->argument >= SYNC_LOCKS || request->words[0] < SYNC_TTL_MS_MIN ||
         request->words[0] > SYNC_TTL_MS_MAX ||
-        request->argument >> 8 > (which == SYNC_PUBLISHER ? SYNC_COPIES_MAX : 0))
+        request->copies > (request->argument == SYNC_PUBLISHER ? SYNC_COPIES_MAX : 0))
         return SMB_INVALID;
+    int which = (int)request->argument;
     struct sync_lock_words *lock = &sync->words->locks[which];
     if (lock_is_held(lock, now_ns) && word_get(&lock->session) == request->session &&
         word_get(&lock->request) == request->sequence) {

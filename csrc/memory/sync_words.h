@@ -10,6 +10,7 @@
 enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 };
 
 enum { SYNC_COPIES_MAX = 16 };
+enum { SYNC_LOCK_BITS = 8 }; /* of a LOCK's argument: which one; above them the buffer's copies */
 static const uint64_t SYNC_BEGUN = (uint64_t)1 << 63;
 
 /* In the segment's header page. Zeroes: nothing was ever locked, published or awaited. Everything
