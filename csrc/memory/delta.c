@@ -44,10 +44,7 @@ static bool apply_part(uint32_t width, uint8_t *state, uint64_t count, uint64_t 
         if (at >= count || gap >= count - at)
             return false;
         at += gap;
-        uint8_t *place = state + at * width;
-        uint64_t value = delta_load(from, width);
-        *sum += delta_sum(at, width, delta_load(place, width), value);
-        delta_store(place, value, width);
+        *sum += delta_change(state + at * width, at, width, delta_load(from, width));
         from += width;
         at++;
     }
@@ -81,6 +78,6 @@ uint64_t smb_state_sum(const void *state, uint64_t words)
     const uint8_t *from = state;
     uint64_t sum = 0;
     for (uint64_t word = 0; word < words; word++)
-        sum += delta_load(from + 8 * word, 8) * delta_factor(word);
+        sum += delta_term(delta_factor(word), delta_load(from + 8 * word, 8));
     return sum;
 }

@@ -5,9 +5,9 @@
  * that follow: 4; little-endian), and for each change the gap (elements since the last change, or
  * since the first element) in one byte, or 255 and the gap in 4 bytes, and the new bits.
  *
- * The sum of a state is that of its words, each multiplied by an odd number of its own, modulo
- * 2^64. So one wrong element always changes it, and a delta tells what it adds. It is no signature:
- * it is not meant against somebody who wants another state to have the same.
+ * The sum of a state is that of a hash of each word and its place, modulo 2^64. So it follows from
+ * an older state's by what changed. It is no signature: it is not meant against somebody who wants
+ * another state to have the same.
  */
 #ifndef SMB_DELTA_H
 #define SMB_DELTA_H
@@ -56,11 +56,21 @@ static inline void delta_store(uint8_t *to, uint64_t value, uint32_t width)
     }
 }
 
-/* What another value of an element adds to the sum of its state. */
-static inline uint64_t delta_sum(uint64_t element, uint32_t width, uint64_t old, uint64_t fresh)
+static inline uint64_t delta_term(uint64_t factor, uint64_t word)
 {
-    uint64_t place = element * width;
-    return ((fresh - old) << (8 * (place % 8))) * delta_factor(place / 8);
+    __extension__ unsigned __int128 product = (unsigned __int128)word * factor;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* Puts another value there; what it adds to the sum of the state. `to` is that element's place: the
+ * word in which it lies belongs to the state. */
+static inline uint64_t delta_change(uint8_t *to, uint64_t element, uint32_t width, uint64_t value)
+{
+    uint64_t place = element * width, factor = delta_factor(place / 8);
+    uint8_t *word = to - place % 8;
+    uint64_t before = delta_term(factor, delta_load(word, 8));
+    delta_store(to, value, width);
+    return delta_term(factor, delta_load(word, 8)) - before;
 }
 
 /* One bit for each element: that of its first byte. */
@@ -82,8 +92,7 @@ static inline void delta_put(struct delta_out *out, uint32_t width, uint8_t *old
 {
     uint64_t value = delta_load(fresh, width);
     uint8_t *to = out->data + out->bytes;
-    out->sum += delta_sum(element, width, delta_load(old, width), value);
-    delta_store(old, value, width);
+    out->sum += delta_change(old, element, width, value);
     if (gap < DELTA_LONG_GAP) {
         *to++ = (uint8_t)gap;
     } else {

@@ -16,7 +16,6 @@ from smb.engine.counters import ClientCounters, counters_of
 from smb.engine.enums import DENIED, AskOpcode, EngineError, Lane, PartState, Status, check
 from smb.errors import InvalidArgumentError
 
-
 LATEST = 2**64 - 1  # of Segment.find_version
 
 
