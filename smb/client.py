@@ -184,12 +184,12 @@ class Client:
         more than 8 GiB. like= another buffer takes shape, dtype, servers and stripe from it, so that servers can
         combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead. versions=K (1 to
         16) keeps K copies, so that a read never mixes what publish() replaces; such a buffer changes by publish alone,
-        and takes K times the memory. With 2 a reader that holds a version delays the publication after the next, with
-        3 one reader delays none; K - 1 versions can be read. `wire` is how its elements travel where a call does not say: "exact" (default), or for
-        float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along. `metadata` is a JSON object, at most
-        4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever opens the buffer finds it in
-        Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by exist_ok=True has the
-        metadata that it was created with.
+        and takes K times the memory. With 2 a reader that holds a version delays the publication after the next, with 3
+        one reader delays none; K - 1 versions can be read. `wire` is how its elements travel where a call does not say:
+        "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along. `metadata`
+        is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever opens the
+        buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by
+        exist_ok=True has the metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of

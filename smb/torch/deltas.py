@@ -34,7 +34,7 @@ DELTAS_MAX = 1024
 _log = logging.getLogger("smb")
 _FORMAT = 1
 _SLACK = 3  # of the largest delta's size: two that are written ahead, and what the end of the ring leaves empty
-_DELTA_SHARE = 8  # a delta is at most this part of the state: more is published whole
+_DELTA_SHARE = 12  # of the ring that one delta may take: what is larger is published whole
 _RING_MIN = 1 << 16
 _SLICE = 1 << 20  # elements that one thread compares at a time
 _HEAD_VERSIONS = 4
@@ -123,7 +123,7 @@ class Ring:
         words = _HEAD_WORDS + 3 * 2 * deltas
         head, ring = f"{anchors.name}.generations", f"{anchors.name}.deltas"
         if make:
-            size = max(_RING_MIN, anchors.nbytes)
+            size = max(_RING_MIN, anchors.nbytes * 3 // 2)
             self.heads = client.create(head, words, "int64", versions=_HEAD_VERSIONS, exist_ok=True)
             self.bytes = client.create(ring, size, "uint8", exist_ok=True, **(placement or {}))
         else:
@@ -161,16 +161,18 @@ class DeltaWriter:
 
     @property
     def generation(self) -> int:
+        """The one published last."""
         return self._ring.heads.version
 
     def take(self, pieces: Iterable[tuple[int, int, int, object]]) -> None:
         """Take over a state: pieces (first byte, address, bytes, owner of the memory). Afterwards `state` is that."""
+        given = list(pieces)  # the owners, too: their memory is read below
         self._delta, head = None, self._head
         self._head = None  # until it is published
         width, base = self._state.width, self._state.bytes.ctypes.data
         slices = [
             (at + offset, address + offset, min(_SLICE * width, nbytes - offset))
-            for at, address, nbytes, _ in pieces
+            for at, address, nbytes, _ in given
             for offset in range(0, nbytes, min(_SLICE, DELTA_PART_MAX) * width)
         ]
 
@@ -265,9 +267,11 @@ class DeltaReader:
 
     @property
     def latest(self) -> int:
+        """The one published last."""
         return self._ring.heads.version
 
     def wait(self, generation: int, timeout: float | None) -> int:
+        """As Buffer.wait."""
         return self._ring.heads.wait(generation, timeout=timeout)
 
     def read(self, asked: str) -> int:

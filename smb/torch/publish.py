@@ -44,9 +44,10 @@ class Publisher:
     publishes floating-point tensors rounded to it. A tensor with several names (tied weights) is stored once, under the
     first.
 
-    deltas=16 publishes what changed since the last generation, bit for bit, and the whole state every 16th time. That is
-    for states of which a step changes few bits, as with bfloat16; what is published stays exact. It takes one further
-    buffer of the state's size, and two names beside this one (`.deltas`, `.generations`).
+    deltas=16 publishes what changed since the last generation, bit for bit, and the whole state every 16th time, or
+    sooner where much changes. That is for states of which a step changes few bits, as with bfloat16; what is published
+    stays exact. It takes one further buffer of one and a half times the state's size, and two names beside this one
+    (`.deltas`, `.generations`).
 
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import smb
 import smb.torch
 from tests.conftest import Connect
 from tests.support.clients import in_process
-from tests.support.daemons import stop
 from tests.support.transports import FAR
 
 ELEMENTS = 60_000
@@ -34,7 +32,8 @@ def state_of(number: int) -> dict[str, torch.Tensor]:
 def equal(one: Any, other: Any) -> bool:
     """Whether two states are the same to the bit."""
     return list(one) == list(other) and all(
-        one[name].dtype == other[name].dtype and one[name].view(torch.uint8).equal(other[name].view(torch.uint8))
+        one[name].dtype == other[name].dtype
+        and one[name].reshape(-1).view(torch.uint8).equal(other[name].reshape(-1).view(torch.uint8))
         for name in one
     )
 
@@ -67,7 +66,7 @@ def test_each_generation_bit_for_bit(client: smb.Client, connect: Connect) -> No
                 assert equal(dict(generation), state_of(number))
             with pytest.raises(smb.InvalidArgumentError, match="count is missing"):
                 late.load(model)
-    assert small > 0.85 * number
+    assert small > 0.8 * number
 
 
 def test_dense_steps_and_other_trainers(client: smb.Client, connect: Connect) -> None:
@@ -128,19 +127,19 @@ def publish_until_killed(messages: Any, address: str) -> None:
 
 
 def test_a_killed_trainer() -> None:
-    """kill -9 of the trainer at any instant: readers have a generation that was, whole, and the next trainer goes on."""
+    """kill -9 of the trainer at any instant: readers have a generation that was, whole; the next trainer goes on."""
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
         smb.connect(cluster.address, transport=FAR) as client,
     ):
         smb.torch.Publisher(client, "w", state_of(0), deltas=3)
         reader, last = smb.torch.follow(client, "w"), 0
-        for turn in range(3):
+        for turn in range(6 if LONG else 2):
             with in_process(publish_until_killed, cluster.address) as (trainer, messages):
                 while messages.get(timeout=60) < last + 3 + turn:
-                    equal(reader.state_dict(), state_of(reader.generation))
-                os.kill(trainer.pid, signal.SIGKILL)
-                stop(trainer)
+                    assert equal(reader.state_dict(), state_of(reader.generation))
+                trainer.kill()
+                trainer.join()
             assert equal(reader.state_dict(), state_of(reader.generation))
             assert reader.generation == reader.latest >= last + 3 + turn
             last = reader.generation
