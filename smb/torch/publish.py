@@ -88,7 +88,7 @@ class Publisher:
                 f"{asked}: it exists, published with {_told(found)}, not {_told(about)}; do as before, or delete it"
             )
         self._memory = _Memory(self.buffer)
-        placement = {key: options[key] for key in ("servers", "stripe") if key in options}
+        placement: dict[str, Any] = {key: options[key] for key in ("servers", "stripe") if key in options}
         self._writer = DeltaWriter(client, self.buffer, self._memory, deltas, placement) if deltas else None
 
     @property
