@@ -4,8 +4,8 @@
 
 Three hosts in network namespaces (perf/netlab.py, needs root): the trainer, a memory server, a reader; each behind a
 link of the given rate. The state is bfloat16; in each step that share of its elements changes. A generation's time is
-from the trainer's call until the reader has all of it in its own memory. Beside it the kernel, against one pass over both
-arrays (memcmp), on one core and on all.
+from the trainer's call until the reader has all of it in its own memory. Beside it the kernel, against one pass over
+both arrays (memcmp), on one core and on all.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def main() -> None:
     for name, run in (("whole", whole), ("deltas", deltas)):
         print(
             f"{name}: {run['s'] * 1e3:.0f} ms a generation until it is read (median), trainer's call "
-            f"{run['mean_s'] * 1e3:.0f} ms (mean), sent {run['sent'] / 1e6:.2f} MB, received {run['received'] / 1e6:.2f} MB (means)"
+            f"{run['mean_s'] * 1e3:.0f} ms (mean), sent {run['sent'] / 1e6:.2f} MB, received "
+            f"{run['received'] / 1e6:.2f} MB (means)"
         )
     print(
         f"{whole['s'] / deltas['s']:.1f} times as fast; {whole['received'] / deltas['received']:.1f} times fewer bytes "

@@ -78,10 +78,15 @@ class Publisher:
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
         self._turn = threading.Lock()
-        tensors, tied = self._selected(asked, state)
-        about = {"deltas": deltas, "tied": tied, "part": names is not None}
+        tensors = self._selected(asked, state)
+        self._tied = _tied(tensors)
+        about = {"deltas": deltas, "tied": self._tied, "part": names is not None}
         options["metadata"] = {**(options.get("metadata") or {}), _ABOUT: about}
-        forms = {each: (tuple(tensor.shape), self._kind(tensor)) for each, tensor in tensors.items()}
+        forms = {
+            each: (tuple(tensor.shape), self._kind(tensor))
+            for each, tensor in tensors.items()
+            if each not in self._tied
+        }
         self.buffer = client.create(name, tensors=forms, versions=versions, exist_ok=True, **options)
         if (found := _about(self.buffer)) != about:
             raise InvalidArgumentError(
@@ -135,9 +140,14 @@ class Publisher:
 
     def _take(self, state: State | None) -> None:
         asked = f"publish {self.buffer.name!r}"
-        given, tied = self._selected(asked, self._source if state is None else state)
-        if tied != _about(self.buffer)["tied"]:
-            raise InvalidArgumentError(f"{asked}: other tensors share their memory than at the first time: {tied}")
+        given = self._selected(asked, self._source if state is None else state)
+        for name, first in self._tied.items():
+            if name in given and first in given and not _same_values(given[name], given[first]):
+                raise InvalidArgumentError(
+                    f"{asked}: {name} and {first} were one tensor at the first time; now they differ"
+                )
+            if given.pop(name, None) is None:
+                raise InvalidArgumentError(f"{asked}: {name} is missing, which is one tensor with {first}")
         ours = {name: (tensor.shape, tensor.dtype) for name, tensor in self._memory.tensors.items()}
         _check_same(asked, {name: (tensor.shape, self._kind(tensor)) for name, tensor in given.items()}, ours)
         if self._writer is None:
@@ -148,26 +158,16 @@ class Publisher:
     def _kind(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-    def _selected(self, asked: str, state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return the tensors to publish, by the first name of each, and the others: name to first name."""
+    def _selected(self, asked: str, state: State) -> dict[str, torch.Tensor]:
+        """Return the tensors of which names= speaks."""
         tensors = _tensors(asked, state)
         if callable(self._names):
-            tensors = {name: tensor for name, tensor in tensors.items() if self._names(name)}
-        elif self._names is not None:
-            if missing := sorted(self._names - tensors.keys()):
-                raise InvalidArgumentError(f"{asked}: names= has {missing[0]!r}, which the state has not")
-            tensors = {name: tensor for name, tensor in tensors.items() if name in self._names}
-        kept: dict[str, torch.Tensor] = {}
-        tied: dict[str, str] = {}
-        first: dict[tuple[Any, ...], str] = {}
-        for name, tensor in tensors.items():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel() and tensor.device.type != "meta" and place in first:
-                tied[name] = first[place]
-            else:
-                first[place] = name
-                kept[name] = tensor
-        return kept, tied
+            return {name: tensor for name, tensor in tensors.items() if self._names(name)}
+        if self._names is None:
+            return tensors
+        if missing := sorted(self._names - tensors.keys()):
+            raise InvalidArgumentError(f"{asked}: names= has {missing[0]!r}, which the state has not")
+        return {name: tensor for name, tensor in tensors.items() if name in self._names}
 
 
 class Follower:
@@ -367,6 +367,24 @@ def _about(buffer: Buffer) -> dict[str, Any]:
     """Return how a state is published: of one from before there was a choice, as then."""
     stored = buffer.metadata.get(_ABOUT, {})
     return {"deltas": 0, "tied": {}, "part": False, **(stored if isinstance(stored, dict) else {})}
+
+
+def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return which names are further ones of a tensor: name to the first."""
+    first: dict[tuple[Any, ...], str] = {}
+    return {
+        name: kept
+        for name, tensor in tensors.items()
+        if tensor.numel() and tensor.device.type != "meta" and (kept := first.setdefault(_place(tensor), name)) != name
+    }
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _place(one) == _place(other) or (one.dtype == other.dtype and one.equal(other.to(one.device)))
 
 
 def _told(about: dict[str, Any]) -> str:
