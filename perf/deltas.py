@@ -16,8 +16,10 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,14 +73,22 @@ def over_a_link(mbytes: int, rate: str, density: float, generations: int, deltas
     """Return medians and means of one run."""
     python = [sys.executable, "-m"]
     hosts = [Host(name, rate=rate) for name in ("trainer", "server", "reader")]
-    with Lab(hosts) as lab:
-        at = f"{lab.address('server')}:7070"
-        quiet: dict[str, Any] = {"stdout": -3, "stderr": -3}
-        lab.popen("server", [*python, "smb.tools.cli.main", "coordinator", "--listen", at], **quiet)
-        server = ["--listen", f"{lab.address('server')}:0", "--control", f"{lab.address('server')}:0"]
-        lab.popen(
-            "server", [*python, "memserver", "--coordinator", at, *server, "--capacity", f"{6 * mbytes}MiB"], **quiet
-        )
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, Lab(hosts) as lab:
+        here = lab.address("server")
+
+        def daemon(*command: str) -> str:
+            ready = Path(directory) / f"{command[0]}.ready"
+            common = ["--insecure", "--listen", f"{here}:0", "--metrics", f"{here}:0", "--ready-file", str(ready)]
+            process = lab.popen("server", [*python, *command, *common], stdout=-3, stderr=-3)
+            deadline = time.monotonic() + 60
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"{command[0]} does not serve")
+                time.sleep(0.05)
+            return str(json.loads(ready.read_text())["address"])
+
+        at = daemon("smb.tools.cli.main", "coordinator", "--state", f"{directory}/state")
+        daemon("memserver", "--coordinator", at, "--capacity", f"{6 * mbytes}MiB", "--memory-dir", directory)
         common = [str(value) for value in (at, mbytes, density, generations, deltas)]
         trainer = lab.popen("trainer", [*python, "perf.deltas", "train", *common], stdout=-1, text=True)
         reader = lab.popen("reader", [*python, "perf.deltas", "read", *common], stdout=-1, text=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, state_sum
-from smb.errors import Error, InvalidArgumentError, NotFoundError, UnavailableError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -106,6 +106,16 @@ class StateBytes:
         self.width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
 
 
+def create(client: Client, made: list[str], name: str, *form: Any, **options: Any) -> Buffer:
+    """Client.create of what may be there; what it had to make is named in `made`."""
+    try:
+        buffer = client.create(name, *form, **options)
+    except AlreadyExistsError:
+        return client.create(name, *form, exist_ok=True, **options)
+    made.append(name)
+    return buffer
+
+
 class Ring:
     """The buffers beside the anchors, and the head."""
 
@@ -115,17 +125,18 @@ class Ring:
         anchors: Buffer,
         deltas: int,
         *,
-        make: bool,
+        made: list[str] | None = None,
         timeout: float = 0.0,
         placement: Mapping[str, Any] | None = None,
     ) -> None:
+        """`made`: they are made where they are not there, and named in it; else they are opened."""
         self.anchors = anchors
         words = _HEAD_WORDS + 3 * 2 * deltas
         head, ring = f"{anchors.name}.generations", f"{anchors.name}.deltas"
-        if make:
+        if made is not None:
             size = max(_RING_MIN, anchors.nbytes * 3 // 2)
-            self.heads = client.create(head, words, "int64", versions=_HEAD_VERSIONS, exist_ok=True)
-            self.bytes = client.create(ring, size, "uint8", exist_ok=True, **(placement or {}))
+            self.heads = create(client, made, head, words, "int64", versions=_HEAD_VERSIONS)
+            self.bytes = create(client, made, ring, size, "uint8", **(placement or {}))
         else:
             self.heads, self.bytes = client.open(head, timeout=timeout), client.open(ring, timeout=timeout)
         if self.heads.size != words or self.heads.versions < 2 or self.bytes.dtype != np.uint8:
@@ -149,9 +160,15 @@ class DeltaWriter:
     """A trainer's side. One thread at a time."""
 
     def __init__(
-        self, client: Client, anchors: Buffer, state: StateBytes, deltas: int, placement: Mapping[str, Any]
+        self,
+        client: Client,
+        anchors: Buffer,
+        state: StateBytes,
+        deltas: int,
+        placement: Mapping[str, Any],
+        made: list[str],
     ) -> None:
-        self._ring = Ring(client, anchors, deltas, make=True, placement=placement)
+        self._ring = Ring(client, anchors, deltas, made=made, placement=placement)
         self._state = state
         self._deltas = deltas
         self._head: _Head | None = None  # of what `state` was published as; None: publish it whole
@@ -259,7 +276,7 @@ class DeltaReader:
     """A follower's side: brings a state from the generation that it is to the latest. One thread at a time."""
 
     def __init__(self, client: Client, anchors: Buffer, state: StateBytes, deltas: int, timeout: float) -> None:
-        self._ring = Ring(client, anchors, deltas, make=False, timeout=timeout)
+        self._ring = Ring(client, anchors, deltas, timeout=timeout)
         self._state = state
         self.generation = 0  # that `state` is
         self._total = 0

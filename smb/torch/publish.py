@@ -11,16 +11,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from smb.errors import InvalidArgumentError, NotFoundError
+from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX
 from smb.tensors import TensorTable
-from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, StateBytes
+from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, StateBytes, create
 from smb.torch.model_tensors import plain_name, plain_state
 from smb.train.group import METADATA
 
@@ -87,14 +87,21 @@ class Publisher:
             for each, tensor in tensors.items()
             if each not in self._tied
         }
-        self.buffer = client.create(name, tensors=forms, versions=versions, exist_ok=True, **options)
-        if (found := _about(self.buffer)) != about:
-            raise InvalidArgumentError(
-                f"{asked}: it exists, published with {_told(found)}, not {_told(about)}; do as before, or delete it"
-            )
-        self._memory = _Memory(self.buffer)
-        placement: dict[str, Any] = {key: options[key] for key in ("servers", "stripe") if key in options}
-        self._writer = DeltaWriter(client, self.buffer, self._memory, deltas, placement) if deltas else None
+        placement = {key: value for key, value in options.items() if key in ("servers", "stripe")}
+        made: list[str] = []
+        try:
+            self.buffer = create(client, made, name, tensors=forms, versions=versions, **options)
+            if (found := _about(self.buffer)) != about:
+                raise InvalidArgumentError(
+                    f"{asked}: it exists, published with {_told(found)}, not {_told(about)}; do as before, or delete it"
+                )
+            self._memory = _Memory(self.buffer)
+            self._writer = DeltaWriter(client, self.buffer, self._memory, deltas, placement, made) if deltas else None
+        except BaseException:
+            for each in reversed(made):
+                with suppress(Error):  # the first error says more
+                    client.delete(each, missing_ok=True)
+            raise
 
     @property
     def generation(self) -> int:

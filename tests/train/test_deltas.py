@@ -98,7 +98,10 @@ def test_dense_steps_and_other_trainers(client: smb.Client, connect: Connect) ->
     for wrong in ({"deltas": 1}, {"deltas": 5000}, {"dtype": torch.int32}, {"versions": 1}, {"names": ["x"]}):
         with pytest.raises(smb.InvalidArgumentError, match="publish 'v'"):
             smb.torch.Publisher(client, "v", state_of(0), **wrong)  # type: ignore[arg-type]
-    assert "v" not in [info.name for info in client.list()]
+    free = sum(server.capacity - server.used for server in client.servers())
+    with pytest.raises(smb.OutOfMemoryError):  # the copies have room, the deltas have not
+        smb.torch.Publisher(client, "v", {"w": torch.zeros(free * 2 // 5, dtype=torch.uint8)}, deltas=4)
+    assert [info.name for info in client.list() if info.name.startswith("v")] == []
 
 
 def test_damage_is_never_shown(client: smb.Client, connect: Connect) -> None:
