@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,37 @@ def test_damage_is_never_shown(client: smb.Client, connect: Connect) -> None:
         publisher.publish(state_of(number))
         if number >= 7:
             assert equal(reader.state_dict(), state_of(number))
+
+
+def test_readers_beside_a_trainer_at_full_rate(connect: Connect) -> None:
+    """Whatever the trainer does meanwhile, over both ways: each state is one generation's, and none goes back."""
+    last = 2000 if LONG else 150
+    publisher = smb.torch.Publisher(connect("shm"), "w", state_of(0), deltas=2)
+    failures: list[BaseException] = []
+    reads: list[int] = []
+
+    def read(follower: smb.torch.Follower) -> None:
+        try:
+            while follower.generation < last:
+                before = follower.generation
+                follower.wait(timeout=30)
+                assert equal(follower.state_dict(), state_of(follower.generation))
+                assert follower.generation > before
+                reads.append(follower.generation)
+        except BaseException as error:  # noqa: BLE001 - it is raised again below
+            failures.append(error)
+
+    followers = [smb.torch.follow(connect(way), "w") for way in (FAR, "shm")]
+    threads = [threading.Thread(target=read, args=(follower,)) for follower in followers]
+    for thread in threads:
+        thread.start()
+    for number in range(1, last + 1):
+        publisher.publish(state_of(number))
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        raise failure
+    assert len(reads) >= 4
 
 
 def publish_until_killed(messages: Any, address: str) -> None:
