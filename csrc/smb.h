@@ -264,6 +264,26 @@ int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, u
  * piece, as they are cut at multiples of chunk_bytes. `to` may be `from`. */
 int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset,
                      uint32_t chunk_bytes, void *to);
+/* Elements of one part of a delta at most. */
+enum { SMB_DELTA_PART_MAX = 16777216 };
+struct smb_delta {
+    uint64_t bytes;   /* of the part; 0: nothing changed, there is none */
+    uint64_t changes; /* elements */
+    uint64_t sum;     /* what they add to the state's sum, modulo 2^64 */
+};
+/* One part of what makes `fresh` of `old`, count elements of `width` bytes (1, 2, 4, 8), of which
+ * the first is element `first` of the state, whole 64-bit words; `old` becomes it. Bits are compared, not values.
+ * SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has become it all the same. The format
+ * is in csrc/memory/delta.h. */
+int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t count, uint64_t first,
+                     void *to, uint64_t room, struct smb_delta *delta);
+/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words. SMB_INVALID: it is none; the
+ * state may have changed. Whatever the bytes are, nothing outside of the state is touched. *sum
+ * becomes what it is by then. */
+int smb_delta_apply(uint32_t width, void *state, uint64_t count, const void *delta, uint64_t bytes,
+                    uint64_t *sum);
+/* The sum of a state of so many 64-bit words. */
+uint64_t smb_state_sum(const void *state, uint64_t words);
 /* CRC-32C (Castagnoli) of bytes that follow those of which `crc` is it; 0 at first. */
 uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
 /* Instruction sets compiled in and usable here, widest last. When the library loads, it takes the
@@ -343,9 +363,10 @@ uint64_t smb_segment_data_offset(const struct smb_segment *segment);
  * changes. */
 const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes,
                                uint32_t *sequence_at);
-/* What is published, and the publication that has begun (0: none ever), of the buffer whose first
- * segment this is. */
-void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing);
+/* Of the buffer whose first segment this is: the copy in which a version lies (UINT64_MAX: the one
+ * published last), -1 once it is being overwritten; and which was published last. */
+int smb_segment_find_version(const struct smb_segment *segment, uint64_t sought,
+                             uint64_t *published);
 /* Marks it deleted: every later operation, from any process that maps it, gets SMB_NOT_FOUND. */
 void smb_segment_mark_deleted(struct smb_segment *segment);
 /* Adds what local clients have done on their own mapping to operations[opcode] and

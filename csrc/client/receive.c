@@ -10,6 +10,7 @@
 #include "base/channel.h"
 #include "client/inflight.h"
 #include "client/resume.h"
+#include "memory/sync_words.h"
 
 /* Answers come mostly in the order of the requests, so that the first look finds it. */
 static struct inflight **find_sent(struct smb_link *link, uint64_t sequence)
@@ -54,7 +55,7 @@ static void give_back(struct smb_link *link, const struct inflight *lock, uint64
                                   .opcode = SMB_UNLOCK,
                                   .fate = SMB_OUTCOME_NOT_APPLIED};
     struct smb_frame frame = {.opcode = SMB_UNLOCK,
-                              .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
+                              .argument = token % SYNC_LOCKS}; /* its lowest bit says which */
     inflight_put_small(inflight, token);
     for (int i = 1; i < SMB_SYNC_WORDS; i++)
         inflight_put_small(inflight, 0);

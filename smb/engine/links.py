@@ -16,6 +16,8 @@ from smb.engine.counters import ClientCounters, counters_of
 from smb.engine.enums import DENIED, AskOpcode, EngineError, Lane, PartState, Status, check
 from smb.errors import InvalidArgumentError
 
+LATEST = 2**64 - 1  # of Segment.find_version
+
 
 class Segment:
     """A local mapping of a segment."""
@@ -27,11 +29,11 @@ class Segment:
         """Whether its locks still hold for this process: not once its server runs in another PID namespace."""
         return bool(lib.smb_segment_is_shared(self.pointer))
 
-    def version(self) -> tuple[int, int]:
-        """(version published, version whose publication has begun, 0 for none ever)."""
-        version, writing = ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        lib.smb_segment_version(self.pointer, version, writing)
-        return int(version[0]), int(writing[0])
+    def find_version(self, version: int) -> tuple[int, int]:
+        """(version published, copy in which `version` lies, -1 once it is being overwritten); LATEST: the published."""
+        published = ffi.new("uint64_t *")
+        copy = lib.smb_segment_find_version(self.pointer, version, published)
+        return int(published[0]), int(copy)
 
 
 @dataclass(frozen=True, slots=True)
