@@ -84,8 +84,8 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     word_put(&lock->session, request->session);
     word_put(&lock->request, request->sequence);
     if (which == SYNC_PUBLISHER) {
-        /* Those on the copy that is about to be overwritten: overtaken. Their readers are told at
-         * their next renewal. */
+        /* Drops the pins of the copy that is overwritten next. Their readers learn it at their next
+         * renewal. */
         pins_drop_version(&sync->pins, word_get(&sync->words->version) - 1);
         sync->pinned_ns = UINT64_MAX;
         word_put(&sync->words->writing, word_get(&sync->words->version) + 1);

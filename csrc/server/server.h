@@ -42,7 +42,7 @@ struct smb_server {
     pthread_mutex_t ended_lock;
     uint64_t *ended; /* a ring */
     uint64_t ended_count;
-    _Atomic bool ended_are_known; /* the coordinator has told, once, of all that have */
+    _Atomic bool ended_are_known; /* the coordinator has sent the whole list once */
     /* waits.c: one thread */
     pthread_mutex_t due_lock;
     pthread_cond_t due_changed;
