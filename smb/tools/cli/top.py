@@ -55,7 +55,7 @@ def top(
             return
         out = console()
         if once or not out.is_terminal:
-            for part in render(look(), out.encoding):
+            for part in render(look(), out.encoding, width=out.width if out.is_terminal else 0):
                 out.print(part)
             return
         _watch(look, interval)

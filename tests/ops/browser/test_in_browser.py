@@ -22,6 +22,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from tests.ops.browser.conftest import Watched
 from tests.support.daemons import running_daemons, wait_for
+from tests.support.live_training import training
 
 Open = Callable[..., Watched]
 
@@ -266,30 +267,6 @@ def test_says_that_it_lost_the_coordinator(open_page: Open, cluster: smb.LocalCl
     row(page, "buffers", "weights").wait_for()
     assert all("ERR_CONNECTION_REFUSED" in error for error in watched.errors)  # the browser's own, for each attempt
     watched.errors.clear()
-
-
-@contextmanager
-def training(address: str) -> Iterator[None]:
-    """Two workers with labels that train "vision/digits" all the while, one of them telling its samples."""
-    leaving = threading.Event()
-
-    def work(label: str, samples: int | None) -> None:
-        with smb.connect(address, name=label) as client:
-            values = np.zeros(50_000, np.float32)
-            with smb.train.join(client, "vision/digits", values, smb.train.DiLoCo(every=5)) as worker:
-                while not leaving.wait(0.01):
-                    values += 0.01
-                    worker.step(samples=samples)
-
-    threads = [threading.Thread(target=work, args=each) for each in (("alice", 32), ("bob", None))]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        leaving.set()
-        for thread in threads:
-            thread.join()
 
 
 @pytest.mark.parametrize("screen", ["desktop", "phone"])
