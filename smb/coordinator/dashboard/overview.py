@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from smb.coordinator.dashboard.diagnosis import LATE_S, owners_of, problems
+from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, owners_of, problems
 from smb.coordinator.dashboard.history import Amounts, Busy, History, Seen, ServerWatch, Watch
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
@@ -285,6 +285,7 @@ def _server(view: View, server: ServerRecord) -> Json:
     watch = view.watch_of(server)
     current = watch if watch and view.state.alive(server.name, view.now) else None
     load = current.load if current else pb.ServerLoad()
+    errors = current.errors_recently if current else {}
     return {
         "name": server.name,
         "state": view.server_state(server.name),
@@ -299,7 +300,7 @@ def _server(view: View, server: ServerRecord) -> Json:
         "connections": sum(load.connections.values()),
         "parked": load.parked_requests,  # codespell:ignore parked
         "waiting": load.waiting_requests,
-        "errors_recently": sum(current.errors_recently.values()) if current else 0,
+        "errors_recently": sum(count for reason, count in errors.items() if reason not in USUAL),
     }
 
 
