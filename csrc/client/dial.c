@@ -43,9 +43,7 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, str
 {
     if (connect(fd, name, length) == 0)
         return SMB_OK;
-    if (errno == EAGAIN) /* a Unix listener whose queue is full */
-        return SMB_DISCONNECTED;
-    if (errno != EINPROGRESS)
+    if (errno != EINPROGRESS) /* EAGAIN: a Unix listener whose queue is full */
         return SMB_DISCONNECTED;
     int status = wait_ready(fd, POLLOUT, until);
     int failure = 0;

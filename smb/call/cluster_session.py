@@ -205,12 +205,13 @@ def _renew(
 
     Whoever trains renews it more often: with each renewal the coordinator hears how far it is.
     """
-    renewed_at = time.monotonic()
+    renewed_at = looked_at = time.monotonic()
     while True:
         every_s = lease / _RENEWALS_PER_LEASE
-        due_s = max(0.0, renewed_at + min(_REPORT_S, every_s) - time.monotonic())
+        due_s = max(0.0, min(looked_at + _REPORT_S, renewed_at + every_s) - time.monotonic())
         if stop.wait(min(due_s, coordinator.tokens.next_s())):
             return
+        looked_at = time.monotonic()
         ours = session()
         if ours is None:
             coordinator.close()

@@ -230,7 +230,7 @@ def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Cal
     # The mark before the incarnation: who is seen is seen with its own mark.
     if table.swap(row, t.MARK, former, member.mark) != former:
         return None
-    member.set(t.STEPS, int(rows[1:, t.STEPS].max()))
+    member.set(t.STEPS, int(np.max(rows[1:, t.STEPS])))
     member.set(t.SAMPLES_BEFORE, int(rows[row, t.SAMPLES_BEFORE] + rows[row, t.SAMPLES]))
     member.set(t.JOINED_US, time.time_ns() // 1000)
     member.set(t.PID, os.getpid())

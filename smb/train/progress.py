@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from smb.train import member_table as t
 
 
@@ -37,7 +39,7 @@ def progress_of(rows: t.Rows) -> Progress:
     """Return what the table says."""
     members = rows[1:]
     return Progress(
-        steps=int(members[:, t.STEPS].max()),
+        steps=int(np.max(members[:, t.STEPS])),
         samples=int((members[:, t.SAMPLES] + members[:, t.SAMPLES_BEFORE]).sum()),
         round=int(rows[0, t.ROUND]) >> t.ROUND_SHIFT,
     )

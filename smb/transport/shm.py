@@ -93,7 +93,9 @@ class SharedMemory:
         try:
             yield
         except EngineError as error:
-            # What a killed server leaves: a socket without a listener, or a connection that it never accepted.
-            if error.status is Status.TIMEOUT or error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
+            # A killed server leaves a socket without a listener, or a connection that nobody accepts; a stopped one
+            # leaves a full queue.
+            transient = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EAGAIN)
+            if error.status is Status.TIMEOUT or error.errno in transient:
                 raise NoAnswerError(f"nobody answers at the socket {place.unix_path}: {error}") from error
             raise NoPathError(f"the socket at {place.unix_path} does not let us in: {error}") from error
