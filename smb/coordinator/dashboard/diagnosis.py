@@ -1,4 +1,4 @@
-"""What is wrong, and what to do about it: from what the coordinator knows and has seen. Pure."""
+"""Problems, and what to do about them: from the coordinator's state and observations. Pure."""
 
 from __future__ import annotations
 

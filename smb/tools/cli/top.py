@@ -87,7 +87,7 @@ def _watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
 
 
 class _News:
-    """What a thread finds out and another one waits for: readable once there is something new."""
+    """A result that one thread finds and another waits for: readable once it is new."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
