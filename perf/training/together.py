@@ -122,7 +122,8 @@ def _learn(client: smb.Client, processes: int, rank: int, seed: int, own: Any, u
         for step in range(1, STEPS + 1):
             batch = torch.randperm(ROWS)[:BATCH]
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(own[0][batch]), own[1][batch]).backward()
+            loss: Any = nn.functional.cross_entropy(model(own[0][batch]), own[1][batch])
+            loss.backward()
             optimizer.step()
             if rank == 0 and step % LOOK == 0:
                 curve.append((step, _accuracy(model, *unseen)))
