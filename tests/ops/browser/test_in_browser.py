@@ -280,6 +280,8 @@ def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Clie
         wait_text(row(page, "trainings", "vision/digits"), r"trains.*diloco.*[1-9].*2.*[1-9][\d.]*( k)?/s")
         wait_for(lambda: page.locator("#n-trainings").inner_text() == "1", "the count in the heading")
         assert row(page, "buffers", "vision/digits/tick").count() == 0
+        wait_text(page.locator("#event-list"), 'made buffer "vision/digits"')
+        assert "vision/digits/tick" not in page.locator("#event-list").inner_text()
         wait_text(row(page, "buffers", "weights"), "weights")
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / f"training-{screen}.png", full_page=True)
