@@ -601,6 +601,8 @@ int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_ins
                               uint32_t timeout_ms, uint64_t *instance);
 int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms,
                        uint64_t *instance);
+/* It gets no other connection: once this one breaks, the link is closed, and its calls end. */
+void smb_link_once(struct smb_link *link);
 /* Out of the caller's hands, without a connection; 1 if it still wants one. */
 int smb_link_let_go(struct smb_link *link);
 int smb_link_wanted(struct smb_link *link);

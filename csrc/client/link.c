@@ -75,6 +75,12 @@ void smb_link_close(struct smb_link *link)
     link_release(link);
 }
 
+void smb_link_once(struct smb_link *link)
+{
+    atomic_store(&link->once, true);
+    client_wake_progress(link->client); /* it may be down already */
+}
+
 int smb_link_let_go(struct smb_link *link)
 {
     pthread_mutex_lock(&link->client->mutex);
@@ -249,7 +255,9 @@ bool link_progress(struct smb_link *link)
         break_connection(link);
         moved = true;
     }
-    if (link_state_of(link) == LINK_DOWN)
+    if (link_state_of(link) == LINK_DOWN && atomic_load(&link->once))
+        link_shut(link, SMB_LINK_LOST);
+    else if (link_state_of(link) == LINK_DOWN)
         client_want_link(link, link_busy(link));
     return moved;
 }

@@ -40,6 +40,7 @@ struct smb_link {
     _Atomic bool closing;            /* asked for by its owner; the progress thread does it */
     struct channel *_Atomic fresh;   /* a new connection, handed over; NULL: none */
     _Atomic bool fresh_by_reference; /* of what kind; stored before `fresh` */
+    _Atomic bool once;               /* nobody connects it again */
     _Atomic int state; /* enum link_state; written by the progress thread, read by anyone */
     /* status of calls on a closed link; before `closing`, by who connects it anew, or the progress
      * thread's */

@@ -190,6 +190,10 @@ class Link:
         check(resume(self.pointer, *arguments, instance, *reason), why)
         return int(instance[0])
 
+    def connect_once(self) -> None:
+        """Have it closed, and its calls end, once this connection breaks: nobody gives it another."""
+        lib.smb_link_once(self.pointer)
+
     def let_go(self) -> None:
         """Stop trying to connect it."""
         lib.smb_link_let_go(self.pointer)

@@ -18,6 +18,9 @@ from smb.errors import NotFoundError, UnavailableError
 from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
 from smb.transport.reconnect import Links
 
+# What an attaching link ends with if its server dies, or does not answer.
+_GONE = (Status.LINK_LOST, Status.DISCONNECTED, Status.TIMEOUT)
+
 
 class SharedMemory:
     """Transport `shm`."""
@@ -48,7 +51,7 @@ class SharedMemory:
                     if error.status in (Status.NOT_FOUND, Status.STALE_EPOCH):
                         raise NotFoundError(f"server {place.server} has no such segment: {error}") from error
                     self._links.pop(place.instance_id, None)
-                    refusal = NoAnswerError if error.status in (Status.LINK_LOST, Status.TIMEOUT) else NoPathError
+                    refusal = NoAnswerError if error.status in _GONE else NoPathError
                     raise refusal(f"{place.unix_path} did not hand out the segment: {error}") from error
                 self._mapped[place.id] = segment
         return SegmentPath(self.name, "same host", segment=segment)
@@ -75,7 +78,8 @@ class SharedMemory:
         if instance_id != place.instance_id:
             # It was restarted, and the coordinator will know; or it belongs to another server.
             raise NoAnswerError(f"at the socket {place.unix_path} answers another run, or another server")
-        self._links[place.instance_id] = link
+        link.connect_once()
+        self._links = {run: kept for run, kept in self._links.items() if kept.alive()} | {instance_id: link}
         return link
 
     def _resume(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:

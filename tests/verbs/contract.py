@@ -85,6 +85,7 @@ LEFT_OUT = {
     "regressions/test_call_inside_a_call.py": _ELSEWHERE,
     "regressions/test_close_beside_stopped_daemons.py": "tests/verbs/test_closing.py has it",
     "regressions/test_close_while_reconnecting.py": "tests/verbs/test_closing.py has it",
+    "regressions/test_dead_attaching_link.py": "is about shared memory",
     "regressions/test_dead_server_over_shm.py": "is about shared memory",
     "regressions/test_deleted_memory.py": "tests/verbs/test_refusals.py has it for keys",
     "regressions/test_ended_sessions_records.py": "puts a proxy between the ends of a socket",
