@@ -39,14 +39,19 @@ setup(script_args=["-q", *commands], options={**places, "bdist_wheel": {"bdist_d
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the archive."""
     work = tmp_path_factory.mktemp("wheel")
+    tree = work / "tree"  # a copy: the build writes its gRPC code anew, which other tests are reading
+    for room in ("smb", "memserver", "csrc"):
+        shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for file in ("pyproject.toml", "setup.cfg", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tree)
     (work / "lib" / "smb").mkdir(parents=True)
     for engine in ("_engine.abi3.so", f"_direct{sysconfig.get_config_var('EXT_SUFFIX')}"):
         shutil.copy(ROOT / "smb" / engine, work / "lib" / "smb")
     out = work / "dist"
     commands = ["build_py", "bdist_wheel", "--skip-build", "--dist-dir", out, "sdist", "--dist-dir", out]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": str(tree)}
     done = subprocess.run(
-        [sys.executable, "-c", MAKE, work, *commands], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", MAKE, work, *commands], cwd=tree, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out
