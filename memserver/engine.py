@@ -47,7 +47,7 @@ _ERRORS: dict[int, type[Error]] = {
 
 @dataclass(frozen=True, slots=True)
 class SegmentForm:
-    """What a segment is made as. Sizes are bytes; dtype is the engine's number."""
+    """The description of a new segment. Sizes are bytes; dtype is the engine's number."""
 
     id: int
     epoch: int
@@ -92,13 +92,13 @@ class NotReadyError(UnavailableError):
     """Not yet: no key of tokens is known."""
 
 
-# What was done, as uint64[2, transports, opcodes]: operations, and bytes.
+# Counters, as uint64[2, transports, opcodes]: operations, and bytes.
 Share = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What is held or waited for at one segment. `session` holds it (0: nobody), in a holding that `token` tells from
+    """A lock held, or a wait, at one segment. `session` holds it (0: nobody), in a holding that `token` tells from
     others, for `left_ms` unless it renews; `waiting` requests wait; at a barrier `arrived` of `parties` are there.
     """
 
@@ -114,7 +114,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was found in the journal of an earlier run: changes finished now, chunks whose journal is gone (element by
+    """Findings in the journal of an earlier run: changes finished now, chunks whose journal is gone (element by
     element old or new), and whether what lay there was no journal."""
 
     finished: int

@@ -40,7 +40,7 @@ _FATAL: dict[grpc.StatusCode, type[Error]] = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this run of the server says of itself. Addresses are host:port as clients can reach them."""
+    """The description that this run of the server registers. Addresses are host:port as clients can reach them."""
 
     name: str
     instance_id: int

@@ -28,7 +28,7 @@ ENDED_MAX = 65_536
 
 
 class Segments:
-    """What is held, by id."""
+    """The segments that are held, by id."""
 
     def __init__(self, engine: Engine, place: Place, capacity_bytes: int, limit: MemoryLimit | None = None) -> None:
         """`limit` None: there is none, or the directory's pages do not count against it."""
@@ -167,7 +167,7 @@ class Segments:
         room = self._limit.room_bytes() if self._limit is not None else None
         if room is None or self._limit is None:
             return
-        # What is being made counts as a whole: some of it may be in `room` already, which errs to the safe side.
+        # A segment in the making counts as a whole: some of it may be in `room` already, which errs to the safe side.
         left = room - HEADROOM_BYTES - (self._making_bytes - file_bytes)
         if file_bytes > left:
             asked, free, whole = map(format_bytes, (file_bytes, max(left, 0), self._limit.nbytes or 0))

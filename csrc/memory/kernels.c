@@ -174,7 +174,7 @@ static struct isa {
     step_function step;
     delta_function delta_encode;
     bool crc_instruction;
-    bool wide; /* with copies to suit */
+    bool wide; /* with copies of the same width */
 } isas[4] = {{"generic", apply_generic, encode_generic, apply_encoded_generic, step_generic,
               delta_encode_generic, false, false}};
 static int isa_count = 1;
@@ -578,7 +578,8 @@ static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t byt
 }
 TARGET_END
 
-/* Where these cores fetch ahead by themselves, to ask for it costs 7 % from 16 MiB up. */
+/* Without prefetch instructions: these cores fetch ahead by themselves, and asking costs 7 % from
+ * 16 MiB up. */
 TARGET_BEGIN("avx512f")
 static void copy_around_cache_wide(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {

@@ -42,7 +42,7 @@ struct record {
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
 
-/* Where they lie in a mapped segment. */
+/* Their places in a mapped segment. */
 struct record_table {
     struct record *records;
     uint32_t count;
@@ -80,7 +80,7 @@ void records_end_session(struct records *records, uint64_t session);
 int record_judge(const struct record *record, uint64_t sequence);
 /* The change was refused. */
 void record_refuse(struct record *record, uint64_t sequence);
-/* The change has been made. `with_result`: one whose result a repetition must be told. */
+/* The change has been made. `with_result`: a repetition must get the same result. */
 void record_note(struct record *record, uint64_t sequence, bool with_result, uint64_t result);
 bool record_result(const struct record *record, uint64_t sequence, uint64_t *result);
 

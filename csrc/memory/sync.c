@@ -9,8 +9,8 @@
 #include "memory/sync_queue.h"
 #include "memory/sync_version.h"
 
-/* What an earlier run left. Here only: afterwards the words are ours, and calls whose times are a
- * little apart must not take each other's longest lease for garbage. */
+/* Checks what an earlier run left. This happens only at the start. Later, calls with slightly
+ * different times would take each other's longest lease for garbage. */
 static void mend_words(struct sync_words *words, uint64_t now_ns)
 {
     struct sync_lock_words *publisher = &words->locks[SYNC_PUBLISHER];
@@ -19,9 +19,9 @@ static void mend_words(struct sync_words *words, uint64_t now_ns)
     for (int i = 0; i < SYNC_LOCKS; i++)
         if (word_get(&words->locks[i].expires_ns) > clock_later(now_ns, SYNC_TTL_MS_MAX))
             word_put(&words->locks[i].expires_ns, 0);
-    /* A holder writes the version after the published one: this one has published, and was killed
-     * before it let go. Its repeated PUBLISH is told so for as long as any UNLOCK is, whether its
-     * lease went on or not. */
+    /* A holder writes the version after the published one. This one published, and was killed
+     * before its release. Its repeated PUBLISH succeeds for as long as a repeated UNLOCK does,
+     * whatever became of its lease. */
     if (word_get(&publisher->expires_ns) != 0 && writing == version) {
         word_put(&publisher->released,
                  word_get(&publisher->released) | lock_released_bit(word_get(&publisher->token)));

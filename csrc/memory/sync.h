@@ -97,7 +97,7 @@ struct waiter {
 
 struct sync;
 
-/* What happened, for metrics; relaxed, and rare. */
+/* Event counts for metrics. Relaxed, and rarely changed. */
 struct sync_counters {
     _Atomic uint64_t granted, waited, timed_out; /* locks; requests for them */
     /* locks whose holder did not renew them; whose holder's session ended */

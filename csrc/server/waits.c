@@ -1,6 +1,6 @@
-/* What waits by nature, on the daemon's side of sync.h: requests taken off their connections, and
- * the one thread that does what time demands. An answer may come on any thread; it goes to the loop
- * of its connection, and from there to the peer. */
+/* Requests that wait, on the daemon's side of sync.h: taken off their connections, and the one
+ * thread that does what time demands. An answer may come on any thread; it goes to the loop of its
+ * connection, and from there to the peer. */
 #include "server/waits.h"
 
 #include <stdlib.h>

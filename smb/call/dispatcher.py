@@ -59,7 +59,7 @@ class Dispatcher:
 
     @property
     def info(self) -> BufferInfo:
-        """What the coordinator told of the buffer, as last heard."""
+        """The coordinator's last description of the buffer."""
         return self.arguments.info
 
     def call(

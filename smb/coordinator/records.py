@@ -67,7 +67,7 @@ class BufferRecord:
 
     @property
     def key(self) -> str:
-        """What it is known by."""
+        """Its name with its kind."""
         return key_of(self.kind, self.name)
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine computes by itself: kernels, layouts, sums, sizes. No connection, no shared memory."""
+"""Pure computations of the engine: kernels, layouts, sums, sizes. No connection, no shared memory."""
 
 from __future__ import annotations
 

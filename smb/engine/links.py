@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a session may do with a segment until when; see csrc/base/access.h."""
+    """A session's rights to a segment, and until when; see csrc/base/access.h."""
 
     segment_id: int
     epoch: int
@@ -49,7 +49,7 @@ class Token:
 
 
 class Tls:
-    """What a connection inside TLS takes: an authority, a certificate of it and its key, as PEM."""
+    """The parts of a connection inside TLS: an authority, a certificate of it and its key, as PEM."""
 
     def __init__(self, ca: bytes, certificate: bytes, key: bytes) -> None:
         """Raises InvalidArgumentError where they do not belong together."""

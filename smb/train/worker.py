@@ -130,7 +130,7 @@ class Worker:
 
     @property
     def status(self) -> WorkerStatus:
-        """What the group knows of this worker."""
+        """The group's record of this worker."""
         return worker_status(self._group.table.read(), self._group.member.slot)
 
     @property
@@ -347,7 +347,7 @@ class Worker:
         )
 
     def _report(self) -> pb.TrainingReport:
-        """What the coordinator is told, for people. No call; from another thread."""
+        """Return the report for the coordinator, for people. No call; from another thread."""
         member = self._group.member
         return pb.TrainingReport(
             name=self.name,

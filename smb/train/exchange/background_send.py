@@ -1,4 +1,4 @@
-"""What a worker adds to the shared weights by itself: its deltas, each exactly once, whatever calls fail in between."""
+"""Sends a worker's deltas to the shared weights, each exactly once, whatever calls fail in between."""
 
 from __future__ import annotations
 
