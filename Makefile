@@ -34,7 +34,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -52,7 +52,7 @@ endif
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n : 8)))
 pytest: $(VENV)/test-installed
-	-@$(MAKE) --no-print-directory spin systemd chromium prometheus etcd-server fuse3
+	-@$(MAKE) --no-print-directory spin systemd chromium tmux prometheus etcd-server fuse3
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
@@ -123,6 +123,11 @@ spin:
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
 		>/dev/null 2>&1 || echo "chromium is not here and could not be installed: the page is not tested"
+
+# A terminal for the test of `smb top`. Without it that is reported as not run.
+tmux:
+	@command -v tmux >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends tmux; } \
+		>/dev/null 2>&1 || echo "tmux is not here and could not be installed: smb top is not tried in a terminal"
 
 # What the engine's TLS is compiled with; csrc/check-build-needs.sh asks for it where the package is built.
 libssl:

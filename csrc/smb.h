@@ -46,16 +46,16 @@ enum smb_status {
     SMB_DEFERRED = 13,      /* will be answered later; only inside the server, never on the wire */
     /* the link was down before anything of this call was sent: not applied */
     SMB_DISCONNECTED = 16,
-    SMB_LINK_LOST = 17, /* the link broke with frames in flight: outcome unknown */
+    SMB_LINK_LOST = 17, /* the link broke with in-flight requests: outcome unknown */
     SMB_PROTOCOL = 18,  /* the peer sent a frame that is none; the link is closed */
     SMB_VERSION = 19,   /* the peer speaks another version of the protocol */
-    /* what arrived is not what was sent; the link gets another connection. Never on the wire */
+    /* a checksum was wrong; the link gets another connection. Never on the wire */
     SMB_CHECKSUM = 20,
     /* the segment's server is in another PID namespace: nothing applied; reach it over a link.
      * Never on the wire */
     SMB_NAMESPACE = 21,
-    /* the peer is not whom it should be, or takes us for none of its own: nothing of any buffer
-     * went there. Never on the wire */
+    /* the peer is not the expected one, or refuses us: no buffer's bytes went there. Never on the
+     * wire */
     SMB_UNTRUSTED = 22,
     SMB_SYSTEM = 32 /* a system call failed: errno tells */
 };
@@ -103,7 +103,7 @@ enum smb_wire {
 };
 enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
 
-/* What an optimizer does with weights b, a gradient g and its state m, v, all float32. With g' =
+/* An optimizer's step with weights b, a gradient g and its state m, v, all float32. With g' =
  * scale*g + weight_decay*b (the last term left out where weight_decay is 0), each step below
  * rounded to float32, from left to right:
  *   sgd       b - lr*g'
@@ -138,7 +138,7 @@ struct smb_hyper {
     double alpha;
 };
 
-/* What a frame asks. Retired numbers are never reused. */
+/* A frame's operation. Retired numbers are never reused. */
 enum smb_opcode {
     SMB_HELLO = 1,
     SMB_ATTACH = 2, /* Unix socket only: the reply carries the segment's file descriptor */
@@ -150,7 +150,7 @@ enum smb_opcode {
     SMB_FETCH_ADD = 8,
     SMB_COMPARE_SWAP = 9,
     SMB_WATERMARK = 10, /* the last change of this session and lane that the segment has */
-    /* What waits, on the home segment; arguments and answers: sync.h. */
+    /* Operations that may wait, on the home segment; arguments and answers: sync.h. */
     SMB_LOCK = 11,
     SMB_UNLOCK = 12,
     SMB_RENEW = 13,
@@ -194,7 +194,7 @@ struct smb_latency {
     uint64_t buckets[27];
     uint64_t sum_ns;
 };
-/* What one segment, or one session, was served. */
+/* Counts of one segment, or of one session. */
 struct smb_share {
     uint64_t id;
     uint64_t operations[4][25];
@@ -209,7 +209,7 @@ enum {
     SMB_SEGMENTS_PER_BUFFER_MAX = 1024
 };
 
-/* What a token lets its session do with a segment. */
+/* A session's rights to a segment, by token. */
 enum smb_right { SMB_RIGHT_READ = 1, SMB_RIGHT_WRITE = 2 };
 enum { SMB_KEY_BYTES = 32, SMB_KEYS_MAX = 3 };
 /* Why a token is not taken, in the argument of the answer to AUTHORIZE; 0: from a server that does
@@ -263,10 +263,30 @@ int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to);
  * it. */
 int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first,
                              uint64_t count, double scale);
-/* What count float32 elements at byte `offset` of a buffer are when they arrive: rounded piece by
- * piece, as they are cut at multiples of chunk_bytes. `to` may be `from`. */
+/* Gives count float32 elements at byte `offset` of a buffer the values that they arrive with. They
+ * are rounded piece by piece, cut at multiples of chunk_bytes. `to` may be `from`. */
 int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset,
                      uint32_t chunk_bytes, void *to);
+/* Elements of one part of a delta at most. */
+enum { SMB_DELTA_PART_MAX = 16777216 };
+struct smb_delta {
+    uint64_t bytes;   /* of the part; 0: nothing changed, there is none */
+    uint64_t changes; /* elements */
+    uint64_t sum;     /* what they add to the state's sum, modulo 2^64 */
+};
+/* One part of what makes `fresh` of `old`, count elements of `width` bytes (1, 2, 4, 8), of which
+ * the first is element `first` of the state, whole 64-bit words; `old` becomes it. Bits are compared, not values.
+ * SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has become it all the same. The format
+ * is in csrc/memory/delta.h. */
+int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t count, uint64_t first,
+                     void *to, uint64_t room, struct smb_delta *delta);
+/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words. SMB_INVALID: it is none; the
+ * state may have changed. Whatever the bytes are, nothing outside of the state is touched. *sum
+ * becomes what it is by then. */
+int smb_delta_apply(uint32_t width, void *state, uint64_t count, const void *delta, uint64_t bytes,
+                    uint64_t *sum);
+/* The sum of a state of so many 64-bit words. */
+uint64_t smb_state_sum(const void *state, uint64_t words);
 /* CRC-32C (Castagnoli) of bytes that follow those of which `crc` is it; 0 at first. */
 uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
 /* Instruction sets compiled in and usable here, widest last. When the library loads, it takes the
@@ -346,9 +366,10 @@ uint64_t smb_segment_data_offset(const struct smb_segment *segment);
  * changes. */
 const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes,
                                uint32_t *sequence_at);
-/* What is published, and the publication that has begun (0: none ever), of the buffer whose first
- * segment this is. */
-void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing);
+/* Of the buffer whose first segment this is: the copy in which a version lies (UINT64_MAX: the one
+ * published last), -1 once it is being overwritten; and which was published last. */
+int smb_segment_find_version(const struct smb_segment *segment, uint64_t sought,
+                             uint64_t *published);
 /* Marks it deleted: every later operation, from any process that maps it, gets SMB_NOT_FOUND. */
 void smb_segment_mark_deleted(struct smb_segment *segment);
 /* Adds what local clients have done on their own mapping to operations[opcode] and
@@ -444,9 +465,9 @@ struct smb_key {
 };
 int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set,
                         uint64_t now_ms);
-/* What a client shows on the control plane for keys of RDMA: `shown->secret` is its proof
- * (access.h). SMB_OK: the coordinator gave the session that token, and it is good for *left_ns from
- * now. SMB_DENIED; SMB_BUSY before a key is known. */
+/* A client's proof on the control plane, for keys of RDMA: `shown->secret` is its proof (access.h).
+ * SMB_OK: the coordinator gave the session that token, and it is good for *left_ns from now.
+ * SMB_DENIED; SMB_BUSY before a key is known. */
 int smb_server_check_proof(struct smb_server *server, uint64_t session,
                            const struct smb_token *shown, uint64_t *left_ns);
 /* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is
@@ -469,9 +490,10 @@ int smb_server_open_journal(struct smb_server *server, const char *path,
 /* Everything that the session holds here is given up: connections, locks, seats, pins, waits. It is
  * not let in again. */
 void smb_server_end_session(struct smb_server *server, uint64_t session);
-/* Every session that ended before now, also during earlier runs, has been ended here: from now on a
- * session that is let in never lost a record because it had ended. */
-void smb_server_know_ended(struct smb_server *server);
+/* `all`: every session that ended before now, also during earlier runs, has been ended here. Until
+ * this server forgets one of them, a session that is let in never lost a record because it had
+ * ended. */
+void smb_server_know_ended(struct smb_server *server, bool all);
 /* Segments with two copies: docs/decisions/0025. */
 enum smb_replica_role { SMB_REPLICA_NONE = 0, SMB_REPLICA_PRIMARY = 1, SMB_REPLICA_BACKUP = 2 };
 /* Lanes from here on are of one such segment each. */
@@ -520,14 +542,13 @@ struct smb_latencies {
     struct smb_latency of[4][25];
 };
 void smb_server_latencies(struct smb_server *server, struct smb_latencies *latencies);
-/* What was done for each segment (SHM: by local clients on their own mapping), and over the
- * connections of each session that has not ended. Writes at most `most`, in no order; returns how
- * many. */
+/* Counts for each segment (SHM: by local clients on their own mapping), and over the connections of
+ * each session that has not ended. Writes at most `most`, in no order; returns how many. */
 uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *shares,
                                    uint64_t most);
 uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares,
                                    uint64_t most);
-/* What is held or waited for at one segment, now. */
+/* Locks held, and waits, at one segment, now. */
 enum smb_wait_kind {
     SMB_WAIT_LOCK = 0,
     SMB_WAIT_PUBLISHER = 1,
@@ -564,10 +585,10 @@ void smb_client_use_checksums(struct smb_client *client);
 void smb_client_want_proof(struct smb_client *client);
 /* Answers that arrived spoilt, so far. Servers count requests that did. */
 uint64_t smb_client_spoilt(struct smb_client *client);
-/* What this client has done since smb_client_count (before that nothing is counted, and nothing is
- * lost to counting). SHM: on its own mapping; TCP and UNIX: calls over links of that kind, counted
- * once, also where they took several frames or several servers. Latencies are of whole calls; of
- * those that took no wait at all one in 64 is timed, and stands for 64. */
+/* Counts of this client since smb_client_count (before that nothing is counted, and nothing is lost
+ * to counting). SHM: on its own mapping; TCP and UNIX: calls over links of that kind, counted once,
+ * also where they took several frames or several servers. Latencies are of whole calls; of those
+ * that took no wait at all one in 64 is timed, and stands for 64. */
 struct smb_client_counters {
     uint64_t operations[4][25];
     uint64_t bytes[4][25];
@@ -586,7 +607,7 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane,
                             uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
 /* Over TCP inside TLS, to the memory server whose certificate is for the name `expected`.
- * SMB_UNTRUSTED: it is not there, and why[] says who is, or it does not take us. */
+ * SMB_UNTRUSTED: another name answers (why[] has it), or the server refuses us. */
 int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port,
                            struct smb_tls *tls, const char *expected, uint16_t lane,
                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance,
@@ -646,9 +667,9 @@ void smb_link_set_epoch(struct smb_link *link, uint32_t epoch);
 /* Ends every call on it with that status, and every later one. */
 void smb_link_fail(struct smb_link *link, int status);
 int smb_link_wanted(struct smb_link *link);
-/* Wakes and fails every call in progress, with SMB_LINK_LOST where frames were in flight, and every
- * later one, with SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go on
- * working. */
+/* Wakes and fails every call in progress, with SMB_LINK_LOST if it had in-flight requests, and
+ * every later one, with SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go
+ * on working. */
 void smb_client_close(struct smb_client *client);
 /* Frees it. No call is in progress, no buffer or link of it will be used again. */
 void smb_client_destroy(struct smb_client *client);
@@ -675,7 +696,7 @@ int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_re
 /* Frees it; one that is not answered yet is given up. */
 void smb_ask_end(struct smb_pending *pending);
 
-/* What became of the parts of a call that failed before all was confirmed. */
+/* The outcomes of the parts of a failed call. */
 struct smb_unknown;
 enum smb_outcome_state {
     SMB_OUTCOME_PENDING = 0,
@@ -683,8 +704,8 @@ enum smb_outcome_state {
     SMB_OUTCOME_NOT_APPLIED = 2,
     SMB_OUTCOME_UNKNOWN = 3
 };
-/* Blocks until it is known of every part, up to timeout_ms: SMB_TIMEOUT. What was not applied then
- * never will be. */
+/* Blocks until every part's outcome is known, at most timeout_ms: SMB_TIMEOUT. A part that is not
+ * applied by then never will be. */
 int smb_unknown_resolve(struct smb_client *client, struct smb_unknown *unknown,
                         uint32_t timeout_ms);
 /* Once resolved. Part `index`, false past the last. */
@@ -698,10 +719,10 @@ struct smb_buffer;
 
 int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype,
                       struct smb_buffer **buffer);
-/* Where segment `index` is reached: over a link, or through a local mapping (a reference is taken).
- * Set before the first call; after a reconnect make another smb_buffer, and destroy this one when
- * no call uses it any more. SMB_UNTRUSTED: the client wants proof and the link's server has given
- * none (smb_link_authorize), so nothing may be sent there. */
+/* Sets how segment `index` is reached: over a link, or through a local mapping (a reference is
+ * taken). Set before the first call; after a reconnect make another smb_buffer, and destroy this
+ * one when no call uses it any more. SMB_UNTRUSTED: the client wants proof and the link's server
+ * has given none (smb_link_authorize), so nothing may be sent there. */
 int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id,
                         uint32_t epoch, struct smb_link *link);
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);

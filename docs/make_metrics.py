@@ -18,7 +18,7 @@ alerts, [deploy/grafana](../deploy/grafana/make_dashboards.py) four dashboards: 
 Prometheus, done. Each alert has its runbook in [operating.md](operating.md#alerts).
 
     smb up                                             # says "its page at http://127.0.0.1:9470/"
-    sed 's/COORDINATOR:9470/127.0.0.1:PORT/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
+    sed 's/COORDINATOR/127.0.0.1/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
     prometheus --config.file=deploy/prometheus/mine.yml --storage.tsdb.path=prometheus-data
 
 `make prometheus` installs Debian's Prometheus, as root, where there is none; http://127.0.0.1:9090/targets then shows

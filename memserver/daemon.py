@@ -53,7 +53,7 @@ _log = logging.getLogger("memserver")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `smb-memserver` was told."""
+    """The options of `smb-memserver`."""
 
     coordinator: str
     listen: str
@@ -244,7 +244,7 @@ def _feed_watchdog(served: Segments, interval_s: float, stop: threading.Event) -
 
 
 class _Health:
-    """What /healthz says. Serving without the coordinator is healthy: data goes on."""
+    """The answer of /healthz. Serving without the coordinator is healthy: data goes on."""
 
     def __init__(self, options: Options, address: str, segments: Segments, life: Life) -> None:
         self._options = options

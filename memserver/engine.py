@@ -47,7 +47,7 @@ _ERRORS: dict[int, type[Error]] = {
 
 @dataclass(frozen=True, slots=True)
 class SegmentForm:
-    """What a segment is made as. Sizes are bytes; dtype is the engine's number."""
+    """The description of a new segment. Sizes are bytes; dtype is the engine's number."""
 
     id: int
     epoch: int
@@ -106,13 +106,13 @@ class NotReadyError(UnavailableError):
     """Not yet: no key of tokens is known."""
 
 
-# What was done, as uint64[2, transports, opcodes]: operations, and bytes.
+# Counters, as uint64[2, transports, opcodes]: operations, and bytes.
 Share = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What is held or waited for at one segment. `session` holds it (0: nobody), in a holding that `token` tells from
+    """A lock held, or a wait, at one segment. `session` holds it (0: nobody), in a holding that `token` tells from
     others, for `left_ms` unless it renews; `waiting` requests wait; at a barrier `arrived` of `parties` are there.
     """
 
@@ -128,7 +128,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was found in the journal of an earlier run: changes finished now, chunks whose journal is gone (element by
+    """Findings in the journal of an earlier run: changes finished now, chunks whose journal is gone (element by
     element old or new), and whether what lay there was no journal."""
 
     finished: int
@@ -341,9 +341,9 @@ class Engine:
         """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""
         lib.smb_server_end_session(self._server, session_id)
 
-    def know_ended(self) -> None:
-        """Say that every session that ended before now, also during earlier runs, has been ended here."""
-        lib.smb_server_know_ended(self._server)
+    def know_ended(self, all_of_them: bool) -> None:
+        """Say whether every session that ended before now, also during earlier runs, has been ended here."""
+        lib.smb_server_know_ended(self._server, all_of_them)
 
     def counters(self) -> Counters:
         """Read the counters."""

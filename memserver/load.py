@@ -1,4 +1,4 @@
-"""What a renewal tells of this server's load: for people, so nothing depends on it; and what its log says of it."""
+"""The report of this server's load in a renewal: for people, so nothing depends on it; and its lines in the log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shortage:
 
 
 class Busy:
-    """What was done since the last look for each segment, or by each session: the busiest of them."""
+    """The load since the last look, of each segment or session: the busiest of them."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[int, int]] = {}
@@ -61,7 +61,7 @@ class Busy:
 
 
 class Told:
-    """What one renewal after the other is compared with."""
+    """The counters of the last renewal, which the next one is compared with."""
 
     def __init__(self) -> None:
         self.shortage, self.segments, self.sessions = Shortage(), Busy(), Busy()

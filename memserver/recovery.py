@@ -1,4 +1,4 @@
-"""What an earlier run of this server left: its segments are served again, its unfinished ones removed, additions that
+"""Takes over the segments of an earlier run: whole ones are served again, unfinished ones removed, additions that
 were interrupted are finished."""
 
 from __future__ import annotations

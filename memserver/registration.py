@@ -43,7 +43,7 @@ _FATAL: dict[grpc.StatusCode, type[Error]] = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this run of the server says of itself. Addresses are host:port as clients can reach them."""
+    """The description that this run of the server registers. Addresses are host:port as clients can reach them."""
 
     name: str
     instance_id: int
@@ -253,7 +253,7 @@ class Registration:
 
     def _end(self, ended: pb.EndedSessions) -> None:
         self._segments.end_sessions(ended.session_ids)
-        self._segments.know_ended()
+        self._segments.know_ended(not ended.forgotten)
         # Not before they have ended here: what we say that we have seen we are not told again.
         self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 

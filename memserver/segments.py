@@ -28,7 +28,7 @@ ENDED_MAX = 65_536
 
 
 class Segments:
-    """What is held, by id."""
+    """The segments that are held, by id."""
 
     def __init__(self, engine: Engine, place: Place, capacity_bytes: int, limit: MemoryLimit | None = None) -> None:
         """`limit` None: there is none, or the directory's pages do not count against it."""
@@ -124,9 +124,9 @@ class Segments:
                     del self._ended[next(iter(self._ended))]
             failpoint("memserver.session.ended")
 
-    def know_ended(self) -> None:
-        """Say that end_sessions was told of every session that has ended, also during earlier runs of this server."""
-        self._engine.know_ended()
+    def know_ended(self, all_of_them: bool) -> None:
+        """Say whether end_sessions was told of every session that has ended, also during earlier runs."""
+        self._engine.know_ended(all_of_them)
 
     def has_ended(self, session_id: int) -> bool:
         """Return whether it was told that this session is over."""
@@ -169,7 +169,7 @@ class Segments:
         room = self._limit.room_bytes() if self._limit is not None else None
         if room is None or self._limit is None:
             return
-        # What is being made counts as a whole: some of it may be in `room` already, which errs to the safe side.
+        # A segment in the making counts as a whole: some of it may be in `room` already, which errs to the safe side.
         left = room - HEADROOM_BYTES - (self._making_bytes - file_bytes)
         if file_bytes > left:
             asked, free, whole = map(format_bytes, (file_bytes, max(left, 0), self._limit.nbytes or 0))

@@ -125,7 +125,7 @@ class Buffer:
 
     @property
     def versions(self) -> int:
-        """Copies: 2 where a read never mixes what publish() replaces, else 1."""
+        """Copies: 2 to 16 where a read never mixes what publish() replaces, else 1."""
         return self._dispatcher.info.versions
 
     @property
@@ -182,26 +182,37 @@ class Buffer:
     # ---- reading and writing
 
     @direct(_READ)
-    def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
+    def read(
+        self,
+        offset: int = 0,
+        count: int | None = None,
+        *,
+        out: Any = None,
+        wire: str | None = None,
+        version: int | None = None,
+    ) -> Array:
         """Return `count` elements from element `offset`, or all.
 
         The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` (a
         contiguous, writable array or CPU tensor of the buffer's dtype and of `count` elements) the bytes go straight
-        there and `out` is returned. Of a buffer with versions=2 it is all of one version: the latest published. With
+        there and `out` is returned. Of a buffer with versions it is all of one version: the latest published, or the
+        one given as `version=`; NotFoundError where that is overwritten or not published yet. With
         `wire` other than "exact" it is what the servers' values are when rounded so.
         """
         number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
+        if version is not None:
+            self._check_version("read", version)
         if self._dispatcher.info.versions == 1:
             itemsize = self._arguments.itemsize
             self._dispatcher.call(Request(_READ, offset * itemsize, count * itemsize, sink=memory.place, wire=number))
         else:
-            self._versions.read(offset, count, memory.place, number)
+            self._versions.read(offset, count, memory.place, number, version)
         return cast(Array, result)
 
     def read_version(self, out: Any, *, wire: str | None = None) -> int:
-        """Read all of a buffer with versions=2 into `out`, as read() does; return the number of the version that it is,
-        0 before the first.
+        """Read all of a buffer with versions into `out`, as read() does; return the number of the version that it is, 0
+        before the first.
         """
         self._check_versions("read_version")
         number = self._arguments.wire(wire, "read_version")
@@ -240,7 +251,7 @@ class Buffer:
         self._check_one_copy(self, "view")
         if self._dispatcher.info.versions > 1:
             raise InvalidArgumentError(
-                f"{self._arguments.asked('view')}: it has two copies that take turns; use read()"
+                f"{self._arguments.asked('view')}: it has several copies that take turns; use read()"
             )
         handle = self._dispatcher.ensure(Deadline(self._session.timeout))
         for place, path in zip(self.layout.segments, self._dispatcher.paths, strict=True):
@@ -373,7 +384,7 @@ class Buffer:
         self._check_beside(other, "accumulate_from")
         if other.info.versions > 1:
             raise InvalidArgumentError(
-                f"{self._arguments.asked('accumulate_from')}: {other!r} has two copies that take turns; "
+                f"{self._arguments.asked('accumulate_from')}: {other!r} has several copies that take turns; "
                 f"read() it and accumulate"
             )
         request = Request(Opcode.ACCUMULATE_FROM, 0, self.nbytes, op=number, scale=scale)
@@ -410,12 +421,12 @@ class Buffer:
         if self._arguments.dtype.name != "float32":
             raise InvalidArgumentError(f"{asked}: it is {self._arguments.dtype.name}; rules are for float32 buffers")
         if not self._dispatcher.one_copy:
-            raise InvalidArgumentError(f"{asked}: it has two copies that take turns (versions=2); use others")
+            raise InvalidArgumentError(f"{asked}: it has several copies that take turns (versions); use others")
         others = (gradient, *state)
         for other in others:
             self._check_beside(other, "apply")
             if other.info.versions > 1:
-                raise InvalidArgumentError(f"{asked}: {other!r} has two copies that take turns (versions=2)")
+                raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
         if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
             raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
         request = Request(Opcode.APPLY, 0, self.nbytes, op=known.number, hyper=numbers)
@@ -450,27 +461,31 @@ class Buffer:
     @property
     def version(self) -> int:
         """The version published last, 0 before the first. Asks the home server, unless it is on this host."""
-        return self._versions.latest()[0]
+        return self._versions.find()[0]
 
-    def pin(self, *, ttl: float = 5.0) -> Pin:
-        """Hold the version published last of a buffer with versions=2, to read it piece by piece: `with buffer.pin() as
-        pin: pin.read(...)`. Publishers wait for it, `ttl` seconds (at most 30) and no longer. See Pin.
+    def pin(self, version: int | None = None, *, ttl: float = 5.0) -> Pin:
+        """Hold a version of a buffer with versions, by default the one published last, to read it piece by piece: `with
+        buffer.pin() as pin: pin.read(...)`. Publishers wait for it where they have no other copy, `ttl` seconds (at
+        most 30) and no longer. See Pin. Entering raises NotFoundError where that version is not there.
         """
         self._check_versions("pin")
-        return Pin(self.name, self._dispatcher.homes()[0], self._read_copy, ttl)
+        if version is not None:
+            self._check_version("pin", version)
+        return Pin(self.name, self._dispatcher.homes()[0], self._read_copy, ttl, version)
 
     def publish(
         self, array: Any, *, timeout: float | None = None, ttl: float | None = None, readers: float | None = None
     ) -> int:
         """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
 
-        `array` has as many elements as the buffer. With versions=2 readers see the new version at once and as a whole,
-        and until then the old one; a publisher that dies in the middle leaves the old one. With versions=1 it is
-        write() and a number. Publishers take turns. Blocks while another one is at it, and while readers have the
-        copy pinned that is to be overwritten: for `timeout` seconds (default: the client's), then TimeoutError, and
-        nothing was done. Readers delay it by `readers` seconds at most (default: a second less than `timeout`, at
-        least 30), counted from when the first publisher had to wait for them: then it goes on, and they read the next
-        version. A pin whose reader makes no progress lasts 30 s. The array travels exact, whatever the wire is.
+        `array` has as many elements as the buffer. With versions=2 or more readers see the new version at once and as a
+        whole, and until then the old one; a publisher that dies in the middle leaves the old one. It writes over the
+        oldest version that no reader has pinned. With versions=1 it is write() and a number. Publishers take turns.
+        Blocks while another one is at it, and while readers have all copies but the latest pinned: for `timeout`
+        seconds (default: the client's), then TimeoutError, and nothing was done. Readers delay it by `readers` seconds
+        at most (default: a second less than `timeout`, at least 30), counted from when the first publisher had to wait
+        for them: then it goes on, and they read the next version. A pin whose reader makes no progress lasts 30 s. The
+        array travels exact, whatever the wire is.
 
         A publisher that is killed in the middle keeps the next one waiting for `ttl` seconds (default: 10, or the
         client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.
@@ -648,6 +663,11 @@ class Buffer:
     def _check_versions(self, call: str) -> None:
         if self._dispatcher.info.versions == 1:
             raise InvalidArgumentError(f"{self._arguments.asked(call)}: it has one copy; create it with versions=2")
+
+    def _check_version(self, call: str, version: int) -> None:
+        self._check_versions(call)
+        if not 0 <= operator.index(version) < 2**56:
+            raise InvalidArgumentError(f"{self._arguments.asked(call)}: there is no version {version}")
 
     def _sink(self, offset: int, count: int | None, out: Any) -> tuple[int, int, Any, arrays.Memory]:
         """Return (offset, count, array to return, its memory) of a read."""

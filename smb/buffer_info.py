@@ -39,7 +39,7 @@ class BufferInfo:
         places = tuple(_place(buffer, segment) for segment in buffer.layout.segments)
         layout = Layout(
             buffer.layout.epoch,
-            2 * buffer.copy_stride_bytes or buffer.nbytes,
+            (buffer.versions or 1) * buffer.copy_stride_bytes or buffer.nbytes,
             dtype.itemsize,
             buffer.layout.stripe_bytes,
             buffer.layout.chunk_bytes,

@@ -107,7 +107,7 @@ def _rounded(buffer: Buffer, values: Array, offset: int, wire: int) -> Array:
 
 
 class Sending:
-    """What one call took out of a residual. `values` is what it sends."""
+    """The part of a residual that one call took out. `values` is sent."""
 
     def __init__(self, feedback: ErrorFeedback, offset: int, values: Array, arrives: Array, before: Array) -> None:
         self.values = values
@@ -130,7 +130,7 @@ class Sending:
 
 
 class SparseSending:
-    """What accumulate_sparse was to send of a residual."""
+    """The part of a residual that accumulate_sparse sends."""
 
     def __init__(self, feedback: ErrorFeedback, indices: Array, values: Array) -> None:
         self.count = int(indices[-1] - indices[0]) + 1

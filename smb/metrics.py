@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Collector:
-    """What REGISTRY.register takes. The client counts from here on: calls in shared memory get some nanoseconds slower.
+    """A collector for REGISTRY.register. The client counts from here on: calls in shared memory get nanoseconds slower.
 
     `name` is the value of the label `client`; default "host:pid". Two clients of one process in one registry need two.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
-from smb.errors import InvalidArgumentError, LockLostError
+from smb.errors import InvalidArgumentError, LockLostError, NotFoundError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # (version, offset, count, out, wire) to what was read, or None where the version was overwritten.
@@ -20,23 +20,25 @@ PIN_S_MIN, PIN_S_MAX = 0.001, 30.0  # csrc/memory/sync.h: SYNC_PIN_MS
 
 
 class Pin:
-    """One version of a buffer with versions=2, held for reading: `with buffer.pin() as pin: pin.read(0, 10)`.
+    """One version of a buffer with versions, held for reading: `with buffer.pin() as pin: pin.read(0, 10)`.
 
-    Entering takes the version published last; all that is read through the pin is of that one. Meanwhile the next
-    version can be published, but not the one after it, whose copy it is that is read here: its publisher waits, for
-    as long as it chose (`publish(readers=)`, 30 s unless it says), counted from when pins first kept any publisher from
+    Entering takes the version published last, or the one asked for; all that is read through the pin is of that one.
+    Publishers meanwhile use the other copies. With versions=2 the next version can be published, but not the one after
+    it: its publisher waits. With versions=K that takes pins on K - 1 different versions. It waits for as long as it
+    chose (`publish(readers=)`, 30 s unless it says), counted from when pins first kept any publisher from
     its turn. The pin is a lease, too: after `ttl` seconds it is over. It is not renewed. A read after the publisher has
     gone on raises LockLostError; none ever returns what is no whole of its version. Not reentrant; for one thread at a
     time.
     """
 
-    def __init__(self, buffer: str, home: Home, read: Read, ttl: float) -> None:
+    def __init__(self, buffer: str, home: Home, read: Read, ttl: float, wanted: int | None = None) -> None:
         self._asked = f"pin of buffer {buffer!r}"
         if not isinstance(ttl, (int, float)) or not PIN_S_MIN <= ttl <= PIN_S_MAX:
             raise InvalidArgumentError(f"{self._asked}: ttl={ttl!r} is not between {PIN_S_MIN} and {PIN_S_MAX:g} s")
         self._home = home
         self._read = read
         self._ttl_ms = round(1000 * ttl)
+        self._wanted = wanted
         self._name: int | None = None
         self._version = 0
 
@@ -63,7 +65,13 @@ class Pin:
     def __enter__(self) -> Pin:
         if self._name is not None:
             raise InvalidArgumentError(f"{self._asked}: it is taken already")
-        reply = self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms,))
+        wanted = 0 if self._wanted is None else self._wanted + 1
+        try:
+            reply = self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms, 0, wanted))
+        except LockLostError:
+            raise NotFoundError(
+                f"{self._asked}: version {self._wanted} was overwritten, or is not published yet"
+            ) from None
         self._version, self._name = reply.a, reply.b
         return self
 

@@ -15,7 +15,7 @@
 #include "base/frame.h"
 #include "smb.h"
 
-/* What a connection is: a proof for one is none for another. */
+/* Names one connection. A proof for one does not hold for another. */
 struct access_connection {
     uint64_t nonce; /* the server's */
     uint64_t client_nonce;
@@ -27,7 +27,7 @@ struct access_connection {
  * connection. Nonce and instance are 0. */
 enum { ACCESS_CONTROL_LANE = 0xFFFF };
 
-/* What the server answers to a good token. It takes the token's secret to make, and is good on this
+/* The server's answer to a good token. It is made with the token's secret, and is valid on this
  * connection alone. In argument and offset of the reply. */
 struct access_answer {
     uint64_t words[2];
@@ -36,10 +36,10 @@ struct access_answer access_answer(const struct smb_token *token,
                                    const struct access_connection *connection);
 bool access_same_answer(const struct access_answer *one, const struct access_answer *other);
 
-/* What the coordinator alone, and a server with its key, can make of a token's words. */
+/* The secret of a token. Only the coordinator, and a server with its key, can make it. */
 void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
                    const struct smb_token *token, uint8_t secret[SMB_KEY_BYTES]);
-/* What a client shows on a connection instead of the secret. */
+/* The proof that a client sends instead of the secret. */
 void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection,
                   uint8_t proof[SMB_KEY_BYTES]);
 /* The payload of AUTHORIZE. The token's segment and epoch, and the session, are the frame's. */

@@ -129,8 +129,8 @@ static bool request_is_sound(const struct smb_frame *frame)
     if (frame->opcode == SMB_AUTHORIZE)
         return frame->length == 0 && payload == SMB_AUTHORIZE_BYTES;
 
-    /* What follows has a range: inside 64 bits, not empty, of whole elements, no longer than a
-     * chunk can be. */
+    /* All other opcodes have a range: inside 64 bits, not empty, of whole elements, at most a
+     * chunk. */
     uint32_t element = smb_dtype_bytes(frame->dtype);
     if (element == 0 || frame->length == 0 || frame->length > SMB_CHUNK_BYTES_MAX ||
         frame->length % element != 0 || frame->offset % element != 0 ||

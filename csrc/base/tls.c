@@ -58,7 +58,7 @@ struct tls {
 static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
 static const char *const user_roles[] = {"client", "reader", "operator"};
 
-/* What a certificate says. */
+/* The names in a certificate. */
 struct shown {
     int roles; /* how many it has; those that are too long, or not printable, count, too */
     char role[32];
@@ -78,7 +78,7 @@ static bool take_text(const char *bytes, size_t count, char *text, size_t room)
     return true;
 }
 
-/* Whether the URI begins so. What follows, if it can't be taken, is "?". */
+/* Whether the URI begins so. A rest that does not fit becomes "?". */
 static bool take_after(const char *prefix, const ASN1_IA5STRING *uri, char *text, size_t room)
 {
     size_t length = strlen(prefix), bytes = (size_t)ASN1_STRING_length(uri);
@@ -289,7 +289,7 @@ static bool keep(struct tls *tls, const uint8_t *bytes, size_t count)
     return true;
 }
 
-/* What is left, and what comes behind it, as far as the socket takes it. *taken: of the latter. */
+/* Sends the unsent rest, then `bytes`, as far as the socket takes them. *taken: of `bytes`. */
 static bool put(struct tls *tls, const void *bytes, size_t count, size_t *taken)
 {
     size_t before = tls->left_end - tls->left_start;
@@ -406,8 +406,8 @@ struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected)
     return tls;
 }
 
-/* Where we have refused the peer what it has sent meanwhile is read: a socket that is closed with
- * bytes unread takes back what it was sent, and that says why. */
+/* After a refusal, reads what the peer still sends. Closing a socket with unread bytes would
+ * discard our last message, which has the reason. */
 static void linger(struct tls *tls)
 {
     uint8_t nowhere[4096];

@@ -36,8 +36,8 @@ void tls_end(struct tls *tls);
 
 /* SMB_OK: both have shown who they are (what the server thinks of the client's certificate a client
  * hears with its first read). SMB_BUSY: once the socket can be read, or written where
- * tls_unsent_bytes. SMB_UNTRUSTED: the other is not whom it should be, or speaks no TLS: tls_why.
- * SMB_LINK_LOST: it has closed, or its connection broke. */
+ * tls_unsent_bytes. SMB_UNTRUSTED: the peer has another name than expected, or speaks no TLS:
+ * tls_why. SMB_LINK_LOST: it has closed, or its connection broke. */
 int tls_handshake(struct tls *tls);
 
 /* As readv and writev of a socket that does not block. After EAGAIN of tls_read nothing that could
@@ -47,7 +47,7 @@ ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count);
 /* Of what tls_write took so much has not gone, encrypted: tls_write, of nothing as well, goes on
  * with it. */
 size_t tls_unsent_bytes(const struct tls *tls);
-/* What went wrong, for people; empty: nothing that is not the network's. */
+/* The error as text. Empty: none, or one of the network. */
 const char *tls_why(const struct tls *tls);
 
 #endif

@@ -31,7 +31,7 @@ static inline void *tree_owner(struct tree_node *node, size_t offset)
     return node ? (char *)node - offset : NULL;
 }
 
-/* What the weights of one owner's trees are drawn from. */
+/* The source of the weights of one owner's trees. */
 uint64_t tree_random(void);
 
 /* `node` is in no tree. `weights`: moved on. */

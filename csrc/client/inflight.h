@@ -1,4 +1,5 @@
-/* inflight.h: requests in flight: made from streams, kept in lists. The progress thread's. */
+/* inflight.h: in-flight requests: made from streams, kept in lists. Only the progress thread uses
+ * them. */
 #ifndef SMB_INFLIGHT_H
 #define SMB_INFLIGHT_H
 
@@ -58,7 +59,7 @@ static inline void inflight_append(struct inflight ***end, struct inflight *infl
     *end = &inflight->next;
 }
 
-/* Where the answer's payload is received. */
+/* The memory that receives the answer's payload. */
 static inline uint8_t *inflight_landing(const struct inflight *inflight)
 {
     return inflight->opcode == SMB_READ && inflight->encoded ? inflight->encoded : inflight->sink;

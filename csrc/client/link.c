@@ -139,8 +139,8 @@ int link_fd(const struct smb_link *link)
                                                                                   : -1;
 }
 
-/* What was sent goes back to what is to be sent, in order: (sent, unsent). Reads and waits that
- * nobody waits for are dropped. */
+/* Puts sent requests back before the unsent ones, in order. Reads and waits without a caller are
+ * dropped. */
 static void gather(struct smb_link *link)
 {
     *link->sent_end = link->unsent;
@@ -160,9 +160,9 @@ static void gather(struct smb_link *link)
     }
 }
 
-/* The other end may read and write memory named in records, but not once this returns. Short, as
- * whoever has the other end waits for nothing else; a process in which that thread is dead has lost
- * its senses, and goes on. */
+/* The other end may read and write memory named in records, but not once this returns. The wait is
+ * short: the other end's thread waits for nothing else. If that thread is dead, its process is
+ * broken, and we go on. */
 static void take_memory_back(struct smb_link *link)
 {
     uint64_t until_ns = smb_now_ns() + TAKE_BACK_NS;
@@ -277,7 +277,7 @@ bool link_progress(struct smb_link *link)
     return moved;
 }
 
-/* What of the stream was never made into frames. */
+/* Notes the part of the stream that was never made into frames. */
 static void note_unmade(struct stream *stream)
 {
     while (stream->have_piece && !stream->ask) {

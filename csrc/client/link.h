@@ -24,7 +24,7 @@ struct stream;
 struct watermark;
 
 enum {
-    /* in flight on one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
+    /* in-flight requests of one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
     WINDOW_FRAMES = 64,
     LINK_IN_BYTES = 4096,
     ANSWERS_AWAITED = 16 /* reads that are answered in one look at the socket: 4 MiB of chunks */
@@ -74,7 +74,7 @@ struct smb_link {
     uint64_t sent_bytes; /* of the first unsent one */
     uint64_t heard_ns;   /* when the peer was heard of last */
     /* the answer coming in */
-    struct inflight *reading; /* whose payload is expected, or NULL */
+    struct inflight *reading; /* the request that expects a payload, or NULL */
     uint32_t reading_have;
     uint32_t crc; /* of its header and what is here of its payload */
     uint32_t in_start, in_end;

@@ -107,7 +107,7 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
     uint64_t next = UINT64_MAX;
     for (struct call *call = client->calls; call; call = call->next) {
         uint64_t deadline_ns = atomic_load_explicit(&call->deadline_ns, memory_order_relaxed);
-        if (call->resolves && call->resolves->pending == 0) { /* another one was told */
+        if (call->resolves && call->resolves->pending == 0) { /* resolved already */
             call->resolves = NULL;
             call->streams_left = 0;
         }

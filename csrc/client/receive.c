@@ -10,6 +10,7 @@
 #include "base/channel.h"
 #include "client/inflight.h"
 #include "client/resume.h"
+#include "memory/sync_words.h"
 
 /* Answers come mostly in the order of the requests, so that the first look finds it. */
 static struct inflight **find_sent(struct smb_link *link, uint64_t sequence)
@@ -30,7 +31,7 @@ static int state_after(int status)
 static void take_failure(struct smb_link *link, struct inflight *inflight, int status)
 {
     struct stream *stream = inflight->stream;
-    /* What is known to have been applied was, also if the answer can't be had any more. */
+    /* A change that is known to be applied stays applied, even if its answer is lost. */
     int state = inflight->fate == SMB_OUTCOME_APPLIED ? SMB_OUTCOME_APPLIED : state_after(status);
     inflight_resolve(inflight, state);
     if (stream) {
@@ -54,7 +55,7 @@ static void give_back(struct smb_link *link, const struct inflight *lock, uint64
                                   .opcode = SMB_UNLOCK,
                                   .fate = SMB_OUTCOME_NOT_APPLIED};
     struct smb_frame frame = {.opcode = SMB_UNLOCK,
-                              .argument = smb_load64(lock->header + SMB_FRAME_BYTES - 8)};
+                              .argument = token % SYNC_LOCKS}; /* its lowest bit says which */
     inflight_put_small(inflight, token);
     for (int i = 1; i < SMB_SYNC_WORDS; i++)
         inflight_put_small(inflight, 0);
@@ -123,9 +124,9 @@ int link_spoilt(struct smb_link *link)
     return SMB_LINK_LOST;
 }
 
-/* Of `here` bytes takes those of a header, and its checksum where no data is between them: *taken,
- * 0 where that is not all here. A header is believed once its checksum is right; data that follows
- * it is, before anybody is told. */
+/* Takes a header from `here` bytes, and its checksum if no data lies between them. *taken is 0 if
+ * they are not complete. A header counts only if its checksum is right. The checksum of data is
+ * checked before the call is completed. */
 static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t here, uint32_t *taken)
 {
     struct smb_frame reply;

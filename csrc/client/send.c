@@ -81,7 +81,7 @@ static void write_ends(struct inflight *inflight)
                 inflight->payload_bytes | (sink ? (uint64_t)inflight->answer_bytes << 32 : 0));
 }
 
-/* What is left of the frame to be sent, `skip` bytes of it having gone; returns how many parts. */
+/* Sets `parts` to the frame without its first `skip` bytes. Returns how many parts. */
 static int frame_parts(const struct smb_link *link, struct inflight *inflight, uint64_t skip,
                        struct iovec *parts)
 {

@@ -56,7 +56,7 @@ int tokens_show(struct smb_link *link, const struct channel *channel, bool by_re
         struct smb_token token;
         pthread_mutex_lock(&link->client->mutex);
         if (i >= link->token_count && *proven && doubtful > 0)
-            i = doubtful = 0; /* now they are shown to whom we believe */
+            i = doubtful = 0; /* again, now that the server is proven */
         bool more = i < link->token_count, trusted = link->trusted;
         if (more)
             token = link->tokens[i];

@@ -8,9 +8,9 @@
 #include "client/dial.h"
 #include "client/link.h"
 
-/* What the link was given so far, on a connection that is not the link's yet. A refused token is no
- * reason to do without the others. But a server that must prove its identity has taken at least
- * one, and no refusal before that counts. */
+/* Shows the link's tokens on a connection that is not the link's yet. After a refused token the
+ * others are shown all the same. A server that must prove its identity has to take at least one; no
+ * refusal before that counts. */
 int tokens_show(struct smb_link *link, const struct channel *channel, bool by_reference,
                 const struct access_connection *proof, struct until until, bool *proven);
 

@@ -129,8 +129,8 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
     return count;
 }
 
-/* Every segment of the range is reachable, over the same kind of path in all buffers. What must
- * pass the gate needs a link. */
+/* Every segment of the range is reachable, over the same kind of path in all buffers. A request
+ * that must pass the gate needs a link. */
 static bool places_are_set(const struct smb_buffer *buffer, const struct smb_request *request,
                            uint32_t *missing)
 {

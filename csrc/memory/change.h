@@ -52,9 +52,9 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
  * it is made. */
 bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change);
 
-/* After a read or change: SMB_NOT_FOUND where the segment was deleted meanwhile. What was read may
- * be the zeros of memory that was given back; the fence inside orders the look after the copy, and
- * the daemon marks before it gives back. */
+/* After a read or change: SMB_NOT_FOUND where the segment was deleted meanwhile. A read may have
+ * found the zeros of freed memory. The fence inside orders this check after the copy, and the
+ * daemon sets the mark before it frees. */
 int smb_segment_still_there(const struct smb_segment *segment);
 
 #endif

@@ -1,7 +1,7 @@
 /* format.h: the file of a segment, in tmpfs. Checked and computed here; mapped by segment.c.
  *
  * The file (tmpfs):
- *   [0, 4096)             header: who it is; written once, except the words marked _Atomic
+ *   [0, 4096)             header: its identity; written once, except the words marked _Atomic
  *   [2048, 2560) of it    what waits: sync.h
  *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock, sequence count,
  *                         mark

@@ -259,8 +259,7 @@ void slot_rest(struct journal *journal, const struct slot *slot)
 
 /* ---- recovery -------------------------------------------------------------------------------- */
 
-/* What the slot says, if that can be: it was written by a process that died, and nothing is
- * believed before it is checked. */
+/* Reads the slot of a process that died. Nothing in it is believed before it is checked. */
 static bool describe_left(const struct slot_words *words, uint8_t *payload, uint64_t payload_bytes,
                           struct smb_change *change)
 {
@@ -296,7 +295,7 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
            (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change);
 }
 
-/* What was under way, as its slot tells it. */
+/* An unfinished change, as its slot describes it. */
 struct left {
     uint32_t mark;
     uint8_t *undo;
@@ -430,7 +429,7 @@ static int allocate(int fd, uint32_t number, uint32_t payload_bytes)
     return failure == 0 ? SMB_OK : SMB_OUT_OF_MEMORY;
 }
 
-/* Only slots that were ever used have memory. What a slot says of itself is allocated before it is
+/* Only slots that were ever used have memory. A slot's declared memory is allocated before it is
  * touched. */
 static void recover(struct journal *journal, journal_find find, void *argument,
                     struct smb_recovery *recovery)

@@ -41,7 +41,7 @@ static inline void pause_cpu(void)
 #endif
 }
 
-/* What every operation asks, inlined: calls would be a twentieth of a small one. */
+/* Every operation asks this. Inlined: a function call is a twentieth of a small operation. */
 static inline bool mapping_is_deleted(const struct smb_segment *segment)
 {
     return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;

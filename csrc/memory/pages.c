@@ -87,8 +87,8 @@ static bool allocate_large(int fd, uint64_t bytes)
     for (int tries = 0; tries < TRIES && failure == EAGAIN; tries++)
         failure = madvise(base, bytes, MADV_COLLAPSE) == 0 ? 0 : errno;
     munmap(base, bytes);
-    /* Where the processor's large pages are larger than ours, success tells nothing of what is less
-     * than one. */
+    /* If the processor's large pages are larger than ours, success says nothing about a smaller
+     * range. */
     struct stat file;
     return failure == 0 && fstat(fd, &file) == 0 && (uint64_t)file.st_blocks * 512 >= bytes;
 }

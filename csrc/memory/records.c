@@ -8,8 +8,7 @@
 
 enum { NONE = UINT32_MAX };
 
-/* What this process knows of one record of the table, so that nothing is looked for in shared
- * memory. */
+/* This process's index of one record of the table. It saves searches in shared memory. */
 struct entry {
     uint32_t next; /* in its bucket, or of the empty ones */
     /* NONE: empty. Local clients can write to the record itself: it may say anything by now */
@@ -146,7 +145,7 @@ static int earlier(const void *a, const void *b)
     return left->used_ns < right->used_ns ? -1 : left->used_ns > right->used_ns;
 }
 
-/* What the table holds, which may be anything. */
+/* Reads the table, which may contain anything. */
 static void read_table(struct records *records, struct use *uses)
 {
     uint32_t used = 0;
@@ -201,13 +200,13 @@ void records_destroy(struct records *records)
 /* ---- taking one ------------------------------------------------------------------------------ */
 
 /* Whether a session that may still send had a record here that is gone. A session that has ended
- * sends nothing more, once those that have are known: not between the daemon's start and the
- * coordinator's first answer. */
+ * sends nothing more, as long as those that have are known: not between the daemon's start and the
+ * coordinator's first answer, and not once some of them are forgotten. */
 static bool may_have_lost_one(const struct records *records)
 {
     return read_word(records->table.evictions) > 0 ||
            (read_word(records->table.ended_evictions) > 0 &&
-            /* the store: smb_server_know_ended */
+            /* the stores: smb_server_know_ended, smb_server_end_session */
             !atomic_load_explicit(records->ended_are_known, memory_order_acquire));
 }
 
@@ -216,7 +215,7 @@ static bool may_have_lost_one(const struct records *records)
 static void begin_record(struct record *record, uint64_t session, uint16_t lane, uint64_t forgotten)
 {
     write_word(&record->session, 0);
-    /* before anything that the old lane is told from is gone: a kill may come in between */
+    /* a kill may come in between: the session goes first, then what names the old lane */
     atomic_signal_fence(memory_order_seq_cst);
     FAILPOINT("records.emptied");
     write_word(&record->watermark, 0);
@@ -264,7 +263,7 @@ static int take_locked(struct records *records, uint64_t session, uint16_t lane,
     *index = make_room(records);
     if (*index == NONE)
         return SMB_BUSY;
-    /* What came before may have had a record that was evicted. */
+    /* An earlier record of this lane may have been evicted. */
     begin_record(record_at(records, *index), session, lane,
                  may_have_lost_one(records) ? sequence - 1 : 0);
     put_in_bucket(records, *index);

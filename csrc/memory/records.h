@@ -42,7 +42,7 @@ struct record {
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
 
-/* Where they lie in a mapped segment. */
+/* Their places in a mapped segment. */
 struct record_table {
     struct record *records;
     uint32_t count;
@@ -58,7 +58,7 @@ uint32_t records_count_for(uint64_t data_bytes);
 /* And how many those of format 2 have. */
 uint32_t records_count_before(uint64_t data_bytes);
 /* `ended_are_known`, which lives as long: every session that has ended is known to have, and not
- * let in. Until it is, evictions of ended sessions count as the others do. */
+ * let in. While it is not set, evictions of ended sessions count as the others do. */
 int records_create(struct record_table table, const _Atomic bool *ended_are_known,
                    struct records **records);
 void records_destroy(struct records *records);
@@ -80,7 +80,7 @@ void records_end_session(struct records *records, uint64_t session);
 int record_judge(const struct record *record, uint64_t sequence);
 /* The change was refused. */
 void record_refuse(struct record *record, uint64_t sequence);
-/* The change has been made. `with_result`: one whose result a repetition must be told. */
+/* The change has been made. `with_result`: a repetition must get the same result. */
 void record_note(struct record *record, uint64_t sequence, bool with_result, uint64_t result);
 bool record_result(const struct record *record, uint64_t sequence, uint64_t *result);
 

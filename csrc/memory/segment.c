@@ -317,16 +317,17 @@ struct sync_words *smb_segment_sync_words(struct smb_segment *segment)
     return (struct sync_words *)((uint8_t *)segment->header + SYNC_OFFSET);
 }
 
-void smb_segment_version(const struct smb_segment *segment, uint64_t *version, uint64_t *writing)
+int smb_segment_find_version(const struct smb_segment *segment, uint64_t sought,
+                             uint64_t *published)
 {
     const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header +
                                                                  SYNC_OFFSET);
     /* Seen before whatever is read of the copy; and, for the second look, after all that was read.
-     * Pairs with the release of sync_state.h (word_put): `version` after the copy's last byte,
-     * `writing` before its publisher is answered and stores the first byte over it. */
+     * Pairs with the release of sync_state.h (word_put): `version` after the copy's last byte and
+     * its place; `copies` before the publisher is answered and stores the first byte over it. */
     atomic_thread_fence(memory_order_acquire);
-    *version = atomic_load_explicit(&words->version, memory_order_acquire);
-    *writing = atomic_load_explicit(&words->writing, memory_order_acquire);
+    *published = atomic_load_explicit(&words->version, memory_order_acquire);
+    return sync_find_copy(words, sought == UINT64_MAX ? *published : sought);
 }
 
 uint64_t smb_segment_data_bytes(const struct smb_segment *segment)

@@ -9,26 +9,25 @@
 #include "memory/sync_queue.h"
 #include "memory/sync_version.h"
 
-/* What an earlier run left. Here only: afterwards the words are ours, and calls whose times are a
- * little apart must not take each other's longest lease for garbage. */
+/* Checks what an earlier run left. This happens only at the start. Later, calls with slightly
+ * different times would take each other's longest lease for garbage. */
 static void mend_words(struct sync_words *words, uint64_t now_ns)
 {
     struct sync_lock_words *publisher = &words->locks[SYNC_PUBLISHER];
     uint64_t version = word_get(&words->version), writing = word_get(&words->writing);
+    version_mend_words(words);
     for (int i = 0; i < SYNC_LOCKS; i++)
         if (word_get(&words->locks[i].expires_ns) > clock_later(now_ns, SYNC_TTL_MS_MAX))
             word_put(&words->locks[i].expires_ns, 0);
-    /* A holder writes the version after the published one: this one has published, and was killed
-     * before it let go. Its repeated PUBLISH is told so for as long as any UNLOCK is, whether its
-     * lease went on or not. */
+    /* A holder writes the version after the published one. This one published, and was killed
+     * before its release. Its repeated PUBLISH succeeds for as long as a repeated UNLOCK does,
+     * whatever became of its lease. */
     if (word_get(&publisher->expires_ns) != 0 && writing == version) {
         word_put(&publisher->released,
                  word_get(&publisher->released) | lock_released_bit(word_get(&publisher->token)));
         FAILPOINT("sync.mended");
         word_put(&publisher->expires_ns, 0);
     }
-    if (writing != version && writing != version + 1)
-        word_put(&words->writing, version + 1); /* garbage: that may have begun */
 }
 
 int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, bool grace,
@@ -169,6 +168,11 @@ int sync_ask(struct sync *sync, const struct sync_request *request, struct waite
              uint64_t now_ns, struct sync_answer *answer)
 {
     waiter->request = *request;
+    waiter->request.copies = 0;
+    if (request->opcode == SMB_LOCK) {
+        waiter->request.copies = request->argument >> SYNC_LOCK_BITS;
+        waiter->request.argument &= ((uint64_t)1 << SYNC_LOCK_BITS) - 1;
+    }
     waiter->sync = sync;
     waiter->kept = false;
     *answer = (struct sync_answer){0};

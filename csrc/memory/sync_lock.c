@@ -2,6 +2,7 @@
 
 #include "base/failpoint.h"
 #include "memory/sync_queue.h"
+#include "memory/sync_version.h"
 
 uint64_t lock_released_bit(uint64_t token)
 {
@@ -31,15 +32,21 @@ static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *
     return sync->pinned_ns == UINT64_MAX ? UINT64_MAX : clock_later(sync->pinned_ns, bound_ms);
 }
 
+/* Of a publisher that says nothing: 2. */
+static int copies_of(const struct sync_request *publisher)
+{
+    return publisher->copies ? (int)publisher->copies : 2;
+}
+
 /* Readers renew their pins; but publishers wait for them no longer than the first publisher
- * chooses. pinned_ns never counts against a later pin: a new pin is on the published version. It
- * holds nobody up until the next version, and the grant before that resets pinned_ns. */
+ * chooses. pinned_ns does not count against a later pin: a pin on the published version holds
+ * nobody up until the next version, and the grant before that resets pinned_ns. One on an older
+ * version that is there still does so when it is the first. */
 static bool publisher_may_begin(struct sync *sync, const struct sync_request *publisher,
                                 uint64_t now_ns)
 {
-    uint64_t version = word_get(&sync->words->version);
     pins_drop_expired(&sync->pins, now_ns);
-    bool pinned = pins_hold(&sync->pins, version - 1);
+    bool pinned = version_oldest_copy(sync, copies_of(publisher), false) < 0;
     if (pinned && sync->pinned_ns == UINT64_MAX)
         sync->pinned_ns = now_ns;
     return !pinned || pins_end_ns(sync, publisher) <= now_ns;
@@ -52,9 +59,12 @@ static bool may_grant(struct sync *sync, int which, const struct sync_request *r
            (which == SYNC_USER || publisher_may_begin(sync, request, now_ns));
 }
 
-static struct sync_answer granted(const struct sync *sync, int which)
+static struct sync_answer granted(const struct sync *sync, const struct sync_request *request)
 {
+    int which = (int)request->argument;
     uint64_t version = which == SYNC_PUBLISHER ? word_get(&sync->words->version) + 1 : 0;
+    if (request->copies)
+        version |= (uint64_t)sync_find_copy(sync->words, SYNC_BEGUN | version) << 56;
     return (struct sync_answer){SMB_OK, word_get(&sync->words->locks[which].token), version};
 }
 
@@ -84,18 +94,15 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     word_put(&lock->session, request->session);
     word_put(&lock->request, request->sequence);
     if (which == SYNC_PUBLISHER) {
-        /* Those on the copy that is about to be overwritten: overtaken. Their readers are told at
-         * their next renewal. */
-        pins_drop_version(&sync->pins, word_get(&sync->words->version) - 1);
-        sync->pinned_ns = UINT64_MAX;
-        word_put(&sync->words->writing, word_get(&sync->words->version) + 1);
+        int copies = copies_of(request), copy = version_oldest_copy(sync, copies, false);
+        version_begin(sync, copy < 0 ? version_oldest_copy(sync, copies, true) : copy);
     }
     FAILPOINT("sync.granting");
     word_put(&lock->expires_ns, expires_ns);
     FAILPOINT("sync.granted");
     pthread_rwlock_unlock(&sync->fence);
     news_due(news, expires_ns);
-    return granted(sync, which);
+    return granted(sync, request);
 }
 
 void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news)
@@ -136,14 +143,15 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
 {
     const struct sync_request *request = &waiter->request;
     if (request->argument >= SYNC_LOCKS || request->words[0] < SYNC_TTL_MS_MIN ||
-        request->words[0] > SYNC_TTL_MS_MAX)
+        request->words[0] > SYNC_TTL_MS_MAX ||
+        request->copies > (request->argument == SYNC_PUBLISHER ? SYNC_COPIES_MAX : 0))
         return SMB_INVALID;
     int which = (int)request->argument;
     struct sync_lock_words *lock = &sync->words->locks[which];
     if (lock_is_held(lock, now_ns) && word_get(&lock->session) == request->session &&
         word_get(&lock->request) == request->sequence) {
         lock_set_expiry(sync, lock, clock_later(now_ns, request->words[0]));
-        *reply = granted(sync, which);
+        *reply = granted(sync, request);
         return SMB_OK;
     }
     drop_repeated(sync, &sync->locks[which], request, news);

@@ -34,13 +34,13 @@ struct sync {
     uint64_t broken_rounds;
     uint64_t asked_ns;                   /* the last request, or the start */
     int closed;                          /* status of everything from now on */
-    uint64_t due_ns;                     /* as last told */
+    uint64_t due_ns;                     /* the last `at_ns` of `sooner` */
     struct sync_counters own, *counters; /* it may have no other */
     void (*sooner)(void *argument, uint64_t at_ns);
     void *sooner_argument;
 };
 
-/* What is to be told once the mutex is released. */
+/* Collected under the mutex, sent after its release. */
 struct news {
     struct waiter *answered, *last;
     uint64_t due_ns;

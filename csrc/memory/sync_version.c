@@ -10,10 +10,67 @@ struct sync_answer version_answer(const struct sync *sync, int status)
                                 word_get(&sync->words->writing)};
 }
 
+static bool is_pinned(const struct sync *sync, int copy)
+{
+    uint64_t version = word_get(&sync->words->copies[copy]);
+    return pins_hold(&sync->pins, version) && sync_find_copy(sync->words, version) == copy;
+}
+
+int version_oldest_copy(const struct sync *sync, int copies, bool overtake)
+{
+    uint64_t published = word_get(&sync->words->version), lowest = UINT64_MAX;
+    int latest = sync_find_copy(sync->words, published), oldest = -1;
+    for (int copy = 0; copy < copies; copy++) {
+        uint64_t version = word_get(&sync->words->copies[copy]);
+        if (version > published)
+            return copy; /* a publisher began there, and died */
+        if (copy == latest || version > lowest || (!overtake && is_pinned(sync, copy)))
+            continue;
+        oldest = copy; /* of several that were never written the last: the first is version 0 */
+        lowest = version;
+    }
+    return copies == 1 ? 0 : oldest;
+}
+
+void version_begin(struct sync *sync, int copy)
+{
+    struct sync_words *words = sync->words;
+    uint64_t next = word_get(&words->version) + 1;
+    /* Their readers are told at their next renewal. */
+    if (is_pinned(sync, copy))
+        pins_drop_version(&sync->pins, word_get(&words->copies[copy]));
+    sync->pinned_ns = UINT64_MAX;
+    word_put(&words->copies[copy], SYNC_BEGUN | next);
+    FAILPOINT("sync.begun");
+    word_put(&words->writing, next);
+}
+
+/* Two copies took turns by the version's number before there was a table. */
+void version_mend_words(struct sync_words *words)
+{
+    uint64_t version = word_get(&words->version), writing = word_get(&words->writing);
+    if (writing != version && writing != version + 1) {
+        writing = version + 1; /* garbage: that may have begun */
+        word_put(&words->writing, writing);
+    }
+    if (sync_find_copy(words, version) < 0) {
+        word_put(&words->copies[version % 2], version);
+        if (writing == version && version > 0)
+            word_put(&words->copies[(version - 1) % 2], version - 1);
+    }
+    if (writing == version + 1 && sync_find_copy(words, SYNC_BEGUN | writing) < 0 &&
+        sync_find_copy(words, writing) < 0 && sync_find_copy(words, version) != (int)(writing % 2))
+        word_put(&words->copies[writing % 2], SYNC_BEGUN | writing);
+}
+
 int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
                       struct sync_answer *reply, struct news *news)
 {
     *reply = version_answer(sync, SMB_OK);
+    uint64_t sought = waiter->request.words[2];
+    if (sought)
+        reply->b = (uint64_t)(1 + sync_find_copy(sync->words,
+                                                 sought == UINT64_MAX ? reply->a : sought - 1));
     if (reply->a >= waiter->request.words[0])
         return SMB_OK;
     if (waiter->request.words[1] == 0)
@@ -40,6 +97,10 @@ int version_ask_publish(struct sync *sync, const struct sync_request *request, u
                    : SMB_LOCK_LOST;
     if (version == 0 || version != published + 1) /* 0: after garbage the count may wrap */
         return SMB_INVALID;
+    int copy = sync_find_copy(sync->words, SYNC_BEGUN | version);
+    if (copy >= 0) /* else it was killed after this, and asks again; or all is garbage */
+        word_put(&sync->words->copies[copy], version);
+    FAILPOINT("sync.placed");
     word_put(&sync->words->version, version);
     FAILPOINT("sync.published");
     word_put(&lock->released, word_get(&lock->released) | lock_released_bit(token));
@@ -67,8 +128,14 @@ int version_ask_pin(struct sync *sync, const struct sync_request *request, uint6
         news_due(news, expires_ns);
     }
     if (!pin) {
-        pin = pins_add(&sync->pins, request->session, name, word_get(&sync->words->version),
-                       expires_ns);
+        uint64_t published = word_get(&sync->words->version),
+                 version = request->words[2] ? request->words[2] - 1 : published;
+        if (version > published || sync_find_copy(sync->words, version) < 0)
+            return SMB_LOCK_LOST;
+        /* One of an older version may be what delays a publisher. */
+        if (!sync->pins.names.count)
+            sync->pinned_ns = UINT64_MAX;
+        pin = pins_add(&sync->pins, request->session, name, version, expires_ns);
         if (!pin)
             return SMB_OUT_OF_MEMORY;
         news_due(news, expires_ns);

@@ -5,6 +5,13 @@
 #include "memory/sync_state.h"
 
 struct sync_answer version_answer(const struct sync *sync, int status);
+/* The copy for the next version of a buffer that has so many: the oldest that is not the latest
+ * and not pinned. -1: all are. `overtake`: never mind the pins. */
+int version_oldest_copy(const struct sync *sync, int copies, bool overtake);
+/* From now on the next version is being written there. Pins on what is there are gone. */
+void version_begin(struct sync *sync, int copy);
+/* What an earlier run left: the words of versions. */
+void version_mend_words(struct sync_words *words);
 /* Requests; see sync.h. */
 int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
                       struct sync_answer *reply, struct news *news);

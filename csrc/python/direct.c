@@ -193,7 +193,7 @@ typedef struct {
     int opcode;
 } Method;
 
-/* What a call is about, as far as its arguments say. Borrowed. */
+/* A call's arguments, parsed. References are borrowed. */
 struct given {
     PyObject *array; /* to be read from, or `out` */
     PyObject *offset, *count, *scale;

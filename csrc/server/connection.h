@@ -39,8 +39,8 @@ enum {
 
 enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_DEFERRED };
 
-/* What a part of a turn leads to: the next part, a wait for what `wait` says, or the end of the
- * connection. */
+/* The result of one part of a turn: the next part follows, or a wait (`wait` says for what), or the
+ * end of the connection. */
 enum step { STEP_ON, STEP_WAIT, STEP_CLOSE };
 
 struct connection {
@@ -128,8 +128,8 @@ void connection_destroy(struct connection *connection);
 void connection_be_stranger(struct connection *connection, struct smb_tls *tls);
 /* It has nothing in hand: another loop may take it over. */
 bool connection_is_empty(const struct connection *connection);
-/* It has not shown for too long who it is. `now_ns` may be from before it came: others let it
- * in. */
+/* It has sent no proof of its session for too long. `now_ns` may be from before it came: others let
+ * it in. */
 bool connection_is_silent(const struct connection *connection, uint64_t now_ns);
 /* One of its waits is answered: the answer goes out at its next turn. */
 void connection_take_answer(struct connection *connection, struct wait *wait);

@@ -1,6 +1,6 @@
-/* What the daemon counts, and how it is read. Loops count for themselves (stats.h); a reader adds
- * up. A scrape takes the registry's lock for reading and the lanes' lock, each for as long as it
- * takes to copy; no request waits for more than that. */
+/* The daemon's counters. Each loop has its own (stats.h); a reader adds them up. A scrape takes the
+ * registry's lock for reading and the lanes' lock, each for as long as it takes to copy; no request
+ * waits for more than that. */
 #include "server/counters.h"
 
 #include <stdlib.h>

@@ -9,7 +9,7 @@
 struct connection;
 struct smb_server;
 
-/* What a session's closed connections had done: it goes on counting when it connects again. */
+/* The sums of a session's closed connections. They stay when the session connects again. */
 struct past {
     struct past *next;
     struct smb_share share;

@@ -18,7 +18,7 @@ static bool has_range(int opcode)
     return opcode == SMB_READ || smb_opcode_changes(opcode);
 }
 
-/* What a reader may ask. All else needs the right to write. */
+/* The operations of a reader. All others need the right to write. */
 static uint32_t right_for(int opcode)
 {
     switch (opcode) {
@@ -31,8 +31,8 @@ static uint32_t right_for(int opcode)
     }
 }
 
-/* A reference to a segment that the request's connection has this right to. Whether it is here is
- * told to nobody else. */
+/* Takes a reference to a segment if the connection has this right to it. A connection without the
+ * right does not learn whether the segment is here. */
 static int find(struct smb_server *server, const struct gate_request *request, uint64_t id,
                 uint32_t right, struct smb_segment **segment)
 {
@@ -89,8 +89,7 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
     return status;
 }
 
-/* What is tried again every millisecond must not spin each time: many of them would take the
- * loop. */
+/* A retried request must not spin. Many of them, each a millisecond, would keep the loop busy. */
 static uint64_t patience(const struct gate_request *request)
 {
     return request->retried ? SMB_TRY_ONCE : SMB_TRY;
@@ -165,8 +164,8 @@ int gate_note_refused(struct gate_request *request)
     return status == SMB_EXISTS ? SMB_OK : status;
 }
 
-/* What a repeated change is answered: the old value that it was told before; of an accumulate the
- * values of now, which contain its contribution. */
+/* Answers a repeated change: with the old value of the first answer, or for an accumulate with the
+ * present values, which contain its contribution. */
 static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *result)
 {
     const struct smb_frame *frame = &request->frame;

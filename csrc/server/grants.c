@@ -7,7 +7,7 @@
 #include "base/sha256.h"
 #include "server/server.h"
 
-/* The coordinator's clock, as far as it was told; hosts' own clocks need not agree. */
+/* Estimates the coordinator's clock from its last message. Hosts' own clocks need not agree. */
 static uint64_t coordinator_ms(const struct access_keys *keys, uint64_t now_ns)
 {
     return keys->known_ms + (now_ns - keys->known_at_ns) / 1000000U;
@@ -81,7 +81,7 @@ const struct grant *grants_find(const struct grants *grants, uint64_t segment)
     return found->segment ? found : NULL;
 }
 
-/* What has expired is left behind: room is for what lives. */
+/* Makes a larger table without the expired grants. */
 static int grow(struct grants *grants)
 {
     uint64_t now_ns = smb_now_ns();

@@ -23,7 +23,7 @@ struct access_keys {
         uint32_t generation;
         uint8_t bytes[SMB_KEY_BYTES];
     } keys[ACCESS_KEYS];
-    uint64_t known_at_ns; /* what the coordinator's clock said then; 0: never told */
+    uint64_t known_at_ns; /* when `known_ms` was received; 0: never */
     uint64_t known_ms;
 };
 

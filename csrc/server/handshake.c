@@ -68,7 +68,7 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     connection->client_nonce = frame->offset;
     connection->request.grants = &connection->grants;
     connection->request.fed = frame->lane == REPLICA_LANE;
-    /* Where tokens are asked for, a session's name alone must shut nobody out. */
+    /* If tokens are required, a session's name alone must not shut others out. */
     if (!server->guarded)
         speak_for_lane(connection);
     /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences

@@ -9,10 +9,10 @@
 enum step handshake_secure(struct connection *connection);
 /* Its HELLO. */
 enum step handshake_greet(struct connection *connection, const struct smb_frame *frame);
-/* A token. The first that is good also shows that the peer is whom its HELLO said. */
+/* A token. The first good one also proves the session that HELLO named. */
 enum step handshake_authorize(struct connection *connection, const struct smb_frame *frame,
                               const uint8_t *payload);
-/* What a peer of another version sent is not understood, so nothing of it is repeated. */
+/* Frames of another version are not understood, so the reply repeats nothing of them. */
 enum step handshake_refuse_version(struct connection *connection);
 
 #endif

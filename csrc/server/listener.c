@@ -153,7 +153,7 @@ static int add_listener(struct smb_server *server, int fd, int transport)
     }
     *listener = (struct listener){.fd = fd, .transport = transport, .server = server};
     server->listeners[index] = listener;
-    /* Told from connections by the lowest bit, which is free in a pointer to either. */
+    /* The lowest bit marks a listener. It is free in pointers to listeners and to connections. */
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)((uintptr_t)listener + 1U)};
     return epoll_ctl(server->loops[0].epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? SMB_OK : SMB_SYSTEM;
 }

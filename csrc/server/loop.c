@@ -38,7 +38,7 @@ static void count_deferred(struct connection *connection, bool deferred)
     connection->counted_deferred = deferred;
 }
 
-/* What it can't send now, where it waits for room. */
+/* Counts the unsent bytes of a connection that waits for room in its socket. */
 static void count_backlog(struct connection *connection, bool waits)
 {
     struct loop_stats *stats = &connection->loop->stats;

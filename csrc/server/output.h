@@ -13,7 +13,7 @@ bool output_all_sent(const struct connection *connection);
  * free for the replies. *sent says how much of the other parts went. */
 enum step output_send(struct connection *connection, struct iovec *parts, size_t count,
                       uint64_t *sent);
-/* What is in `out` and `tail`, as far as the socket takes it. */
+/* Sends `out` and `tail`, as far as the socket takes them. */
 enum step output_flush(struct connection *connection);
 /* Before it waits for anything a connection sends what it has; if the socket is full it waits for
  * room instead: a peer that does not read is not served further. */

@@ -108,8 +108,8 @@ static int copy_range(struct connection *connection, uint8_t *to)
     return status;
 }
 
-/* What is not sent as it lies there: encoded, with a checksum, by reference, or while somebody has
- * the chunk's lock. Of a copy that nobody changes. */
+/* Answers from a copy: if the read is encoded, has a checksum, goes by reference, or if the chunk's
+ * lock is taken. */
 static enum step answer_read_by_copy(struct connection *connection)
 {
     struct gate_request *request = &connection->request;

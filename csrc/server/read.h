@@ -5,8 +5,8 @@
 #include "server/connection.h"
 
 /* Reads are sent straight from the segment, under the chunks' locks: the socket copies them once,
- * at one instant. What it does not take of a chunk is copied aside before the lock is released. So
- * a slow peer never holds a lock. */
+ * at one instant. The rest of a chunk, which the socket does not take, is copied before the lock is
+ * released. So a slow peer never holds a lock. */
 enum step answer_read(struct connection *connection);
 
 #endif

@@ -19,13 +19,13 @@ struct entry { /* of the registry: an open hash table, chained */
 };
 enum { BUCKETS = 4096 };
 
-/* What was done for a segment by one loop: it makes it at the first request, and nobody else writes
- * it. */
+/* One loop's counts for a segment. The loop makes it at its first request, and is the only
+ * writer. */
 struct share {
     struct smb_tally done[SMB_TRANSPORT_COUNT];
 };
 
-/* What the daemon keeps beside a segment that it serves. */
+/* A segment that the daemon serves, and what belongs to it. */
 struct served {
     struct smb_server *server;
     /* by loop; NULL until its first request. Release when made, acquire by readers */

@@ -5,8 +5,8 @@
 
 #include "server/connection.h"
 
-/* Where a payload goes, and what a change is made from: the connection's journal slot, with room
- * for so many bytes. */
+/* Gives the connection a journal slot with room for so many bytes. Payloads are received there, and
+ * changes are made from there. */
 int staging_make(struct connection *connection, uint32_t bytes);
 /* Of a frame that is fenced: they lie before the payload. */
 uint32_t staging_token_bytes(const struct smb_frame *frame);
@@ -14,7 +14,7 @@ uint32_t staging_token_bytes(const struct smb_frame *frame);
 bool staging_is_from_segments(int opcode);
 /* Every change is made from the journal slot, also one without a payload. */
 bool staging_is_needed(const struct smb_frame *frame);
-/* What is changed from another segment has that one's bytes there, after its payload. */
+/* A change from another segment has that segment's bytes there, after its payload. */
 uint32_t staging_bytes(const struct smb_frame *frame);
 /* Of a record that is admitted: the payload is put together in `staging`. Elements are in the slot
  * that it names and stay there, so that they are not copied; but indices are, as they must not

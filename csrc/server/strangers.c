@@ -16,7 +16,8 @@
 #include "server/loop.h"
 #include "server/server.h"
 
-/* Who could have sent it: of IPv6 the network, as one host has all of its addresses. */
+/* The source that limits count: an IPv4 address, or an IPv6 network, since one host has all of its
+ * addresses. */
 static struct stranger_source source_of(int fd)
 {
     struct address peer;

@@ -1,6 +1,6 @@
-/* What waits by nature, on the daemon's side of sync.h: requests taken off their connections, and
- * the one thread that does what time demands. An answer may come on any thread; it goes to the loop
- * of its connection, and from there to the peer. */
+/* Requests that wait, on the daemon's side of sync.h: taken off their connections, and the one
+ * thread that does what time demands. An answer may come on any thread; it goes to the loop of its
+ * connection, and from there to the peer. */
 #include "server/waits.h"
 
 #include <stdlib.h>
@@ -309,6 +309,8 @@ void smb_server_end_session(struct smb_server *server, uint64_t session)
     /* First refuse new connections, then close those there are, then release what the session
      * held. */
     pthread_mutex_lock(&server->ended_lock);
+    if (server->ended_count >= ENDED_MAX) /* one is forgotten, and would be let in */
+        atomic_store_explicit(&server->ended_are_known, false, memory_order_release);
     server->ended[server->ended_count++ % ENDED_MAX] = session;
     pthread_mutex_unlock(&server->ended_lock);
     lanes_fence_session(server, session);
@@ -316,10 +318,13 @@ void smb_server_end_session(struct smb_server *server, uint64_t session)
     forget_past(server, session);
 }
 
-void smb_server_know_ended(struct smb_server *server)
+void smb_server_know_ended(struct smb_server *server, bool all)
 {
+    pthread_mutex_lock(&server->ended_lock);
     /* Release: pairs with the acquire in records.c, that sees the sessions ended. */
-    atomic_store_explicit(&server->ended_are_known, true, memory_order_release);
+    atomic_store_explicit(&server->ended_are_known, all && server->ended_count <= ENDED_MAX,
+                          memory_order_release);
+    pthread_mutex_unlock(&server->ended_lock);
 }
 
 /* ---- for people ------------------------------------------------------------------------------ */

@@ -107,9 +107,9 @@ class Fleet:
     ) -> None:
         self._stack.close()
 
-    def worker(self, count: int = 1, module: str = "perf.scaling.worker") -> Process:
+    def worker(self, count: int = 1, module: str = "perf.scaling.worker", host: str = CLIENTS) -> Process:
         """Start a client process with that many clients, connected. It ends with the fleet."""
-        process = self._python("worker", CLIENTS, "-m", module)
+        process = self._python("worker", host, "-m", module)
         process.ask(do="connect", coordinator=self.coordinator, count=count)
         return process
 

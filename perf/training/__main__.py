@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -10,12 +11,14 @@ from collections.abc import Callable
 
 from perf.netlab import LabError
 from perf.scaling.report import Answer, save
-from perf.training import diloco, peers, r2sp, seasgd
+from perf.training import diloco, peers, r2sp, race, seasgd, together
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "diloco": diloco.bytes_versus_accuracy,
     "r2sp": r2sp.how_even,
     "seasgd": seasgd.how_many_servers,
+    "race": race.bytes_and_loss,
+    "together": together.how_much_better,
     "peers": peers.bytes_to_a_loss,  # last: from then on this process has a network of its own
 }
 
@@ -24,14 +27,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.training", description=__doc__)
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer points; nothing is saved")
+    parser.add_argument("--steps", type=int, default=race.STEPS, help=f"of race; default {race.STEPS}")
     asked = parser.parse_args()
     unknown = set(asked.experiments) - EXPERIMENTS.keys()
     if unknown:
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}")
     for name in asked.experiments or EXPERIMENTS:
         start = time.monotonic()
+        experiment = EXPERIMENTS[name]
+        if name == "race":
+            experiment = functools.partial(race.bytes_and_loss, steps=asked.steps)
         try:
-            answer = EXPERIMENTS[name](asked.quick)
+            answer = experiment(asked.quick)
         except LabError as error:
             print(f"{name}: not run: {error}", file=sys.stderr)
             continue

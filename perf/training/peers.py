@@ -30,11 +30,11 @@ from smb.tools.demo.digits import Digits, load_digits, shifted_copies
 WORKERS = 2
 HIDDEN = 2000  # 1,050,810 parameters
 EVERY = 20  # steps from one exchange, and from one look at the loss, to the next
-STEPS = 300  # of each worker at most
+STEPS = 500  # of each worker at most
 BATCH = 32
 LR, MOMENTUM = 0.02, 0.9
 LOSS = 0.15  # of the unseen digits
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3)
 _CLONE_NEWNET = 0x40000000
 _PORT = 29511
 _context = multiprocessing.get_context("spawn")

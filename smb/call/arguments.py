@@ -1,4 +1,4 @@
-"""What callers pass to a buffer's operations, checked before anything is asked of anybody."""
+"""Checks the arguments of a buffer's operations, before any request is sent."""
 
 from __future__ import annotations
 

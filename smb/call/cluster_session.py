@@ -1,4 +1,4 @@
-"""What one process has of a cluster: its session and its renewal, its engine and links, its coordinator."""
+"""One process's part in a cluster: its session and its renewal, its engine and links, its coordinator."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Dispatcher:
 
     @property
     def info(self) -> BufferInfo:
-        """What the coordinator told of the buffer, as last heard."""
+        """The coordinator's last description of the buffer."""
         return self.arguments.info
 
     def call(
@@ -80,7 +80,9 @@ class Dispatcher:
             self._raise_interrupt(request, ended)
         try:
             if not self.one_copy and opcode is not Opcode.READ and not request.token:
-                raise InvalidArgumentError(f"{self._asked(request)}: with versions=2 it changes by publish() alone")
+                raise InvalidArgumentError(
+                    f"{self._asked(request)}: with versions={self.info.versions} it changes by publish() alone"
+                )
             if fence is not None:
                 if fence.owner is not self:
                     raise InvalidArgumentError(f"{self._asked(request)}: fence= takes a lock made by its own lock()")

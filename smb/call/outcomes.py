@@ -1,4 +1,4 @@
-"""What is said of a call that failed, and what settle needs to know of it."""
+"""Builds the exception for a failed call, with what `settle` needs to resolve it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ONE_LOST = "this buffer's memory or the other's was lost: read both to see whic
 
 
 class TakenOut(Protocol):
-    """What a call took out of a residual."""
+    """The part of a residual that a call took out."""
 
     @property
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""What the parts of a call need of the client that it is made by: no more of it is known to them."""
+"""The narrow view of a client that the parts of a call have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits at a segment's server, from the client's side: requests for locks, barriers and versions.
+"""Requests that wait at a segment's server, from the client's side: for locks, barriers and versions.
 
 A request that waits is deferred at the server. Its thread here waits in the engine, in short turns, so that Ctrl-C and
 close() get through. It survives a lost connection and a restart of the server: the link sends it again.

@@ -9,11 +9,12 @@ from typing import Any
 from smb.call.dispatcher import Dispatcher
 from smb.call.outcomes import Failed
 from smb.call.sync_requests import PUBLISHER_LOCK, Home, raise_fences, wait_ms
-from smb.engine import AskOpcode, Opcode, Request, address_of, memory_at
+from smb.engine import LATEST, AskOpcode, Opcode, Request, address_of, memory_at
 from smb.errors import (
     NOT_APPLIED,
     Error,
     LockLostError,
+    NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.transport.base import Deadline
@@ -22,31 +23,40 @@ _LOOKS = 2  # at a version, before a reader that loses against the publisher pin
 _LOOK_S = 0.5  # after so much time a read looks whether its version is still there, and pins it
 _PIECE_BYTES = 1 << 20  # of such a read, to begin with: what is fast is read in larger ones
 _PIECE_MIN = 1 << 14  # elements
+_VERSION_BITS = 56  # of a publisher's turn; above them the copy
+_VERSION_MASK = 2**_VERSION_BITS - 1
 
 
 class Versions:
-    """The versions of one buffer. Of a buffer with two copies, version v lies in copy v % 2, and only publication
-    changes it; a buffer with one copy just counts them.
+    """The versions of one buffer. With several copies, only publication changes it, and its home knows which version
+    lies in which copy; a buffer with one copy just counts them.
     """
 
     def __init__(self, calls: Dispatcher) -> None:
         self._calls = calls
         self._arguments = calls.arguments
 
-    def latest(self) -> tuple[int, int]:
-        """(version published, version being written), from the home's own memory where it is mapped."""
+    def find(self, version: int = LATEST) -> tuple[int, int]:
+        """(version published last, copy in which `version` lies, -1 where it is not there), from the home's own memory
+        where it is mapped.
+        """
         self._calls.session.check_open()
         self._calls.ensure(Deadline(self._calls.session.timeout))
         segment = self._calls.paths[0].segment
         if segment is not None:
-            return segment.version()
-        reply = self._calls.homes()[0].ask(self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, (0, 0))
-        return reply.a, reply.b
+            latest, copy = segment.find_version(version)
+        else:
+            words = (0, 0, min(version + 1, LATEST))
+            reply = self._calls.homes()[0].ask(self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, words)
+            latest, copy = reply.a, reply.b - 1
+        there = copy < self._calls.info.versions and (version == LATEST or version <= latest)
+        return latest, copy if there else -1
 
-    def read(self, offset: int, count: int, sink: Any, wire: int) -> int:
-        """Read from the copy of the latest version, and return which version that was.
+    def read(self, offset: int, count: int, sink: Any, wire: int, wanted: int | None = None) -> int:
+        """Read from the copy of the latest version, or of the one that is `wanted`, and return which version that was.
+        Raises NotFoundError where that is not there.
 
-        No byte of it changed if, after the read, publication of version + 2 has not begun.
+        No byte of it changed if it is still in that copy after the read.
 
         In pieces, with a look in between where that takes a while: a read that takes longer than publications come is
         pinned, and its pin renewed as long as its bytes flow. All of it within the client's timeout.
@@ -57,19 +67,21 @@ class Versions:
             itemsize = self._arguments.itemsize
             self._calls.wait_turn(Request(Opcode.READ, offset * itemsize, count * itemsize), deadline)
         home, asked = self._calls.homes()[0], self._arguments.asked("read")
-        version, done, lost = self.latest()[0], 0, 0
+        version, copy = self._find_readable(wanted, deadline)
+        done, lost = 0, 0
         pin: int | None = None
         piece = _PIECE_BYTES // self._arguments.itemsize
         try:
             while True:
-                length = self._piece(self._copy_base(version) + offset + done, count - done, piece)
+                base = self._copy_base(copy) + offset
+                length = self._piece(base + done, count - done, piece)
                 began = time.monotonic()
                 there = memory_at(address_of(sink) + done * self._arguments.itemsize)
-                self._read(self._copy_base(version) + offset + done, length, there, wire, started)
+                self._read(base + done, length, there, wire, started)
                 done += length
                 now = time.monotonic()
                 piece = max(_PIECE_MIN, piece // 2 if now - began > _LOOK_S else min(4 * piece, self._arguments.size))
-                if done == count and max(self.latest()) < version + 2:
+                if done == count and self.find(version)[1] == copy:
                     break
                 if done < count and now - looked < _LOOK_S:
                     continue
@@ -87,13 +99,21 @@ class Versions:
                         f"it; give the client a longer timeout, or the publisher a larger readers="
                     )
                 if done == count and lost < _LOOKS:
-                    version, done, pin = self.latest()[0], 0, None
+                    version, copy = self._find_readable(wanted, deadline)
+                    done, pin = 0, None
                     continue
                 # Publishers are faster than we read: hold them back, for as long as they bear it.
-                reply = home.ask(asked, AskOpcode.PIN)
+                try:
+                    reply = home.ask(asked, AskOpcode.PIN, 0, (0, 0, 0 if wanted is None else wanted + 1))
+                except LockLostError:
+                    raise self._not_there(version) from None
                 pin = reply.b
                 if reply.a != version or done == count:
-                    version, done = reply.a, 0
+                    done = 0
+                version, copy = reply.a, self.find(reply.a)[1]
+                if copy < 0:  # a publisher who would not wait has overtaken it already
+                    version, copy = self._find_readable(wanted, deadline)
+                    done = 0
         except BaseException:
             if pin is not None:
                 home.tell(AskOpcode.UNPIN, (pin,))  # where that fails, its time ends it
@@ -119,8 +139,30 @@ class Versions:
 
     def read_copy(self, version: int, offset: int, count: int, sink: Any, wire: int) -> bool:
         """Read from that version's copy. False where a publisher has begun to overwrite it."""
-        self._read(self._copy_base(version) + offset, count, sink, wire)
-        return max(self.latest()) < version + 2
+        copy = self.find(version)[1]
+        if copy < 0:
+            return False
+        self._read(self._copy_base(copy) + offset, count, sink, wire)
+        return self.find(version)[1] == copy
+
+    def _find_readable(self, wanted: int | None, deadline: Deadline) -> tuple[int, int]:
+        """Return a version and its copy: the one that is wanted, else the latest. Raises NotFoundError."""
+        while True:
+            version, copy = self.find(LATEST if wanted is None else wanted)
+            if copy >= 0:
+                return version if wanted is None else wanted, copy
+            if wanted is not None:
+                raise self._not_there(wanted)
+            if deadline.left() == 0.0:  # between two looks at its own memory a whole publication passed
+                raise TimeoutError(f"{self._arguments.asked('read')}: its versions pass faster than they are found")
+
+    def _not_there(self, version: int) -> NotFoundError:
+        latest, copies = self.find()[0], self._calls.info.versions
+        why = "is not published yet" if version > latest else "was overwritten"
+        return NotFoundError(
+            f"{self._arguments.asked('read')}: version {version} {why}: the latest is {latest}, and {copies - 1} of "
+            f"the last {copies} can be read (versions={copies})"
+        )
 
     def publish(self, source: Any, timeout: float, ttl: float, readers: float) -> int:
         """Replace all elements and return the new version; see Buffer.publish."""
@@ -129,7 +171,7 @@ class Versions:
             turn = homes[0].ask(
                 asked,
                 AskOpcode.LOCK,
-                PUBLISHER_LOCK,
+                PUBLISHER_LOCK | self._calls.info.versions << 8,
                 (round(1000 * ttl), wait_ms(timeout), 0, wait_ms(readers)),
                 wait=timeout,
             )
@@ -137,10 +179,10 @@ class Versions:
             raise TimeoutError(
                 f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"
             ) from error
-        token, version = turn.a, turn.b
+        token, version, copy = turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS
         try:
             raise_fences(homes[1:], PUBLISHER_LOCK, token, asked)
-            start = self._copy_base(version) * self._arguments.itemsize
+            start = self._copy_base(copy) * self._arguments.itemsize
             self._calls.call(Request(Opcode.WRITE, start, self._calls.info.nbytes, source, token=token))
         except BaseException as error:
             failure: Any = error
@@ -151,12 +193,12 @@ class Versions:
             raise
         return homes[0].ask(asked, AskOpcode.PUBLISH, 0, (token, version)).a
 
-    def _copy_base(self, version: int) -> int:
-        """First element of the copy in which a version lies."""
-        return version % 2 * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
+    def _copy_base(self, copy: int) -> int:
+        """First element of a copy."""
+        return copy * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
 
     def _read(self, offset: int, count: int, sink: Any, wire: int, started: float | None = None) -> None:
-        """Read elements of the memory; of a buffer with two copies, of either."""
+        """Read elements of the memory; of a buffer with several copies, of any."""
         itemsize = self._arguments.itemsize
         request = Request(Opcode.READ, offset * itemsize, count * itemsize, sink=sink, wire=wire)
         self._calls.call(request, started=started)

@@ -1,4 +1,4 @@
-"""What happens to the coordinator's state (events), and what must be done about it (effects). Plain data."""
+"""Changes of the coordinator's state (events), and what they require (effects). Plain data."""
 
 from __future__ import annotations
 

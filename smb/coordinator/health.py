@@ -21,7 +21,7 @@ Leadership = Literal["leader", "standby", "lost"]
 
 
 class Health:
-    """What /healthz, /livez and /readyz tell; no name of a buffer, client or file is in it."""
+    """The answers of /healthz, /livez and /readyz; no name of a buffer, client or file is in it."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds, of any beginning."""

@@ -1,4 +1,4 @@
-"""What a coordinator has while it leads: the commit_log, and all that works on it."""
+"""The parts that a coordinator has while it leads: the commit log, and all that works on it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What stays, whoever leads: the port's front, and what is told and counted of this process."""
+    """The parts that stay, whoever leads: the front of the port, the log lines and the counters of this process."""
 
     options: Options
     front: Front

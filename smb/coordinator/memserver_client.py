@@ -1,4 +1,4 @@
-"""What the coordinator asks of memory servers, over gRPC. Every call has a deadline; none is retried here."""
+"""The coordinator's calls to memory servers, over gRPC. Every call has a deadline; none is retried here."""
 
 from __future__ import annotations
 

@@ -137,6 +137,7 @@ def ended_message(ended: EndedSessions, seen: pb.SessionsSeen) -> pb.EndedSessio
         incarnation=ended.incarnation,
         last_number=ended.last_number,
         session_ids=ended.after(seen.incarnation, seen.last_number),
+        forgotten=ended.last_number > len(ended.numbers),
     )
 
 

@@ -1,4 +1,4 @@
-"""What `smb coordinator` was told, and what of it cannot be."""
+"""The options of `smb coordinator`, and their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # below, a client on a
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `smb coordinator` was told."""
+    """The options of `smb coordinator`."""
 
     listen: str
     state: str

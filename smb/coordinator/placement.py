@@ -79,7 +79,7 @@ def place(
     Servers with the most free bytes come first, by name where equal, so that small buffers go round. A buffer of fewer
     stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means the pool's,
     else 256 KiB (1 MiB for more than 8 GiB), or less where that would leave one of the wanted servers without its part.
-    Two versions take two copies of whole stripes, for which the default stripe is no larger than the data needs.
+    Several versions take copies of whole stripes, for which the default stripe is no larger than the data needs.
 
     Servers of unequal weights get segments in proportion, as far as stripes and room go; where a part by weight has no
     room on its server, the same servers share evenly.

@@ -50,8 +50,8 @@ class SegmentRecord:
 class BufferRecord:
     """A named array and where it lies. Until `ready`, its segments are being made and nobody sees it.
 
-    A lock or a barrier is one too, and stays where it is. With two versions the segments hold two copies side by side;
-    nbytes is one's.
+    A lock or a barrier is one too, and stays where it is. With several versions the segments hold copies side by
+    side; nbytes is one's.
     """
 
     name: str
@@ -74,7 +74,7 @@ class BufferRecord:
 
     @property
     def key(self) -> str:
-        """What it is known by."""
+        """Its name with its kind."""
         return key_of(self.kind, self.name)
 
     @property

@@ -18,7 +18,7 @@ _log = logging.getLogger("coordinator")
 
 
 class SessionEndNotifier:
-    """What is still to be told to whom. `close` it."""
+    """The ended sessions that servers have not heard of yet. `close` it."""
 
     def __init__(self, commit_log: CommitLog, servers: MemoryServers) -> None:
         self._commit_log = commit_log

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from smb.arrays.dtypes import DTYPES, WIRES
-from smb.config.limits import DIMENSIONS_MAX, NAME_CHARACTERS_MAX, STRIPE_BYTES_MULTIPLE
+from smb.config.limits import DIMENSIONS_MAX, NAME_CHARACTERS_MAX, STRIPE_BYTES_MULTIPLE, VERSIONS_MAX
 from smb.config.parse import parse_address
 from smb.coordinator.records import Kind, key_of
 from smb.errors import InvalidArgumentError
@@ -78,9 +78,10 @@ def check_creation(creation: Creation, *, replicas: int) -> Creation:
         raise InvalidArgumentError(
             f"{asked} with replicas=2 and versions={creation.versions}: a buffer with two copies has one version"
         )
-    if creation.versions not in (1, 2):
+    if not 1 <= creation.versions <= VERSIONS_MAX:
         raise InvalidArgumentError(
-            f"{asked} with versions={creation.versions}: a buffer has 1 version, or 2: one published, one being written"
+            f"{asked} with versions={creation.versions}: a buffer has 1 to {VERSIONS_MAX}: one is being written, the "
+            f"others can be read"
         )
     check_wire(creation)
     metadata.check(asked, creation.metadata)

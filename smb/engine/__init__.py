@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from smb._direct import Place, Switch, take_interrupt
 from smb.engine.arithmetic import (
+    DELTA_PART_MAX,
     check_isa,
     crc32c,
+    delta_apply,
+    delta_encode,
     isa_names,
     layout_piece,
     op_accepts,
     round_as_sent,
     segment_bytes,
     segment_file_bytes,
+    state_sum,
 )
 from smb.engine.buffers import BufferHandle, direct, unmap
 from smb.engine.calls import NOWHERE, Outcome, Request, UnknownParts, address_of, direct_call, memory_at, memory_of
@@ -37,13 +41,14 @@ from smb.engine.enums import (
     Status,
     status_name,
 )
-from smb.engine.links import EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
+from smb.engine.links import LATEST, EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
 
 __all__ = [
-    "DEFAULT_CHUNK_BYTES", "HELLO", "KINDS", "NOWHERE", "PAGE_BYTES", "RECORD_BYTES", "SEGMENTS_MAX", "TRANSPORTS",
-    "AskOpcode", "BufferHandle", "ClientCounters", "EngineClient", "EngineError", "Lane", "Latency", "Link", "Opcode",
-    "Outcome", "PartState", "PendingRequest", "Place", "Reply", "Request", "Segment", "Status", "Switch", "Tls",
-    "Token", "UnknownParts", "address_of", "check_isa", "crc32c", "direct", "direct_call", "isa_names",
-    "latencies_of", "layout_piece", "memory_at", "memory_of", "op_accepts", "round_as_sent", "segment_bytes",
-    "segment_file_bytes", "status_name", "take_interrupt", "unmap",
+    "DEFAULT_CHUNK_BYTES", "DELTA_PART_MAX", "HELLO", "KINDS", "LATEST", "NOWHERE", "PAGE_BYTES", "RECORD_BYTES",
+    "SEGMENTS_MAX", "TRANSPORTS", "AskOpcode", "BufferHandle", "ClientCounters", "EngineClient", "EngineError",
+    "Lane", "Latency", "Link", "Opcode", "Outcome", "PartState", "PendingRequest", "Place", "Reply", "Request",
+    "Segment", "Status", "Switch", "Tls", "Token", "UnknownParts", "address_of", "check_isa", "crc32c",
+    "delta_apply", "delta_encode", "direct", "direct_call", "isa_names", "latencies_of", "layout_piece",
+    "memory_at", "memory_of", "op_accepts", "round_as_sent", "segment_bytes", "segment_file_bytes", "state_sum",
+    "status_name", "take_interrupt", "unmap",
 ]  # fmt: skip

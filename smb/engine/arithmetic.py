@@ -1,4 +1,4 @@
-"""What the engine computes by itself: kernels, layouts, sums, sizes. No connection, no shared memory."""
+"""Pure computations of the engine: kernels, layouts, sums, sizes. No connection, no shared memory."""
 
 from __future__ import annotations
 
@@ -41,6 +41,40 @@ def crc32c(data: Any, crc: int = 0) -> int:
 def round_as_sent(wire: int, source: Any, count: int, offset: int, chunk_bytes: int, sink: Any) -> None:
     """Write what `count` float32 elements at byte `offset` of a buffer are when they arrive."""
     check(lib.smb_kernel_round(wire, source, count, offset, chunk_bytes, sink))
+
+
+DELTA_PART_MAX = int(lib.SMB_DELTA_PART_MAX)  # elements
+
+
+def delta_encode(width: int, old: int, fresh: int, count: int, first: int, to: Any) -> tuple[int, int, int] | None:
+    """Write one part of a delta into the bytes `to`: (its bytes, elements changed, what they add to the state's sum).
+
+    `old` and `fresh` are addresses of `count` elements of `width` bytes, element `first` of the state and those that
+    follow; `old` becomes `fresh`. None where there is no room; `old` has become it all the same.
+    """
+    delta = ffi.new("struct smb_delta *")
+    room = ffi.from_buffer(to, require_writable=True)
+    status = lib.smb_delta_encode(
+        width, ffi.cast("void *", old), ffi.cast("void *", fresh), count, first, room, len(room), delta
+    )
+    if status == Status.OUT_OF_MEMORY:
+        return None
+    check(status)
+    return int(delta.bytes), int(delta.changes), int(delta.sum)
+
+
+def delta_apply(width: int, state: Any, delta: Any, total: int) -> int | None:
+    """Apply a delta to the bytes `state`, whose sum is `total`; return the sum by then. None where it is no delta."""
+    memory = ffi.from_buffer(state, require_writable=True)
+    added, data = ffi.new("uint64_t *", total), ffi.from_buffer(delta)
+    status = lib.smb_delta_apply(width, memory, len(memory) // width, data, len(data), added)
+    return int(added[0]) if status == Status.OK else None
+
+
+def state_sum(state: Any) -> int:
+    """Return the sum of a state's bytes, a multiple of 8: see csrc/memory/delta.h."""
+    memory = ffi.from_buffer(state)
+    return int(lib.smb_state_sum(memory, len(memory) // 8))
 
 
 def segment_file_bytes(nbytes: int, chunk_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What a client has done, as the engine counts it."""
+"""A client's counters, as the engine keeps them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class ClientCounters:
-    """What a client has done since it was asked to count: by (transport, kind), failed calls by status."""
+    """A client's counters since counting began: by (transport, kind), failed calls by status."""
 
     operations: dict[tuple[str, str], int]
     transferred_bytes: dict[tuple[str, str], int]

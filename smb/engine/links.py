@@ -16,6 +16,8 @@ from smb.engine.counters import ClientCounters, counters_of
 from smb.engine.enums import DENIED, AskOpcode, EngineError, Lane, PartState, Status, check
 from smb.errors import InvalidArgumentError
 
+LATEST = 2**64 - 1  # of Segment.find_version
+
 
 class Segment:
     """A local mapping of a segment."""
@@ -27,16 +29,16 @@ class Segment:
         """Whether its locks still hold for this process: not once its server runs in another PID namespace."""
         return bool(lib.smb_segment_is_shared(self.pointer))
 
-    def version(self) -> tuple[int, int]:
-        """(version published, version whose publication has begun, 0 for none ever)."""
-        version, writing = ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        lib.smb_segment_version(self.pointer, version, writing)
-        return int(version[0]), int(writing[0])
+    def find_version(self, version: int) -> tuple[int, int]:
+        """(version published, copy in which `version` lies, -1 once it is being overwritten); LATEST: the published."""
+        published = ffi.new("uint64_t *")
+        copy = lib.smb_segment_find_version(self.pointer, version, published)
+        return int(published[0]), int(copy)
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a session may do with a segment until when; see csrc/base/access.h."""
+    """A session's rights to a segment, and until when; see csrc/base/access.h."""
 
     segment_id: int
     epoch: int
@@ -47,7 +49,7 @@ class Token:
 
 
 class Tls:
-    """What a connection inside TLS takes: an authority, a certificate of it and its key, as PEM."""
+    """The parts of a connection inside TLS: an authority, a certificate of it and its key, as PEM."""
 
     def __init__(self, ca: bytes, certificate: bytes, key: bytes) -> None:
         """Raises InvalidArgumentError where they do not belong together."""

@@ -25,7 +25,7 @@ _log = logging.getLogger("smb")
 
 @dataclass
 class Sums:
-    """What is known of a file's blocks: of which source, how long, the CRC-32C of each."""
+    """Checksums of a file's blocks: their source, their length, the CRC-32C of each."""
 
     source: str
     nbytes: int

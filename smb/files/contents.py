@@ -18,7 +18,7 @@ _PIN_S = 30.0
 
 
 class Reads(Protocol):
-    """What bytes are copied from."""
+    """The source that bytes are copied from."""
 
     nbytes: int
 

@@ -49,7 +49,7 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What stat says. `modified` is ns since 1970, of what was done through this process; else when it was created."""
+    """The answer to stat. `modified` is ns since 1970: of the last change by this process, else of its creation."""
 
     nbytes: int
     modified: int

@@ -115,7 +115,7 @@ os.register_at_fork(after_in_child=lambda: _regions.forked())
 
 
 class _Memory:
-    """What of a staged file lies in memory: its first `nbytes`, all that was claimed."""
+    """The part of a staged file that lies in memory: its first `nbytes`, all that was claimed."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -2,7 +2,8 @@
 not.
 """
 
+from smb.torch.page_lock import mapped
 from smb.torch.publish import Follower, Generation, Publisher, follow, publish
 from smb.torch.shared_model import Shared, join, shared_state_dict
 
-__all__ = ["Follower", "Generation", "Publisher", "Shared", "follow", "join", "publish", "shared_state_dict"]
+__all__ = ["Follower", "Generation", "Publisher", "Shared", "follow", "join", "mapped", "publish", "shared_state_dict"]

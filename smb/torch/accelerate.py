@@ -29,12 +29,18 @@ def join(
     """As smb.torch.join, of what accelerator.prepare returned: what wraps the model is taken off, and steps count that
     the optimizer really does: one for each gradient_accumulation_steps, none that the gradient scaler skips.
 
-    Raises InvalidArgumentError where the accelerator has several processes: each would be a member.
+    Where the accelerator has several processes (DDP, FSDP2) they are one member, as with mesh=: each calls this, steps,
+    and closes as the others do. Raises InvalidArgumentError for DeepSpeed and Megatron, which keep the parameters.
     """
-    if accelerator.num_processes > 1:
+    kind = accelerator.distributed_type
+    if kind in (accelerate.DistributedType.DEEPSPEED, accelerate.DistributedType.MEGATRON_LM):
         raise InvalidArgumentError(
-            f"smb.torch.accelerate: this accelerator has {accelerator.num_processes} processes, and each would be a "
-            f"member; start them without `accelerate launch`, each on its own"
+            f"smb.torch.accelerate: {kind.value} keeps the parameters itself, where nobody else can share them; use "
+            f"DDP or FSDP2, or start each process on its own"
         )
+    if accelerator.num_processes > 1:
+        from smb.torch.ranks import world  # with torch.distributed.tensor, which takes a second
+
+        options.setdefault("mesh", world())
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     return shared_model.join(plain, optimizer, name, scheme=scheme, **options)

@@ -22,7 +22,8 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     name, scheme and options are smb.torch.join's. The learning-rate schedule goes on where the group is, unless
     schedule=False. `told` is called after each exchange (Shared.on_exchange). `shared` is what join returned. Where
-    train() ends by an exception the Trainer tells nobody: call close().
+    train() ends by an exception the Trainer tells nobody: call close(). The Trainer's processes (DDP, FSDP2) are one
+    member, as with mesh=.
     """
 
     shared: Shared | None = None
@@ -54,7 +55,12 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Join."""
         assert model is not None
         self.close()
-        options = {"samples": args.train_batch_size * args.gradient_accumulation_steps} | self._options
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        options = {"samples": samples} | self._options
+        if args.world_size > 1:
+            from smb.torch.ranks import world  # with torch.distributed.tensor, which takes a second
+
+            options.setdefault("mesh", world())
         self.shared = join(model, optimizer, self._name, scheme=self._scheme, **options)
         if self._told is not None:
             self.shared.on_exchange(self._told)
@@ -71,4 +77,4 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Leave where train() did not come to its end; the model stays as it is."""
         if self.shared is not None:
             shared, self.shared = self.shared, None
-            shared.close(load=False)
+            shared.abandon()

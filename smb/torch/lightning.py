@@ -21,7 +21,8 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
     """Joins when fitting begins, and leaves with the shared model when it ends; on an exception it only leaves.
 
     name, scheme and options are smb.torch.join's. Of several optimizers the last one's steps count. Learning-rate
-    schedules by steps go on where the group is, unless schedule=False. `told` is called after each exchange.
+    schedules by steps go on where the group is, unless schedule=False. `told` is called after each exchange. The
+    Trainer's processes (strategy "ddp", ModelParallelStrategy) are one member, as with mesh=.
     """
 
     shared: Shared | None = None
@@ -43,12 +44,17 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join."""
-        if trainer.world_size > 1:
+        if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise InvalidArgumentError(
-                f"smb.torch.lightning: this Trainer has {trainer.world_size} processes, and each would be a member; "
-                f"give each process a Trainer of its own (devices=1)"
+                "smb.torch.lightning: DeepSpeed keeps the parameters itself, where nobody else can share them; use "
+                "another strategy"
             )
-        self.shared = join(pl_module, trainer.optimizers[-1], self._name, scheme=self._scheme, **self._options)
+        options = dict(self._options)
+        if trainer.world_size > 1:
+            from smb.torch.ranks import world  # with torch.distributed.tensor, which takes a second
+
+            options.setdefault("mesh", world())
+        self.shared = join(pl_module, trainer.optimizers[-1], self._name, scheme=self._scheme, **options)
         if self._told is not None:
             self.shared.on_exchange(self._told)
         for config in trainer.lr_scheduler_configs if self._schedule else ():
@@ -57,13 +63,12 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
 
     def on_train_end(self, *_: Any) -> None:
         """Leave; the model is the shared one."""
-        self._leave(load=True)
+        if self.shared is not None:
+            shared, self.shared = self.shared, None
+            shared.close()
 
     def on_exception(self, *_: Any) -> None:
         """Leave; the model stays as it is."""
-        self._leave(load=False)
-
-    def _leave(self, *, load: bool) -> None:
         if self.shared is not None:
             shared, self.shared = self.shared, None
-            shared.close(load=load)
+            shared.abandon()

@@ -1,40 +1,34 @@
 """The ranks of a device mesh as one member: each moves its own shards, the first one speaks for all.
 
-A tensor's place in the group is its whole one's, so members with different meshes, and with none, train one model. The
-speaker runs the scheme; what it does with parameters is a command to all ranks, over a gloo group of the mesh's, and
-each does it for what it has. Every rank but the speaker holds a lock with the member's lease: who waits for the member
-finds a dead rank by it, and then the member is gone.
+The speaker runs the scheme; what it does with parameters is a command to all ranks, and each does it for what it has
+(shards.py). Every rank but the speaker holds a lock with the member's lease: who waits for the member finds a dead rank
+by it, and then the member is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import pickle
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 import smb.train
 from smb.errors import Error, InvalidArgumentError, UnavailableError
-from smb.tensors import TensorTable
-from smb.torch.model_parameters import Entry, ModelParameters, check, lay_out
-from smb.torch.model_tensors import Check, Parts, parts_of
-from smb.torch.shared_model import Shared
+from smb.torch.model_tensors import Check, Parts, Statistics, parts_of
+from smb.torch.ranks import Ranks
+from smb.torch.shards import ShardParameters
+from smb.torch.shared_model import Shared, values_of
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.rounds import RoundScheme
-from smb.train.exchange.snapshot import Snapshot, Together
+from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.elastic_force import Difference
+from smb.train.exchange.snapshot import Snapshot
 from smb.train.guards import Norm
 from smb.train.members import rank_lock
-from smb.train.parameters import Values
+from smb.train.parameters import Together, Values
 from smb.train.progress import Progress, progress_of
 
 if TYPE_CHECKING:
@@ -45,157 +39,45 @@ if TYPE_CHECKING:
     from smb.lock import Lock
     from smb.train.group import Group
 
-_FOREVER = datetime.timedelta(days=30)  # a round may take long; a dead rank's connections end at once
-
-
-@dataclass(frozen=True)
-class _Run:
-    """`count` elements that follow each other in this rank's vector from `here` on, and in the group's from `there`.
-    `ours`: this rank writes them, and no other.
-    """
-
-    here: int
-    there: int
-    count: int
-    ours: bool
-
-
-class Ranks:
-    """The processes of a mesh, and how they talk."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        everyone = mesh.mesh.flatten().tolist()
-        if dist.get_rank() not in everyone:
-            raise InvalidArgumentError("smb.torch.join: this process is no part of the mesh")
-        self.count = len(everyone)
-        self.rank: int = everyone.index(dist.get_rank())
-        self._first = everyone[0]
-        self._group = dist.new_group(everyone, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this process speaks for all."""
-        return self.rank == 0
-
-    def tell(self, what: Any = None) -> Any:
-        """Return, to all, what the speaker says. Raises UnavailableError where a rank is gone."""
-        told = [what]
-        try:
-            dist.broadcast_object_list(told, src=self._first, group=self._group, device=torch.device("cpu"))
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise UnavailableError(f"a rank of the mesh is gone: {error}") from error
-        return told[0]
-
-    def gather(self, what: Any) -> list[Any]:
-        """Return, to all, what each says, by rank. Raises as tell."""
-        said: list[Any] = [None] * self.count
-        try:
-            dist.all_gather_object(said, what, group=self._group)
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise UnavailableError(f"a rank of the mesh is gone: {error}") from error
-        return said
-
-
-class ShardParameters(ModelParameters):
-    """What this rank has of the trained parameters, and where that is in the group's buffers."""
-
-    def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor], rank: int) -> None:
-        self._tensors = dict(tensors)
-        local = {names: _local(tensor) for names, tensor in tensors.items()}
-        for names, tensor in local.items():
-            if tensor.numel():
-                check(names[0], tensor)
-        whole = {names: torch.empty(tensor.shape, device="meta") for names, tensor in tensors.items()}
-        self.whole: TensorTable = lay_out(whole)[0]
-        self.verify = None
-        self.place(local)
-        # The tensors as the model has them, at their places in the group.
-        self.given = tuple(
-            Entry(names, tensor, place.offset // 4)
-            for (names, tensor), place in zip(tensors.items(), self.whole.values(), strict=True)
-        )
-        places = zip(self.entries, tensors.items(), self.whole.values(), strict=True)
-        self._runs = [
-            run for entry, (_, tensor), place in places for run in _runs(entry, tensor, place.offset // 4, rank)
-        ]
-
-    def refresh(self) -> None:
-        """Take the shards where they are now: FSDP2 may have moved them."""
-        self.entries = tuple(
-            Entry(entry.names, _local(tensor), entry.offset)
-            for entry, tensor in zip(self.entries, self._tensors.values(), strict=True)
-        )
-
-    def read(self, buffer: Buffer, out: Values) -> None:
-        """Read this rank's elements."""
-        for run in self._runs:
-            buffer.read(run.there, run.count, out=out[run.here : run.here + run.count], wire="exact")
-
-    def write(self, buffer: Buffer, piece: Values, begin: int) -> list[Future[Any]]:
-        """Begin to write those that are this rank's to write."""
-        return [buffer.write_async(part, there) for part, there in self._parts(piece, begin)]
-
-    def store(self, weights: Buffer) -> None:
-        """Write them, exact."""
-        for begin, piece in self.pieces():
-            if not np.isfinite(piece).all():
-                raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
-            for part, there in self._parts(piece, begin):
-                weights.write(part, there, wire="exact")
-
-    def _parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, int]]:
-        for run in self._runs:
-            low, high = max(run.here, begin), min(run.here + run.count, begin + piece.size)
-            if run.ours and low < high:
-                yield piece[low - begin : high - begin], run.there + low - run.here
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _runs(entry: Entry, tensor: torch.Tensor, start: int, rank: int) -> Iterator[_Run]:
-    """Where a shard lies in its whole tensor, which begins at `start` of the group's vector."""
-    if not isinstance(tensor, DTensor):
-        yield _Run(entry.offset, start, entry.count, rank == 0)
-        return
-    placements = tensor.placements
-    if not all(type(placement) in (Shard, Replicate) for placement in placements):
-        raise InvalidArgumentError(
-            f"parameter {entry.names[0]!r} is placed as {placements}: shards and replicas can be shared"
-        )
-    if not entry.count:
-        return
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    ours = all(place == 0 for place, each in zip(coordinate, placements, strict=True) if isinstance(each, Replicate))
-    # The last dimensions that are whole follow each other in memory, with one more that is cut.
-    whole, cut = tuple(tensor.shape), len(shape)
-    while cut > 0 and shape[cut - 1] == whole[cut - 1]:
-        cut -= 1
-    length = int(np.prod(shape[max(cut - 1, 0) :], dtype=np.int64))
-    strides = [int(np.prod(whole[dim + 1 :], dtype=np.int64)) for dim in range(len(whole))]
-    base = start + sum(int(offset) * stride for offset, stride in zip(offsets, strides, strict=True))
-    for number, index in enumerate(np.ndindex(*shape[: max(cut - 1, 0)])):
-        there = base + sum(place * stride for place, stride in zip(index, strides, strict=False))
-        yield _Run(entry.offset + number * length, there, length, ours)
-
 
 class MeshParameters(Together):
-    """All ranks' parameters, at the speaker; what it is asked is done by every rank. `serve` is the others' side."""
+    """All ranks' parameters, at the speaker; what it is asked is done by every rank. `serve` is the others' side.
 
-    def __init__(self, client: Client, ranks: Ranks, own: ShardParameters) -> None:
+    `part` is what this rank has for the scheme: a Snapshot, Deltas or a Difference of its own elements.
+    """
+
+    def __init__(self, client: Client, ranks: Ranks, own: ShardParameters, statistics: Statistics) -> None:
         self.size = own.whole.size
         self.table = own.whole
         self.entries = own.given
+        self.part: Any = None
+        self.seen: Values | None = None  # what was read to be looked at
         self._client = client
         self._ranks = ranks
         self._own = own
-        self._snapshot: Snapshot | None = None
+        self._statistics = statistics
         self._lock: Lock | None = None
+        self._together = False
 
-    def serve(self) -> None:
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """At the speaker: do the block, and let the others go on. At the others: do what it says until then."""
+        if not self._ranks.speaks:
+            self._serve()
+            yield
+            return
+        self._together = True
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(UnavailableError):
+                self._done(error)
+            raise
+        finally:
+            self._together = False
+        self._done()
+
+    def _serve(self) -> None:
         """Do what the speaker says until it is done. Raises what it failed with."""
         while True:
             command, *arguments = self._ranks.tell()
@@ -206,29 +88,47 @@ class MeshParameters(Together):
                 return
             self._answer(command, arguments)
 
-    def release(self) -> None:
-        """Give this rank's lock back, without the others."""
-        self._do_leave()
-
-    def done(self, failure: BaseException | None = None) -> None:
+    def _done(self, failure: BaseException | None = None) -> None:
         """Let the others go on."""
         if failure is not None:
             known = isinstance(failure, Error)
             failure = type(failure)(str(failure)) if known else Error(f"rank 0 of the mesh failed: {failure!r}")
         self._ranks.tell(("done", failure))
 
+    def release(self) -> None:
+        """Give this rank's lock back, without the others."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            _release(lock)
+
     def all(self, command: str, *arguments: Any) -> list[Any]:
         """Have every rank do something; return the results, by rank. Raises what one of them failed with."""
+        if not self._together:  # on the way out of an error, or at the interpreter's exit
+            raise UnavailableError("the other ranks of the mesh do not take part in this")
         self._ranks.tell((command, *arguments))
         return self._answer(command, list(arguments))
 
+    def spread(self, vector: str) -> None:
+        """Have what some ranks have read at those that have it too. `vector` says which: see _do_spread."""
+        if self._own.replicated:
+            self.all("spread", vector)
+
+    def look(self, weights: Buffer) -> None:
+        """Have every rank read what it has of the shared model, into `seen`."""
+        self.all("look", weights.name)
+        self.spread("seen")
+
+    def statistics(self) -> Values:
+        """Return the running statistics, their mean over all ranks."""
+        return np.mean(self.all("statistics"), axis=0, dtype=np.float32)  # type: ignore[no-any-return]
+
     def _answer(self, command: str, arguments: list[Any]) -> list[Any]:
-        failure: BaseException | None = None
+        failure: Error | None = None
         result = None
         try:
             result = getattr(self, f"_do_{command}")(*arguments)
-        except Error as error:
-            failure = error
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for what became of it
+            failure = error if isinstance(error, Error) else Error(f"rank {self._ranks.rank} of the mesh: {error!r}")
         said = self._ranks.gather((result, None if failure is None else (type(failure), str(failure))))
         failures = [told for _, told in said if told is not None]
         if failures and self._ranks.speaks:
@@ -244,46 +144,68 @@ class MeshParameters(Together):
         self._own.refresh()
         self._own.store(self._client.open(name))
 
+    def _do_keep_exact(self) -> None:
+        self._own.keep_exact()
+
     def _do_seat(self, group: str, slot: int, incarnation: int, lease: float) -> None:
         if self._ranks.speaks:
             return
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            _release(lock)
-        self._lock = rank_lock(self._client, group, slot, incarnation, self._ranks.rank, lease).acquire()
+        self.release()
+        # A rank that was killed may hold it for a lease, where a group of this name was deleted and is made again.
+        rank = self._ranks.rank
+        self._lock = rank_lock(self._client, group, slot, incarnation, rank, lease, 3 * lease).acquire()
 
-    def _do_leave(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            _release(lock)
+    def _do_make(self, kind: str, argument: Any) -> None:
+        """Make this rank's part."""
+        self.part = None  # its memory first
+        if kind == "snapshot":
+            self.part = Snapshot(self._own, argument)
+        elif kind == "deltas":
+            self.part = Deltas(self._client.open(argument), self._own, 0)
+        else:
+            self.part = Difference(self._client.open(argument), self._own, lambda: None)
 
-    def _do_snapshot(self, wire: str) -> None:
-        self._snapshot = Snapshot(self._own, wire)
-
-    def _do_fetch(self, name: str) -> None:
-        assert self._snapshot is not None
-        self._snapshot.fetch(self._client.open(name))
-
-    def _do_adopt(self) -> None:
-        assert self._snapshot is not None
+    def _do_part(self, method: str, *arguments: Any) -> Any:
+        """Call a method of this rank's part."""
         self._own.refresh()
-        self._snapshot.adopt()
+        return getattr(self.part, method)(*arguments)
 
-    def _do_forget(self) -> None:
-        assert self._snapshot is not None
-        self._snapshot.forget()
-
-    def _do_send(self, name: str) -> Norm:
-        assert self._snapshot is not None
+    def _do_snapshot(self, method: str, name: str) -> Any:
+        """Call one that takes a buffer."""
         self._own.refresh()
-        return self._snapshot.send(self._client.open(name))
+        return getattr(self.part, method)(self._client.open(name))
+
+    def _do_spread(self, vector: str) -> None:
+        values = self.seen if vector == "seen" else getattr(self.part, vector)
+        assert values is not None
+        self._own.spread(self._ranks, values)
+
+    def _do_look(self, name: str) -> None:
+        if self.seen is None:
+            self.seen = np.zeros(self._own.size, np.float32)
+        self._own.read(self._client.open(name), self.seen)
+
+    def _do_statistics(self) -> Values:
+        self._statistics.collect()
+        return self._statistics.values
 
     # ---- Together, at the speaker
 
     def snapshot(self, wire: str) -> Snapshot:
-        """Return what moves all parts."""
-        self.all("snapshot", wire)
+        """Return what rounds need."""
+        self.all("make", "snapshot", wire)
         return _MeshSnapshot(self)
+
+    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas:
+        """Return what adds deltas."""
+        self.all("make", "deltas", weights.name)
+        return _MeshDeltas(self, weights, sent_bytes)
+
+    def difference(self, weights: Buffer, arrived: Callable[[], object]) -> Difference:
+        """Return what elastic schemes need. It has arrived when the speaker's part has."""
+        self.all("make", "difference", weights.name)
+        self.part = Difference(weights, self._own, arrived)
+        return _MeshDifference(self)
 
     def store(self, weights: Buffer) -> None:
         """Each rank writes its own."""
@@ -291,31 +213,29 @@ class MeshParameters(Together):
 
     def seated(self, group: Group) -> None:
         """Each other rank takes its lock; from then on the member is gone when one of them is."""
-        if not isinstance(group.scheme, RoundScheme):
-            raise _only_rounds()
         member = group.member
         self.all("seat", group.name, member.slot, member.incarnation, group.lease)
         group.table.write(member.row, t.RANKS, np.array([self._ranks.count]))
 
+    def keep_exact(self) -> None:
+        """Every rank."""
+        self.all("keep_exact")
+
     def pieces(self) -> Iterator[tuple[int, Values]]:
         """No one process has them."""
-        raise _only_rounds()
+        raise _apart()
 
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
         """No one process has them."""
-        raise _only_rounds()
+        raise _apart()
 
     def fill(self, values: Values) -> None:
         """No one process has them."""
-        raise _only_rounds()
+        raise _apart()
 
     def subtract(self, difference: Values) -> None:
         """No one process has them."""
-        raise _only_rounds()
-
-    def keep_exact(self) -> None:
-        """Elastic schemes only."""
-        raise _only_rounds()
+        raise _apart()
 
 
 class _MeshSnapshot(Snapshot):
@@ -325,21 +245,98 @@ class _MeshSnapshot(Snapshot):
         self._mesh = mesh
 
     def fetch(self, weights: Buffer) -> None:
-        self._mesh.all("fetch", weights.name)
+        self._mesh.all("snapshot", "fetch", weights.name)
+        self._mesh.spread("base")
 
     def adopt(self) -> None:
-        self._mesh.all("adopt")
+        self._mesh.all("part", "adopt")
 
     def forget(self) -> None:
-        self._mesh.all("forget")
+        self._mesh.all("part", "forget")
 
     def send(self, inbox: Buffer) -> Norm:
-        found = Norm()
-        for norm in self._mesh.all("send", inbox.name):
-            found.count += norm.count
-            found.square += norm.square
-            found.bad += norm.bad
-        return found
+        return _sum(self._mesh.all("snapshot", "send", inbox.name))
+
+
+class _MeshDeltas(Deltas):
+    """Deltas whose parts lie in all ranks. Where one rank's call fails, no rank takes over what came back."""
+
+    def __init__(self, mesh: MeshParameters, weights: Buffer, sent_bytes: int) -> None:
+        self._mesh = mesh
+        self._weights = weights
+        self._sent_bytes = sent_bytes
+        self._moved_bytes = 0
+
+    def forget(self) -> None:
+        self._mesh.all("part", "forget")
+
+    def take(self) -> Norm:
+        return _sum(self._mesh.all("part", "take"))
+
+    def add(self, fetch: bool) -> None:
+        self._mesh.all("part", "add", fetch)
+        if fetch:
+            self._mesh.spread("landing")
+
+    def add_missing(self) -> bool:
+        return any(self._mesh.all("part", "add_missing"))
+
+    def fetch(self) -> None:
+        self._mesh.all("part", "fetch")
+        self._mesh.spread("landing")
+
+    def adopt(self) -> None:
+        self._mesh.all("part", "adopt")
+
+
+class _MeshDifference(Difference):
+    """A difference whose parts lie in all ranks."""
+
+    def __init__(self, mesh: MeshParameters) -> None:
+        self._mesh = mesh
+        self._sent = False
+
+    @property
+    def under_way(self) -> bool:
+        return self._sent
+
+    def fetch(self) -> None:
+        self._mesh.all("part", "fetch")
+        self._mesh.spread("values")
+
+    def form(self, alpha: float) -> Norm:
+        return _sum(self._mesh.all("part", "form", alpha))
+
+    def start(self) -> None:
+        self._sent = True
+        self._mesh.all("part", "start")
+
+    def finish(self) -> None:
+        if self._sent:
+            self._mesh.all("part", "finish")
+            self._sent = False
+
+    def pay(self) -> None:
+        self._mesh.all("part", "pay")
+
+    def adopt(self) -> None:
+        self._mesh.all("part", "adopt")
+
+    def abandon(self) -> None:
+        self._mesh.all("part", "abandon")
+        self._sent = False
+
+    def release(self) -> None:
+        self._mesh.all("part", "release")
+
+
+def _sum(norms: Sequence[Norm]) -> Norm:
+    found = Norm()
+    for norm in norms:
+        found.count += norm.count
+        found.square += norm.square
+        found.bad += norm.bad
+    return found
 
 
 class MeshShared(Shared):
@@ -358,26 +355,27 @@ class MeshShared(Shared):
         mesh: DeviceMesh,
     ) -> None:
         self._ranks = Ranks(mesh)
-        self._mesh: MeshParameters | None = None
-        self._name = name
-        self._steps = 0
+        self._parted = False  # by all ranks together
+        self._told: list[int | None] = []  # the samples of steps that the worker has not been told of
         failure: Error | None = None
         try:
             parts = parts_of(model, optimizer, sharded=True)
-            if parts.statistics:
-                raise InvalidArgumentError(
-                    f"smb.torch.join with mesh=: buffer {next(iter(parts.statistics))[0]!r} holds floating-point "
-                    f"numbers: running statistics of ranks are not shared yet"
-                )
-            own = ShardParameters(parts.trained, self._ranks.rank)
-            self._mesh = MeshParameters(client, self._ranks, own)
-            own.verify = Check(model, optimizer, own.given, parts.frozen)
+            if sharded := [names[0] for names, tensor in parts.statistics.items() if isinstance(tensor, DTensor)]:
+                raise InvalidArgumentError(f"smb.torch.join with mesh=: buffer {sharded[0]!r} is sharded")
+            self._shards = ShardParameters(parts.trained)
+            self._mesh = MeshParameters(client, self._ranks, self._shards, Statistics(parts.statistics))
+            self._shards.verify = Check(model, optimizer, self._shards.given, parts.frozen)
         except Error as error:
             failure = error
         failures = [each for each in self._ranks.gather(None if failure is None else str(failure)) if each is not None]
         if failures:
             raise failure or InvalidArgumentError(f"smb.torch.join: another rank of the mesh: {failures[0]}")
-        super().__init__(model, optimizer, name, scheme, settings, client, samples, options)
+        self._shards.meet(self._ranks)
+        try:
+            super().__init__(model, optimizer, name, scheme, settings, client, samples, options)
+        except BaseException:
+            self._mesh.release()
+            raise
 
     def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
         return parts_of(model, optimizer, sharded=True)
@@ -386,39 +384,36 @@ class MeshShared(Shared):
         return self._mesh
 
     def _join(self, *arguments: Any) -> None:
-        assert self._mesh is not None
-        with self._together():
+        self._state = None
+        with self._mesh.together():
             if self._ranks.speaks:
                 super()._join(*arguments)
-        interval = self.worker.scheme.interval() if self._ranks.speaks else None  # type: ignore[attr-defined]
+        interval = self.worker.scheme.interval() if self._ranks.speaks else None
         self._interval: int = self._ranks.tell(interval)
+        self._take_statistics(True)
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """At the speaker: do the block, and let the others go on. At the others: do what it says until then."""
-        assert self._mesh is not None
-        if not self._ranks.speaks:
-            self._mesh.serve()
-            yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(UnavailableError):
-                self._mesh.done(error)
-            raise
-        self._mesh.done()
+    def _take_statistics(self, loaded: bool) -> None:
+        """Take the running statistics that the speaker has got, if it has."""
+        values = self._ranks.tell(self._statistics.values if loaded and self._state is not None else None)
+        if values is not None:
+            self._statistics.values[:] = values
+            self._statistics.spread()
+
+    def _collect_statistics(self) -> None:
+        self._statistics.values[:] = self._mesh.statistics()
 
     def _stepped(self) -> None:
         if not self._open:
             return
-        self._steps += 1
-        if self._steps % self._interval:
+        self._told.append(self.samples)
+        if len(self._told) < self._interval:
             return
-        with self._together():
+        told, self._told = self._told, []
+        with self._mesh.together():
             if self._ranks.speaks:
-                for _ in range(self._interval):  # all but the last one are only counted
-                    self.worker.step(self.samples)
+                for samples in told:  # all but the last one are only counted
+                    self.worker.step(samples)
+                self._mix_after_exchange()
 
     def __repr__(self) -> str:
         return f"<smb.torch.MeshShared of training {self._name!r}, rank {self._ranks.rank} of {self._ranks.count}>"
@@ -433,40 +428,113 @@ class MeshShared(Shared):
         """How far the group is, as of its members' last exchanges. One small read, and more at other ranks than 0."""
         return progress_of(groups.view(self._client, self._name).table.read())
 
+    def _steps_so_far(self) -> int:
+        """The same at every rank."""
+        return int(self._ranks.tell(self.worker.progress.steps if self._ranks.speaks else None))
+
     def on_exchange(self, told: Callable[[smb.train.ExchangeEvent], object]) -> None:
         """Call `told` after each exchange, at rank 0 of the mesh; at others never."""
         if self._ranks.speaks:
             super().on_exchange(told)
 
-    def batches(self, rows: int, size: int, *, epochs: int | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
-        """Not with a mesh."""
-        raise InvalidArgumentError("batches with mesh=: give each rank its rows yourself, or use smb.train.WorkUnits")
+    def batches(
+        self,
+        rows: int,
+        size: int,
+        *,
+        epochs: int | None = None,
+        seed: int = 0,
+        dims: str | Sequence[str] | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """As Shared.batches, with all ranks: a batch of `size` rows is the member's, and is divided over its ranks.
+
+        `dims` names the dimensions of the mesh over which it is divided (None: all of them): those of data parallelism;
+        ranks that differ in others only, of tensor parallelism, get the same rows. Where a batch can't be divided
+        evenly some of its rows come twice, so that each rank has as many.
+        """
+        self._check_open()
+        share, shares = self._share(dims)
+        with self._mesh.together():
+            if self._ranks.speaks:
+                self._open_units(rows, size, epochs, seed)
+        return (_part_of(batch, share, shares) for batch in self._batches(self._units, rows, seed))
+
+    def _share(self, dims: str | Sequence[str] | None) -> tuple[int, int]:
+        """Return which share of a batch is this rank's, and of how many."""
+        mesh = self._ranks.mesh
+        names = mesh.mesh_dim_names or ()
+        if dims is None:
+            return self._ranks.rank, self._ranks.count
+        share, shares = 0, 1
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        for name in (dims,) if isinstance(dims, str) else dims:
+            if name not in names:
+                raise InvalidArgumentError(f"batches: the mesh has no dimension {name!r}; it has {', '.join(names)}")
+            size = mesh.mesh.shape[names.index(name)]
+            share, shares = share * size + coordinate[names.index(name)], shares * size
+        return share, shares
+
+    def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
+        unit = None
+        with self._mesh.together():
+            if self._ranks.speaks:
+                unit = super()._taken(units)
+        found: smb.train.Unit | None = self._ranks.tell(unit)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Not with a mesh."""
-        raise InvalidArgumentError("state_dict with mesh=: use smb.torch.shared_state_dict(client, name)")
+        """As Shared.state_dict, with all ranks: what is sharded in the model is sharded in it, for
+        torch.distributed.checkpoint.
+        """
+        self._check_open()
+        self._check.model()
+        statistics = None
+        with self._mesh.together():
+            if self._ranks.speaks:
+                self.worker.look(self._mesh.look)
+                if self._state is not None:
+                    self._settle_mixing()
+                    statistics = self._state.read(wire="exact")
+        statistics = self._ranks.tell(statistics)
+        seen, self._mesh.seen = self._mesh.seen, None
+        assert seen is not None
+        values = self._shards.of_tensors(seen)
+        if statistics is not None:
+            values |= values_of(self._statistics.entries, torch.from_numpy(statistics))
+        return self._state_with(values)
 
     def close(self, *, load: bool = True) -> None:
         """As Shared.close, with all ranks of the mesh."""
         if not self._open:
             return
+        loaded = False
         try:
-            with self._together():
+            with self._mesh.together():
                 if self._ranks.speaks:
-                    self.worker.flush()
-                    self.worker.close(load=load)
+                    loaded = self._finish(load=load)
+            self._take_statistics(loaded)
+            self._parted = True
         finally:
             self._leave()
 
     def _leave(self) -> None:
-        self._open = False
-        self._hook.remove()
+        if not self._parted:
+            self._ranks.forget()
         with contextlib.ExitStack() as last:
-            last.push(self._owned)
-            assert self._mesh is not None
             last.callback(self._mesh.release)
             if self._ranks.speaks:
-                last.callback(self.worker.close)
+                super()._leave()
+                return
+            self._open = False
+            self._hook.remove()
+            last.push(self._owned)
+
+
+def _part_of(batch: torch.Tensor, share: int, shares: int) -> torch.Tensor:
+    """Return one of so many equal shares; the last ones begin again at the first rows."""
+    each = -(-len(batch) // shares)
+    return batch[torch.arange(share * each, (share + 1) * each) % len(batch)]
 
 
 def _release(lock: Lock) -> None:
@@ -474,7 +542,5 @@ def _release(lock: Lock) -> None:
         lock.release()
 
 
-def _only_rounds() -> InvalidArgumentError:
-    return InvalidArgumentError(
-        "smb.torch.join with mesh=: take a scheme of rounds: bsp, localsgd, diloco, asyncdiloco"
-    )
+def _apart() -> Error:
+    return Error("smb.torch.join with mesh=: a scheme asked for the values of all ranks in one place")

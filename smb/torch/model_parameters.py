@@ -12,6 +12,8 @@ what rounding leaves out, in its own type and on its own device.
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,6 +22,7 @@ import torch
 
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
+from smb.torch.page_lock import page_lock
 from smb.torch.staging import Staging
 from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
 
@@ -100,6 +103,8 @@ class ModelParameters(Parameters):
         self._scratch: list[torch.Tensor] = []
         self._residuals: dict[int, torch.Tensor] = {}  # entry -> what rounding left out, in the parameter's type
         self._exact = False
+        self._locked: set[int] = set()  # addresses of arrays that devices copy from by themselves
+        self._on_device: bool | None = None  # whether deltas are made there; None: not measured yet
 
     def pieces(self) -> Iterator[tuple[int, Values]]:
         """Yield copies, with what keep_exact kept."""
@@ -116,12 +121,32 @@ class ModelParameters(Parameters):
         """Yield what the optimizer did: parameter - base, both as the parameter's type shows them."""
         if self.verify is not None:
             self.verify()
+        if self._on_device is None and self._devices:
+            self._on_device = self._device_is_faster(base)
+        yield from self._deltas(base, on_device=bool(self._on_device))
+
+    def _device_is_faster(self, base: Values) -> bool:
+        """Make one piece on the host and one on the device, and time them; before that once each for the memory that it
+        takes. The result is the same to the bit.
+        """
+        seconds = []
+        for on_device in (False, True) * 2:
+            for turn in range(2):
+                self._staging.wait(turn)
+            started = time.perf_counter()
+            next(self._deltas(base, on_device=on_device), None)
+            seconds.append(time.perf_counter() - started)
+        return seconds[3] < seconds[2]
+
+    def _deltas(self, base: Values, *, on_device: bool) -> Iterator[tuple[int, Values]]:
         whole = torch.from_numpy(base)
-        for piece, found, room in self._walk(residuals=False):
+        for piece, found, room in self._walk(residuals=False, base=whole if on_device else None):
             ours = whole[piece.here]
             for part, values, _ in found:
                 before = ours[part.here]
-                if values.dtype == torch.float32:
+                if on_device and self.entries[part.entry].tensor.device != _HOST:
+                    room[part.here].copy_(values)
+                elif values.dtype == torch.float32:
                     torch.sub(values, before, out=room[part.here])
                 else:
                     torch.sub(values.float(), before.to(values.dtype).float(), out=room[part.here])
@@ -139,15 +164,27 @@ class ModelParameters(Parameters):
         """Keep what rounding leaves out; it costs nothing for float32."""
         self._exact = True
 
+    def hold(self, values: Values) -> None:
+        """Have the device copy from it by itself, where it can: see page_lock.py."""
+        if not self._devices:
+            return
+        unlock = page_lock(values)
+        if unlock is not None:
+            address = int(values.ctypes.data)
+            self._locked.add(address)
+            weakref.finalize(values, _let_go, self._locked, address, unlock)
+
     # ---- inside
 
     @property
     def _devices(self) -> set[torch.device]:
         return {entry.tensor.device for entry in self.entries} - {_HOST}
 
-    def _walk(self, *, residuals: bool = True) -> Iterator[tuple[_Piece, list[_Found], torch.Tensor]]:
+    def _walk(
+        self, *, residuals: bool = True, base: torch.Tensor | None = None
+    ) -> Iterator[tuple[_Piece, list[_Found], torch.Tensor]]:
         """Yield each piece, what is in it, in host memory, and room for the float32 values that it becomes. The piece
-        after it is on its way meanwhile.
+        after it is on its way meanwhile. With `base` what is on a device comes as its delta, float32.
         """
         if not self._plan:
             return  # a rank that has no part of anything
@@ -159,9 +196,12 @@ class ModelParameters(Parameters):
 
         def fetch(turn: int) -> None:
             found = []
+            if base is not None:
+                self._staging.wait(turn)  # a room that is written to; a walk before this one may have ended early
             for part in self._plan[turn].parts:
                 residual = self._residuals.get(part.entry) if residuals else None
-                found.append(self._fetch(turn, part, flat, residual))
+                before = None if base is None else base[self._plan[turn].here][part.here]
+                found.append(self._fetch(turn, part, flat, residual, before))
             coming.append(found)
 
         fetch(0)
@@ -174,13 +214,21 @@ class ModelParameters(Parameters):
                 room[gap] = 0.0
             yield piece, coming.pop(0), room
 
-    def _fetch(self, turn: int, part: _Part, flat: _Flat, residual: torch.Tensor | None) -> _Found:
+    def _fetch(
+        self, turn: int, part: _Part, flat: _Flat, residual: torch.Tensor | None, before: torch.Tensor | None
+    ) -> _Found:
         device, count = self.entries[part.entry].tensor.device, part.high - part.low
         rest = None if residual is None else residual[part.low : part.high]
         if device == _HOST:
             return part, flat.part(part), rest
         with self._staging.on(device, turn):
             values = flat.part(part)
+            if before is not None:
+                room = self._staging.room(turn, part.at, count, torch.float32)
+                room.copy_(before)
+                there = room.to(device, non_blocking=True)
+                room.copy_(values.float() - there.to(values.dtype).float(), non_blocking=True)  # after that, in order
+                return part, room, None
             # The two of 16 bits lie side by side in the place of one of 32.
             room = self._staging.room(turn, part.at, count if rest is None else 2 * count, values.dtype)
             room[:count].copy_(values, non_blocking=True)
@@ -191,6 +239,7 @@ class ModelParameters(Parameters):
     def _put(self, vector: torch.Tensor, change: _Change) -> None:
         """Change the parameters by a float32 vector, piece by piece, each on its own device."""
         staging, flat = self._staging, _Flat(self.entries)
+        straight = vector.data_ptr() in self._locked
         staging.begin(self._devices)
         for turn, piece in enumerate(self._plan):
             staging.wait(turn)
@@ -203,12 +252,18 @@ class ModelParameters(Parameters):
                     flat.changed(part)
                     continue
                 narrow = change is _set and rest is None
-                room = staging.room(turn, part.at, len(given), tensor.dtype if narrow else torch.float32)
-                room.copy_(given)
+                if straight and not (narrow and tensor.dtype != torch.float32):  # rounded first it is half as much
+                    room = given
+                else:
+                    room = staging.room(turn, part.at, len(given), tensor.dtype if narrow else torch.float32)
+                    room.copy_(given)
                 with staging.on(tensor.device, turn):
                     change(flat.part(part), room if narrow else room.to(tensor.device, non_blocking=True), rest)
                     flat.changed(part)
         staging.end(self._devices)
+        if straight:  # the caller may change it as soon as this returns
+            for turn in range(2):
+                staging.wait(turn)
 
     def _residual(self, entry: int) -> torch.Tensor | None:
         tensor = self.entries[entry].tensor
@@ -217,6 +272,11 @@ class ModelParameters(Parameters):
         if entry not in self._residuals:
             self._residuals[entry] = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         return self._residuals[entry]
+
+
+def _let_go(locked: set[int], address: int, unlock: Callable[[], object]) -> None:
+    locked.discard(address)
+    unlock()
 
 
 class _Flat:
@@ -308,7 +368,7 @@ def check(name: str, parameter: torch.Tensor) -> None:
         )
     if is_sharded(parameter):
         raise InvalidArgumentError(
-            f"parameter {name!r} is a DTensor: sharded models (fully_shard, parallelize_module) can't be joined yet"
+            f"parameter {name!r} is a DTensor: join a sharded model (fully_shard, parallelize_module) with mesh="
         )
     if parameter.layout != torch.strided:
         raise InvalidArgumentError(f"parameter {name!r} is {parameter.layout}: only dense ones can be shared")

@@ -57,6 +57,11 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharde
     """Divide what model.state_dict() holds. Raises InvalidArgumentError where the model can't be shared; with `sharded`
     what is trained may be, and is not looked at.
     """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise InvalidArgumentError(
+            "the model is wrapped by FullyShardedDataParallel (FSDP1), which keeps parameters as parts of flat ones: "
+            "shard it by fully_shard (FSDP2), and join with mesh="
+        )
     named: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in plain_state(model, keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):  # get_extra_state() may be anything

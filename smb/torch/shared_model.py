@@ -86,8 +86,9 @@ def join(
     found by its `.optimizer`.
 
     With mesh=, a torch.distributed DeviceMesh, its ranks are one member: each calls this, with a client of its own, and
-    each moves its own shards (DTensors of fully_shard or parallelize_module); rank 0 of it speaks for all. Schemes of
-    rounds only. All ranks step and close() together. Where one of them dies the member does.
+    each moves its own shards (DTensors of fully_shard or parallelize_module, and what ranks have alike, as with DDP);
+    rank 0 of it speaks for all. All ranks step, and call what this returns, together. Where one of them dies the member
+    does.
 
     The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
     DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
@@ -148,6 +149,7 @@ class Shared:
     ) -> None:
         _check_free(model)
         self.samples = samples
+        self._name = name
         self._model = model
         parts = self._parts(model, optimizer)
         self._trained = self._parameters(parts)
@@ -247,8 +249,11 @@ class Shared:
         scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's has it inside
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)", category=UserWarning)
-            for _ in range(self.progress.steps - scheduler.last_epoch):
+            for _ in range(self._steps_so_far() - scheduler.last_epoch):
                 scheduler.step()
+
+    def _steps_so_far(self) -> int:
+        return self.progress.steps
 
     def batches(self, rows: int, size: int, *, epochs: int | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
         """Divide a data set over all who take part: iterate over this process's batches, as row numbers, int64 (n,).
@@ -264,15 +269,18 @@ class Shared:
         seed, or the scheme itself says how large batches are (smb.train.WorkUnits is for those).
         """
         self._check_open()
+        self._open_units(rows, size, epochs, seed)
+        return self._batches(self._units, rows, seed)
+
+    def _open_units(self, rows: int, size: int, epochs: int | None, seed: int) -> None:
         if self.worker.batch_size is not None:
             raise InvalidArgumentError("batches: the scheme decides how large a batch is; use smb.train.WorkUnits")
         if self._units is not None:
             self._units.close()
         name = f"{self.worker.name}/units"
         self._units = smb.train.WorkUnits(self._client, name, rows, size, seed, epochs=epochs, worker=self.worker)
-        return self._batches(self._units, rows, seed)
 
-    def _batches(self, units: smb.train.WorkUnits, rows: int, seed: int) -> Iterator[torch.Tensor]:
+    def _batches(self, units: smb.train.WorkUnits | None, rows: int, seed: int) -> Iterator[torch.Tensor]:
         order, shuffled, taken = torch.empty(0, dtype=torch.int64), -1, 0
         while (unit := self._taken(units)) is not None:
             if unit.epoch != shuffled:
@@ -282,9 +290,10 @@ class Shared:
             taken += 1
             yield order[unit.start : unit.start + unit.count]
         if not taken:
-            _log.warning("training %r: all batches of all epochs are done; ask for more epochs", self.worker.name)
+            _log.warning("training %r: all batches of all epochs are done; ask for more epochs", self._name)
 
-    def _taken(self, units: smb.train.WorkUnits) -> smb.train.Unit | None:
+    def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
+        assert units is not None
         with self.worker.there():
             return units.take()
 
@@ -296,11 +305,14 @@ class Shared:
         """
         self._check_open()
         self._check.model()
-        own: dict[str, Any] = self._model.state_dict()
-        values = _values(self._trained.entries, torch.from_numpy(self.worker.shared()))
+        values = values_of(self._trained.entries, torch.from_numpy(self.worker.shared()))
         if self._state is not None:
             self._settle_mixing()
-            values |= _values(self._statistics.entries, torch.from_numpy(self._state.read(wire="exact")))
+            values |= values_of(self._statistics.entries, torch.from_numpy(self._state.read(wire="exact")))
+        return self._state_with(values)
+
+    def _state_with(self, values: dict[str, torch.Tensor]) -> dict[str, Any]:
+        own: dict[str, Any] = self._model.state_dict()
         for key, value in own.items():
             if isinstance(value, torch.Tensor):
                 # What the group has no part in (integers) is copied too: nothing returned is the model's memory.
@@ -318,6 +330,15 @@ class Shared:
         if not self._open:
             return
         try:
+            if self._finish(load=load) and self._state is not None:
+                self._statistics.spread()
+        finally:
+            self._leave()
+
+    def _finish(self, *, load: bool) -> bool:
+        """Finish what is under way, and load the parameters, and the running statistics into their vector. False: not
+        that, or there is nothing to load any more."""
+        try:
             self.worker.flush()
             self._settle_mixing()
             if load:
@@ -325,13 +346,21 @@ class Shared:
                 self.worker.close(load=True)
                 if self._state is not None:
                     self._state.read(out=self._statistics.values, wire="exact")
-                    self._statistics.spread()
         except NotFoundError as error:
             if not self.worker.deleted:
                 raise
             _log.warning("%s; the model is this process's own", error)
-        finally:
+            return False
+        return load
+
+    def abandon(self) -> None:
+        """Leave the group at once, waiting for nothing, nor for other ranks of a mesh. The model stays as it is."""
+        if not self._open:
+            return
+        try:
             self._leave()
+        except Error as error:
+            _log.warning("could not leave the group on the way out of an error: %s", error)
 
     def __repr__(self) -> str:
         return (
@@ -348,11 +377,8 @@ class Shared:
     ) -> None:
         if error is None:
             self.close()
-            return
-        try:
-            self._leave()
-        except Error as second:
-            _log.warning("could not leave the group on the way out of an error: %s", second)
+        else:
+            self.abandon()
 
     # ---- after each step of the optimizer
 
@@ -360,8 +386,14 @@ class Shared:
         if not self._open:  # a join that is not done, or was not to be
             return
         self.worker.step(self.samples)
+        self._mix_after_exchange()
+
+    def _mix_after_exchange(self) -> None:
         if self._state is not None and self.worker.contributions != self._contributions:
             self._mix(self._state)
+
+    def _collect_statistics(self) -> None:
+        self._statistics.collect()
 
     def _mix(self, state: smb.Buffer) -> None:
         """After an exchange, begin to add our running statistics to the average; the last time may be under way yet."""
@@ -369,7 +401,7 @@ class Shared:
             return
         self._settle_mixing()
         self._contributions = self.worker.contributions
-        self._statistics.collect()
+        self._collect_statistics()
         own = self._statistics.values
         if not np.isfinite(own).all():
             raise Error(
@@ -391,7 +423,7 @@ class Shared:
         statistics = self._statistics
         if not statistics.entries:
             return None
-        statistics.collect()
+        self._collect_statistics()
         metadata = _metadata(statistics)
         state = client.create(f"{name}/{STATE}", statistics.values.size, metadata=metadata, exist_ok=True)
         _compare(state, statistics.table)
@@ -420,7 +452,7 @@ class Shared:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise InvalidArgumentError(f"the model has left group {self.worker.name!r}; smb.torch.join it again")
+            raise InvalidArgumentError(f"the model has left group {self._name!r}; smb.torch.join it again")
 
 
 def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
@@ -484,7 +516,7 @@ def _check_free(model: torch.nn.Module) -> None:
     for shared in _joined:
         if shared._open and any(id(entry.tensor) in parameters for entry in shared._trained.entries):
             raise InvalidArgumentError(
-                f"smb.torch.join: this model is already joined to {shared.worker.name!r}; close() what that join "
+                f"smb.torch.join: this model is already joined to {shared._name!r}; close() what that join "
                 f"returned first"
             )
 
@@ -517,8 +549,8 @@ def _shape(table: TensorTable, name: str) -> str:
     return f"float32{list(table[name].shape)}" if name in table else "not there (or, of a trained one, frozen)"
 
 
-def _values(entries: Iterable[Entry], vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a vector under all their names, in the model's dtypes; tied names get the same tensor."""
+def values_of(entries: Iterable[Entry], vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of a vector under all their names, in the model's dtypes; tied names get the same tensor."""
     found: dict[str, torch.Tensor] = {}
     for entry in entries:
         value = entry.of(vector).to(entry.tensor.dtype)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from smb.train import member_table as t
-from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.background_send import deltas_of
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme
 
@@ -46,7 +46,7 @@ class Asynchronous(Exchange):
 
     def __init__(self, group: Group, parameters: Parameters) -> None:
         self._group = group
-        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
+        self._deltas = deltas_of(group.weights, parameters, group.sent_bytes)
         self._sent = 0  # contributions, as of the read that the next contribution builds on
         self._unsent_samples = 0
 

@@ -54,8 +54,7 @@ class DelayedExchange(Exchange):
 
     def __init__(self, group: Group, parameters: Parameters, alpha: float | None, every: int) -> None:
         parameters.keep_exact()  # what a worker gives is less than fewer bits can show
-        self._elastic = Elastic(group, alpha)
-        self._parameters = parameters
+        self._elastic = Elastic(group, alpha, parameters)
         self._every = every
         self._steps = 0
         self._samples = 0
@@ -71,7 +70,7 @@ class DelayedExchange(Exchange):
             self._steps += 1
             self._samples += samples
             return
-        self._elastic.take(self._parameters)
+        self._elastic.take()
         self._elastic.send(self._samples + samples)
         self._owed = True
         self._finish()
@@ -79,7 +78,7 @@ class DelayedExchange(Exchange):
     def restart(self) -> None:
         """Take over the shared model: nothing is owed."""
         self._elastic.finish()
-        self._elastic.restart(self._parameters)
+        self._elastic.restart()
         self._owed = False
         self._steps = self._samples = 0
 
@@ -105,5 +104,5 @@ class DelayedExchange(Exchange):
 
     def _pay(self) -> None:
         if self._owed:
-            self._parameters.subtract(self._elastic.difference)
+            self._elastic.pay()
             self._owed = False

@@ -20,8 +20,9 @@ from smb.train import member_table as t
 from smb.train.bsp import BSP
 from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.guards import RefusedContributionError
-from smb.train.parameters import ArrayParameters, Parameters
+from smb.train.parameters import ArrayParameters, Parameters, Together
 from smb.train.scheme import Copies, Exchange, Scheme
+from smb.train.seasgd import HiddenExchange
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -48,6 +49,9 @@ class HSGD(Scheme):
     H lives in a nested group, NAME/host/HOST, on the memory servers of that host, so that its rounds go through shared
     memory; where no server runs there, wherever the coordinator puts it. Between hosts only the roots' 2n floats move.
     The host is the machine's name, or $SMB_TRAIN_HOST: for several hosts on one machine, or containers that share one.
+
+    Processes that step together anyway, the ranks of a mesh (smb.torch.join with mesh=; FSDP2 or DDP, by NCCL or gloo),
+    are a host by themselves: one member, without a nested group, whose exchange is SEASGD's.
 
     The root is whoever has been in the round's group for longest. If it dies or leaves, the next one is root from the
     exchange on that the others wait for, which is about a lease later where it died. What a dead root was sending
@@ -82,6 +86,8 @@ class HSGD(Scheme):
 
     def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange. Joins the host's group, made first where there is none."""
+        if isinstance(parameters, Together):
+            return HiddenExchange(group, parameters, self.alpha, self.every)
         return HostExchange(group, parameters, self.alpha, self.every)
 
 
@@ -185,19 +191,20 @@ class HostExchange(Exchange):
     def _exchange(self, due: int) -> None:
         """As root: draw the host's model and the shared one to each other."""
         if self._elastic is None:
-            self._elastic = Elastic(self._group, self._alpha)
+            own = ArrayParameters(self._inner.snapshot.base, "hsgd")
+            self._elastic = Elastic(self._group, self._alpha, own)
             _log.info("group %r: worker %d is root of its host", self._host.name, self._host.member.slot)
         elastic, model = self._elastic, self._inner.snapshot.base
         elastic.finish()
         if self._taken is None:  # else the last call failed in the middle, and this is its repetition
             try:
-                elastic.take(ArrayParameters(model, "hsgd"))
+                elastic.take()
             except RefusedContributionError as error:
                 self._refused = error
                 self._group.weights.read(out=model, wire="exact")
                 self._taken = False
             else:
-                model -= elastic.difference
+                elastic.pay()
                 self._taken = True
         failpoint("hsgd-taken")
         self._tell_host(due)

@@ -185,9 +185,11 @@ def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterab
     return dead
 
 
-def rank_lock(client: Client, group: str, slot: int, incarnation: int, rank: int, lease: float) -> Lock:
+def rank_lock(
+    client: Client, group: str, slot: int, incarnation: int, rank: int, lease: float, patience: float = 0.0
+) -> Lock:
     """Return the lock that a rank of a member holds, other than the one that speaks, for one try."""
-    return client.lock(f"{group}/member/{slot}/{incarnation}/{rank}", ttl=lease, timeout=0.0)
+    return client.lock(f"{group}/member/{slot}/{incarnation}/{rank}", ttl=lease, timeout=patience)
 
 
 def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarnation: int, lease: float) -> bool:

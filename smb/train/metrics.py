@@ -39,7 +39,7 @@ _OF_WORKER: tuple[tuple[str, Callable[[WorkerStatus], float]], ...] = (
 
 
 class Collector:
-    """What REGISTRY.register takes: smb_training_... of one group, by worker (its slot and host)."""
+    """A collector for REGISTRY.register: smb_training_... of one group, by worker (its slot and host)."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._client = client

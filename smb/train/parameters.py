@@ -7,8 +7,9 @@ group's vector: all that is trained, in one order, float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,11 +20,36 @@ from smb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
+    from smb.train.exchange.background_send import Deltas
+    from smb.train.exchange.elastic_force import Difference
+    from smb.train.exchange.snapshot import Snapshot
     from smb.train.group import Group
 
 Values: TypeAlias = NDArray[np.float32]
 
 PIECE_ELEMENTS = 1 << 22  # 16 MiB: a call's fixed costs do not count, and two of them are little beside a model
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` elements that follow each other in a process's vector from `here` on, and in the group's from `there`."""
+
+    here: int
+    there: int
+    count: int
+
+    @property
+    def place(self) -> slice:
+        """Where it is in the process's vector."""
+        return slice(self.here, self.here + self.count)
+
+    def cut(self) -> Iterator[Run]:
+        """Yield its pieces. They end where chunks of the group's buffers do: each is rounded as in a call of all."""
+        here, there, end = self.here, self.there, self.there + self.count
+        while there < end:
+            count = min(end, (there // PIECE_ELEMENTS + 1) * PIECE_ELEMENTS) - there
+            yield Run(here, there, count)
+            here, there = here + count, there + count
 
 
 class Parameters(ABC):
@@ -57,6 +83,10 @@ class Parameters(ABC):
     def keep_exact(self) -> None:
         """Keep beside values of fewer bits what rounding leaves out of fill and subtract, from now on."""
 
+    def hold(self, values: Values) -> None:  # noqa: ARG002 - a subclass's to use
+        """Take note that this array, (n,), will be given to fill, deltas or subtract time and again."""
+        return
+
     # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
 
     def store(self, weights: Buffer) -> None:
@@ -71,12 +101,42 @@ class Parameters(ABC):
         buffer.read(out=out, wire="exact")
 
     def write(self, buffer: Buffer, piece: Values, begin: int) -> list[Future[Any]]:
-        """Begin to write a piece, by the buffer's wire."""
-        return [buffer.write_async(piece, begin)]
+        """Begin to write what is this process's to write of a piece, by the buffer's wire."""
+        return [buffer.write_async(part, there) for part, there in self.parts(piece, begin)]
+
+    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, int]]:
+        """Yield what is this process's to write of a piece, and where that is in the group's buffers."""
+        yield piece, begin
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """What is this process's to write of all."""
+        return (Run(0, 0, self.size),)
+
+    @property
+    def all_runs(self) -> Sequence[Run]:
+        """What this process has: some of it another one may write."""
+        return self.runs
 
     def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use
         """Take note that the worker has taken a slot."""
         return
+
+
+class Together(Parameters):
+    """Parameters in several processes, which are one worker: this one speaks for all. What it makes moves all parts."""
+
+    @abstractmethod
+    def snapshot(self, wire: str) -> Snapshot:
+        """Return what rounds need."""
+
+    @abstractmethod
+    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas:
+        """Return what adds deltas."""
+
+    @abstractmethod
+    def difference(self, weights: Buffer, arrived: Callable[[], object]) -> Difference:
+        """Return what elastic schemes need."""
 
 
 class ArrayParameters(Parameters):

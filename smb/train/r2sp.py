@@ -48,11 +48,11 @@ from smb.errors import (
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.train import member_table as t
-from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.background_send import deltas_of
 from smb.train.exchange.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
-from smb.train.parameters import Parameters
+from smb.train.parameters import Parameters, Together
 from smb.train.scheme import Exchange, Scheme, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -93,6 +93,10 @@ class R2SP(Scheme):
 
     def run(self, group: Group, parameters: Parameters) -> RoundRobin:
         """Return this worker's exchange."""
+        if self.batch_size is not None and isinstance(parameters, Together):
+            raise InvalidArgumentError(
+                "scheme 'r2sp' with mesh=: batch_size= measures single processes; leave it out, or join without a mesh"
+            )
         return RoundRobin(group, parameters, self)
 
 
@@ -103,7 +107,7 @@ class RoundRobin(Exchange):
         self._group = group
         self._scheme = scheme
         self._me = Member(group.member.slot, group.member.incarnation)
-        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
+        self._deltas = deltas_of(group.weights, parameters, group.sent_bytes)
         self._pace = Pace(scheme.warmup)
         self._batch_size = scheme.batch_size
         self._turn: Turn | None = None  # ours, taken, and not handed on

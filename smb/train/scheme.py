@@ -112,6 +112,12 @@ class Scheme(ABC):
             raise InvalidArgumentError(f"scheme {cls.NAME!r} needs {', '.join(sorted(missing))}=, which has no default")
         return cls(**settings)
 
+    def interval(self) -> int:
+        """Return after how many local steps a worker may have something to exchange; of the steps between it is enough
+        to be told then, all at once.
+        """
+        return 1
+
     def copies(self) -> Copies:
         """Return how many copies of the model it keeps on the memory servers."""
         return Copies()

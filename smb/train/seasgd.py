@@ -47,6 +47,10 @@ class SEASGD(Scheme):
     def __post_init__(self) -> None:
         check_settings(self.NAME, self.alpha, self.every)
 
+    def interval(self) -> int:
+        """Return `every`."""
+        return self.every
+
     def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange."""
         return HiddenExchange(group, parameters, self.alpha, self.every)
@@ -57,8 +61,7 @@ class HiddenExchange(Exchange):
 
     def __init__(self, group: Group, parameters: Parameters, alpha: float | None, every: int) -> None:
         parameters.keep_exact()  # what a worker gives is less than fewer bits can show
-        self._elastic = Elastic(group, alpha)
-        self._parameters = parameters
+        self._elastic = Elastic(group, alpha, parameters)
         self._every = every
         self._steps = 0
         self._samples = 0
@@ -70,8 +73,8 @@ class HiddenExchange(Exchange):
             self._samples += samples
             return
         self._elastic.finish()
-        self._elastic.take(self._parameters)
-        self._parameters.subtract(self._elastic.difference)
+        self._elastic.take()
+        self._elastic.pay()
         self._elastic.send(self._samples + samples)
         self._steps += 1
         self._samples = 0
@@ -79,7 +82,7 @@ class HiddenExchange(Exchange):
     def restart(self) -> None:
         """Take over the shared model, and begin to count anew."""
         self._elastic.finish()
-        self._elastic.restart(self._parameters)
+        self._elastic.restart()
         self._steps = self._samples = 0
 
     def flush(self) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
-from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.background_send import deltas_of
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme, is_whole
@@ -80,7 +80,7 @@ class StaleSynchronous(Exchange):
     def __init__(self, group: Group, parameters: Parameters, bound: int) -> None:
         self._group = group
         self._bound = bound
-        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
+        self._deltas = deltas_of(group.weights, parameters, group.sent_bytes)
         self._clock = group.member.clock
         self._lag = 0  # at the last read
         self._unsent_samples = 0

@@ -1,4 +1,4 @@
-"""What is known of a training: read from its table, by anybody."""
+"""The state of a training, read from its table by any process."""
 
 from __future__ import annotations
 

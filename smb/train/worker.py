@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from smb.buffer import Buffer
 from smb.client import Client
 from smb.config.log import TRAINING
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
 from smb.train import member_table as t
-from smb.train.exchange.snapshot import Together
 from smb.train.group import Group, clear, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
-from smb.train.parameters import ArrayParameters, Parameters, Values
+from smb.train.parameters import ArrayParameters, Parameters, Together, Values
 from smb.train.progress import ExchangeEvent, Progress, progress_of
 from smb.train.scheme import Exchange, Scheme
 from smb.train.status import WorkerStatus, worker_status
@@ -130,7 +130,7 @@ class Worker:
 
     @property
     def status(self) -> WorkerStatus:
-        """What the group knows of this worker."""
+        """The group's record of this worker."""
         return worker_status(self._group.table.read(), self._group.member.slot)
 
     @property
@@ -232,6 +232,12 @@ class Worker:
         with self.there():
             self._group.read(result)
         return result
+
+    def look(self, read: Callable[[Buffer], object]) -> None:
+        """Call `read` with the shared weights until it has read them of one round."""
+        self._check_open()
+        with self.there():
+            self._group.read_by(read)
 
     @contextlib.contextmanager
     def there(self) -> Iterator[None]:
@@ -341,7 +347,7 @@ class Worker:
         )
 
     def _report(self) -> pb.TrainingReport:
-        """What the coordinator is told, for people. No call; from another thread."""
+        """Return the report for the coordinator, for people. No call; from another thread."""
         member = self._group.member
         return pb.TrainingReport(
             name=self.name,

@@ -213,7 +213,7 @@ REFUSED: list[tuple[Callable[[Buffers], Any], str]] = [
     (lambda b: b["w"].apply("adam", b["g"], b["m"], b["m"], lr=1, step=1), "must be different buffers"),
     (lambda b: b["w"].apply("sgd", b["again"], lr=1), "must be different buffers"),
     (lambda b: b["doubles"].apply("sgd", b["doubles-g"], lr=1), "it is float64; rules are for float32 buffers"),
-    (lambda b: b["two"].apply("sgd", b["two-g"], lr=1), "two copies that take turns"),
+    (lambda b: b["two"].apply("sgd", b["two-g"], lr=1), "several copies that take turns"),
     (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["g"].lock()), "fence= takes a lock made by its own lock"),
     (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["w"].lock()), "not taken"),
 ]

@@ -264,3 +264,71 @@ def test_too_many_pins_name_their_bound(client: smb.Client) -> None:
         home.ask("pin", AskOpcode.PIN)
     with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there, a session 1024 pins"):
         home.ask("pin", AskOpcode.PIN)
+
+
+@pytest.mark.parametrize("way", [FAR, "shm"])
+def test_several_versions_can_be_read(client: smb.Client, connect: Connect, way: str) -> None:
+    """Of versions=K the last K - 1 are there by their numbers, whole, over both ways; others are refused by name."""
+    client.create("w", (3, 100), "int64", versions=4, stripe="4KiB")
+    buffer = connect(way).open("w")
+    assert (buffer.versions, buffer.nbytes) == (4, 2400)
+    assert not buffer.read(version=0).any()
+    with pytest.raises(smb.NotFoundError, match="version 1 is not published yet: the latest is 0"):
+        buffer.read(version=1)
+    for latest in range(1, 12):
+        assert buffer.publish(np.full((3, 100), latest)) == latest
+        assert (buffer.read() == latest).all()
+        for there in range(max(0, latest - 2), latest + 1):
+            assert (buffer.read(version=there) == there).all()
+            assert (buffer.read(150, 10, version=there) == there).all()
+            with buffer.pin(there) as pin:
+                assert (pin.version, pin.read(299, 1)[0]) == (there, there)
+    with pytest.raises(smb.NotFoundError, match="version 7 was overwritten: the latest is 11, and 3 of the last 4"):
+        buffer.read(version=7)
+    for missing in (7, 12):
+        with pytest.raises(smb.NotFoundError, match=f"version {missing} was overwritten, or is not published"):
+            buffer.pin(missing).__enter__()
+    for call in (lambda: buffer.read(version=-1), lambda: client.create("v", 3).read(version=1)):
+        with pytest.raises(smb.InvalidArgumentError):
+            call()
+    for versions in (0, 17, 2.0):
+        with pytest.raises(smb.InvalidArgumentError, match="not between 1 and 16"):
+            client.create("x", 3, versions=versions)  # type: ignore[arg-type]
+
+
+def test_one_slow_reader_delays_nobody(client: smb.Client, connect: Connect) -> None:
+    """With three copies a reader that holds a version keeps no publisher waiting; two that hold two versions do."""
+    buffer = client.create("w", 1000, "int64", versions=3)
+    mine = connect(FAR).open("w")
+    buffer.publish(np.full(1000, 1))
+    with mine.pin(ttl=30) as first:
+        for number in range(2, 30):
+            buffer.publish(np.full(1000, number), timeout=0)
+            assert (first.read() == 1).all()
+        assert (mine.read(version=1) == 1).all()
+        with mine.pin(ttl=30) as second:
+            buffer.publish(np.full(1000, 30), timeout=0)
+            with pytest.raises(smb.TimeoutError, match="nothing done"):
+                buffer.publish(np.full(1000, 31), timeout=0)
+            assert (second.read() == 29).all()
+        buffer.publish(np.full(1000, 31), timeout=0)
+        assert (first.read() == 1).all()
+    assert mine.version == 31
+
+
+def test_versions_survive_their_server() -> None:
+    """kill -9 and restart of the home: each version is in the copy where it was, and the next takes a free one."""
+    with (
+        smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
+        smb.connect(cluster.address, transport=FAR, timeout=30 * SLOWNESS) as client,
+    ):
+        buffer = client.create("w", SIZE, "int64", versions=4, stripe="64KiB")
+        for number in range(1, 8):
+            buffer.publish(np.full(SIZE, number))
+        cluster.servers[0].kill()
+        cluster.servers[0].start()
+        for there in (5, 6, 7):
+            assert (buffer.read(version=there) == there).all()
+        buffer.publish(np.full(SIZE, 8))
+        for there in (6, 7, 8):
+            assert (buffer.read(version=there) == there).all()

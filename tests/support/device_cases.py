@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,8 @@ from tests.support import fake_device
 
 Connect = Callable[..., smb.Client]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCHEMES = ["asyncdiloco", "easgd", "seasgd"]
+LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="every scheme with every type; SMB_LONG=1 runs them")
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +32,12 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (parameters, model_parameters, staging):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 48)
     fake_device.copies.clear()
+
+
+@pytest.fixture
+def client(connect: Connect) -> smb.Client:
+    """One: what a device does has nothing to do with how clients reach servers."""
+    return connect()
 
 
 def network(dtype: torch.dtype, device: str) -> nn.Sequential:
@@ -62,8 +73,15 @@ def train(client: smb.Client, name: str, device: str, dtype: torch.dtype, scheme
     return [*found, *ends, list(smb.torch.shared_state_dict(client, name).values())]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", ["asyncdiloco", "easgd", "seasgd"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("asyncdiloco", torch.bfloat16),
+        ("easgd", torch.float16),
+        ("seasgd", torch.float32),
+        *(pytest.param(scheme, dtype, marks=LONG) for scheme in SCHEMES for dtype in DTYPES),
+    ],
+)
 def test_a_device_trains_as_the_host(client: smb.Client, dtype: torch.dtype, scheme: str) -> None:
     """The same training with models in the host's memory and on a device whose copies come late: equal to the bit."""
     here = train(client, "here", "cpu", dtype, scheme, 2)
@@ -85,9 +103,64 @@ def test_what_is_not_waited_for_shows(client: smb.Client, monkeypatch: pytest.Mo
     assert any(not torch.equal(one, other) for one, other in zip(here[0], there[0], strict=True))
 
 
-def test_what_moves_and_when(client: smb.Client) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deltas_made_on_the_device(client: smb.Client, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """They are those made on the host, to the bit; the base goes up, and float32 comes down."""
+    here = train(client, "here", "cpu", dtype, "asyncdiloco", 1)
+    monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: True)
+    fake_device.copies.clear()
+    there = train(client, "there", fake_device.NAME, dtype, "asyncdiloco", 1)
+    for ours, theirs in zip(here, there, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    down = sum(size for way, size, non_blocking in fake_device.copies if way == "fake->cpu" and non_blocking)
+    nbytes = 4 * sum(parameter.numel() for parameter in network(dtype, "cpu").parameters())
+    first = nbytes * dtype.itemsize // 4  # the first member's values, when it makes the group
+    assert down == first + 6 * nbytes  # two members, three rounds
+
+
+@pytest.mark.parametrize("scheme", ["asyncdiloco", "easgd"])
+def test_memory_that_is_locked_is_copied_from_as_it_is(
+    client: smb.Client, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Equal to the bit: nobody changes it while a copy from it is under way. In the end it is let go of."""
+    here = train(client, "here", "cpu", torch.float32, scheme, 1)
+    locked: list[int] = []
+
+    def lock(memory: Any) -> Callable[[], None]:
+        locked.append(memory.ctypes.data)
+        return functools.partial(locked.remove, memory.ctypes.data)
+
+    monkeypatch.setattr(model_parameters, "page_lock", lock)
+    monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: False)
+    there = train(client, "there", fake_device.NAME, torch.float32, scheme, 1)
+    for ours, theirs in zip(here, there, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    gc.collect()
+    assert not locked
+
+
+def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first exchange, once."""
+    now = [0.0]
+    monkeypatch.setattr(model_parameters.time, "perf_counter", lambda: now[0])
+    made = model_parameters.ModelParameters({("weight",): torch.zeros(100).to(fake_device.NAME)})
+    deltas = made._deltas
+
+    def slowly(base: Any, *, on_device: bool) -> Any:
+        for piece in deltas(base, on_device=on_device):
+            now[0] += 1.0 if on_device else 2.0
+            yield piece
+
+    monkeypatch.setattr(made, "_deltas", slowly)
+    for _ in range(2):
+        assert [begin for begin, _ in made.deltas(np.ones(made.size, np.float32))] == [0, 48, 96]
+        assert made._on_device
+
+
+def test_what_moves_and_when(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing moves while nothing is due; an exchange moves each trained parameter once down and once up, in its own
     type and without waiting; what is frozen never does. The Parameters stay, and their memory."""
+    monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: False)
     model = network(torch.bfloat16, fake_device.NAME)
     model[0].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -49,6 +49,13 @@ class EngineServer:
         self._process.stdin.flush()
         return self._read()
 
+    def end_sessions(self, first: int, count: int) -> None:
+        """End so many sessions, and have it know that no others ever did."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"end {first} {count}\n")
+        self._process.stdin.flush()
+        self._read()
+
     def alive(self) -> bool:
         return self._process.poll() is None
 
@@ -139,7 +146,12 @@ def serve(unix_path: Path, memory: Path, descriptors: int) -> None:
         engine.create_segment(memory / f"{segment:016x}", SegmentForm(segment, EPOCH, Dtype.FLOAT32, nbytes, 4096))
     engine.listen_unix(unix_path)
     print(json.dumps({"port": engine.listen_tcp("127.0.0.1", 0)}), flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if line.startswith("end "):
+            first, count = (int(word) for word in line.split()[1:])
+            for session in range(first, first + count):
+                engine.end_session(session)
+            engine.know_ended(True)
         counters = asdict(engine.counters())
         for name in ("operations", "transferred_bytes"):
             counters[name] = {" ".join(key): value for key, value in counters[name].items()}

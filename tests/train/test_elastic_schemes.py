@@ -45,7 +45,7 @@ def _trained(
     for number in order:
         step(number, values[number])
         workers[number].step(samples=2)
-        contribution = workers[number].exchange._elastic._contribution
+        contribution = workers[number].exchange._elastic._difference._contribution
         contribution.finish()  # and no more than that: flush() would apply what EASGD owes
         trace.shared.append(workers[0].shared())
         trace.local.append(values[number].copy())
@@ -208,7 +208,7 @@ def test_the_addition_hides_behind_computing(worker: smb.train.Worker, values: V
     reads. Known by events, not by times.
     """
     gate = Gate(worker)
-    contribution = worker.exchange._elastic._contribution
+    contribution = worker.exchange._elastic._difference._contribution
     finish = contribution.finish
 
     def noted_finish() -> None:

@@ -84,6 +84,7 @@ LEFT_OUT = {
     "ops/test_prometheus.py": _ELSEWHERE,
     "ops/test_quickstart.py": _ELSEWHERE,
     "ops/test_supervised_daemons.py": _ELSEWHERE,
+    "ops/test_top_in_tmux.py": "asks the coordinator alone",
     "regressions/test_async_order.py": _ELSEWHERE,
     "regressions/test_call_inside_a_call.py": _ELSEWHERE,
     "regressions/test_close_beside_stopped_daemons.py": "tests/verbs/test_closing.py has it",

@@ -15,6 +15,7 @@ $B mount -t overlay -o lowerdir=/lower,upperdir=/layer/upper,workdir=/layer/work
     fail "the layer over the root file system can't be mounted"
 for folder in proc sys dev; do $B mount -o bind /$folder /new/$folder; done
 $B mount -t tmpfs run /new/run
+$B mkdir -m 1777 /new/run/tmp # temporary files: not in /tmp, which the host's programs go on changing below the layer
 $B mkdir -p /dev/shm /dev/pts /new/run/lock /new/run/control
 $B mount -t tmpfs -o mode=1777,size=75% shm /new/dev/shm
 $B mount -t devpts devpts /new/dev/pts

@@ -196,6 +196,7 @@ def _write_control(
     } | variables
     environment |= {
         "VERBS_VM": "1",
+        "TMPDIR": "/run/tmp",  # guest-start.sh makes it
         "PATH": f"{environment.get('PATH', '/usr/local/bin:/usr/bin:/bin')}:/usr/sbin:/sbin",
     }
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())

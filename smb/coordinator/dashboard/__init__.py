@@ -1,1 +1,1 @@
-"""What people are shown of the cluster: the page at /, its JSON, `smb top`."""
+"""The cluster as people see it: the page at /, its JSON, `smb top`."""

@@ -1,4 +1,4 @@
-"""What is wrong, and what to do about it: from what the coordinator knows and has seen. Pure."""
+"""Problems, and what to do about them: from the coordinator's state and observations. Pure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NAMES_MAX = 4
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 _ORDER = (CRITICAL, WARNING, NOTE)
-# What clients meet in the course of things.
-_USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost"})
+# Errors that clients meet in the course of things: a wait for the next round that ends is a "timeout".
+USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost"})
 _STRANGE = {
     "protocol": ("sent what is no frame", "Something else than a client of ours connects to its port: see who does."),
     "version": ("spoke another version of the protocol", "Install the same version of smb on clients and servers."),
@@ -115,7 +115,7 @@ def _of_live_server(seen: Seen, server: ServerRecord, now: Instant) -> Iterator[
         if reason in _STRANGE:
             what, action = _STRANGE[reason]
             yield Problem(WARNING, f"{server.name}: {count} requests {what}", "In the last minute.", action, about)
-        elif reason not in _USUAL and count >= OTHER_ERRORS:
+        elif reason not in USUAL and count >= OTHER_ERRORS:
             title = f"{server.name} refused {count} requests: {reason.replace('_', ' ')}"
             action = "A program repeats a call that fails: see the clients' messages."
             yield Problem(WARNING, title, "In the last minute.", action, about)

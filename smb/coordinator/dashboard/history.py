@@ -1,4 +1,4 @@
-"""What the coordinator has seen lately, for people: loads that servers tell, who came and went. In memory, bounded.
+"""The coordinator's recent observations, for people: loads that servers report, who came and went. In memory, bounded.
 
 Nothing is decided by it, and it is lost with the process. Threads: the event loop writes, the pages' threads read; one
 lock around all of it.
@@ -38,7 +38,7 @@ EVENTS_MAX = 200
 LOST_CLIENTS_MAX = 1000
 FAILED_MAX = 1000
 
-# What moves bytes to servers, from them, and within them. The other kinds are handshakes and what waits.
+# Operations that move bytes to servers, from them, and within them. The others are handshakes and waits.
 IN = frozenset({"write", "accumulate", "fetch_add", "compare_swap"})
 OUT = frozenset({"read"})
 WITHIN = frozenset({"fill", "accumulate_from", "apply"})
@@ -165,7 +165,7 @@ class Bins:
 
 @dataclass(frozen=True, slots=True)
 class ServerWatch:
-    """What one run of a server told last. `rates` are per second, between its last two renewals; None after the first.
+    """The last report of one run of a server. `rates` are per second, between its last two renewals; None after one.
     `errors_recently` are those of the last minute, by reason. `deferred_since` is monotonic; 0: nothing is deferred.
     """
 
@@ -217,7 +217,7 @@ class Watch:
         self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
         self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
         self.trainings = Trainings()
-        # What the store says of itself: why it can't be written, and the room of its disk.
+        # The store's own report: why it can't be written, and the room of its disk.
         self.look_at_store: Callable[[], tuple[str, int | None]] = lambda: ("", None)
 
     def failed(self, method: str, now: Instant) -> None:

@@ -1,4 +1,4 @@
-"""What people are shown of the cluster, as JSON: by the page at /, by `smb top`. docs/operating.md has its fields.
+"""The state of the cluster for people, as JSON: for the page at / and `smb top`. docs/operating.md has its fields.
 
 Pure but for `Overview`, which keeps the last answer for a while, so that many who look cost as much as one. Lists are
 bounded: what is left out is counted. Ids of sessions are not shown: who knows one could shut its client out.
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from smb.coordinator.dashboard.diagnosis import LATE_S, owners_of, problems
+from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, owners_of, problems
 from smb.coordinator.dashboard.history import Amounts, Busy, History, Seen, ServerWatch, Watch
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
@@ -67,13 +67,13 @@ class View:
 
     @cached_property
     def busy(self) -> dict[int, Busy]:
-        """What is done for each segment that is busy."""
+        """The load of each busy segment."""
         watches = (self.watch_of(server) for name, server in self.state.servers.items() if name in self.alive)
         return {number: busy for watch in watches if watch for number, busy in watch.segments.items()}
 
     @cached_property
     def busy_sessions(self) -> dict[int, Busy]:
-        """What is done by each session that is busy, at all servers."""
+        """The load that each busy session makes, at all servers."""
         found: dict[int, Busy] = {}
         for name, server in self.state.servers.items():
             watch = self.watch_of(server) if name in self.alive else None
@@ -285,6 +285,7 @@ def _server(view: View, server: ServerRecord) -> Json:
     watch = view.watch_of(server)
     current = watch if watch and view.state.alive(server.name, view.now) else None
     load = current.load if current else pb.ServerLoad()
+    errors = current.errors_recently if current else {}
     return {
         "name": server.name,
         "state": view.server_state(server.name),
@@ -299,7 +300,7 @@ def _server(view: View, server: ServerRecord) -> Json:
         "connections": sum(load.connections.values()),
         "parked": load.parked_requests,  # codespell:ignore parked
         "waiting": load.waiting_requests,
-        "errors_recently": sum(current.errors_recently.values()) if current else 0,
+        "errors_recently": sum(count for reason, count in errors.items() if reason not in USUAL),
     }
 
 

@@ -1,4 +1,4 @@
-"""What workers told of their trainings with their sessions' renewals: for people, in memory, bounded.
+"""Workers' reports of their trainings, which come with their sessions' renewals: for people, in memory, bounded.
 
 Nothing is decided by it. One lock; the event loop writes, the pages' threads read.
 """
@@ -22,7 +22,7 @@ TRAININGS_MAX = 256  # whose past is kept
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """What one worker told last. `samples_per_s` is since it told before; None while nobody can say."""
+    """One worker's last report. `samples_per_s` is since the one before; None while it is unknown."""
 
     session_id: int
     report: pb.TrainingReport
@@ -57,7 +57,7 @@ class Trainings:
         self._past: dict[str, _Past] = {}
 
     def told(self, session_id: int, reports: Iterable[pb.TrainingReport], now: Instant) -> None:
-        """Take note of what a session told; what it told before and not now is over."""
+        """Store a session's reports. A training that it no longer reports is over for it."""
         with self._lock:
             known = self._workers.pop(session_id, {})
             fresh: dict[str, WorkerSeen] = {}
@@ -81,7 +81,7 @@ class Trainings:
             self._past.pop(name, None)
 
     def workers(self) -> Mapping[str, list[WorkerSeen]]:
-        """Return who told anything, by training, each training's by slot."""
+        """Return the workers that reported, by training, each training's by slot."""
         found: dict[str, list[WorkerSeen]] = {}
         with self._lock:
             for told in self._workers.values():

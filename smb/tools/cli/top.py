@@ -55,7 +55,7 @@ def top(
             return
         out = console()
         if once or not out.is_terminal:
-            for part in render(look(), out.encoding):
+            for part in render(look(), out.encoding, width=out.width if out.is_terminal else 0):
                 out.print(part)
             return
         _watch(look, interval)
@@ -87,7 +87,7 @@ def _watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
 
 
 class _News:
-    """What a thread finds out and another one waits for: readable once there is something new."""
+    """A result that one thread finds and another waits for: readable once it is new."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

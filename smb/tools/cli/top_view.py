@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,8 @@ Json = dict[str, Any]
 
 _PROBLEMS_MAX = 3  # on a screen; each takes a line
 _WORD = 16  # characters
+_NAME = 30  # characters that a row's name is given before other columns go
+_GAP = 2  # between columns
 _SPARKS = 40  # steps of 2 s
 _RAMP, _PLAIN_RAMP = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _STYLES = {"critical": "red", "warning": "yellow", "note": "dim"}
@@ -30,7 +33,7 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
     The busiest rows come first. A training's own buffers are left out: they are its.
     """
     problems = shown["problems"][: _PROBLEMS_MAX if height else None]
-    parts: list[RenderableType] = [_head(shown), *_throughput(shown, encoding)]
+    parts: list[RenderableType] = [_head(shown, width), *_throughput(shown, encoding)]
     if lost:
         parts.append(_whole(f"The coordinator is lost, this is from before: {lost}", "bold red"))
     parts += [_problem(problem) for problem in problems] or [_line(_fine(shown), "green")]
@@ -51,7 +54,9 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
     room = height - lines - 2 * len(sections) - 2 if height else sum(map(len, lists))
     for (name, draw), rows, some in zip(sections, lists, share([len(rows) for rows in lists], room), strict=True):
         parts.append(Text(""))
-        parts.append(draw(rows[:some], shown) if rows else _line(_EMPTY[name].format(**shown["coordinator"]), "dim"))
+        parts.append(
+            draw(rows[:some], shown).table(width) if rows else _line(_EMPTY[name].format(**shown["coordinator"]), "dim")
+        )
         left_out = len(rows) - some + shown["left_out"].get(name, 0)
         if left_out and some:
             parts[-2] = _line(f"({left_out} more of the {name} not shown)", "dim")
@@ -103,17 +108,19 @@ def _line(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _head(shown: Json) -> Text:
+def _head(shown: Json, width: int) -> Text:
     totals, now = shown["totals"], shown["now"]
     used = f"{totals['used'] / totals['capacity']:.0%}" if totals["capacity"] else "-"
-    parts = (
+    parts = [
         f"{shown['coordinator']['address']} up {_age(now - shown['coordinator']['started'])}",
         f"{totals['alive']}/{totals['servers']} servers",
         f"{used} of {format_bytes(totals['capacity'])}",
         f"{totals['buffers']} buffers",
         f"{totals['clients']} clients",
         time.strftime("%H:%M:%S", time.localtime(now)),
-    )
+    ]
+    while width and len("  ".join(parts)) > width and len(parts) > 1:
+        parts.pop()
     return _line("  ".join(parts), "bold")
 
 
@@ -137,9 +144,10 @@ def _whole(text: str, style: str) -> Text:
     return Text(printable(text), style=style)
 
 
-def _trainings(rows: Sequence[Json], _shown: Json) -> Table:
+def _trainings(rows: Sequence[Json], _shown: Json) -> _Rows:
     numbers = ("ROUND", "WORKERS", "SAMPLES", "STALENESS", "REFUSED", "SIZE")
-    made = _table("TRAINING", "STATE", "SCHEME", *numbers, right=numbers)
+    spare = ("REFUSED", "STALENESS", "SIZE", "SCHEME", "ROUND")
+    made = _Rows("TRAINING", "STATE", "SCHEME", *numbers, right=numbers, spare=spare)
     for row in rows:
         ok, working = row["state"] == "ok", row["workers"]
         made.add_row(
@@ -157,9 +165,9 @@ def _trainings(rows: Sequence[Json], _shown: Json) -> Table:
     return made
 
 
-def _servers(rows: Sequence[Json], shown: Json) -> Table:
+def _servers(rows: Sequence[Json], shown: Json) -> _Rows:
     numbers = ("MEMORY", "OPS", "IN", "OUT", "CONN", "WAIT", "ERR")
-    made = _table("SERVER", "STATE", *numbers, right=numbers)
+    made = _Rows("SERVER", "STATE", *numbers, right=numbers, spare=("CONN", "OPS", "WAIT", "ERR", "MEMORY"))
     for row in rows:
         state, rates = str(row["state"]), row["rates"] or {}
         alive = state in ("alive", "late")
@@ -177,9 +185,11 @@ def _servers(rows: Sequence[Json], shown: Json) -> Table:
     return made
 
 
-def _buffers(rows: Sequence[Json], shown: Json) -> Table:
+def _buffers(rows: Sequence[Json], shown: Json) -> _Rows:
     right = ("SIZE", "SERVERS", "MOVED", "OPS")
-    made = _table("BUFFER", "STATE", "SHAPE", "DTYPE", "SIZE", "SERVERS", "MOVED", "OPS", "MADE", right=right)
+    spare = ("MADE", "OPS", "SERVERS", "DTYPE", "SHAPE")
+    columns = ("STATE", "SHAPE", "DTYPE", "SIZE", "SERVERS", "MOVED", "OPS", "MADE")
+    made = _Rows("BUFFER", *columns, right=right, spare=spare)
     for row in rows:
         made.add_row(
             row["name"],
@@ -196,9 +206,10 @@ def _buffers(rows: Sequence[Json], shown: Json) -> Table:
     return made
 
 
-def _clients(rows: Sequence[Json], shown: Json) -> Table:
+def _clients(rows: Sequence[Json], shown: Json) -> _Rows:
     right = ("MOVED", "OPS", "LEASE LEFT", "LOCKS")
-    made = _table("CLIENT", "MOVED", "OPS", "CONNECTED", "LAST HEARD", "LEASE LEFT", "LOCKS", right=right)
+    spare = ("LAST HEARD", "CONNECTED", "OPS", "LEASE LEFT")
+    made = _Rows("CLIENT", "MOVED", "OPS", "CONNECTED", "LAST HEARD", "LEASE LEFT", "LOCKS", right=right, spare=spare)
     for row in rows:
         since = row["since"] or shown["coordinator"]["started"]
         made.add_row(
@@ -213,8 +224,11 @@ def _clients(rows: Sequence[Json], shown: Json) -> Table:
     return made
 
 
-def _waits(rows: Sequence[Json], _shown: Json) -> Table:
-    made = _table("LOCKS", "HELD BY", "FOR", "LEASE LEFT", "WAITING", "AT", right=("FOR", "LEASE LEFT", "WAITING"))
+def _waits(rows: Sequence[Json], _shown: Json) -> _Rows:
+    right = ("FOR", "LEASE LEFT", "WAITING")
+    made = _Rows(
+        "LOCKS", "HELD BY", "FOR", "LEASE LEFT", "WAITING", "AT", right=right, spare=("AT", "LEASE LEFT", "FOR")
+    )
     for row in rows:
         held = row["holder"] is not None
         made.add_row(
@@ -228,12 +242,34 @@ def _waits(rows: Sequence[Json], _shown: Json) -> Table:
     return made
 
 
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """Return a table whose rows take one line each: on a narrow terminal the ends of cells go."""
-    made = table(*columns, right=right)
-    for column in made.columns:
-        column.no_wrap, column.overflow = True, "ellipsis"
-    return made
+class _Rows:
+    """Rows of one line each. On a narrow terminal columns go, in the order of `spare`, then the ends of cells."""
+
+    def __init__(self, *columns: str, right: tuple[str, ...], spare: tuple[str, ...]) -> None:
+        self._columns, self._right, self._spare = columns, right, spare
+        self._rows: list[tuple[tuple[str, ...], str | None]] = []
+
+    def add_row(self, *cells: str, style: str | None = None) -> None:
+        self._rows.append((cells, style))
+
+    def table(self, width: int) -> Table:
+        """Return what fits into `width` (0: any)."""
+        needs = {
+            name: max(cell_len(text) for text in (name, *(cells[i] for cells, _ in self._rows))) + _GAP
+            for i, name in enumerate(self._columns)
+        }
+        needs[self._columns[0]] = min(needs[self._columns[0]], _NAME)
+        left_out: set[str] = set()
+        for name in self._spare:
+            if width and sum(need for column, need in needs.items() if column not in left_out) - _GAP > width:
+                left_out.add(name)
+        kept = [i for i, name in enumerate(self._columns) if name not in left_out]
+        made = table(*(self._columns[i] for i in kept), right=self._right)
+        for column in made.columns:
+            column.no_wrap, column.overflow = True, "ellipsis"
+        for cells, style in self._rows:
+            made.add_row(*(cells[i] for i in kept), style=style)
+        return made
 
 
 def _what(row: Json) -> str:

@@ -33,7 +33,7 @@ _KILL_LATE = 0.2  # of the samples: how late it may be
 
 @dataclass
 class DemoView:
-    """What a display may show while the demo runs. share: of the samples claimed so far, 0 to 1."""
+    """The progress that a display shows while the demo runs. share: of the samples claimed so far, 0 to 1."""
 
     config: DemoConfig
     phase: str = "starting"

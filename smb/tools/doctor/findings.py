@@ -1,4 +1,4 @@
-"""What one look finds."""
+"""The finding of one check."""
 
 from __future__ import annotations
 

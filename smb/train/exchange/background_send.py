@@ -1,4 +1,4 @@
-"""What a worker adds to the shared weights by itself: its deltas, each exactly once, whatever calls fail in between."""
+"""Sends a worker's deltas to the shared weights, each exactly once, whatever calls fail in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smb.errors import Error
 from smb.feedback import as_sent
 from smb.train.exchange.contribution import missed
 from smb.train.guards import Norm
-from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values
+from smb.train.parameters import Parameters, Run, Together, Values
 
 
 class Deltas:
@@ -18,7 +18,7 @@ class Deltas:
     A delta whose sending failed is kept, with what is known of it: `finish` asks which parts of it were applied, and
     sends the others. What the optimizer does meanwhile is the next delta. Where deltas travel in fewer bits, what
     rounding leaves out of one goes along with the next (error feedback). Two arrays of the model's size in host memory,
-    three with fewer bits.
+    three with fewer bits, and one more while it exchanges.
     """
 
     def __init__(self, weights: Buffer, parameters: Parameters, sent_bytes: int) -> None:
@@ -29,26 +29,16 @@ class Deltas:
         self._moved_bytes = 0
         self._base = np.zeros(parameters.size, np.float32)
         self._delta = np.empty(parameters.size, np.float32)
+        self.landing: Values | None = None  # what was read, or came back, and is not taken over yet
         self._unsent: Values | None = None if weights.wire == "exact" else np.zeros(parameters.size, np.float32)
-        self._failure: Error | None = None
+        self._failure: tuple[Run, Error] | None = None
+        self._left: list[Run] = []  # after that one
 
     def restart(self) -> None:
         """Make the parameters the shared weights. What was not sent is dropped. Where it raises they stay."""
-        if self._unsent is not None:
-            self._unsent[:] = 0
-        self._read()
-
-    def take(self) -> Norm:
-        """Make the present delta; return what guards look at. Call `finish` before."""
-        found = Norm()
-        for begin, delta in self._parameters.deltas(self._base):
-            piece = self._delta[begin : begin + delta.size]
-            if self._unsent is None:
-                piece[:] = delta
-            else:
-                np.add(delta, self._unsent[begin : begin + delta.size], out=piece)
-            found.add(piece)
-        return found
+        self.forget()
+        self.fetch()
+        self.adopt()
 
     def send(self, *, fetch: bool) -> None:
         """Add what `take` has made to the shared weights. Blocks. With `fetch` the parameters become these, which
@@ -56,56 +46,107 @@ class Deltas:
 
         Raises UnavailableError, TimeoutError: `finish` it later.
         """
-        # From here on the base is what the parameters are: what is done to them is the next delta.
-        self._base += self._delta
-        if self._unsent is not None:
-            self._base -= self._unsent
-            for begin in range(0, self._delta.size, PIECE_ELEMENTS):
-                piece = self._delta[begin : begin + PIECE_ELEMENTS]
-                np.subtract(piece, as_sent(self._weights, piece, begin), out=self._unsent[begin : begin + piece.size])
-        self._add(fetch)
+        self.add(fetch)
+        self._moved_bytes += self._sent_bytes
+        if fetch:
+            self.adopt()
+            self._moved_bytes += self._weights.nbytes
 
     def read(self) -> None:
         """Make the parameters the shared weights. What was done since the last `send` is dropped."""
-        self._read()
+        self.fetch()
+        self.adopt()
         self._moved_bytes += self._weights.nbytes
+
+    def finish(self) -> bool:
+        """Send what failed before; False if nothing did. Blocks. Raises as `send`: call it again."""
+        failed = self.add_missing()
+        if failed:
+            self._moved_bytes += self._sent_bytes
+        return failed
 
     def moved_bytes(self) -> int:
         """Return what was sent and received since the last call."""
         moved, self._moved_bytes = self._moved_bytes, 0
         return moved
 
-    def finish(self) -> bool:
-        """Send what failed before; False if nothing did. Blocks. Raises as `send`: call it again."""
-        failure = self._failure
-        if failure is None:
+    # ---- what each process does, where several are one worker
+
+    def forget(self) -> None:
+        """Drop what rounding has left out."""
+        if self._unsent is not None:
+            self._unsent[:] = 0
+
+    def take(self) -> Norm:
+        """Make the present delta; return what guards look at. Call `finish` before."""
+        for begin, delta in self._parameters.deltas(self._base):
+            piece = self._delta[begin : begin + delta.size]
+            if self._unsent is None:
+                piece[:] = delta
+            else:
+                np.add(delta, self._unsent[begin : begin + delta.size], out=piece)
+        found = Norm()
+        for run in self._parameters.runs:
+            for part in run.cut():
+                found.add(self._delta[part.place])
+        return found
+
+    def add(self, fetch: bool) -> None:
+        """Add the delta to the shared weights; with `fetch` their new values are there for `adopt`."""
+        # From here on the base is what the parameters are: what is done to them is the next delta.
+        self._base += self._delta
+        if self._unsent is not None:
+            self._base -= self._unsent
+            for run in self._parameters.runs:
+                for part in run.cut():
+                    piece = self._delta[part.place]
+                    np.subtract(piece, as_sent(self._weights, piece, part.there), out=self._unsent[part.place])
+        self.landing = None
+        self._add(list(self._parameters.runs), fetch)
+        if fetch and self.landing is None:  # nothing here is this process's to send
+            self.landing = np.empty_like(self._base)
+
+    def add_missing(self) -> bool:
+        """Add what an addition that failed has left; False where none did."""
+        if self._failure is None:
             return False
-        missing = missed(self._weights, range(self._delta.size), failure)
-        left = np.zeros_like(self._delta)
-        for part in missing:
-            left[part.start : part.stop] = self._delta[part.start : part.stop]
-        self._delta = left
-        self._failure = None
-        if missing:
-            self._add(fetch=False)
+        run, error = self._failure
+        left = [*missed(self._weights, run, error), *self._left]
+        self._failure, self._left = None, []
+        self._add(left, fetch=False)
         return True
 
-    def _read(self) -> None:
-        landing = np.empty_like(self._base)
-        self._weights.read(out=landing, wire="exact")
-        self._adopt(landing)
+    def fetch(self) -> None:
+        """Read the shared weights for `adopt`."""
+        self.landing = np.empty_like(self._base)
+        self._parameters.read(self._weights, self.landing)
 
-    def _add(self, fetch: bool) -> None:
-        try:
-            fetched = self._weights.accumulate(self._delta, fetch=fetch)
-        except Error as error:
-            self._failure = error
-            raise
-        self._moved_bytes += self._sent_bytes
-        if fetched is not None:
-            self._moved_bytes += fetched.nbytes
-            self._adopt(fetched)
+    def adopt(self) -> None:
+        """Make the parameters what was read, or what came back."""
+        assert self.landing is not None
+        landing, self.landing = self.landing, None
+        self._parameters.fill(landing)
+        self._base = landing
 
-    def _adopt(self, values: Values) -> None:
-        self._parameters.fill(values)
-        self._base = values
+    def _add(self, runs: list[Run], fetch: bool) -> None:
+        for number, run in enumerate(runs):
+            try:
+                fetched = self._weights.accumulate(self._delta[run.place], run.there, fetch=fetch)
+            except Error as error:
+                self._failure, self._left = (run, error), runs[number + 1 :]
+                raise
+            if fetched is None:
+                continue
+            if run.count == self._base.size:
+                self.landing = fetched
+                continue
+            if self.landing is None:
+                self.landing = np.empty_like(self._base)
+            self.landing[run.place] = fetched
+
+
+def deltas_of(weights: Buffer, parameters: Parameters, sent_bytes: int) -> Deltas:
+    """Return a worker's deltas, where its processes have their parts together."""
+    if isinstance(parameters, Together):
+        return parameters.deltas_to(weights, sent_bytes)
+    return Deltas(weights, parameters, sent_bytes)

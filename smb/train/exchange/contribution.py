@@ -8,7 +8,7 @@ is known, so that an error, or Ctrl-C while waiting, makes no range count twice 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.train.parameters import Run
 
 if TYPE_CHECKING:
     from smb.train.scheme import Values
@@ -27,15 +28,20 @@ _log = logging.getLogger("smb")
 class Contribution:
     """A worker's additions to one float32 buffer: start() sends one, finish() waits for it. For one thread at a time.
 
-    `arrived` is called in the background once all of a contribution was acknowledged; what it raises is logged.
+    `arrived` is called in the background once all of a contribution was acknowledged; what it raises is logged. `runs`
+    say where its elements go (default: to the places that they have).
     """
 
-    def __init__(self, buffer: Buffer, arrived: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, buffer: Buffer, arrived: Callable[[], object] | None = None, runs: Sequence[Run] | None = None
+    ) -> None:
         self._buffer = buffer
         self._arrived = arrived
+        self._runs = runs
         self._array: Values = _NOTHING
-        self._call: tuple[range, Future[None]] | None = None
-        self._left: list[range] = []
+        self._call: tuple[list[Run], Future[None]] | None = None
+        self._at = 0  # which run of the call is being sent; read when the call has ended
+        self._left: list[Run] = []
 
     @property
     def under_way(self) -> bool:
@@ -43,7 +49,7 @@ class Contribution:
         return self._call is not None or bool(self._left)
 
     def start(self, array: Values) -> None:
-        """Begin to add the array, float32 (n,) with n the buffer's size, and return at once.
+        """Begin to add the array, float32 (n,), and return at once.
 
         Leave the array alone until finish() has returned. Raises InvalidArgumentError where the one before is not
         finished.
@@ -53,7 +59,7 @@ class Contribution:
                 f"a contribution to buffer {self._buffer.name!r}: the one before is not finished; call finish() first"
             )
         self._array = array
-        self._left = [range(array.size)]
+        self._left = [Run(0, 0, array.size)] if self._runs is None else list(self._runs)
         self._send()
 
     def finish(self) -> None:
@@ -69,10 +75,10 @@ class Contribution:
                 self._send()
                 repeated = True
             assert self._call is not None
-            part, future = self._call
+            runs, future = self._call
             error = _wait(future)
             if error is not None:
-                self._left[:0] = missed(self._buffer, part, error)
+                self._left = [*missed(self._buffer, runs[self._at], error), *runs[self._at + 1 :]]
             self._call = None
             if error is not None:
                 if repeated:
@@ -90,29 +96,30 @@ class Contribution:
         self._call, self._left = None, []
 
     def _send(self) -> None:
-        part = self._left[0]
-        last = len(self._left) == 1
-        self._call = part, self._buffer.submit(lambda: self._add(part, last))
-        del self._left[0]
+        runs, self._at = self._left, 0
+        self._call = runs, self._buffer.submit(lambda: self._add(runs))
+        self._left = []
 
-    def _add(self, part: range, last: bool) -> None:
-        self._buffer.accumulate(self._array[part.start : part.stop], part.start)
-        if last and self._arrived is not None:
+    def _add(self, runs: list[Run]) -> None:
+        for self._at, run in enumerate(runs):
+            self._buffer.accumulate(self._array[run.place], run.there)
+        if self._arrived is not None:
             try:
                 self._arrived()
             except Error as error:
                 _log.warning("after a contribution to buffer %r: %s", self._buffer.name, error)
 
 
-def missed(buffer: Buffer, part: range, error: Error) -> list[range]:
-    """Return what of a change of this part was not applied, and never will be. Blocks. Raises TimeoutError.
+def missed(buffer: Buffer, run: Run, error: Error) -> list[Run]:
+    """Return what of a change by this run was not applied, and never will be. Blocks. Raises TimeoutError.
 
     Where that can't be known any more it is nothing: an element counts at most once then.
     """
     try:
-        return buffer.settle(error)
+        missing = buffer.settle(error)
+        return [Run(run.here + part.start - run.there, part.start, len(part)) for part in missing]
     except InvalidArgumentError:
-        return [part]  # it was refused, or never sent: no outcome is of unknown outcome
+        return [run]  # it was refused, or never sent: no outcome is of unknown outcome
     except UnavailableError as unknown:
         _log.warning("a contribution may have been lost in part: %s", unknown)
         return []

@@ -10,6 +10,7 @@ with wire= in fewer bits, both take d as it arrives, rounded; W_global is read e
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +20,11 @@ from smb.feedback import as_sent
 from smb.train import member_table as t
 from smb.train.exchange.contribution import Contribution
 from smb.train.guards import Norm
-from smb.train.parameters import Parameters, Values
+from smb.train.parameters import Parameters, Together, Values
 from smb.train.scheme import is_number, is_whole
 
 if TYPE_CHECKING:
+    from smb.buffer import Buffer
     from smb.train.group import Group
 
 BETA = 0.9  # alpha = beta / p for p workers: the start that its authors propose
@@ -52,19 +54,85 @@ def take_difference(values: Values, shared: Values, alpha: float) -> None:
         block *= rate
 
 
+class Difference:
+    """A process's differences with the shared model, and its part in sending them. `values`, float32 (n,)."""
+
+    def __init__(self, weights: Buffer, parameters: Parameters, arrived: Callable[[], object]) -> None:
+        """`arrived` is called in the background when all of one was acknowledged."""
+        self.values: Values = np.empty(parameters.size, np.float32)
+        parameters.hold(self.values)
+        self._weights = weights
+        self._parameters = parameters
+        self._contribution = Contribution(weights, arrived, parameters.runs)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one was sent that finish() has not seen the end of."""
+        return self._contribution.under_way
+
+    def fetch(self) -> None:
+        """Read the shared model into `values`."""
+        self._parameters.read(self._weights, self.values)
+
+    def form(self, alpha: float) -> Norm:
+        """Make the difference of what was fetched; return what guards look at, of what is this process's to send."""
+        for begin, values in self._parameters.pieces():
+            take_difference(values, self.values[begin : begin + values.size], alpha)
+        if self._weights.wire != "exact":
+            for run in self._parameters.all_runs:
+                for part in run.cut():
+                    piece = self.values[part.place]
+                    piece[:] = as_sent(self._weights, piece, part.there)
+        found = Norm()
+        for run in self._parameters.runs:
+            for part in run.cut():
+                found.add(self.values[part.place])
+        return found
+
+    def start(self) -> None:
+        """Begin to add the difference to the shared model. Does not block."""
+        self._contribution.start(self.values)
+
+    def finish(self) -> None:
+        """Wait until it has arrived: see Contribution.finish."""
+        self._contribution.finish()
+
+    def pay(self) -> None:
+        """Take the difference from the parameters."""
+        self._parameters.subtract(self.values)
+
+    def adopt(self) -> None:
+        """Make the parameters what was fetched."""
+        self._parameters.fill(self.values)
+
+    def abandon(self) -> None:
+        """Wait until nothing is under way, and forget what could not be sent."""
+        self._contribution.abandon()
+
+    def release(self) -> None:
+        """Let go of the memory; nothing is taken any more. With nothing under way."""
+        self.values = np.empty(0, np.float32)
+
+
+def _difference_of(weights: Buffer, parameters: Parameters, arrived: Callable[[], object]) -> Difference:
+    if isinstance(parameters, Together):
+        return parameters.difference(weights, arrived)
+    return Difference(weights, parameters, arrived)
+
+
 class Elastic:
-    """One worker's differences with the shared model, one at a time: take() it, send() it, finish() it.
+    """One worker's differences with the shared model, one at a time: take() it, send() it, finish() it; pay() is the
+    worker's own half.
 
     Its staleness is the number of contributions, of any member, that arrived at the shared model after it was read for
     the difference and before the difference itself arrived. Chunks are read and added one by one, so it says how far
     apart the two were, not what each chunk had seen.
     """
 
-    def __init__(self, group: Group, alpha: float | None) -> None:
-        self.difference = np.empty(group.weights.size, np.float32)
+    def __init__(self, group: Group, alpha: float | None, parameters: Parameters) -> None:
         self._group = group
         self._alpha = alpha
-        self._contribution = Contribution(group.weights, self._arrive)
+        self._difference = _difference_of(group.weights, parameters, self._arrive)
         self._seen = 0  # contributions that had arrived before the read
         self._staleness = 0
         self._samples = 0
@@ -74,10 +142,10 @@ class Elastic:
     @property
     def under_way(self) -> bool:
         """Whether one was sent that finish() has not seen the end of."""
-        return self._contribution.under_way
+        return self._difference.under_way
 
-    def take(self, parameters: Parameters) -> None:
-        """Read the shared model, and keep d = alpha * (values - shared) as `difference`. Blocks for the read.
+    def take(self) -> None:
+        """Read the shared model, and make d = alpha * (values - shared). Blocks for the read.
 
         Raises RefusedContributionError, MembershipLostError; nothing was sent then, and nothing is changed.
         """
@@ -86,23 +154,21 @@ class Elastic:
         if alpha is None:
             alpha = moving_rate(None, self._workers())
         self._seen = group.table.get(0, _ARRIVED)
-        group.weights.read(out=self.difference, wire="exact")
-        found = Norm()
-        for begin, values in parameters.pieces():
-            piece = self.difference[begin : begin + values.size]
-            take_difference(values, piece, alpha)
-            if group.weights.wire != "exact":
-                piece[:] = as_sent(group.weights, piece, begin)
-            found.add(piece)
+        self._difference.fetch()
+        found = self._difference.form(alpha)
         since = 0
         if group.guards.staleness_max is not None:
             since = group.table.get(0, _ARRIVED) - self._seen
         group.check(found, since)
 
-    def restart(self, parameters: Parameters) -> None:
+    def pay(self) -> None:
+        """Take the difference from the worker's values."""
+        self._difference.pay()
+
+    def restart(self) -> None:
         """Make the parameters the shared model; nothing is under way. Where it raises they are as they were."""
-        self._group.weights.read(out=self.difference, wire="exact")
-        parameters.fill(self.difference)
+        self._difference.fetch()
+        self._difference.adopt()
 
     def _workers(self) -> int:
         """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we look after
@@ -120,13 +186,13 @@ class Elastic:
     def send(self, samples: int) -> None:
         """Begin to add the difference to the shared model; it rests on so many samples. Does not block."""
         self._samples = samples
-        self._contribution.start(self.difference)
+        self._difference.start()
 
     def finish(self) -> None:
         """Wait until what was sent has arrived, each element once: see Contribution.finish. Blocks."""
-        if not self._contribution.under_way:
+        if not self._difference.under_way:
             return
-        self._contribution.finish()
+        self._difference.finish()
         member = self._group.member
         member.set(t.STALENESS, self._staleness)
         member.set(t.STALENESS_MAX, max(self._staleness, member.get(t.STALENESS_MAX)))
@@ -134,11 +200,11 @@ class Elastic:
 
     def abandon(self) -> None:
         """Wait until nothing is under way, and forget what could not be sent."""
-        self._contribution.abandon()
+        self._difference.abandon()
 
     def release(self) -> None:
         """Let go of the difference; nothing is taken any more. With nothing under way."""
-        self.difference = np.empty(0, np.float32)
+        self._difference.release()
 
     def _arrive(self) -> None:
         """In the background, when all of a difference was acknowledged."""

@@ -7,7 +7,6 @@ leaves out of one contribution goes along with the next (error feedback: Seide e
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
 from collections import deque
 from concurrent.futures import Future
 from typing import Any
@@ -18,7 +17,7 @@ from smb.buffer import Buffer
 from smb.errors import Error
 from smb.feedback import as_sent
 from smb.train.guards import Norm
-from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values
+from smb.train.parameters import Parameters, Together, Values
 
 
 class Snapshot:
@@ -27,6 +26,7 @@ class Snapshot:
     def __init__(self, parameters: Parameters, wire: str) -> None:
         """`wire` is how contributions travel."""
         self.base: Values = np.empty(parameters.size, np.float32)
+        parameters.hold(self.base)
         self._parameters = parameters
         self._unsent: Values | None = None if wire == "exact" else np.zeros(parameters.size, np.float32)
 
@@ -48,12 +48,15 @@ class Snapshot:
         made. Blocks until all is there. Where it raises, call it again: nothing is lost.
         """
         found = Norm()
+        sent: list[tuple[Values, int]] = []  # what is this process's to write, and where
         under_way: deque[list[Future[Any]]] = deque()
         try:
             for begin, delta in self._parameters.deltas(self.base):
                 piece = delta if self._unsent is None else self._gather(begin, delta, self._unsent)
-                found.add(piece)
-                if piece.size == inbox.size:
+                for part, there in self._parameters.parts(piece, begin):
+                    found.add(part)
+                    sent.append((part, there))
+                if piece.size == inbox.size == sent[0][0].size:
                     inbox.write(piece)
                     break
                 under_way.append(self._parameters.write(inbox, piece, begin))
@@ -64,9 +67,8 @@ class Snapshot:
         finally:
             _wait(under_way)  # the memory is in use until then
         if self._unsent is not None and not found.bad:
-            for begin in range(0, self._unsent.size, PIECE_ELEMENTS):
-                piece = self._unsent[begin : begin + PIECE_ELEMENTS]
-                piece -= as_sent(inbox, piece, begin)
+            for part, there in sent:  # parts of what is unsent, rounded as the calls above were
+                part -= as_sent(inbox, part, there)
         return found
 
     def _gather(self, begin: int, delta: Values, unsent: Values) -> Values:
@@ -93,11 +95,3 @@ def _wait(under_way: deque[list[Future[Any]]]) -> None:
 def snapshot_of(parameters: Parameters, wire: str) -> Snapshot:
     """Return a worker's snapshot, where its processes have their parts together."""
     return parameters.snapshot(wire) if isinstance(parameters, Together) else Snapshot(parameters, wire)
-
-
-class Together(Parameters):
-    """Parameters in several processes, which are one worker: this one speaks for all."""
-
-    @abstractmethod
-    def snapshot(self, wire: str) -> Snapshot:
-        """Return what moves the parts of all."""

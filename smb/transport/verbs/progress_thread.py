@@ -25,7 +25,7 @@ _log = logging.getLogger("smb")
 
 
 class Relay(Protocol):
-    """What is moved. All of it is called by the progress thread, until `closed`."""
+    """The relays that are moved. All of it is called by the progress thread, until `closed`."""
 
     closed: bool
 
@@ -189,7 +189,7 @@ class Progress:
             time.sleep(0)
 
     def _wake_short(self) -> None:
-        """What one relay gives back may be what others wait for, and nothing of their own will tell them."""
+        """One relay may give back what others wait for, and no event of their own would wake them."""
         now = time.monotonic()
         for relay in self._short:
             self._active[relay] = now

@@ -1,5 +1,6 @@
 /* What waits: the rules of locks, fences, barriers and versions, with the time passed in. */
 #include <pthread.h>
+#include <string.h>
 
 #include "random.h"
 #include "sync_place.h"
@@ -360,6 +361,106 @@ static void versions(void)
     place_end(&place);
 }
 
+static uint64_t copy_of(struct place *place, uint64_t version)
+{
+    struct asked asked;
+    CHECK_EQ(ask(place, &asked, SMB_AWAIT_VERSION, 5, 3, 0, 0, 0, version + 1), SMB_OK);
+    return asked.answer.b; /* 1 + copy, or 0 */
+}
+
+/* Publishes the next version of a buffer with so many copies; which copy it got. */
+static uint64_t publish_in(struct place *place, uint64_t copies, uint64_t sequence)
+{
+    struct asked turn;
+    uint64_t latest = place->words->version;
+    CHECK_EQ(ask(place, &turn, SMB_LOCK, 1, sequence, SYNC_PUBLISHER | copies << 8, 1000, 0, 0),
+             SMB_OK);
+    uint64_t version = turn.answer.b & (((uint64_t)1 << 56) - 1), copy = turn.answer.b >> 56;
+    CHECK(version == latest + 1 && copy < copies && copy_of(place, version) == 0);
+    CHECK(copies == 1 || copy_of(place, latest) != 0); /* the latest stays where it is */
+    CHECK_EQ(quick(place, SMB_PUBLISH, 0, turn.answer.a, version), SMB_OK);
+    CHECK_EQ(copy_of(place, version), 1 + copy);
+    return copy;
+}
+
+/* The oldest copy is written that is not the latest and not pinned: with K of them K - 1 versions
+ * can be read, and K - 2 readers who hold different ones delay nobody. */
+static void many_copies(void)
+{
+    static const uint64_t all[] = {2, 3, 4, 16};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        struct place place;
+        struct asked pins[16], turn;
+        uint64_t copies = all[i], sequence = 1, held[16];
+        place_make(&place);
+        CHECK_EQ(copy_of(&place, 0), 1); /* zeros, in the first */
+        for (; sequence <= 40; sequence++) {
+            publish_in(&place, copies, sequence);
+            if (sequence % 7 == 0)
+                place_restart(&place), pass(&place, SECOND);
+            for (uint64_t back = 0; back < copies - 1 && back < sequence; back++)
+                CHECK(copy_of(&place, sequence - back) != 0);
+        }
+        /* Readers, each on another version: the oldest that there is, as long as one is free. */
+        for (uint64_t pin = 0; pin < copies - 2; pin++) {
+            uint64_t latest = place.words->version;
+            CHECK_EQ(ask(&place, &pins[pin], SMB_PIN, 6, 100 + pin, 0, 0, 0, 0), SMB_OK);
+            CHECK_EQ(pins[pin].answer.a, latest);
+            held[pin] = copy_of(&place, latest);
+            for (int turns = 0; turns < 20; turns++) {
+                uint64_t copy = publish_in(&place, copies, sequence++);
+                for (uint64_t p = 0; p <= pin; p++)
+                    CHECK(1 + copy != held[p] && copy_of(&place, pins[p].answer.a) == held[p]);
+            }
+        }
+        /* One more, and the next but one has nowhere to go. */
+        uint64_t last = place.words->version;
+        CHECK_EQ(ask(&place, &turn, SMB_PIN, 7, 1, 0, 0, 0, last + 1), SMB_OK);
+        CHECK_EQ(turn.answer.a, last);
+        CHECK_EQ(ask(&place, &turn, SMB_PIN, 7, 2, 0, 0, 0, last + 2), SMB_LOCK_LOST);
+        publish_in(&place, copies, sequence++);
+        CHECK_EQ(
+            ask(&place, &turn, SMB_LOCK, 1, sequence++, SYNC_PUBLISHER | copies << 8, 1000, 0, 0),
+            SMB_TIMEOUT);
+        CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, sequence++, SYNC_PUBLISHER | copies << 8, 1000,
+                     FOREVER, 0),
+                 SMB_DEFERRED);
+        uint64_t oldest = copies > 2 ? pins[0].answer.a : last, copy = copy_of(&place, oldest);
+        pass(&place, SYNC_PIN_MS * MS); /* those who do not renew are overtaken */
+        CHECK(turn.answers == 1 && turn.answer.b == ((last + 2) | (copy - 1) << 56));
+        CHECK_EQ(copy_of(&place, oldest), 0);
+        CHECK_EQ(ask(&place, &pins[0], SMB_PIN, 7, 9, 0, 0, 0, oldest + 1), SMB_LOCK_LOST);
+        /* It dies: the next one writes the same copy. */
+        pass(&place, 2 * SECOND);
+        CHECK_EQ(1 + publish_in(&place, copies, sequence++), copy);
+        place_end(&place);
+    }
+}
+
+/* Copies that are none, and of a lock that has none; segments from before there was a table. */
+static void copies_of_others(void)
+{
+    struct place place;
+    struct asked turn;
+    place_make(&place);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 1, SYNC_PUBLISHER | 17 << 8, 1000, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 1, SYNC_USER | 2 << 8, 1000, 0, 0), SMB_INVALID);
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 1, 2, 1000, 0, 0), SMB_INVALID);
+    for (uint64_t version = 2; version < 6; version++) {
+        for (int began = 0; began < 2; began++) {
+            memset((void *)place.words->copies, 0, sizeof place.words->copies);
+            place.words->version = version;
+            place.words->writing = version + (uint64_t)began;
+            place_restart(&place);
+            pass(&place, SECOND);
+            CHECK_EQ(copy_of(&place, version), 1 + version % 2);
+            CHECK_EQ(copy_of(&place, version - 1), began ? 0 : 1 + (version - 1) % 2);
+        }
+    }
+    CHECK_EQ(publish_in(&place, 2, 50), 0);
+    place_end(&place);
+}
+
 /* A pin holds for as long as was asked, SYNC_PIN_MS at most; to repeat it does not prolong it. */
 static void pins_run_out(void)
 {
@@ -717,6 +818,8 @@ int main(void)
         TEST(presence),
         TEST(old_rounds),
         TEST(versions),
+        TEST(many_copies),
+        TEST(copies_of_others),
         TEST(pins),
         TEST(pins_run_out),
         TEST(pins_renewed),

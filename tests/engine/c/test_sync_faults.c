@@ -39,9 +39,10 @@ static void live(struct place *place, struct diary *diary)
 /* What was acknowledged holds after a kill at every store, and all of it works on. */
 static void killed_at_every_store(void)
 {
-    static const char *const points[] = {
-        "sync.token",     "sync.granting", "sync.granted", "sync.releasing",    "sync.released",
-        "sync.published", "sync.seated",   "sync.arrived", "sync.round_judged", "sync.round_ended"};
+    static const char *const points[] = {"sync.token",     "sync.granting",     "sync.granted",
+                                         "sync.releasing", "sync.released",     "sync.published",
+                                         "sync.begun",     "sync.placed",       "sync.seated",
+                                         "sync.arrived",   "sync.round_judged", "sync.round_ended"};
     for (size_t p = 0; p < sizeof points / sizeof *points; p++) {
         for (long count = 1; count < 24; count += 1 + count / 3) {
             struct place place;
@@ -64,6 +65,14 @@ static void killed_at_every_store(void)
             CHECK(asked.answer.a > diary->locked); /* no token twice */
             CHECK_EQ(ask(&place, &asked, SMB_AWAIT_VERSION, 9, 2, 0, 0, 0, 0), SMB_OK);
             CHECK(asked.answer.a == diary->published || asked.answer.a == diary->published + 1);
+            uint64_t version = asked.answer.a;
+            CHECK_EQ(ask(&place, &asked, SMB_AWAIT_VERSION, 9, 2, 0, 0, 0, UINT64_MAX), SMB_OK);
+            CHECK(asked.answer.b == 1 + version % 2); /* two copies take turns */
+            CHECK_EQ(ask(&place, &asked, SMB_LOCK, 9, 3, SYNC_PUBLISHER | 2 << 8, 1000, 0, 0),
+                     SMB_OK);
+            CHECK_EQ(asked.answer.b, (version + 1) | ((version + 1) % 2) << 56);
+            CHECK_EQ(quick(&place, SMB_PUBLISH, 0, asked.answer.a, version + 1), SMB_OK);
+            CHECK_EQ(quick(&place, SMB_AWAIT_VERSION, 0, version + 1, 0), SMB_OK);
             if (diary->seats) { /* the last acknowledged seat is the same seat still */
                 uint64_t turn = diary->seats >> 8, party = diary->seats & 255;
                 CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, party, turn, 0, 3, 0, 0), SMB_OK);

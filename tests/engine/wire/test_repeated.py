@@ -6,10 +6,12 @@ import contextlib
 import itertools
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.support.engine_server import CHUNK_BYTES, EPOCH, SCRATCH, EngineServer, whole
+from memserver.segments import ENDED_MAX
+from tests.support.engine_server import CHUNK_BYTES, EPOCH, SCRATCH, EngineServer, engine_server, whole
 from tests.support.raw import Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
 
 RECORDS = 128  # of a segment as small as these
@@ -148,6 +150,28 @@ def test_a_forgotten_record_is_called_so(server: EngineServer) -> None:
         client.sequence = 1000
         assert client.ask(*add(1, CHUNK_BYTES))[0].status == Status.OK
         assert number(client, CHUNK_BYTES) == before + 1
+
+
+def test_a_session_that_came_back_after_65536_others_had_ended_changes_nothing_twice(tmp_path: Path) -> None:
+    """The server has forgotten that it ended, and lets it in: its repetition without a record is not taken for new."""
+    session = next(_sessions)
+    with engine_server(tmp_path) as server:
+        with server.connect().hello(session) as client:
+            client.ask(*add(1))
+            mine = client.sequence
+        for number_of_records in range(2, RECORDS + 2):  # at last one more than there is room for
+            if number_of_records == RECORDS + 1:
+                server.end_sessions(session, 1)  # its record goes first
+            with server.connect().hello(next(_sessions)) as passing:
+                passing.ask(*add(0))
+        with server.connect().hello(next(_sessions)) as client:
+            assert watermark(client).status == Status.OK  # nobody who may come back has lost one
+            before = number(client)
+        server.end_sessions(1 << 50, ENDED_MAX)
+        with server.connect().hello(session) as client:
+            assert watermark(client).status == Status.EVICTED
+            assert again(client, mine, *add(1))[0].status == Status.EVICTED
+            assert number(client) == before
 
 
 def test_a_refused_change_does_not_look_applied(server: EngineServer) -> None:

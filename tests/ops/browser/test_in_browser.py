@@ -22,6 +22,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from tests.ops.browser.conftest import Watched
 from tests.support.daemons import running_daemons, wait_for
+from tests.support.live_training import training
 
 Open = Callable[..., Watched]
 
@@ -268,30 +269,6 @@ def test_says_that_it_lost_the_coordinator(open_page: Open, cluster: smb.LocalCl
     watched.errors.clear()
 
 
-@contextmanager
-def training(address: str) -> Iterator[None]:
-    """Two workers with labels that train "vision/digits" all the while, one of them telling its samples."""
-    leaving = threading.Event()
-
-    def work(label: str, samples: int | None) -> None:
-        with smb.connect(address, name=label) as client:
-            values = np.zeros(50_000, np.float32)
-            with smb.train.join(client, "vision/digits", values, smb.train.DiLoCo(every=5)) as worker:
-                while not leaving.wait(0.01):
-                    values += 0.01
-                    worker.step(samples=samples)
-
-    threads = [threading.Thread(target=work, args=each) for each in (("alice", 32), ("bob", None))]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        leaving.set()
-        for thread in threads:
-            thread.join()
-
-
 @pytest.mark.parametrize("screen", ["desktop", "phone"])
 def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Client, screen: str) -> None:
     """Who trains what, how fast and how far; its own buffers under it; names of tensors. The picture is kept in
@@ -303,6 +280,8 @@ def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Clie
         wait_text(row(page, "trainings", "vision/digits"), r"trains.*diloco.*[1-9].*2.*[1-9][\d.]*( k)?/s")
         wait_for(lambda: page.locator("#n-trainings").inner_text() == "1", "the count in the heading")
         assert row(page, "buffers", "vision/digits/tick").count() == 0
+        wait_text(page.locator("#event-list"), 'made buffer "vision/digits"')
+        assert "vision/digits/tick" not in page.locator("#event-list").inner_text()
         wait_text(row(page, "buffers", "weights"), "weights")
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / f"training-{screen}.png", full_page=True)

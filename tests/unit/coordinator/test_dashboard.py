@@ -200,6 +200,7 @@ def test_errors_count_for_a_minute(scene: Scene) -> None:
     assert scene.problems() == []  # of before: nobody knows when
     scene.renew(load=pb.ServerLoad(errors={"protocol": 6, "not_found": 110, "timeout": 500}))
     assert [problem.title for problem in scene.problems()] == ["a: 1 requests sent what is no frame"]
+    assert overview(scene.view(), "")["servers"][0]["errors_recently"] == 11  # to wait in vain is no error
     scene.renew(load=pb.ServerLoad(errors={"protocol": 6, "not_found": 140, "timeout": 500}))
     assert "a refused 40 requests: not found" in [problem.title for problem in scene.problems()]
     for _ in range(32):

@@ -45,9 +45,11 @@ from smb.coordinator.events import (
     Ticked,
     WakeOpeners,
 )
+from smb.coordinator.messages import ended_message
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, State, load, step
 from smb.coordinator.validate import Creation, first_use
+from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import SessionEndedError
 
 MIB = 1 << 20
@@ -587,18 +589,22 @@ def test_a_restart_knows_who_lived_and_who_had_ended() -> None:
 
 
 def test_so_many_ended_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest make room, in the store too."""
+    """The oldest make room, in the store too, and memory servers are told that there were more."""
     monkeypatch.setattr(sessions, "ENDED_MAX", 2)
     cluster = Cluster()
     for session_id in (1, 2, 3, 4):
         cluster.do(SessionRenewed(session_id, "one"))
     cluster.do(SessionClosed(1))
+    assert not ended_message(cluster.state.ended_sessions, pb.SessionsSeen()).forgotten
     cluster.seconds += SESSION_LEASE_S
     cluster.do(Ticked())
     assert [e.record.id for e in cluster.effects if isinstance(e, SaveSession)] == [3, 4]
     assert [e.session_id for e in cluster.effects if isinstance(e, EraseSession)] == [1, 2]
     assert cluster.only(TellEnded).session_ids == (2, 3, 4)
     assert dict(cluster.state.ended_sessions.numbers) == {3: 3, 4: 4}
+    kept = [SessionRecord(session_id, "", ended) for session_id, ended in cluster.state.ended_sessions.numbers.items()]
+    for state in (cluster.state, load((), (), kept)):
+        assert ended_message(state.ended_sessions, pb.SessionsSeen()).forgotten
 
 
 def test_everything_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,10 @@ def test_what_is_not_there_is_said_to_be_so() -> None:
     assert check_creation(GOOD, replicas=2).replicas == 2
     with pytest.raises(errors.InvalidArgumentError, match="a buffer with two copies has one version"):
         check_creation(replace(GOOD, versions=2), replicas=2)
-    check_creation(replace(GOOD, versions=2), replicas=1)
-    for versions in (0, 3):
-        with pytest.raises(errors.InvalidArgumentError, match=f"versions={versions}: a buffer has 1 version, or 2"):
+    for versions in (2, 3, 16):
+        check_creation(replace(GOOD, versions=versions), replicas=1)
+    for versions in (0, 17):
+        with pytest.raises(errors.InvalidArgumentError, match=f"versions={versions}: a buffer has 1 to 16"):
             check_creation(replace(GOOD, versions=versions), replicas=1)
 
 

@@ -120,3 +120,7 @@ def test_the_busiest_come_first_and_sentences_are_whole() -> None:
     assert " ".join(advice.split()) in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if line.startswith("run ")]
     assert row.split()[:6] == ["run", "trains", "diloco", "58", "2", "-"]
+    narrow = text_of(render(many, "utf-8", 40, width=50), width=50)
+    assert "WORKERS" in narrow  # what matters less is left out, before anything is cut
+    assert "STALENESS" not in narrow
+    assert "STALENESS" in text_of(render(many, "utf-8"), width=120)

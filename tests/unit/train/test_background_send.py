@@ -23,13 +23,13 @@ class Weights:
         self.name = "weights"
         self._missing: list[range] | None = None
 
-    def accumulate(self, array: np.ndarray, *, fetch: bool = False) -> Any:  # type: ignore[type-arg]
+    def accumulate(self, array: np.ndarray, offset: int = 0, *, fetch: bool = False) -> Any:  # type: ignore[type-arg]
         if self.fails:
             applied = self.fails.pop(0)
-            self._missing = None if applied is None else [range(applied, array.size)]
-            self.values[: applied or 0] += array[: applied or 0]
+            self._missing = None if applied is None else [range(offset + applied, offset + array.size)]
+            self.values[offset:][: applied or 0] += array[: applied or 0]
             raise smb.UnavailableError("the connection was lost")
-        self.values += array
+        self.values[offset : offset + array.size] += array
         return self.values.copy() if fetch else None
 
     def settle(self, error: smb.Error) -> list[range]:

@@ -218,7 +218,9 @@ function showTotals() {
 
 function showEvents() {
   const list = $("event-list");
-  const shown = allEvents ? state.events : state.events.slice(0, EVENTS_SHOWN);
+  // Unless all are asked for, those of a training's own buffers and locks are left out, as their rows are.
+  const inside = (event) => event.level === "info" && state.trainings.some((training) => event.text.includes(`"${training.name}/`));
+  const shown = allEvents ? state.events : state.events.filter((event) => !inside(event)).slice(0, EVENTS_SHOWN);
   const said = JSON.stringify([shown.length, shown[0], state.events.length]);
   if (list.dataset.said === said) return;
   list.dataset.said = said;

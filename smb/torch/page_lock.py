@@ -1,0 +1,54 @@
+"""Memory that a GPU copies from and to by itself: page locks of CUDA's (cudaHostRegister) on memory that torch has not
+made, a segment's mapping above all.
+
+No GPU has run this yet: the tests have a stand-in for CUDA's runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+
+_log = logging.getLogger("smb")
+
+
+def page_lock(memory: np.ndarray[Any, np.dtype[Any]]) -> Callable[[], object] | None:
+    """Lock an array's pages for CUDA; return what unlocks them, before the memory goes. None where there is no CUDA, or
+    it does not: then copies pass through memory of its own, which is slower, and no less right.
+    """
+    if not memory.nbytes or not torch.cuda.is_available():
+        return None
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = int(memory.ctypes.data)
+    if failure := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+        _log.info("CUDA does not lock %d bytes in memory (error %d): copies take longer", memory.nbytes, failure)
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the next launch is told the error: this one
+        return None
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+@contextlib.contextmanager
+def mapped(buffer: Buffer) -> Iterator[torch.Tensor]:
+    """Yield the buffer's own memory as a tensor of its shape, on this host: `with smb.torch.mapped(buffer) as memory`.
+
+    Where CUDA is there, copies between the memory and a GPU go straight (non_blocking=True: beside the GPU's work);
+    they are waited for at the end of the block, and the tensor is not to be used after it. What Buffer.view says holds:
+    what is written so is neither atomic nor ordered against others, and no call acknowledges it. Tell others when the
+    block has ended. Raises TransportError where a segment is on another host.
+    """
+    memory = buffer.view()
+    with contextlib.ExitStack() as last:
+        unlock = page_lock(memory)
+        if unlock is not None:
+            last.callback(unlock)
+            last.callback(torch.cuda.synchronize)
+        yield torch.from_numpy(memory)

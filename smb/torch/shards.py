@@ -1,0 +1,182 @@
+"""What one rank of a mesh has of a model, and where that is in the group's buffers.
+
+A tensor's place in the group is its whole one's, so members with different meshes, and with none, train one model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from smb.errors import InvalidArgumentError
+from smb.tensors import TensorTable
+from smb.torch.model_parameters import Entry, ModelParameters, check, lay_out
+from smb.train.parameters import Run, Values
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.torch.ranks import Ranks
+
+_READS_MAX = 16  # under way at once, of a rank whose shards lie in many places
+
+_Piece: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]] | None"  # shape and offsets in the whole tensor
+
+
+class ShardParameters(ModelParameters):
+    """What this rank has of the trained parameters, and where that is in the group's buffers.
+
+    What several ranks have one of them reads and writes, and gives to the others: what a rank has is then what each
+    replica of it has, whatever others write meanwhile.
+    """
+
+    def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+        local = {names: _local(tensor) for names, tensor in tensors.items()}
+        for names, tensor in local.items():
+            if tensor.numel():
+                check(names[0], tensor)
+        whole = {names: torch.empty(tensor.shape, device="meta") for names, tensor in tensors.items()}
+        self.whole: TensorTable = lay_out(whole)[0]
+        self.verify = None
+        self.place(local)
+        # The tensors as the model has them, at their places in the group.
+        self.given = tuple(
+            Entry(names, tensor, place.offset // 4)
+            for (names, tensor), place in zip(tensors.items(), self.whole.values(), strict=True)
+        )
+        self.pieces_here: list[_Piece] = [
+            _piece_of(names[0], tensor, entry.count)
+            for (names, tensor), entry in zip(tensors.items(), self.entries, strict=True)
+        ]
+        self._runs: list[list[Run]] = [
+            list(_runs(entry, piece, tuple(place.shape), place.offset // 4))
+            for entry, piece, place in zip(self.entries, self.pieces_here, self.whole.values(), strict=True)
+        ]
+        self.replicated = False
+        self._owned = tuple(run for runs in self._runs for run in runs)
+        self._gives: dict[int, list[slice]] = {}
+        self._takes: dict[int, list[slice]] = {}
+
+    def meet(self, ranks: Ranks) -> None:
+        """Find out which ranks have the same as this one. With all of them."""
+        told = ranks.gather(self.pieces_here)
+        owned: list[Run] = []
+        for number, (entry, runs) in enumerate(zip(self.entries, self._runs, strict=True)):
+            everywhere = [each[number] for each in told if each[number] is not None]
+            self.replicated |= len(everywhere) > len(set(everywhere))
+            mine = self.pieces_here[number]
+            if mine is None:
+                continue
+            holders = [rank for rank, each in enumerate(told) if each[number] == mine]
+            owner = holders[number % len(holders)]  # by turns: each sends its part
+            place = slice(entry.offset, entry.offset + entry.count)
+            if owner != ranks.rank:
+                self._takes.setdefault(owner, []).append(place)
+                continue
+            owned += runs
+            for holder in holders:
+                if holder != owner:
+                    self._gives.setdefault(holder, []).append(place)
+        self._owned = tuple(owned)
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """What this rank reads and writes."""
+        return self._owned
+
+    @property
+    def all_runs(self) -> Sequence[Run]:
+        """What this rank has."""
+        return [run for runs in self._runs for run in runs]
+
+    def spread(self, ranks: Ranks, values: Values) -> None:
+        """Give what this rank has read to those that have it too. With all ranks."""
+        ranks.swap(values, self._gives, self._takes)
+
+    def refresh(self) -> None:
+        """Take the shards where they are now: FSDP2 may have moved them."""
+        self.entries = tuple(
+            Entry(entry.names, _local(tensor), entry.offset)
+            for entry, tensor in zip(self.entries, self._tensors.values(), strict=True)
+        )
+
+    def of_tensors(self, values: Values) -> dict[str, torch.Tensor]:
+        """Return a vector as tensors like the model's, sharded as they are, under all their names."""
+        found: dict[str, torch.Tensor] = {}
+        for entry, given in zip(self.entries, self.given, strict=True):
+            tensor = entry.of(torch.from_numpy(values)).to(given.tensor.dtype).to(entry.tensor.device)
+            if isinstance(given.tensor, DTensor):
+                whole = given.tensor
+                mesh, placements, shape = whole.device_mesh, whole.placements, whole.shape
+                tensor = DTensor.from_local(tensor, mesh, placements, shape=shape, stride=whole.stride())
+            found |= dict.fromkeys(entry.names, tensor)
+        return found
+
+    def read(self, buffer: Buffer, out: Values) -> None:
+        """Read this rank's elements."""
+        under_way: deque[Future[Any]] = deque()
+        try:
+            for run in self._owned:
+                if len(under_way) == _READS_MAX:
+                    under_way.popleft().result()
+                under_way.append(buffer.read_async(run.there, run.count, out=out[run.place], wire="exact"))
+            while under_way:
+                under_way.popleft().result()
+        finally:
+            wait(under_way)  # the memory is in use until then
+
+    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, int]]:
+        """Yield those that are this rank's to write."""
+        for run in self._owned:
+            low, high = max(run.here, begin), min(run.here + run.count, begin + piece.size)
+            if low < high:
+                yield piece[low - begin : high - begin], run.there + low - run.here
+
+    def store(self, weights: Buffer) -> None:
+        """Write them, exact."""
+        for begin, piece in self.pieces():
+            if not np.isfinite(piece).all():
+                raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
+            for part, there in self.parts(piece, begin):
+                weights.write(part, there, wire="exact")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _piece_of(name: str, tensor: torch.Tensor, count: int) -> _Piece:
+    """Return which part of a whole tensor this process has; None where it has no element."""
+    if not count:
+        return None
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    placements = tensor.placements
+    if not all(type(placement) in (Shard, Replicate) for placement in placements):
+        raise InvalidArgumentError(f"parameter {name!r} is placed as {placements}: shards and replicas can be shared")
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return tuple(map(int, shape)), tuple(map(int, offsets))
+
+
+def _runs(entry: Entry, piece: _Piece, whole: tuple[int, ...], start: int) -> Iterator[Run]:
+    """Where a shard lies in its whole tensor, which begins at `start` of the group's vector."""
+    if piece is None:
+        return
+    shape, offsets = piece
+    # The last dimensions that are whole follow each other in memory, with one more that is cut.
+    cut = len(shape)
+    while cut > 0 and shape[cut - 1] == whole[cut - 1]:
+        cut -= 1
+    length = int(np.prod(shape[max(cut - 1, 0) :], dtype=np.int64))
+    strides = [int(np.prod(whole[dim + 1 :], dtype=np.int64)) for dim in range(len(whole))]
+    base = start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for number, index in enumerate(np.ndindex(*shape[: max(cut - 1, 0)])):
+        there = base + sum(place * stride for place, stride in zip(index, strides, strict=False))
+        yield Run(entry.offset + number * length, there, length)

@@ -1,0 +1,224 @@
+"""Generations as deltas: bit for bit what was published, whoever reads when, and whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import smb
+import smb.torch
+from tests.conftest import Connect
+from tests.support.clients import in_process
+from tests.support.transports import FAR
+
+ELEMENTS = 60_000
+LONG = os.environ.get("SMB_LONG") == "1"
+
+
+def state_of(number: int) -> dict[str, torch.Tensor]:
+    """A state of which two in a row differ in 2 % of their bfloat16 elements: any bits, NaNs too."""
+    random = np.random.default_rng(5)
+    bits = random.integers(0, 65536, ELEMENTS, np.uint16)
+    step = (number * 1201 + np.arange(1200)) % ELEMENTS
+    bits[step] += np.uint16(number)
+    count = torch.tensor([number, 0, 7])
+    return {"w": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(300, 200), "count": count}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same to the bit."""
+    return list(one) == list(other) and all(
+        one[name].dtype == other[name].dtype
+        and one[name].reshape(-1).view(torch.uint8).equal(other[name].reshape(-1).view(torch.uint8))
+        for name in one
+    )
+
+
+def test_each_generation_bit_for_bit(client: smb.Client, connect: Connect) -> None:
+    """Over many generations: a reader of each, one that reads now and then, one that sleeps through more than 16, and a
+    late one, over both ways, have exactly what was published; a delta is a small part of a state.
+    """
+    publisher = smb.torch.Publisher(client, "w", state_of(0), deltas=16)
+    readers = {every: smb.torch.follow(connect(way), "w") for every, way in ((1, FAR), (5, "shm"), (23, FAR))}
+    with pytest.raises(smb.NotFoundError, match="no generation"):
+        readers[1].state_dict()
+    small = 0
+    for number in range(1, 1001 if LONG else 81):
+        assert publisher.publish(state_of(number)) == publisher.generation == number
+        small += publisher.sent_bytes < publisher.buffer.nbytes // 10
+        for every, reader in readers.items():
+            if number % every == 0:
+                assert reader.wait(timeout=10) == number
+                assert equal(reader.state_dict(), state_of(number))
+                assert reader.generation == reader.latest == number
+                if every < 23 and number > every:
+                    assert reader.received_bytes < publisher.buffer.nbytes // 2
+        if number % 40 == 0:
+            late = smb.torch.follow(connect(FAR), "w")
+            model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(300, 200))})
+            assert equal(late.state_dict(), state_of(number))
+            with late.pin() as generation:
+                assert generation.number == number
+                assert equal(dict(generation), state_of(number))
+            with pytest.raises(smb.InvalidArgumentError, match="count is missing"):
+                late.load(model)
+    assert small > 0.8 * number
+
+
+def test_dense_steps_and_other_trainers(client: smb.Client, connect: Connect) -> None:
+    """A step that changes everything is published whole; so is the first of a trainer that was started again, after
+    which deltas go on; two trainers in turn are told apart.
+    """
+    publisher = smb.torch.Publisher(client, "w", state_of(0), deltas=4)
+    reader = smb.torch.follow(connect(FAR), "w")
+    random = np.random.default_rng(1)
+    numbers = iter(range(1, 100))
+    for turn in range(6):
+        dense = state_of(0)
+        dense["w"] = torch.from_numpy(random.normal(size=(300, 200))).to(torch.bfloat16)
+        for state in (dense, state_of(turn), state_of(turn + 1)):
+            assert publisher.publish(state) == next(numbers)
+            if turn % 2 or state is dense:
+                assert equal(reader.state_dict(), state)
+        if turn == 3:
+            publisher = smb.torch.Publisher(connect("shm"), "w", state_of(0), deltas=4)
+    other = smb.torch.Publisher(connect(FAR), "w", state_of(0), deltas=4)
+    for _ in range(3):
+        for each in (other, publisher):
+            number = next(numbers)
+            assert each.publish(state_of(number)) == number
+            assert equal(reader.state_dict(), state_of(number))
+    for wrong in ({"deltas": 5}, {"deltas": 0}, {"deltas": 4, "names": ["w", "count"]}):
+        with pytest.raises(smb.InvalidArgumentError, match="it exists, published with deltas=4"):
+            smb.torch.Publisher(client, "w", state_of(0), **wrong)  # type: ignore[arg-type]
+    for wrong in ({"deltas": 1}, {"deltas": 5000}, {"dtype": torch.int32}, {"versions": 1}, {"names": ["x"]}):
+        with pytest.raises(smb.InvalidArgumentError, match="publish 'v'"):
+            smb.torch.Publisher(client, "v", state_of(0), **wrong)  # type: ignore[arg-type]
+    free = sum(server.capacity - server.used for server in client.servers())
+    with pytest.raises(smb.OutOfMemoryError):  # the copies have room, the deltas have not
+        smb.torch.Publisher(client, "v", {"w": torch.zeros(free * 2 // 5, dtype=torch.uint8)}, deltas=4)
+    assert [info.name for info in client.list() if info.name.startswith("v")] == []
+
+
+def test_damage_is_never_shown(client: smb.Client, connect: Connect) -> None:
+    """Deltas that somebody overwrote are noticed by the sum: the reader takes whole states until it is right again."""
+    publisher = smb.torch.Publisher(client, "w", state_of(0), deltas=4)
+    reader = smb.torch.follow(connect(FAR), "w")
+    publisher.publish(state_of(1))
+    assert equal(reader.state_dict(), state_of(1))
+    publisher.publish(state_of(2))
+    ring = client.open("w.deltas")
+    ring.write(np.full(ring.size, 255, np.uint8))
+    with pytest.raises(smb.UnavailableError, match="was not what was published"):
+        reader.state_dict()
+    for number in range(3, 12):
+        publisher.publish(state_of(number))
+        if number >= 7:
+            assert equal(reader.state_dict(), state_of(number))
+
+
+def test_readers_beside_a_trainer_at_full_rate(connect: Connect) -> None:
+    """Whatever the trainer does meanwhile, over both ways: each state is one generation's, and none goes back."""
+    last = 2000 if LONG else 150
+    publisher = smb.torch.Publisher(connect("shm"), "w", state_of(0), deltas=2)
+    failures: list[BaseException] = []
+    reads: list[int] = []
+
+    def read(follower: smb.torch.Follower) -> None:
+        try:
+            while follower.generation < last:
+                before = follower.generation
+                follower.wait(timeout=30)
+                assert equal(follower.state_dict(), state_of(follower.generation))
+                assert follower.generation > before
+                reads.append(follower.generation)
+        except BaseException as error:  # noqa: BLE001 - it is raised again below
+            failures.append(error)
+
+    followers = [smb.torch.follow(connect(way), "w") for way in (FAR, "shm")]
+    threads = [threading.Thread(target=read, args=(follower,)) for follower in followers]
+    for thread in threads:
+        thread.start()
+    for number in range(1, last + 1):
+        publisher.publish(state_of(number))
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        raise failure
+    assert len(reads) >= 4
+
+
+def publish_until_killed(messages: Any, address: str) -> None:
+    """Publish states under "w", each one the number of its generation; tell each number."""
+    with smb.connect(address) as client:
+        publisher = smb.torch.Publisher(client, "w", state_of(0), deltas=3)
+        while True:
+            messages.put(publisher.publish(state_of(publisher.generation + 1)))
+
+
+def test_a_killed_trainer() -> None:
+    """kill -9 of the trainer at any instant: readers have a generation that was, whole; the next trainer goes on."""
+    with (
+        smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
+        smb.connect(cluster.address, transport=FAR) as client,
+    ):
+        smb.torch.Publisher(client, "w", state_of(0), deltas=3)
+        reader, last = smb.torch.follow(client, "w"), 0
+        for turn in range(6 if LONG else 2):
+            with in_process(publish_until_killed, cluster.address) as (trainer, messages):
+                while messages.get(timeout=60) < last + 3 + turn:
+                    assert equal(reader.state_dict(), state_of(reader.generation))
+                trainer.kill()
+                trainer.join()
+            assert equal(reader.state_dict(), state_of(reader.generation))
+            assert reader.generation == reader.latest >= last + 3 + turn
+            last = reader.generation
+
+
+def test_rounded_parts_and_ties(client: smb.Client, connect: Connect) -> None:
+    """dtype= rounds what is floating, names= takes a part, tied tensors are stored once; with deltas and without."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 20), torch.nn.Linear(20, 50), torch.nn.BatchNorm1d(50))
+    model[1].weight = model[0].weight
+    for deltas in (0, 4):
+        rounded = smb.torch.Publisher(client, f"all{deltas}", model, dtype=torch.bfloat16, deltas=deltas)
+        part = smb.torch.Publisher(client, f"part{deltas}", model, names=lambda name: "bias" in name, deltas=deltas)
+        assert "1.weight" not in rounded.buffer.table
+        for number in range(1, 8):
+            with torch.no_grad():
+                model[0].weight[number] += 1
+                model[1].bias[number] += 1
+            assert rounded.publish() == part.publish() == number
+            reader = smb.torch.follow(connect(FAR), f"all{deltas}")
+            state = reader.state_dict()
+            assert state["1.weight"] is state["0.weight"]
+            assert equal(
+                dict(sorted(state.items())),
+                {
+                    n: t.to(torch.bfloat16) if t.is_floating_point() else t
+                    for n, t in sorted(model.state_dict().items())
+                },
+            )
+            with reader.pin() as pinned:
+                assert pinned["1.weight"].equal(state["0.weight"])
+            copy = torch.nn.Sequential(torch.nn.Embedding(50, 20), torch.nn.Linear(20, 50), torch.nn.BatchNorm1d(50))
+            copy[1].weight = copy[0].weight
+            assert reader.load(copy) == number
+            assert copy[1].weight.equal(model[0].weight.to(torch.bfloat16).float())
+            before = copy[0].weight.clone()
+            assert smb.torch.follow(connect(FAR), f"part{deltas}").load(copy) == number
+            assert copy[1].bias.equal(model[1].bias)
+            assert copy[0].weight.equal(before)
+        untied = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert rounded.publish(untied) == 8
+        untied["1.weight"] += 1
+        with pytest.raises(smb.InvalidArgumentError, match=r"1.weight and 0.weight were one tensor .* now they differ"):
+            rounded.publish(untied)
+        del untied["1.weight"]
+        with pytest.raises(smb.InvalidArgumentError, match=r"1.weight is missing"):
+            rounded.publish(untied)
