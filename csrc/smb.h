@@ -165,9 +165,12 @@ enum smb_opcode {
      * gradient */
     SMB_APPLY = 21,
     /* shows a token of the coordinator's: the connection may use that segment from here on */
-    SMB_AUTHORIZE = 22
+    SMB_AUTHORIZE = 22,
+    /* from the primary of a segment to its backup: what follows are its changes */
+    SMB_REPLICATE = 23,
+    SMB_REFUSED = 24 /* so too: that change was refused */
 };
-enum { SMB_OPCODE_COUNT = 23, SMB_STATUS_COUNT = 33 };
+enum { SMB_OPCODE_COUNT = 25, SMB_STATUS_COUNT = 33 };
 
 /* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames
  * over the local socket; VERBS: what passes the daemon's gate, and not what the network card reads
@@ -194,8 +197,8 @@ struct smb_latency {
 /* Counts of one segment, or of one session. */
 struct smb_share {
     uint64_t id;
-    uint64_t operations[4][23];
-    uint64_t bytes[4][23];
+    uint64_t operations[4][25];
+    uint64_t bytes[4][25];
 };
 
 /* Limits, in one place. */
@@ -389,8 +392,8 @@ void smb_tls_release(struct smb_tls *tls);
 struct smb_server;
 struct smb_server_counters {
     /* [transport][opcode]; SHM sums the segments', deleted ones included */
-    uint64_t operations[4][23];
-    uint64_t bytes[4][23];
+    uint64_t operations[4][25];
+    uint64_t bytes[4][25];
     uint64_t errors[33]; /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[4];
     uint64_t connections_now[4];
@@ -491,6 +494,37 @@ void smb_server_end_session(struct smb_server *server, uint64_t session);
  * this server forgets one of them, a session that is let in never lost a record because it had
  * ended. */
 void smb_server_know_ended(struct smb_server *server, bool all);
+/* Segments with two copies: docs/decisions/0025. */
+enum smb_replica_role { SMB_REPLICA_NONE = 0, SMB_REPLICA_PRIMARY = 1, SMB_REPLICA_BACKUP = 2 };
+/* Lanes from here on are of one such segment each. */
+enum { SMB_LANE_OF_SEGMENTS = 256 };
+struct smb_replica_status {
+    uint64_t segment;
+    uint32_t epoch;
+    int role;
+    bool paired;
+    bool dialled;         /* primary: a connection to the backup was handed over, and is open */
+    uint32_t broken_ms;   /* for how long the two have had no connection that works; 0: they have */
+    uint64_t unconfirmed; /* changes */
+    uint64_t queued_bytes;
+};
+/* Says of a segment that was just made, before anybody else knows of it, that it is one of them. */
+int smb_server_replicate(struct smb_server *server, uint64_t id);
+/* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a segment
+ * that has a backup. */
+int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
+                           bool paired);
+/* Until when this server may take itself for the primary unasked: of CLOCK_BOOTTIME. */
+void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
+/* To the primary: a connected stream socket to the backup's data address, which is the engine's
+ * from here on, also where this fails; and that server's instance. */
+int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
+                    uint64_t instance);
+/* What waits for the backup's word is sent to ask elsewhere. */
+int smb_server_suspend(struct smb_server *server, uint64_t id);
+/* Fills in at most `most`; returns how many there are. */
+uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,
+                             uint64_t most);
 /* Marks it deleted, unlinks its file, stops serving it. SMB_NOT_FOUND if it is not here. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
 /* Nothing that waits is asked of it any more, also after a restart: such requests get
@@ -505,7 +539,7 @@ void smb_server_counters(struct smb_server *server, struct smb_server_counters *
 /* From when a request was taken up until its answer was ready, by [transport][opcode]; of what
  * waits until it was answered. */
 struct smb_latencies {
-    struct smb_latency of[4][23];
+    struct smb_latency of[4][25];
 };
 void smb_server_latencies(struct smb_server *server, struct smb_latencies *latencies);
 /* Counts for each segment (SHM: by local clients on their own mapping), and over the connections of
@@ -556,8 +590,8 @@ uint64_t smb_client_spoilt(struct smb_client *client);
  * also where they took several frames or several servers. Latencies are of whole calls; of those
  * that took no wait at all one in 64 is timed, and stands for 64. */
 struct smb_client_counters {
-    uint64_t operations[4][23];
-    uint64_t bytes[4][23];
+    uint64_t operations[4][25];
+    uint64_t bytes[4][25];
     uint64_t failed[33];     /* calls, by status */
     uint64_t repeated_total; /* frames sent again after a connection broke */
     uint64_t spoilt_total;
@@ -627,6 +661,11 @@ int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, 
 void smb_link_once(struct smb_link *link);
 /* Out of the caller's hands, without a connection; 1 if it still wants one. */
 int smb_link_let_go(struct smb_link *link);
+/* Of a link for one segment that has two copies: its frames carry this epoch from its next
+ * connection on. A server that does not serve the segment then costs the link its connection. */
+void smb_link_set_epoch(struct smb_link *link, uint32_t epoch);
+/* Ends every call on it with that status, and every later one. */
+void smb_link_fail(struct smb_link *link, int status);
 int smb_link_wanted(struct smb_link *link);
 /* Wakes and fails every call in progress, with SMB_LINK_LOST if it had in-flight requests, and
  * every later one, with SMB_DISCONNECTED; connecting ends so, too, within 0.1 s. Local segments go

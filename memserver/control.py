@@ -9,6 +9,7 @@ does on every connection of its data: its certificate alone gives it nothing.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -20,6 +21,7 @@ import grpc
 
 from memserver.engine import NotReadyError, SegmentForm
 from memserver.rdma_target import Place, Rdma
+from memserver.replication import Replication
 from memserver.segments import Segments
 from smb.arrays.dtypes import DTYPES
 from smb.config.parse import format_address
@@ -63,8 +65,11 @@ CheckProof: TypeAlias = Callable[[int, Token], float]
 class ControlService(MemoryServerServicer):
     """control.proto's MemoryServer; its comments there are the reference."""
 
-    def __init__(self, segments: Segments, rdma: Rdma, check_proof: CheckProof | None = None) -> None:
+    def __init__(
+        self, segments: Segments, rdma: Rdma, replication: Replication, check_proof: CheckProof | None = None
+    ) -> None:
         """check_proof None: no tokens are asked for."""
+        self._replication = replication
         self._segments = segments
         self._rdma = rdma
         self._check_proof = check_proof
@@ -80,6 +85,7 @@ class ControlService(MemoryServerServicer):
             self._segments.create(
                 SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes),
                 request.token_floor,
+                functools.partial(self._replication.begin, request.replica) if request.HasField("replica") else None,
             )
             failpoint("memserver.create.done")
             return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes())
@@ -146,6 +152,8 @@ class ControlService(MemoryServerServicer):
 
         def open_segment() -> pb.OpenSegmentVerbsReply:
             self._check_session(request.session_id)
+            if self._replication.has(request.segment_id):
+                raise InvalidArgumentError(f"segment {request.segment_id:016x} has two copies: RDMA would change one")
             if self._check_proof is not None and request.token.segment_id != request.segment_id:
                 raise PermissionDeniedError(f"keys for segment {request.segment_id:016x} take its own token")
             left_s = self._proved(request.session_id, request.token)
@@ -204,6 +212,7 @@ class ControlServer:
         port: int,
         segments: Segments,
         rdma: Rdma,
+        replication: Replication,
         credentials: Credentials | None = None,
         check_proof: CheckProof | None = None,
     ) -> None:
@@ -211,7 +220,7 @@ class ControlServer:
         guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()] if credentials is None else [Bounds(), Guard()]
         pool = ThreadPoolExecutor(THREADS, "control")
         self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
-        service = ControlService(segments, rdma, check_proof)
+        service = ControlService(segments, rdma, replication, check_proof)
         add_MemoryServerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]
         self.port = add_port(self._server, format_address(host, port), credentials)
         if self.port == 0:

@@ -31,6 +31,7 @@ from memserver.metrics import EngineMetrics, Life
 from memserver.rdma_target import Rdma
 from memserver.recovery import recover
 from memserver.registration import Asking, Identity, Registration
+from memserver.replication import Replication
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
@@ -158,12 +159,20 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     if options.data_tls == tls.ON:
         rdma.why_not = "its data goes over TLS alone (--data-tls on), and RDMA encrypts nothing"
     leaving.callback(rdma.close)
-    segments.on_drop, segments.on_end = rdma.forget_segment, rdma.end_session
+    segments.on_end = rdma.end_session
     check_proof = engine.check_proof if options.credentials is not None else None
     asked_host, asked_port = check_listen(options.control) if options.control else (host, 0)
     control_host = _numeric(asked_host)
     check_exposure("a memory server", control_host, options.credentials, options.insecure)
-    control = ControlServer(control_host, asked_port, segments, rdma, options.credentials, check_proof)
+    replication = Replication(engine)
+    leaving.callback(replication.close)
+
+    def forget(segment_id: int) -> None:
+        rdma.forget_segment(segment_id)
+        replication.forget(segment_id)
+
+    segments.on_drop = forget
+    control = ControlServer(control_host, asked_port, segments, rdma, replication, options.credentials, check_proof)
     leaving.callback(control.close)
     reachable, advertised_port = _advertised(options.advertise)
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
@@ -219,6 +228,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         decided,
         options.credentials,
         take_keys,
+        replication,
     )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.

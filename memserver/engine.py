@@ -88,6 +88,20 @@ class Counters:
     segment_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """This server's copy of a segment that has two; see struct smb_replica_status."""
+
+    segment_id: int
+    epoch: int
+    role: int
+    paired: bool
+    dialled: bool
+    broken_ms: int
+    unconfirmed: int
+    queued_bytes: int
+
+
 class NotReadyError(UnavailableError):
     """Not yet: no key of tokens is known."""
 
@@ -283,6 +297,45 @@ class Engine:
     def raise_token(self, segment_id: int, token: int) -> None:
         """Have its lock's next token be higher than this one. Raises NotFoundError, InvalidArgumentError."""
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
+
+    def replicate(self, segment_id: int) -> None:
+        """Say of a segment that was just made that it has two copies. Raises NotFoundError, UnavailableError."""
+        _check(lib.smb_server_replicate(self._server, segment_id), f"have two copies of {segment_id:016x}")
+
+    def set_replica(self, segment_id: int, epoch: int, role: int, *, paired: bool) -> None:
+        """Give this server its role in such a segment, from that epoch on. Raises NotFoundError."""
+        status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, paired)
+        _check(status, f"take a role in {segment_id:016x}")
+
+    def serve_until(self, boot_s: float) -> None:
+        """Say until when nobody else is made the primary of what this server has, on the clock that runs in sleep."""
+        lib.smb_server_serve_until(self._server, int(boot_s * 1e9))
+
+    def feed(self, segment_id: int, epoch: int, fd: int, instance_id: int) -> None:
+        """Forward changes over a socket that is connected to the backup, which is the engine's from here on, also where
+        this fails. Raises NotFoundError, UnavailableError.
+        """
+        status = lib.smb_server_feed(self._server, segment_id, epoch, fd, instance_id)
+        _check(status, f"forward changes of {segment_id:016x}")
+
+    def suspend(self, segment_id: int) -> None:
+        """Send whoever waits for the backup's word elsewhere."""
+        lib.smb_server_suspend(self._server, segment_id)
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """Return how segments with two copies are."""
+        most, found = 0, 64
+        while found > most:
+            most = 2 * found
+            raw = ffi.new("struct smb_replica_status[]", most)
+            found = lib.smb_server_replicas(self._server, raw, most)
+        return [
+            ReplicaStatus(
+                each.segment, each.epoch, each.role, bool(each.paired), bool(each.dialled), each.broken_ms,
+                each.unconfirmed, each.queued_bytes,
+            )
+            for each in raw[0:found]
+        ]  # fmt: skip
 
     def end_session(self, session_id: int) -> None:
         """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 
 from memserver.engine import Engine
+from memserver.replication import Replication
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
 from smb.config.parse import parse_addresses
@@ -27,6 +29,7 @@ LEAVE_S = 1.0
 RETRY_FIRST_S = 0.1  # a restarted coordinator should see its servers at once
 RETRY_MAX_S = 1.0
 RENEWALS_PER_LEASE = 3
+LEASE_USED = 0.95  # of a lease, counted from before it was asked for: clocks may differ by the rest
 
 _ELSEWHERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 
@@ -85,6 +88,7 @@ class Registration:
         on_outcome: Callable[[Error | None], None],
         credentials: Credentials | None = None,
         on_keys: Callable[[pb.AccessKeys], None] | None = None,
+        replication: Replication | None = None,
     ) -> None:
         """Begin. `load` is asked at each renewal. `on_outcome` is called once, from the thread here: with None once
         registered, or with why that can never be; `on_keys`, with credentials, each time that the coordinator has
@@ -105,6 +109,10 @@ class Registration:
         self._connected = False
         self._complained: grpc.StatusCode | None = None  # one line for an outage of a kind, not one for every try
         self._stop = threading.Event()
+        self._hurry = threading.Event()  # the next renewal is due now
+        self._replication = replication
+        if replication is not None:
+            replication.on_broken = self._hurry.set
         self._current = Current(credentials) if credentials is not None else None
         self._used = credentials
         self._connect()
@@ -118,7 +126,10 @@ class Registration:
     def close(self) -> None:
         """Leave the coordinator, if it can be reached. Blocks for a few seconds at most."""
         self._stop.set()
+        self._hurry.set()
         self._thread.join()
+        if self._replication is not None:
+            self._replication.serve_until(0.0)  # from here on others may be given what is ours
         if self._connected:
             request = pb.LeaveServerRequest(name=self._identity.name, instance_id=self._identity.instance_id)
             try:
@@ -172,7 +183,8 @@ class Registration:
                 registered, wait_s = True, RETRY_FIRST_S
                 self._succeeded()
                 pause_s = lease_ms / 1000 / RENEWALS_PER_LEASE
-            self._stop.wait(pause_s)
+            self._hurry.wait(pause_s)
+            self._hurry.clear()
 
     def _register(self) -> int:
         me = self._identity
@@ -191,6 +203,7 @@ class Registration:
             data_tls=me.data_tls,
         )
         failpoint("memserver.register.asking")
+        asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
         failpoint("memserver.register.answered")
         self._take_keys(reply)
@@ -202,6 +215,7 @@ class Registration:
             except Error as error:
                 _log.error("%s; it stays until the next registration", error)
         self._end(reply.ended_sessions)
+        self._take_roles(reply, asked_s)
         failpoint("memserver.register.done")
         _log.info('registered as "%s" at the coordinator %s', me.name, self._coordinator)
         return int(reply.lease_ms)
@@ -215,13 +229,23 @@ class Registration:
             load=self._load(),
         )
         self._pending.ask(request)
+        if self._replication is not None:
+            request.broken.extend(self._replication.broken())
         failpoint("memserver.renew.asking")
+        asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
         self._pending.learn(reply)
         self._end(reply.ended_sessions)
+        self._take_roles(reply, asked_s)
         return int(reply.lease_ms)
+
+    def _take_roles(self, reply: pb.RegisterServerReply | pb.RenewServerReply, asked_s: float) -> None:
+        """Roles first: the lease is for what this server has by the same answer."""
+        if self._replication is not None:
+            self._replication.take(reply.replicas)
+            self._replication.serve_until(asked_s + LEASE_USED * reply.lease_ms / 1000)
 
     def _take_keys(self, reply: pb.RegisterServerReply | pb.RenewServerReply) -> None:
         if self._on_keys is not None and reply.HasField("access"):

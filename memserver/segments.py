@@ -50,9 +50,9 @@ class Segments:
         with self._lock:
             self._held[form.id] = form
 
-    def create(self, form: SegmentForm, token_floor: int = 0) -> None:
+    def create(self, form: SegmentForm, token_floor: int = 0, replicate: Callable[[], None] | None = None) -> None:
         """Make it; the same again is no error. Blocks while its memory is zeroed. Tokens of its lock are higher than
-        `token_floor`.
+        `token_floor`. `replicate` is called before anybody else hears of it.
 
         Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (it is there and different), NotFoundError (it
         was dropped).
@@ -73,6 +73,8 @@ class Segments:
             self._make(form)
             if token_floor:  # before anybody else has heard of it
                 self._engine.raise_token(form.id, token_floor)
+            if replicate is not None:
+                replicate()
             failpoint("memserver.create.made")
             with self._lock:
                 self._held[form.id] = form

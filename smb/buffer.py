@@ -248,6 +248,7 @@ class Buffer:
         garbage collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on
         this host, or not reached over shm.
         """
+        self._check_one_copy(self, "view")
         if self._dispatcher.info.versions > 1:
             raise InvalidArgumentError(
                 f"{self._arguments.asked('view')}: it has several copies that take turns; use read()"
@@ -622,6 +623,8 @@ class Buffer:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
             )
+        self._check_one_copy(self, call)
+        self._check_one_copy(other, call)
         if not _same_placement(self.layout, other.layout) or self.dtype != other.dtype:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: {other!r} does not lie on the same servers in the same way; "
@@ -649,6 +652,13 @@ class Buffer:
         failed.settled = True
         sending.put_back(missing)
         return True
+
+    def _check_one_copy(self, of: Buffer, call: str) -> None:
+        if of.info.replicas > 1:
+            raise InvalidArgumentError(
+                f"{self._arguments.asked(call)}: {of!r} has two copies (replicas=2), and that is not there for such "
+                f"buffers yet; create it with replicas=1"
+            )
 
     def _check_versions(self, call: str) -> None:
         if self._dispatcher.info.versions == 1:

@@ -28,6 +28,7 @@ class BufferInfo:
     created: float
     versions: int
     copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
+    replicas: int = 1  # copies on different servers; which segments have lost one: SegmentPlace.backup
     wire: str = "exact"  # how its elements travel unless a call says
     metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; of one that was listed, ""
 
@@ -35,12 +36,7 @@ class BufferInfo:
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
         """Return it from the coordinator's message."""
         dtype = DTYPES[buffer.dtype]
-        places = tuple(
-            SegmentPlace(
-                s.id, s.server, s.nbytes, s.data_address, s.unix_path, s.instance_id, s.control_address, s.data_tls
-            )
-            for s in buffer.layout.segments
-        )
+        places = tuple(_place(buffer, segment) for segment in buffer.layout.segments)
         layout = Layout(
             buffer.layout.epoch,
             (buffer.versions or 1) * buffer.copy_stride_bytes or buffer.nbytes,
@@ -59,6 +55,23 @@ class BufferInfo:
             buffer.created_at,
             buffer.versions or 1,
             buffer.copy_stride_bytes,
+            buffer.replicas or 1,
             buffer.wire or "exact",
             unpack(buffer.packed_metadata),
         )
+
+
+def _place(buffer: pb.Buffer, segment: pb.Segment) -> SegmentPlace:
+    return SegmentPlace(
+        segment.id,
+        segment.server,
+        segment.nbytes,
+        segment.data_address,
+        segment.unix_path,
+        segment.instance_id,
+        segment.control_address,
+        segment.data_tls,
+        segment.epoch,
+        segment.backup,
+        (buffer.name, buffer.id),
+    )

@@ -185,11 +185,14 @@ class Client:
         combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead. versions=K (1 to
         16) keeps K copies, so that a read never mixes what publish() replaces; such a buffer changes by publish alone,
         and takes K times the memory. With 2 a reader that holds a version delays the publication after the next, with 3
-        one reader delays none; K - 1 versions can be read. `wire` is how its elements travel where a call does not say:
-        "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along. `metadata`
-        is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever opens the
-        buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer opened by
-        exist_ok=True has the metadata that it was created with.
+        one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on another server:
+        any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes twice the memory
+        and, for changes, one more round trip; all goes through the servers, on the same host too. Such a buffer has no
+        locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel where a call does
+        not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along.
+        `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever
+        opens the buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer
+        opened by exist_ok=True has the metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
@@ -200,8 +203,8 @@ class Client:
         InvalidArgumentError; nothing is left behind then.
         """
         _check_name("create", name)
-        if replicas != 1:
-            raise InvalidArgumentError(f"create {name!r}: replicas={replicas} is not there yet; only replicas=1 is")
+        if replicas not in (1, 2):
+            raise InvalidArgumentError(f"create {name!r}: replicas={replicas!r}; there are 1 and 2")
         if not isinstance(versions, int) or not 1 <= versions <= VERSIONS_MAX:
             raise InvalidArgumentError(f"create {name!r}: versions={versions!r} is not between 1 and {VERSIONS_MAX}")
         table = _table(name, tensors, shape, dtype, like) if tensors is not None else None

@@ -24,7 +24,7 @@ enum {
     END_AT = 64
 };
 _Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
-_Static_assert((int)SMB_AUTHORIZE + 1 == (int)SMB_OPCODE_COUNT,
+_Static_assert((int)SMB_REFUSED + 1 == (int)SMB_OPCODE_COUNT,
                "counters have a place for every opcode");
 
 static void store16(uint8_t *bytes, uint16_t value)
@@ -120,7 +120,9 @@ static bool request_is_sound(const struct smb_frame *frame)
     /* 0 is what a lane has done that did nothing yet */
     if ((fenced && !changes) || (changes && frame->sequence == 0))
         return false;
-    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH || frame->opcode == SMB_WATERMARK)
+    if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH ||
+        frame->opcode == SMB_WATERMARK || frame->opcode == SMB_REPLICATE ||
+        frame->opcode == SMB_REFUSED)
         return frame->length == 0 && payload == 0;
     if (smb_opcode_waits(frame->opcode))
         return frame->length == 0 && payload == SMB_SYNC_BYTES;

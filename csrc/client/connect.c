@@ -213,6 +213,7 @@ int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t por
     struct until until = dial_until(link->client, timeout_ms);
     struct channel channel = {.fd = -1};
     int status = dial_tcp(address, port, until, &channel.fd);
+    atomic_store_explicit(&link->local, false, memory_order_relaxed);
     return resume_over(link, channel, false, status, accept_instance, until, instance, NULL);
 }
 
@@ -233,6 +234,7 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
     struct until until = dial_until(link->client, timeout_ms);
     struct channel channel = {.fd = -1};
     int status = dial_unix(path, until, &channel.fd);
+    atomic_store_explicit(&link->local, true, memory_order_relaxed);
     return resume_over(link, channel, false, status, accept_instance, until, instance, NULL);
 }
 

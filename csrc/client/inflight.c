@@ -227,7 +227,7 @@ bool inflight_make(struct smb_link *link, struct stream *stream)
     *inflight = (struct inflight){.stream = stream,
                                   .sequence = link_next_sequence(link),
                                   .segment_id = stream->segment_id,
-                                  .epoch = stream->epoch,
+                                  .epoch = link_epoch(link) ? link_epoch(link) : stream->epoch,
                                   .made_ns = smb_now_ns(),
                                   .fate = SMB_OUTCOME_NOT_APPLIED};
     if (stream->ask) {

@@ -98,6 +98,20 @@ int smb_link_wanted(struct smb_link *link)
     return wanted;
 }
 
+void smb_link_set_epoch(struct smb_link *link, uint32_t epoch)
+{
+    atomic_store_explicit(&link->epoch, epoch, memory_order_release);
+}
+
+void smb_link_fail(struct smb_link *link, int status)
+{
+    atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
+    /* pairs with link_progress */
+    atomic_store_explicit(&link->closing, true, memory_order_release);
+    client_want_link(link, false);
+    client_wake_progress(link->client);
+}
+
 bool link_busy(const struct smb_link *link)
 {
     return link->queue_head || link->unsent || link->sent || link->watermark_count > 0;
@@ -186,6 +200,7 @@ static int adopt_connection(struct smb_link *link, struct channel *fresh)
     link->channel = *fresh;
     free(fresh);
     link->by_reference = atomic_load(&link->fresh_by_reference);
+    link_take_epoch(link);
     int status = link_ask_watermarks(link);
     if (status == SMB_OK && link->watermark_count == 0)
         link_resume(link);

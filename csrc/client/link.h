@@ -57,7 +57,9 @@ struct smb_link {
     struct channel channel; /* its connection */
     bool by_reference;      /* records are sent over it, see frame.h */
     uint16_t lane;
-    bool local; /* to a server of this host, over its Unix socket */
+    /* not 0: it is for one segment that has two copies, and this is the epoch of its roles */
+    _Atomic uint32_t epoch;
+    _Atomic bool local; /* to a server of this host, over its Unix socket */
     uint32_t window;
     bool active;                  /* in the progress thread's list */
     struct smb_link *next;        /* of it */
@@ -101,6 +103,17 @@ void link_shut(struct smb_link *link, int status);
 /* The stream's call is over: what was not sent is forgotten, what was is left of unknown
  * outcome. */
 void link_abandon(struct smb_link *link, struct stream *stream);
+
+static inline uint32_t link_epoch(const struct smb_link *link)
+{
+    return atomic_load_explicit(&link->epoch, memory_order_acquire);
+}
+
+/* An answer that says: not here, or not any more. The link's next connection may lead elsewhere. */
+static inline bool link_is_sent_away(const struct smb_link *link, int status)
+{
+    return (status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND) && link_epoch(link) != 0;
+}
 
 static inline int link_state_of(const struct smb_link *link)
 {

@@ -95,6 +95,8 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
         (elements > 0 &&
          (elements != inflight->answer_bytes || (inflight->stream && !inflight->sink))))
         return SMB_PROTOCOL;
+    if (link_is_sent_away(link, reply->status))
+        return SMB_LINK_LOST; /* still in the list: it is asked for again */
     bool data = reply->status == SMB_OK && wants_data(inflight, reply);
     if (data && elements == 0)
         return SMB_PROTOCOL; /* data was asked for, and success without data can't be */

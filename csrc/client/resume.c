@@ -24,6 +24,19 @@ static bool is_unknown(const struct inflight *inflight)
     return inflight->fate != SMB_OUTCOME_NOT_APPLIED && smb_opcode_changes(inflight->opcode);
 }
 
+void link_take_epoch(struct smb_link *link)
+{
+    uint32_t epoch = link_epoch(link);
+    for (struct inflight *inflight = link->unsent; inflight && epoch; inflight = inflight->next) {
+        struct smb_frame frame;
+        if (inflight->epoch == epoch || smb_frame_parse(inflight->header, &frame) != SMB_OK)
+            continue;
+        inflight->epoch = frame.epoch = epoch;
+        smb_frame_encode(&frame, inflight->header);
+        inflight_seal(inflight);
+    }
+}
+
 int link_ask_watermarks(struct smb_link *link)
 {
     link->watermark_count = link->watermarks_answered = 0;
@@ -78,6 +91,8 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
 
 int link_take_watermark(struct smb_link *link, const struct smb_frame *reply)
 {
+    if (link_is_sent_away(link, reply->status))
+        return SMB_LINK_LOST;
     for (uint32_t i = 0; i < link->watermark_count; i++) {
         struct watermark *watermark = &link->watermarks[i];
         if (watermark->sequence == reply->sequence && !watermark->answered &&

@@ -22,6 +22,7 @@ enum {
     PAGE = 4096,
     CHUNK_STATE_BYTES = 64,
     FORMAT_VERSION = 3,
+    FORMAT_REPLICATED = 4,        /* as 3; a daemon that knows of no copies leaves it alone */
     FORMAT_WITHOUT_NAMESPACE = 2, /* has fewer records, too, and 0 or 1 where the namespace is */
     SYNC_OFFSET = 2048
 };

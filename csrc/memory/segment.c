@@ -162,7 +162,8 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment)
                           memory_order_release);
     atomic_thread_fence(memory_order_release);
     /* last: a reader that finds it finds the namespace */
-    taken->header->format_version = FORMAT_VERSION;
+    if (taken->header->format_version != FORMAT_REPLICATED)
+        taken->header->format_version = FORMAT_VERSION;
     *segment = taken;
     return SMB_OK;
 }
@@ -207,6 +208,16 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
      * given back. On this side the system call that gives it back sees to that, on the other the
      * fence in smb_segment_still_there. */
     atomic_store_explicit(&segment->header->deleted, 1, memory_order_release);
+}
+
+void smb_segment_mark_replicated(struct smb_segment *segment)
+{
+    segment->header->format_version = FORMAT_REPLICATED;
+}
+
+bool smb_segment_replicated(const struct smb_segment *segment)
+{
+    return segment->header->format_version == FORMAT_REPLICATED;
 }
 
 bool smb_segment_deleted(const struct smb_segment *segment)

@@ -10,6 +10,7 @@
 #include "server/loop.h"
 #include "server/output.h"
 #include "server/read.h"
+#include "server/replica.h"
 #include "server/server.h"
 #include "server/staging.h"
 
@@ -80,11 +81,59 @@ static enum step answer_attach(struct connection *connection)
     return output_flush(connection);
 }
 
+static void put_answer(struct connection *connection, const struct smb_frame *request,
+                       struct smb_segment *segment, uint64_t begun_ns, struct sync_answer answer)
+{
+    if (answer.status == SMB_OK)
+        count_request(connection, segment, request->opcode, request->length,
+                      smb_now_ns() - begun_ns);
+    else
+        server_count(&connection->loop->server->errors[answer.status], 1);
+    struct smb_frame reply = smb_frame_reply(request, answer.status);
+    reply.argument = answer.a;
+    reply.offset = answer.b;
+    output_put(connection, &reply);
+}
+
+/* The request in hand was carried out. Its answer leaves the connection until the backup has that
+ * order too, and the next request is looked at. */
+static enum step answer_confirmed(struct connection *connection, uint64_t order,
+                                  struct sync_answer answer)
+{
+    struct gate_request *request = &connection->request;
+    answer.status = SMB_OK;
+    int status = waits_confirm(connection, request, order, answer);
+    if (status == SMB_OUT_OF_MEMORY)
+        return connection_refuse(connection, status);
+    if (status != SMB_DEFERRED) {
+        answer.status = status;
+        put_answer(connection, &request->frame, request->segment, connection->begun_ns, answer);
+    }
+    uint32_t held = connection->replies_held;
+    answer_finish(connection, false);
+    if (status == SMB_DEFERRED)
+        connection->replies_held = held; /* there is no reply yet */
+    return STEP_ON;
+}
+
+static enum step answer_fetched(struct connection *connection, struct smb_frame *reply)
+{
+    reply->length = connection->request.frame.length;
+    output_put_with_tail(connection, reply, reply->length);
+    answer_finish(connection, true);
+    return STEP_ON;
+}
+
 static enum step answer_change(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     const struct smb_frame *frame = &request->frame;
     bool fetch = frame->flags & SMB_FLAG_FETCH;
+    struct smb_frame made = smb_frame_reply(frame, SMB_OK);
+    if (connection->awaits)
+        return replica_has_confirmed(served_of(request->segment)->replica, connection->awaits)
+                   ? answer_fetched(connection, &made)
+                   : answer_defer(connection);
     if (fetch && !answer_chunk_memory(&connection->tail))
         return connection_refuse(connection, SMB_OUT_OF_MEMORY);
     uint64_t result = 0;
@@ -103,15 +152,20 @@ static enum step answer_change(struct connection *connection)
     if (status != SMB_OK)
         return answer_failure(connection, status);
     FAILPOINT("connection.changed");
-    struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
+    if (request->order && fetch) {
+        connection->awaits = request->order;
+        return answer_defer(connection);
+    }
+    if (request->order)
+        return answer_confirmed(connection, request->order, (struct sync_answer){.a = result});
+    struct smb_frame reply = made;
     reply.argument = result;
     if (fetch && connection->named) { /* the payload is not needed any more */
         reply.length = frame->length;
         memcpy(connection->named->payload, connection->tail, frame->length);
         output_put_by_reference(connection, &reply, frame->length);
     } else if (fetch) {
-        reply.length = frame->length;
-        output_put_with_tail(connection, &reply, frame->length);
+        return answer_fetched(connection, &reply);
     } else {
         output_put(connection, &reply);
     }
@@ -125,25 +179,17 @@ static enum step answer_watermark(struct connection *connection)
     int status = gate_watermark(&connection->request, &watermark, &refused);
     if (status != SMB_OK)
         return answer_failure(connection, status);
+    struct replica *replica = served_of(connection->request.segment)->replica;
+    uint64_t order = replica ? replica_newest(replica) : 0;
+    if (order)
+        return answer_confirmed(connection, order,
+                                (struct sync_answer){.a = watermark, .b = refused});
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
     reply.argument = watermark;
     reply.offset = refused;
     output_put(connection, &reply);
     answer_finish(connection, true);
     return STEP_ON;
-}
-
-static void put_answer(struct connection *connection, const struct smb_frame *request,
-                       struct smb_segment *segment, uint64_t begun_ns, struct sync_answer answer)
-{
-    if (answer.status == SMB_OK)
-        count_request(connection, segment, request->opcode, 0, smb_now_ns() - begun_ns);
-    else
-        server_count(&connection->loop->server->errors[answer.status], 1);
-    struct smb_frame reply = smb_frame_reply(request, answer.status);
-    reply.argument = answer.a;
-    reply.offset = answer.b;
-    output_put(connection, &reply);
 }
 
 /* It is answered, or leaves the connection and is answered later; either way the next request is
@@ -175,6 +221,47 @@ void answer_put_late(struct connection *connection)
     }
 }
 
+/* From the primary: its changes come over this connection; later: whether this is still the
+ * backup. */
+static enum step answer_feed(struct connection *connection)
+{
+    struct gate_request *request = &connection->request;
+    if (!request->fed || connection->session != request->frame.segment)
+        return connection_refuse(connection, SMB_PROTOCOL);
+    if (!connection->feeds) {
+        connection->feeds = true;
+        connection->feeds_segment = request->frame.segment;
+        replica_feed_begins(served_of(request->segment)->replica, connection);
+    }
+    struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
+    output_put(connection, &reply);
+    answer_finish(connection, true);
+    return STEP_ON;
+}
+
+void answer_end_feed(struct connection *connection)
+{
+    struct smb_segment *segment = connection->feeds ? server_find(connection->loop->server,
+                                                                  connection->feeds_segment)
+                                                    : NULL;
+    if (!segment)
+        return;
+    if (served_of(segment)->replica)
+        replica_feed_ends(served_of(segment)->replica, connection);
+    smb_segment_release(segment);
+}
+
+static enum step answer_refused(struct connection *connection)
+{
+    int status = connection->request.fed ? gate_note_refused(&connection->request) : SMB_INVALID;
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
+    output_put(connection, &reply);
+    answer_finish(connection, true);
+    return STEP_ON;
+}
+
 enum step answer_request(struct connection *connection)
 {
     SMB_ASSERT(connection->have_request &&
@@ -183,12 +270,15 @@ enum step answer_request(struct connection *connection)
         connection->admitted = gate_admit(connection->loop->server, &connection->request.frame,
                                           &connection->request);
     connection->request.retried = connection->retried;
+    connection->request.begun_ns = connection->begun_ns;
     if (connection->admitted != SMB_OK)
         return answer_failure(connection, connection->admitted);
     switch (connection->request.frame.opcode) {
     case SMB_READ: return answer_read(connection);
     case SMB_ATTACH: return answer_attach(connection);
     case SMB_WATERMARK: return answer_watermark(connection);
+    case SMB_REPLICATE: return answer_feed(connection);
+    case SMB_REFUSED: return answer_refused(connection);
     default:
         return smb_opcode_changes(connection->request.frame.opcode) ? answer_change(connection)
                                                                     : answer_sync(connection);

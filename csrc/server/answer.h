@@ -16,6 +16,8 @@ void answer_finish(struct connection *connection, bool done);
 void answer_count(struct connection *connection, const struct gate_request *request);
 /* A chunk and a checksum's worth, made when it is first needed. NULL: no memory. */
 uint8_t *answer_chunk_memory(uint8_t **memory);
+/* It feeds a backup no more, if it did. */
+void answer_end_feed(struct connection *connection);
 /* Answers to what waited (waits.h), as many as there is room for. */
 void answer_put_late(struct connection *connection);
 

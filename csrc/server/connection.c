@@ -40,6 +40,7 @@ void connection_destroy(struct connection *connection)
 {
     strangers_leave(connection);
     lanes_leave(connection);
+    answer_end_feed(connection);
     waits_forget(connection);
     grants_clear(&connection->grants);
     pthread_mutex_destroy(&connection->turn);

@@ -9,6 +9,7 @@
 #include "memory/change.h"
 #include "server/connection.h"
 #include "server/counters.h"
+#include "server/replica.h"
 #include "server/server.h"
 #include "server/waits.h"
 
@@ -51,6 +52,9 @@ static int find(struct smb_server *server, const struct gate_request *request, u
 static bool is_of_epoch(struct smb_server *server, const struct gate_request *request,
                         const struct smb_segment *segment)
 {
+    const struct replica *replica = served_of(segment)->replica;
+    if (replica || request->fed)
+        return replica && replica_serves(replica, request->frame.epoch, request->fed);
     const struct grant *grant = server->guarded
                                     ? grants_find(request->grants, request->frame.segment)
                                     : NULL;
@@ -61,8 +65,11 @@ static bool is_of_epoch(struct smb_server *server, const struct gate_request *re
 int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                struct gate_request *request)
 {
-    *request = (struct gate_request){
-        .frame = *frame, .record_hint = request->record_hint, .grants = request->grants};
+    *request = (struct gate_request){.frame = *frame,
+                                     .record_hint = request->record_hint,
+                                     .grants = request->grants,
+                                     .fed = request->fed,
+                                     .begun_ns = request->begun_ns};
     struct smb_segment *segment;
     int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
     if (status != SMB_OK)
@@ -72,6 +79,8 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
     else if (has_range(frame->opcode) &&
              (frame->dtype != smb_segment_dtype(segment) ||
               !smb_segment_holds(segment, frame->offset, frame->length)))
+        status = SMB_INVALID;
+    else if (served_of(segment)->replica && !request->fed && !replica_allows(frame))
         status = SMB_INVALID;
     if (status == SMB_OK)
         request->segment = segment;
@@ -136,11 +145,23 @@ void gate_refused(struct smb_server *server, const struct gate_request *refused)
     if (!segment)
         return; /* nor will any later one be applied */
     struct gate_request request = {.frame = *frame, .segment = segment};
-    int status = take_record(&request);
-    if (status == SMB_OK)
-        record_refuse(request.record, frame->sequence);
-    let_go(&request);
+    struct replica *replica = served_of(segment)->replica;
+    /* Of two copies only the primary decides, and its clients ask again elsewhere. */
+    if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false))) {
+        int status = gate_note_refused(&request);
+        if (replica && status == SMB_OK)
+            replica_refuse(replica, frame);
+    }
     smb_segment_release(segment);
+}
+
+int gate_note_refused(struct gate_request *request)
+{
+    int status = take_record(request);
+    if (status == SMB_OK)
+        record_refuse(request->record, request->frame.sequence);
+    let_go(request);
+    return status == SMB_EXISTS ? SMB_OK : status;
 }
 
 /* Answers a repeated change: with the old value of the first answer, or for an accumulate with the
@@ -152,7 +173,8 @@ static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *r
         return SMB_EVICTED;
     if (!sink)
         return SMB_OK;
-    return gate_copy(request, sink);
+    int status = gate_copy(request, sink);
+    return status == SMB_DEFERRED ? SMB_OK : status; /* its answer waits for all that was made */
 }
 
 /* Under the chunk's lock, or locks: bytes, watermark, and the journal around both where there is
@@ -190,6 +212,12 @@ static int make_change(struct smb_server *server, struct gate_request *request,
                change->bytes);
     FAILPOINT("gate.changed");
     record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
+    if (request->forward) {
+        status = replica_enqueue(served_of(segment)->replica, request->forward, change->offset,
+                                 &request->order);
+        request->forward = NULL;
+        FAILPOINT("replica.enqueued");
+    }
     if (journal)
         slot_end(journal, slot, segment, change);
     for (int i = 0; i < count; i++) {
@@ -199,7 +227,7 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     }
     if (journal)
         slot_rest(journal, slot);
-    return smb_segment_still_there(segment);
+    return status == SMB_OK ? smb_segment_still_there(segment) : status;
 }
 
 /* ---- the paths through ----------------------------------------------------------------------- */
@@ -287,31 +315,54 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     SMB_ASSERT(request->segment && (slot == NULL || slot->payload));
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
     struct sync *sync = served_of(request->segment)->sync;
+    struct replica *replica = served_of(request->segment)->replica;
     int status = take_record(request);
     if (status == SMB_EXISTS) {
         server_count(&server->replayed_total, 1);
         status = answer_again(request, sink, result);
+        if (replica && !request->fed)
+            request->order = replica_newest(replica);
     } else if (status == SMB_OK) {
-        if (fenced)
+        if (replica && !request->fed)
+            status = replica_prepare(replica, &request->frame, payload, &request->forward);
+        if (fenced && status == SMB_OK)
             status = sync_fence_enter(sync, smb_load64(payload - SMB_TOKEN_BYTES), smb_boot_ns());
         if (status == SMB_OK) {
             status = change_now(server, request, slot, payload, scratch, sink, result);
             if (fenced)
                 sync_fence_leave(sync);
         }
+        if (request->forward)
+            replica_take_back(replica, request->forward);
+        request->forward = NULL;
     }
     let_go(request);
+    if (request->order)
+        replica_send(replica);
     return status;
 }
 
-int gate_copy(const struct gate_request *request, uint8_t *to)
+int gate_copy(struct gate_request *request, uint8_t *to)
 {
     SMB_ASSERT(request->segment);
     struct smb_change read = {.opcode = SMB_READ,
                               .offset = request->frame.offset,
                               .bytes = request->frame.length,
                               .sink = to};
-    return smb_segment_apply(request->segment, &read, patience(request));
+    int status = smb_segment_apply(request->segment, &read, patience(request));
+    struct replica *replica = served_of(request->segment)->replica;
+    if (replica && status == SMB_OK) {
+        request->order = replica_newest_of(replica, read.offset);
+        if (!gate_may_tell(request, request->order))
+            status = SMB_DEFERRED;
+    }
+    return status;
+}
+
+bool gate_may_tell(const struct gate_request *request, uint64_t order)
+{
+    return replica_check_read(served_of(request->segment)->replica, order, request->begun_ns) ==
+           SMB_OK;
 }
 
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
@@ -319,10 +370,19 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
     SMB_ASSERT(request->segment);
     if (smb_segment_deleted(request->segment))
         return SMB_NOT_FOUND;
+    struct replica *replica = served_of(request->segment)->replica;
+    if (replica && to_change)
+        return SMB_BUSY; /* its operand is forwarded: it is staged */
     int status = to_change ? take_record(request) : SMB_OK;
     if (status == SMB_OK)
         status = smb_segment_lock(request->segment, request->frame.offset,
                                   to_change ? patience(request) : SMB_TRY_ONCE);
+    if (replica && status == SMB_OK) {
+        status = replica_check_read(replica, replica_newest_of(replica, request->frame.offset),
+                                    request->begun_ns);
+        if (status != SMB_OK)
+            smb_segment_unlock(request->segment, request->frame.offset);
+    }
     if (status != SMB_OK) {
         let_go(request);
         return status;

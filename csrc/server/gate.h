@@ -10,6 +10,7 @@
 #include "memory/segment.h"
 #include "server/grants.h"
 
+struct forward;
 struct smb_server;
 
 struct gate_request {
@@ -22,6 +23,11 @@ struct gate_request {
     /* what its connection has shown; not looked at unless the server is guarded */
     const struct grants *grants;
     bool retried; /* was deferred before */
+    /* of a segment with two copies (replica.h) */
+    bool fed;                /* from the primary, for its backup */
+    uint64_t begun_ns;       /* a read: when it came */
+    struct forward *forward; /* what is to go to the backup */
+    uint64_t order;          /* what its answer waits for; 0: nothing */
 };
 
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the
@@ -35,14 +41,19 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
                  const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result);
 /* The range as it was at one instant, copied without its chunk's lock unless changes follow each
- * other without end. SMB_BUSY: defer it. For what gate_open found locked. */
-int gate_copy(const struct gate_request *request, uint8_t *to);
+ * other without end. SMB_BUSY: defer it. For what gate_open found locked. SMB_DEFERRED: of a segment
+ * with two copies, it was copied, and may be told once gate_may_tell says so of request->order. To
+ * be copied again instead might never end: others may change it all the while. */
+int gate_copy(struct gate_request *request, uint8_t *to);
+bool gate_may_tell(const struct gate_request *request, uint64_t order);
 /* The other path: the range itself, under its chunk's lock, for the socket to be sent from or
  * received into. Not to be held while anything is waited for. SMB_BUSY: defer it, or take another
  * path (for a read, the lock is tried once); SMB_EXISTS: this change was made before. */
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 /* `done`: the change was made, whole. */
 void gate_close(struct gate_request *request, bool to_change, bool done);
+/* A note of the primary's: that change was refused there. */
+int gate_note_refused(struct gate_request *request);
 /* How far the frame's lane has come on its segment, and up to where some changes were refused. */
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
 /* A change is answered with a failure: a later one of the lane must not make it look applied. A

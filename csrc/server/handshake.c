@@ -9,6 +9,7 @@
 #include "server/lanes.h"
 #include "server/loop.h"
 #include "server/output.h"
+#include "server/replica.h"
 #include "server/server.h"
 
 enum step handshake_secure(struct connection *connection)
@@ -66,6 +67,7 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     connection->lane = frame->lane;
     connection->client_nonce = frame->offset;
     connection->request.grants = &connection->grants;
+    connection->request.fed = frame->lane == REPLICA_LANE;
     /* If tokens are required, a session's name alone must not shut others out. */
     if (!server->guarded)
         speak_for_lane(connection);

@@ -68,7 +68,8 @@ enum step input_next_request(struct connection *connection)
         return connection_refuse(connection, SMB_PROTOCOL);
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
     if (connection->greeted &&
-        (frame.session != connection->session || frame.lane != connection->lane ||
+        (((frame.session != connection->session || frame.lane != connection->lane) &&
+          !(connection->feeds && frame.segment == connection->feeds_segment)) ||
          checksum != connection->checksums))
         return connection_refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
@@ -108,6 +109,8 @@ enum step input_next_request(struct connection *connection)
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
     connection->retried = connection->from_kept = false;
+    connection->awaits = 0;
+    connection->copied = false;
     connection->payload_have = is_record ? frame.payload : 0;
     return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL)
                                                 : STEP_ON;

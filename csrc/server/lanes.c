@@ -27,6 +27,12 @@ void lanes_fence_session(struct smb_server *server, uint64_t session)
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
+/* Segments with two copies have lanes of their own; they count together. */
+static bool same_kind(uint16_t lane, uint16_t other)
+{
+    return lane == other || (lane >= SMB_LANE_OF_SEGMENTS && other >= SMB_LANE_OF_SEGMENTS);
+}
+
 /* With the lock held: the one that has the fewest connections of its lane. Data of all sessions
  * comes over the same lane. */
 static struct loop *choose_loop(const struct connection *connection)
@@ -35,7 +41,7 @@ static struct loop *choose_loop(const struct connection *connection)
     uint32_t counts[LOOPS_MAX] = {0};
     for (const struct connection *other = server->lanes; other; other = other->lane_next) {
         const struct loop *loop = other->destination ? other->destination : other->loop;
-        counts[loop->index] += other->lane == connection->lane;
+        counts[loop->index] += same_kind(other->lane, connection->lane);
     }
     struct loop *best = connection->loop;
     for (int i = 0; i < server->loop_count; i++)

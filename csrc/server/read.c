@@ -45,6 +45,8 @@ static void batch_admit(struct connection *connection, struct batch *batch)
         struct smb_frame frame;
         request->record_hint = 0;
         request->grants = &connection->grants;
+        request->fed = false;
+        request->begun_ns = UINT64_MAX; /* it came after the one in hand */
         if (!is_plain_read(connection, connection->in + at, &frame) ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;
@@ -101,7 +103,7 @@ static int copy_range(struct connection *connection, uint8_t *to)
     status = staging_make(connection, length);
     if (status == SMB_OK)
         status = gate_copy(request, connection->staging);
-    if (status == SMB_OK)
+    if (status == SMB_OK || status == SMB_DEFERRED)
         smb_kernel_encode(wire, connection->staging, length / 4, to);
     return status;
 }
@@ -113,9 +115,16 @@ static enum step answer_read_by_copy(struct connection *connection)
     struct gate_request *request = &connection->request;
     uint32_t length = request->frame.length;
     int wire = smb_frame_wire(&request->frame);
-    int status = copy_range(connection,
-                            connection->named ? connection->named->payload : connection->tail);
-    if (status == SMB_BUSY)
+    int status = connection->copied
+                     ? SMB_OK
+                     : copy_range(connection, connection->named ? connection->named->payload
+                                                                : connection->tail);
+    if (status == SMB_DEFERRED) {
+        connection->copied = true;
+        connection->awaits = request->order;
+    }
+    if (status == SMB_BUSY || status == SMB_DEFERRED ||
+        (connection->copied && !gate_may_tell(request, connection->awaits)))
         return answer_defer(connection);
     if (status != SMB_OK)
         return answer_failure(connection, status);
@@ -137,7 +146,8 @@ enum step answer_read(struct connection *connection)
         return answer_read_by_copy(connection);
     if (!answer_chunk_memory(&connection->tail))
         return connection_refuse(connection, SMB_OUT_OF_MEMORY);
-    if (connection->checksums || smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
+    if (connection->copied || connection->checksums ||
+        smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
         return answer_read_by_copy(connection);
     batch_admit(connection, &batch);
     int status = batch_open(&batch);

@@ -9,6 +9,7 @@
 #include "base/tree.h"
 #include "memory/segment.h"
 
+struct replica;
 struct smb_server;
 
 struct entry { /* of the registry: an open hash table, chained */
@@ -32,8 +33,9 @@ struct served {
     struct smb_segment *segment;
     struct records *records;
     struct sync *sync;
-    bool closed;     /* due_lock: it never becomes due again */
-    uint64_t due_ns; /* of sync_tick; in the server's tree if not UINT64_MAX */
+    struct replica *replica; /* NULL: there is one copy. From before it can be asked for */
+    bool closed;             /* due_lock: it never becomes due again */
+    uint64_t due_ns;         /* of sync_tick; in the server's tree if not UINT64_MAX */
     struct tree_node by_due;
 };
 

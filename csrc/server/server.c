@@ -9,6 +9,7 @@
 #include "memory/journal.h"
 #include "server/counters.h"
 #include "server/loop.h"
+#include "server/replica.h"
 #include "server/waits.h"
 
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)
@@ -48,6 +49,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
     pthread_mutex_init(&made->tls_lock, NULL);
     pthread_mutex_init(&made->ended_lock, NULL);
     pthread_mutex_init(&made->due_lock, NULL);
+    pthread_mutex_init(&made->forward_lock, NULL);
     pthread_cond_init(&made->due_changed, NULL);
     int status = waits_start(made);
     while (made->loop_count < loops && status == SMB_OK)
@@ -63,6 +65,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
 void smb_server_destroy(struct smb_server *server)
 {
     waits_stop(server);
+    replica_stop_forwarder(server);
     for (int i = 0; i < server->loop_count; i++)
         loop_stop(&server->loops[i]);
     for (int i = 0; i < server->loop_count; i++)
@@ -89,6 +92,7 @@ void smb_server_destroy(struct smb_server *server)
     pthread_mutex_destroy(&server->lanes_lock);
     pthread_mutex_destroy(&server->ended_lock);
     pthread_mutex_destroy(&server->due_lock);
+    pthread_mutex_destroy(&server->forward_lock);
     pthread_mutex_destroy(&server->tls_lock);
     if (server->tls)
         smb_tls_release(server->tls);

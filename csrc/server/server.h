@@ -82,6 +82,15 @@ struct smb_server {
     struct connection *lanes;
     struct past *pasts; /* lanes_lock */
     uint32_t past_count;
+    /* replica.c: one thread, from the first segment with two copies on */
+    pthread_mutex_t forward_lock;
+    pthread_t forwarder;
+    bool forwarding;
+    _Atomic bool stop_forwarding;
+    int forward_epoll, forward_wake;
+    /* until when the coordinator has promised to replace this server as a primary by nobody:
+     * CLOCK_BOOTTIME */
+    _Atomic uint64_t serving_until_ns;
 };
 
 #endif

@@ -11,6 +11,7 @@
 #include "server/counters.h"
 #include "server/lanes.h"
 #include "server/loop.h"
+#include "server/replica.h"
 #include "server/server.h"
 
 static void free_served(void *companion)
@@ -19,6 +20,8 @@ static void free_served(void *companion)
     for (int i = 0; served->shares && i < served->server->loop_count; i++)
         free(atomic_load_explicit(&served->shares[i], memory_order_acquire));
     free(served->shares);
+    if (served->replica)
+        replica_destroy(served->replica);
     if (served->sync)
         sync_destroy(served->sync);
     if (served->records)
@@ -124,6 +127,8 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
     if (status == SMB_OK)
         status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment),
                              smb_segment_data_bytes(segment), left, smb_boot_ns(), &served->sync);
+    if (status == SMB_OK && smb_segment_replicated(segment))
+        status = replica_create(server, segment, &served->replica);
     if (status != SMB_OK) {
         free_served(served);
         return status;
@@ -141,6 +146,8 @@ void waits_close(struct smb_segment *segment, int status)
 {
     SMB_ASSERT(served_of(segment));
     struct served *served = served_of(segment);
+    if (served->replica)
+        replica_close(served->replica);
     sync_close(served->sync, status);
     pthread_mutex_lock(&served->server->due_lock);
     served->closed = true; /* a thread that is about to call due_sooner comes too late */
@@ -150,11 +157,9 @@ void waits_close(struct smb_segment *segment, int status)
 
 /* ---- requests -------------------------------------------------------------------------------- */
 
-static void answer_came(struct waiter *waiter, struct sync_answer answer)
+void wait_answered(struct wait *wait)
 {
-    struct wait *wait = waiter->owner;
     struct loop *loop = wait->loop;
-    wait->answer = answer;
     pthread_mutex_lock(&loop->answers_lock);
     bool first = loop->answers == NULL;
     wait->next_answer = loop->answers;
@@ -162,6 +167,13 @@ static void answer_came(struct waiter *waiter, struct sync_answer answer)
     pthread_mutex_unlock(&loop->answers_lock);
     if (first)
         loop_wake(loop);
+}
+
+static void answer_came(struct waiter *waiter, struct sync_answer answer)
+{
+    struct wait *wait = waiter->owner;
+    wait->answer = answer;
+    wait_answered(wait);
 }
 
 static void unlink_wait(struct wait *wait)
@@ -183,6 +195,42 @@ void wait_free(struct wait *wait)
     free(wait);
 }
 
+/* In the connection's list before it is asked for: its answer may come at once, on another
+ * thread. */
+static struct wait *wait_create(struct connection *connection, struct gate_request *request)
+{
+    struct wait *wait = calloc(1, sizeof *wait);
+    if (!wait)
+        return NULL;
+    wait->loop = connection->loop;
+    wait->connection = connection;
+    wait->segment = smb_segment_retain(request->segment);
+    wait->frame = request->frame;
+    wait->begun_ns = connection->begun_ns;
+    wait->next = connection->waits;
+    if (wait->next)
+        wait->next->previous = wait;
+    connection->waits = wait;
+    connection->waits_now++;
+    server_count(&wait->loop->server->waits_now, 1);
+    return wait;
+}
+
+int waits_confirm(struct connection *connection, struct gate_request *request, uint64_t order,
+                  struct sync_answer answer)
+{
+    struct wait *wait = wait_create(connection, request);
+    if (!wait)
+        return SMB_OUT_OF_MEMORY;
+    wait->answer = answer;
+    int status = replica_await(served_of(wait->segment)->replica, wait, order);
+    if (status != SMB_DEFERRED) {
+        unlink_wait(wait);
+        wait_free(wait);
+    }
+    return status;
+}
+
 int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload,
               struct sync_answer *answer)
 {
@@ -191,14 +239,9 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
                     opcode == SMB_AWAIT_VERSION;
     struct wait *wait = may_wait && connection->waits_now >= WAITS_PER_CONNECTION
                             ? NULL
-                            : calloc(1, sizeof *wait);
+                            : wait_create(connection, request);
     if (!wait)
         return SMB_OUT_OF_MEMORY;
-    wait->loop = connection->loop;
-    wait->connection = connection;
-    wait->segment = smb_segment_retain(request->segment);
-    wait->frame = request->frame;
-    wait->begun_ns = connection->begun_ns;
     wait->waiter.owner = wait;
     wait->waiter.answer = answer_came;
     struct sync_request ask = {.opcode = request->frame.opcode,
@@ -207,13 +250,6 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
                                .argument = request->frame.argument};
     for (int i = 0; i < SMB_SYNC_WORDS; i++)
         ask.words[i] = smb_load64(payload + 8 * i);
-    /* In the list before it is asked for: its answer may come at once, on another thread. */
-    wait->next = connection->waits;
-    if (wait->next)
-        wait->next->previous = wait;
-    connection->waits = wait;
-    connection->waits_now++;
-    server_count(&wait->loop->server->waits_now, 1);
     int status = sync_ask(served_of(wait->segment)->sync, &ask, &wait->waiter, smb_boot_ns(),
                           answer);
     if (status != SMB_DEFERRED) {
@@ -237,7 +273,8 @@ void waits_forget(struct connection *connection)
         struct wait *wait = connection->waits;
         unlink_wait(wait);
         wait->connection = NULL; /* seen by this loop only, if the answer is under way */
-        if (sync_forget(&wait->waiter, now_ns))
+        if (wait->order > 0 ? replica_forget(served_of(wait->segment)->replica, wait)
+                            : sync_forget(&wait->waiter, now_ns))
             wait_free(wait);
     }
     while (connection->answered) {

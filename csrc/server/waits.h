@@ -27,6 +27,10 @@ struct wait {
     struct smb_frame frame;
     struct sync_answer answer;
     uint64_t begun_ns;
+    /* of a segment with two copies: answered once this change is confirmed (replica.h) */
+    uint64_t order;
+    struct wait *before, *after; /* replica's lock */
+    bool in_replica;
 };
 
 /* Gives a segment what it needs to be served; before it can be found. `left`: of an earlier run. */
@@ -39,6 +43,12 @@ void waits_stop(struct smb_server *server);
 /* SMB_DEFERRED: the connection has one wait more; anything else is the answer. */
 int waits_ask(struct connection *connection, struct gate_request *request, const uint8_t *payload,
               struct sync_answer *answer);
+/* The answer of a change that was made, once that order is confirmed (replica.h): SMB_DEFERRED, or
+ * what is to be answered now. */
+int waits_confirm(struct connection *connection, struct gate_request *request, uint64_t order,
+                  struct sync_answer answer);
+/* `answer` is set: it goes to the connection's loop. Any thread. */
+void wait_answered(struct wait *wait);
 /* The connection's waits are taken back. */
 void waits_forget(struct connection *connection);
 void wait_free(struct wait *wait);

@@ -11,17 +11,24 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import SESSION_ENDED
-from smb.engine import EngineClient, Link, Switch
-from smb.errors import Error, UnavailableError
+from smb.engine import EngineClient, EngineError, Link, Switch
+from smb.errors import (
+    Error,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    TransportError,
+    UnavailableError,
+)
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.security.credentials import Credentials
 from smb.transport.base import Deadline, SegmentPath, SegmentPlace
 from smb.transport.choose import choose, choose_gated, choose_waits, for_each, make_transports
-from smb.transport.reconnect import Links, Outages, Whereabouts
+from smb.transport.reconnect import Links, Outages, Whereabouts, refused
 from smb.transport.tcp import Tcp
 from smb.transport.tls import ClientTls
 from smb.transport.verbs.queue_pair import Settings
@@ -71,8 +78,14 @@ class ClusterSession:
         checksums = shared.checksum if checksum is None else checksum
         self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
-        locate = functools.partial(_locate, weakref.ref(self))
-        self._links = Links(self.engine, locate, self.coordinator.tokens, ClientTls(credentials))
+        ours = weakref.ref(self)
+        self._links = Links(
+            self.engine,
+            functools.partial(_locate, ours),
+            self.coordinator.tokens,
+            ClientTls(credentials),
+            functools.partial(_locate_copies, ours),
+        )
         self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings(), credentials)
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
@@ -106,9 +119,25 @@ class ClusterSession:
         """Return the path to each segment."""
         return for_each(
             places,
-            lambda place: choose(self._transports, place, epoch, deadline),
+            lambda place: (
+                self._reach_copies(place, deadline) if place.epoch else choose(self._transports, place, epoch, deadline)
+            ),
             lambda path: path.transport == Tcp.name,
         )
+
+    def _reach_copies(self, place: SegmentPlace, deadline: Deadline) -> SegmentPath:
+        """Return the path to a segment of two copies: always through the server that has the primary."""
+        if self.transport not in ("auto", Tcp.name):
+            raise TransportError(
+                f"buffer {place.buffer[0]!r} has two copies: it is reached over TCP, or its servers' Unix sockets, "
+                f"and not over {self.transport}; use transport='auto'"
+            )
+        try:
+            link, local = self._links.reach_copies(place, deadline, may_be_local=self.transport == "auto")
+        except EngineError as error:
+            raise refused(place, error) from error
+        name, why = ("unix", "same host, two copies") if local else (Tcp.name, f"{place.address}, two copies")
+        return SegmentPath(name, why, link=link)
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return a link on which changes of a segment go through its server."""
@@ -183,6 +212,25 @@ def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | 
                 found.data_address, found.unix_path, found.instance_id, found.control_address, found.data_tls
             )
     return None
+
+
+def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) -> SegmentPlace | None:
+    """Ask the coordinator which server has the primary of a segment now, and where. Raises NotFoundError where the
+    buffer is gone.
+    """
+    ours = session()
+    name, buffer_id = place.buffer
+    if ours is None:
+        return None
+    try:
+        info = BufferInfo.of(ours.coordinator.open_buffer(name, 0.0, _LOCATE_S, buffer_id))
+    except (UnavailableError, TimeoutError) as error:
+        _log.debug("the coordinator does not say where buffer %s is: %s", name, error)
+        return None
+    for segment in info.layout.segments:
+        if segment.id == place.id:
+            return segment
+    raise NotFoundError(f"buffer {name!r} was deleted")
 
 
 def _after_fork() -> None:

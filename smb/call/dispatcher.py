@@ -277,6 +277,11 @@ class Dispatcher:
     def homes(self) -> tuple[Home, ...]:
         """What to ask about locks and versions: the home first, then the other segments."""
         homes = self._homes
+        if self.info.replicas > 1:
+            raise InvalidArgumentError(
+                f"buffer {self.info.name!r} has two copies (replicas=2): locks, versions and pins are not there for "
+                f"such buffers yet; use client.lock(), or create it with replicas=1"
+            )
         if not homes:
             layout = self.info.layout
             homes = self._homes = tuple(

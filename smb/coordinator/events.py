@@ -59,6 +59,35 @@ class ServerLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerDied:
+    """A memory server's process is known to be dead."""
+
+    name: str
+    instance_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReturned:
+    """A memory server is about to register, with these segments: what is to become of its copies. Again until it
+    changes nothing: at most so many records change at a time.
+    """
+
+    name: str
+    instance_id: int
+    segment_ids: frozenset[int]
+    changes_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackupsLost:
+    """A primary has not reached the backups of these segments for long, though both live. Again as ServerReturned."""
+
+    name: str
+    segment_ids: frozenset[int]
+    changes_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerCounted:
     """A memory server said, in answer to a create or drop, how much it holds."""
 
@@ -146,6 +175,9 @@ Event = (
     | ServerRegistered
     | ServerRenewed
     | ServerLeft
+    | ServerDied
+    | ServerReturned
+    | BackupsLost
     | ServerCounted
     | ServerSuspected
     | BufferWanted

@@ -111,8 +111,9 @@ class Leading:
 
 
 async def _tick(commit_log: CommitLog, endings: SessionEndNotifier, health: Health) -> None:
-    # Of one change: two records for each session, as an old one may be forgotten, and one for each server.
-    most = None if commit_log.changes_max is None else commit_log.changes_max // 3
+    # Of one change: two records for each session, as an old one may be forgotten, one for each server, one for each
+    # buffer that lost a copy.
+    most = None if commit_log.changes_max is None else commit_log.changes_max // 4
     while True:
         more = False
         with suppress(StoreError, DeposedError):  # the commit_log has said it, once; the next tick tries again

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
+from smb.config.parse import parse_address
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
 from smb.errors import Error, OutOfMemoryError, UnavailableError
 from smb.rpc import control_pb2 as pb
@@ -39,7 +41,12 @@ class MemoryServers:
         self._peers: dict[str, _Peer] = {}
 
     async def create(
-        self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord, token_floor: int = 0
+        self,
+        server: ServerRecord,
+        record: BufferRecord,
+        segment: SegmentRecord,
+        token_floor: int = 0,
+        replica: pb.Replica | None = None,
     ) -> int:
         """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
         unknown).
@@ -51,6 +58,7 @@ class MemoryServers:
             nbytes=segment.nbytes,
             chunk_bytes=record.chunk_bytes,
             token_floor=token_floor,
+            replica=replica,
         )
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
@@ -102,6 +110,20 @@ class MemoryServers:
             except grpc.aio.AioRpcError as error:
                 return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         return True
+
+    async def is_dead(self, server: ServerRecord) -> bool:
+        """Whether that run of the server is known to be no more: its host says that nobody listens at its control
+        port. Silence says nothing.
+        """
+        host, port = parse_address(server.control_address)
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S / 2)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return False
 
     async def close(self) -> None:
         """Close all channels."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
+from smb.coordinator.replicas import Copy
 from smb.coordinator.state import State
 from smb.coordinator.validate import Creation, check_creation, first_use
 from smb.errors import InvalidArgumentError
@@ -92,6 +95,7 @@ def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) 
         wire=record.wire,
         copy_stride_bytes=record.copy_stride_bytes,
         packed_metadata=b"" if listed else record.metadata,
+        replicas=record.replicas,
     )
 
 
@@ -112,6 +116,19 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         weight=server.weight,
         data_tls=server.data_tls,
     )
+
+
+def replica_messages(state: State, copies: Iterable[Copy]) -> list[pb.Replica]:
+    """Return a server's parts in segments of two copies, with where the other copies are now."""
+    messages = []
+    for copy in copies:
+        message = pb.Replica(segment_id=copy.segment_id, epoch=copy.epoch, role=copy.role.value, peer=copy.peer)
+        peer = state.servers.get(copy.peer)
+        if peer is not None:
+            message.data_address = peer.data_address
+            message.instance_id = peer.instance_id
+        messages.append(message)
+    return messages
 
 
 def ended_message(ended: EndedSessions, seen: pb.SessionsSeen) -> pb.EndedSessions:
@@ -135,7 +152,9 @@ def _check_bare(request: pb.CreateBufferRequest, kind: Kind) -> None:
 def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
     messages = []
     for segment in record.segments:
-        message = pb.Segment(id=segment.id, server=segment.server, nbytes=segment.nbytes)
+        message = pb.Segment(
+            id=segment.id, server=segment.server, nbytes=segment.nbytes, epoch=segment.epoch, backup=segment.backup
+        )
         server = state.servers.get(segment.server)
         if server is not None:
             message.data_address = server.data_address

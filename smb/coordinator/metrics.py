@@ -132,7 +132,7 @@ def _by_server(state: State, now: Instant) -> Iterator[Metric]:
 def _by_buffer(state: State) -> Metric:
     family = gauge("smb_coordinator_buffer_allocated_bytes")
     sizes = sorted(
-        ((sum(segment.file_bytes for segment in record.segments), record.name) for record in state.listed()),
+        ((sum(segment.file_bytes for segment in record.copies), record.name) for record in state.listed()),
         reverse=True,
     )
     for nbytes, name in sizes[:NAMED_MAX]:

@@ -57,6 +57,7 @@ class Pool:
     dead: frozenset[str] = frozenset()
     weights: Mapping[str, float] = field(default_factory=dict)
     stripe_bytes: int = 0
+    hosts: Mapping[str, str] = field(default_factory=dict)  # on which each live server runs
 
     def round_of(self, servers: Sequence[str], most: int) -> list[str]:
         """Return whose turn it is, stripe by stripe, until all begins anew: at most `most` turns, one at least each."""
@@ -121,6 +122,33 @@ def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placemen
     if not _fits(pool, placement):
         raise _no_room(pool, stored, f' on the servers of "{like.name}"')
     return placement
+
+
+def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
+    """Return the server of each share's second copy: another one, on another host where there is one with room, and
+    among those the one that has got least of this buffer, then the one with most free bytes.
+
+    Raises UnavailableError where there is one server alone, OutOfMemoryError where there is no room.
+    """
+    if len(pool.free_bytes) < 2:
+        raise UnavailableError(
+            f"replicas=2 takes two live memory servers; alive: {', '.join(pool.free_bytes)}. Start another one"
+        )
+    free = dict(pool.free_bytes)
+    given = dict.fromkeys(free, 0)
+    for share in placement.shares:
+        free[share.server] -= share.file_bytes
+    backups = []
+    for share in placement.shares:
+        host = pool.hosts.get(share.server)
+        others = [name for name in free if name != share.server and free[name] >= share.file_bytes]
+        if not others:
+            raise _no_room(pool, 2 * sum(share.file_bytes for share in placement.shares), " in two copies")
+        chosen = min(others, key=lambda name: (pool.hosts.get(name) == host, given[name], -free[name], name))
+        free[chosen] -= share.file_bytes
+        given[chosen] += share.file_bytes
+        backups.append(chosen)
+    return tuple(backups)
 
 
 def chunk_bytes(stripe_bytes: int) -> int:

@@ -37,4 +37,4 @@ def check_quota(quotas: Mapping[str, Quota], there: Iterable[BufferRecord], want
 
 
 def _file_bytes(record: BufferRecord) -> int:
-    return sum(segment.file_bytes for segment in record.segments)
+    return sum(segment.file_bytes for segment in record.copies)

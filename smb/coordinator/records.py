@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -32,12 +32,18 @@ def copy_stride_bytes(nbytes: int, stripe_bytes: int, segments: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """One segment of one buffer. Sizes are bytes; file_bytes is what it takes of its server's capacity."""
+    """One segment of one buffer. Sizes are bytes; file_bytes is what each copy takes of its server's capacity.
+
+    Of a buffer with two copies `server` has the primary, and `backup` the other one; empty: that was lost. `epoch`
+    counts the changes of these roles.
+    """
 
     id: int
     server: str
     nbytes: int
     file_bytes: int
+    backup: str = ""
+    epoch: int = 0  # 0: the buffer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class BufferRecord:
     wire: str = "exact"
     metadata: bytes = b""  # a JSON object, checked, and packed; empty: {}
     attempt_id: int = 0  # of the creation, where it may be asked for again
+    replicas: int = 1
 
     @property
     def key(self) -> str:
@@ -80,11 +87,26 @@ class BufferRecord:
         """From the start of one copy to the start of the next; 0 where there is one copy."""
         return copy_stride_bytes(self.nbytes, self.stripe_bytes, len(self.segments)) if self.versions > 1 else 0
 
+    @property
+    def copies(self) -> tuple[SegmentRecord, ...]:
+        """Every copy of every segment, each with the server that has it."""
+        backups = (replace(segment, server=segment.backup) for segment in self.segments if segment.backup)
+        return (*self.segments, *backups)
+
+    @property
+    def degraded(self) -> bool:
+        """Whether some segment of it has fewer copies than were asked for."""
+        return self.replicas > 1 and not all(segment.backup for segment in self.segments)
+
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
         fields = asdict(self)
         if not self.attempt_id:  # as coordinators wrote it that know of none
             del fields["attempt_id"]
+        if self.replicas == 1:
+            del fields["replicas"]
+            for segment in fields["segments"]:
+                del segment["backup"], segment["epoch"]
         fields["metadata"] = b64encode(self.metadata).decode()
         return json.dumps(fields, ensure_ascii=False)
 

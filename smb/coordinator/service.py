@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -23,6 +24,7 @@ from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.events import (
     AnswerDrops,
+    BackupsLost,
     BufferDeleted,
     BufferFailed,
     BufferMade,
@@ -30,12 +32,16 @@ from smb.coordinator.events import (
     BufferWanted,
     DropSegments,
     MakeSegments,
+    SaveBuffer,
     ServerCounted,
+    ServerDied,
     ServerLeft,
     ServerRenewed,
+    ServerReturned,
     ServerSuspected,
     SessionClosed,
     SessionRenewed,
+    Ticked,
 )
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import (
@@ -44,12 +50,14 @@ from smb.coordinator.messages import (
     ended_message,
     kind_of,
     registration_of,
+    replica_messages,
     server_message,
     without_session,
 )
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
+from smb.coordinator.replicas import CopyRole, copies_on
 from smb.coordinator.session_end_notifier import SessionEndNotifier
-from smb.coordinator.state import SERVER_LEASE_S
+from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
@@ -57,6 +65,7 @@ from smb.daemon.failpoint import failpoint
 from smb.errors import (
     AlreadyExistsError,
     Error,
+    InvalidArgumentError,
     NotFoundError,
     OutOfMemoryError,
     PermissionDeniedError,
@@ -70,6 +79,8 @@ _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
 # How long a create with exist_ok waits for another client's creation of the same name.
 _OTHERS_CREATION_S = 30.0
+# Two live servers that have not reached each other for so long go on as one: the one that has the primary.
+_BROKEN_MAX_MS = 3000
 _FINISH_S = 5.0
 # Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
@@ -159,6 +170,9 @@ class CoordinatorService(CoordinatorServicer):
                 f'a memory server "{rival.name}" runs already at {rival.data_address}; '
                 f"give this one another --name, or stop that one"
             )
+        await self._settle(
+            ServerReturned(event.server.name, event.server.instance_id, event.segment_ids, self._commit_log.changes_max)
+        )
         committed = await self._commit_log.commit(event)
         drops = next(effect.segment_ids for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
@@ -167,6 +181,7 @@ class CoordinatorService(CoordinatorServicer):
             drop_segment_ids=drops,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
+            replicas=replica_messages(committed.state, committed.state.copies(request.name)),
         )
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
@@ -176,13 +191,48 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):
             self._watch.told(request.name, request.instance_id, request.load, self._commit_log.now())
+        if request.broken:
+            await self._look_after(request.name, request.broken)
+        state = self._commit_log.state
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
             segment_names=committed.state.segment_names(request.unnamed_segments),
             session_names=committed.state.session_names(request.unnamed_sessions),
+            replicas=replica_messages(state, state.copies(request.name)),
         )
+
+    async def _look_after(self, server: str, broken: Iterable[pb.BrokenPair]) -> None:
+        """Whoever a server cannot reach may be dead: then the survivors go on alone, before this returns."""
+        for_ms = {pair.segment_id: pair.for_ms for pair in broken}
+        copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in for_ms and copy.peer]
+        peers = sorted({copy.peer for copy in copies})
+        servers = self._commit_log.state.servers
+        known = [servers[peer] for peer in peers if peer in servers]
+        answers = await asyncio.gather(*map(self._servers.is_dead, known))
+        dead = {server.name for server, is_dead in zip(known, answers, strict=True) if is_dead}
+        for peer in known:
+            if peer.name in dead:
+                await self._commit_log.commit(ServerDied(peer.name, peer.instance_id))
+        if dead:
+            most = self._commit_log.changes_max
+            await self._settle(Ticked(None if most is None else most // 4))
+        lost = {
+            copy.segment_id
+            for copy in copies
+            if copy.role is CopyRole.PRIMARY and copy.peer not in dead and for_ms[copy.segment_id] >= _BROKEN_MAX_MS
+        }
+        if lost:
+            await self._settle(BackupsLost(server, frozenset(lost), self._commit_log.changes_max))
+
+    async def _settle(self, event: ServerReturned | BackupsLost | Ticked) -> None:
+        """Commit it until it changes no record of a buffer any more: each time it changes a bounded number."""
+        while True:
+            committed = await self._commit_log.commit(event)
+            self._session_ends.tell(committed)
+            if not any(isinstance(effect, SaveBuffer) for effect in committed.effects):
+                return
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
         """See control.proto."""
@@ -217,6 +267,11 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto."""
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
+        if request.replicas > 1 and self._tokens is not None:
+            raise InvalidArgumentError(
+                f'create of "{request.name}" with replicas={request.replicas}: servers of a cluster with credentials '
+                f"do not forward changes to each other yet; use replicas=1"
+            )
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
         record = await asyncio.shield(self._begun(await self._checked(request)))
         return self._opened(request, record)
@@ -355,10 +410,10 @@ class CoordinatorService(CoordinatorServicer):
         return made
 
     async def _make_segments(self, committed: Committed, record: BufferRecord, asked: str) -> None:
-        servers = [committed.state.servers[segment.server] for segment in record.segments]
+        servers = [committed.state.servers[segment.server] for segment in record.copies]
         calls = (
-            self._make_segment(server, record, segment, committed.state.token_floor)
-            for server, segment in zip(servers, record.segments, strict=True)
+            self._make_segment(committed.state, server, record, segment)
+            for server, segment in zip(servers, record.copies, strict=True)
         )
         # All answers are awaited, also after a failure: a drop must not overtake the segment's creation.
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -372,10 +427,12 @@ class CoordinatorService(CoordinatorServicer):
                 raise answer
 
     async def _make_segment(
-        self, server: ServerRecord, record: BufferRecord, segment: SegmentRecord, token_floor: int
+        self, state: State, server: ServerRecord, record: BufferRecord, segment: SegmentRecord
     ) -> int:
-        floor = token_floor if record.kind is Kind.LOCK else 0
-        used_bytes = await self._servers.create(server, record, segment, floor)
+        floor = state.token_floor if record.kind is Kind.LOCK else 0
+        ours = [copy for copy in copies_on(record, server.name) if copy.segment_id == segment.id]
+        replica = next(iter(replica_messages(state, ours)), None)
+        used_bytes = await self._servers.create(server, record, segment, floor, replica)
         failpoint("coordinator.create.segment_made")
         return used_bytes
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, TypeVar
 
 from smb.config.parse import check_weight
@@ -17,6 +18,7 @@ from smb.config.quotas import Quota
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import (
     AnswerDrops,
+    BackupsLost,
     BufferDeleted,
     BufferFailed,
     BufferMade,
@@ -38,9 +40,11 @@ from smb.coordinator.events import (
     SaveSession,
     SaveTokenFloor,
     ServerCounted,
+    ServerDied,
     ServerLeft,
     ServerRegistered,
     ServerRenewed,
+    ServerReturned,
     ServerSuspected,
     SessionClosed,
     SessionRenewed,
@@ -49,9 +53,10 @@ from smb.coordinator.events import (
     WakeOpeners,
 )
 from smb.coordinator.leases import Leases
-from smb.coordinator.placement import Placement, Pool, place, place_like
+from smb.coordinator.placement import Placement, Pool, place, place_backups, place_like
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
+from smb.coordinator.replicas import Copy, come_back, copies_on, fail_over, lose_backups
 from smb.coordinator.validate import Creation, check_address, check_name, check_server_name, check_wire
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 from smb.rpc.coordinator_client import SessionEndedError
@@ -146,7 +151,12 @@ class State:
         alive = {name for name in self.servers if self.alive(name, now)}
         free = {name: self.servers[name].capacity_bytes - self.allocation(name).nbytes for name in alive}
         weights = {name: self.servers[name].weight for name in alive}
-        return Pool(free, frozenset(self.servers.keys() - alive), weights, self.stripe_bytes)
+        hosts = {name: self.servers[name].data_address.rpartition(":")[0] for name in alive}
+        return Pool(free, frozenset(self.servers.keys() - alive), weights, self.stripe_bytes, hosts)
+
+    def copies(self, server: str) -> list[Copy]:
+        """Return the server's parts in buffers of two copies, pending ones included."""
+        return [copy for record in self.buffers.values() for copy in copies_on(record, server)]
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run of this server that holds the name, if its lease runs: it may be dead all the same."""
@@ -215,6 +225,10 @@ def _restarted(state: State, event: Restarted, now: Instant) -> Step:
 
 def _ticked(state: State, event: Ticked, now: Instant) -> Step:
     effects: list[Effect] = []
+
+    def alive(name: str) -> bool:
+        return state.server_leases.runs(name, now.monotonic)
+
     for name in state.server_leases.run_out(now.monotonic):
         state = replace(state, server_leases=state.server_leases.end(name))
         held = state.allocation(name).segments
@@ -224,6 +238,8 @@ def _ticked(state: State, event: Ticked, now: Instant) -> Step:
         effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
     state, ends = _end_sessions(state, gone)
     effects += ends
+    state, saves = _judge_copies(state, lambda record: fail_over(record, alive), event.ends_max)
+    effects += saves
     forgotten = [
         server.name
         for server in state.servers.values()
@@ -249,7 +265,7 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
     here = {
         segment.id: record.name
         for record in state.buffers.values()
-        for segment in record.segments
+        for segment in record.copies
         if segment.server == server.name and (record.ready or segment.id in event.segment_ids)
     }
     drops = tuple(sorted(event.segment_ids - here.keys()))
@@ -295,6 +311,53 @@ def _server_left(state: State, event: ServerLeft, now: Instant) -> Step:
     return replace(state, servers={**state.servers, event.name: server}), (SaveServer(server), report)
 
 
+def _server_died(state: State, event: ServerDied, _: Instant) -> Step:
+    known = state.servers.get(event.name)
+    if known is None or known.instance_id != event.instance_id:
+        return state, ()
+    report = Report(logging.WARNING, f'memory server "{event.name}" is dead: its process is gone')
+    return replace(state, server_leases=state.server_leases.end(event.name)), (report,)
+
+
+def _server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
+    known = state.servers.get(event.name)
+    restarted = known is None or known.instance_id != event.instance_id
+
+    def alive(name: str) -> bool:
+        return name != event.name and state.server_leases.runs(name, now.monotonic)
+
+    def judge(record: BufferRecord) -> BufferRecord:
+        return come_back(record, event.name, event.segment_ids, alive, restarted=restarted)
+
+    return _judge_copies(state, judge, event.changes_max)
+
+
+def _backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
+    def judge(record: BufferRecord) -> BufferRecord:
+        if not any(copy.segment_id in event.segment_ids for copy in copies_on(record, event.name)):
+            return record
+        ours = {segment.id for segment in record.segments if segment.server == event.name} & event.segment_ids
+        return lose_backups(record, ours)
+
+    return _judge_copies(state, judge, event.changes_max)
+
+
+def _judge_copies(state: State, judge: Callable[[BufferRecord], BufferRecord], changes_max: int | None) -> Step:
+    """Give at most so many buffers of two copies the roles that `judge` says."""
+    effects: list[Effect] = []
+    changed = [
+        (record, judged)
+        for record in state.buffers.values()
+        if record.replicas > 1 and (judged := judge(record)) is not record
+    ][:changes_max]
+    for record, judged in changed:
+        state = _add(_remove(state, record), judged)
+        servers = ", ".join(segment.server for segment in judged.segments)
+        text = f"{record.title} has lost a copy: it goes on with those on {servers}"
+        effects += [SaveBuffer(judged), Report(logging.WARNING, text)]
+    return state, tuple(effects)
+
+
 def _server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
     known = state.servers.get(event.name)
     if known is None or known.instance_id != event.instance_id:
@@ -322,9 +385,10 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         creation = _shaped_like(creation, like)
     try:
         placement = _placement(state, creation, now)
+        backups = place_backups(state.pool(now), placement) if creation.replicas > 1 else ()
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
-    record = _pending(creation, placement, event.new_id, now)
+    record = _pending(creation, placement, backups, event.new_id, now)
     _check_quota(state, state.buffers.values(), record, creation.asked)
     return _add(state, record), (SaveBuffer(record), MakeSegments(record))
 
@@ -333,13 +397,14 @@ def _buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
     record = replace(state.buffers[event.key], ready=True)
     state = replace(state, buffers={**state.buffers, record.key: record})
     servers = ", ".join(segment.server for segment in record.segments)
-    report = Report(logging.INFO, f"made {record.title}, {record.nbytes} bytes on {servers}")
+    copies = f" in {record.replicas} copies" if record.replicas > 1 else ""
+    report = Report(logging.INFO, f"made {record.title}, {record.nbytes} bytes on {servers}{copies}")
     return state, (SaveBuffer(record), WakeOpeners(record.key), report)
 
 
 def _buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
     record = state.buffers[event.key]
-    effects = (EraseBuffer(record.key), DropSegments(record.segments), WakeOpeners(record.key))
+    effects = (EraseBuffer(record.key), DropSegments(record.copies), WakeOpeners(record.key))
     return _remove(state, record), effects
 
 
@@ -350,7 +415,7 @@ def _buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
             return state, ()
         raise NotFoundError(f'no buffer "{event.name}" to delete')
     report = Report(logging.INFO, f"deleted {record.title}")
-    return _remove(state, record), (EraseBuffer(record.key), DropSegments(record.segments), report)
+    return _remove(state, record), (EraseBuffer(record.key), DropSegments(record.copies), report)
 
 
 def _buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
@@ -375,7 +440,7 @@ def _buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     elif there is not None:
         if not event.replace or not there.ready:
             raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
-        state, effects = _remove(state, there), (DropSegments(there.segments),)
+        state, effects = _remove(state, there), (DropSegments(there.copies),)
     state, renamed = _called(state, record, event.new_name, asked)
     return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
 
@@ -472,6 +537,9 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     ServerRegistered: _server_registered,
     ServerRenewed: _server_renewed,
     ServerLeft: _server_left,
+    ServerDied: _server_died,
+    ServerReturned: _server_returned,
+    BackupsLost: _backups_lost,
     ServerCounted: _server_counted,
     ServerSuspected: _server_suspected,
     BufferWanted: _buffer_wanted,
@@ -538,6 +606,7 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         _difference("shape", existing.shape, creation.shape)
         or _difference("dtype", existing.dtype, creation.dtype)
         or _difference("versions", existing.versions, creation.versions)
+        or _difference("replicas", existing.replicas, creation.replicas)
         or (_difference("wire", existing.wire, wire) if wire else "")
         or differs
     )
@@ -625,8 +694,14 @@ def _placement(state: State, creation: Creation, now: Instant) -> Placement:
     )
 
 
-def _pending(creation: Creation, placement: Placement, new_id: Callable[[], int], now: Instant) -> BufferRecord:
-    segments = (SegmentRecord(new_id(), share.server, share.nbytes, share.file_bytes) for share in placement.shares)
+def _pending(
+    creation: Creation, placement: Placement, backups: tuple[str, ...], new_id: Callable[[], int], now: Instant
+) -> BufferRecord:
+    epoch = FIRST_EPOCH if backups else 0
+    segments = (
+        SegmentRecord(new_id(), share.server, share.nbytes, share.file_bytes, backup, epoch)
+        for share, backup in zip(placement.shares, backups or repeat(""), strict=False)
+    )
     return BufferRecord(
         name=creation.name,
         id=new_id(),
@@ -644,6 +719,7 @@ def _pending(creation: Creation, placement: Placement, new_id: Callable[[], int]
         wire=creation.wire or "exact",
         metadata=creation.metadata,
         attempt_id=creation.attempt_id,
+        replicas=creation.replicas,
     )
 
 
@@ -659,7 +735,7 @@ def _remove(state: State, record: BufferRecord) -> State:
 
 def _allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: int) -> dict[str, Allocation]:
     changed = dict(allocated)
-    for segment in record.segments:
+    for segment in record.copies:
         before = changed.get(segment.server, Allocation())
         changed[segment.server] = Allocation(before.nbytes + sign * segment.file_bytes, before.segments + sign)
     return changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smb.arrays.dtypes import DTYPES, WIRES
 from smb.config.limits import DIMENSIONS_MAX, NAME_CHARACTERS_MAX, STRIPE_BYTES_MULTIPLE, VERSIONS_MAX
@@ -36,6 +36,7 @@ class Creation:
     wire: str = ""
     metadata: bytes = b""  # packed
     attempt_id: int = 0
+    replicas: int = 1
 
     @property
     def key(self) -> str:
@@ -63,13 +64,20 @@ def first_use(kind: Kind, name: str) -> Creation:
 
 
 def check_creation(creation: Creation, *, replicas: int) -> Creation:
-    """Return the creation as it came, or raise InvalidArgumentError that names what was asked and what would do."""
+    """Return the creation, with that many copies (0: one). Raises InvalidArgumentError, which names what was asked and
+    what would do.
+    """
     asked = creation.asked
     check_name(creation.kind, creation.name)
     _check_array(creation, asked)
     _check_wishes(creation, asked)
-    if replicas not in (0, 1):
-        raise InvalidArgumentError(f"{asked} with replicas={replicas}: replication is not there yet; use replicas=1")
+    creation = replace(creation, replicas=replicas or 1)
+    if creation.replicas not in (1, 2):
+        raise InvalidArgumentError(f"{asked} with replicas={replicas}: a buffer has 1 copy, or 2")
+    if creation.replicas == 2 and creation.versions != 1:
+        raise InvalidArgumentError(
+            f"{asked} with replicas=2 and versions={creation.versions}: a buffer with two copies has one version"
+        )
     if not 1 <= creation.versions <= VERSIONS_MAX:
         raise InvalidArgumentError(
             f"{asked} with versions={creation.versions}: a buffer has 1 to {VERSIONS_MAX}: one is being written, the "

@@ -100,6 +100,8 @@ KINDS: dict[int, str] = {
     lib.SMB_UNPIN: "unpin",
     lib.SMB_APPLY: "apply",
     lib.SMB_AUTHORIZE: "authorize",
+    lib.SMB_REPLICATE: "replicate",
+    lib.SMB_REFUSED: "refused",
 }
 TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",
@@ -119,6 +121,8 @@ class Lane(IntEnum):
     UNIX_WAITS = 3
     UNIX_ATTACH = 4
     VERBS_DATA = 6
+    # From here on each is of one segment that has two copies.
+    OF_SEGMENTS = lib.SMB_LANE_OF_SEGMENTS
 
 
 def status_name(status: int) -> str:

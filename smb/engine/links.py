@@ -92,11 +92,11 @@ class EngineClient:
         """Fail every call in progress over a link, and every later one. Local segments go on working."""
         lib.smb_client_close(self.pointer)
 
-    def connect_tcp(self, host: str, port: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+    def connect_tcp(self, host: str, port: int, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """Return a link to a numeric address and the server's instance id. Blocks up to timeout_ms. EngineError."""
         return self._connect(lib.smb_client_connect_tcp, host.encode(), port, lane, timeout_ms)
 
-    def connect_unix(self, path: str, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+    def connect_unix(self, path: str, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """As connect_tcp, over a server's Unix socket."""
         return self._connect(lib.smb_client_connect_unix, os.fsencode(path), lane, timeout_ms)
 
@@ -191,6 +191,15 @@ class Link:
         reason = () if why is None else (why,)
         check(resume(self.pointer, *arguments, instance, *reason), why)
         return int(instance[0])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of a link for one segment that has two copies: under which epoch of its roles it asks from its next
+        connection on."""
+        lib.smb_link_set_epoch(self.pointer, epoch)
+
+    def fail(self, status: Status) -> None:
+        """End every call on it with that status, and every later one."""
+        lib.smb_link_fail(self.pointer, status)
 
     def connect_once(self) -> None:
         """Have it closed, and its calls end, once this connection breaks: nobody gives it another."""

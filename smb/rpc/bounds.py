@@ -24,6 +24,7 @@ ITEMS_MAX = 256  # of a list or a map
 _MORE: Mapping[str, int] = {
     "smb.v1.CreateBufferRequest.packed_metadata": metadata.PACKED_BYTES_MAX,
     "smb.v1.CreateBufferRequest.server_names": 1024,  # as many servers as a buffer can have
+    "smb.v1.RenewServerRequest.broken": 4096,
     "smb.v1.RegisterServerRequest.segment_ids": 131_072,  # twice the mappings that Linux gives a process
     "smb.v1.EndSessionsRequest.session_ids": 65_536,  # as many ended sessions as the coordinator remembers
 }

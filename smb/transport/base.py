@@ -40,6 +40,9 @@ class SegmentPlace:
     instance_id: int
     control_address: str = ""
     tls: bool = False  # what is at the address speaks TLS
+    epoch: int = 0  # of a segment with two copies: of their roles; else 0
+    backup: str = ""  # the server of its other copy; empty: there is none now
+    buffer: tuple[str, int] = ("", 0)  # whose it is: name and id
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class SegmentPath:
         if self.segment is not None:
             handle.set_local(index, self.segment)
         elif self.link is not None:
-            handle.set_link(index, place.id, epoch, self.link)
+            handle.set_link(index, place.id, place.epoch or epoch, self.link)
 
 
 class NoPathError(TransportError):

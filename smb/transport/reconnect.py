@@ -15,12 +15,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from smb.config.parse import parse_address
 from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
-from smb.errors import Error, TransportError, UnavailableError
+from smb.errors import Error, NotFoundError, TransportError, UnavailableError
 from smb.rpc.client_tokens import Tokens
 from smb.security.credentials import server_name
 from smb.transport.base import Deadline, SegmentPlace
@@ -29,8 +30,10 @@ from smb.transport.tls import ClientTls
 _PAUSE_FIRST_S = 0.01
 _PAUSE_MAX_S = 0.25
 _ATTEMPT_MS = 1000
-_WATCH_MS = 60_000
+_WATCH_MS = 2000  # and as often it is asked where the primaries of segments of two copies are
 _JOIN_S = 10.0
+_LANE_MAX = 65_534  # 65 535 is the one between servers
+_SENT_AWAY_S = 0.1
 _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
 
 _UNTRUSTED = "memory server %s at %s is not whom it should be, or does not take us: %s"
@@ -81,13 +84,39 @@ class _Entry:
     link: Link | None = None
 
 
+@dataclass(slots=True)
+class _Copies:
+    """The link to a segment that has two copies: to whichever server has the primary."""
+
+    place: SegmentPlace
+    lane: int
+    may_be_local: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    link: weakref.ref[Link] | None = None  # the buffers that use it keep it
+    resumed_at: float = 0.0
+
+    def unix_path(self) -> str:
+        path = self.place.unix_path
+        return path if self.may_be_local and path and Path(path).exists() else ""
+
+
 class Links:
-    """All resumable links of a client, one for each server and lane."""
+    """All resumable links of a client: one for each server and lane, and one for each segment that has two copies."""
 
     def __init__(
-        self, client: EngineClient, locate: Callable[[str], Whereabouts | None], tokens: Tokens, tls: ClientTls
+        self,
+        client: EngineClient,
+        locate: Callable[[str], Whereabouts | None],
+        tokens: Tokens,
+        tls: ClientTls,
+        locate_copies: Callable[[SegmentPlace], SegmentPlace | None] = lambda place: place,
     ) -> None:
-        """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it."""
+        """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it.
+        `locate_copies` asks where the primary of a segment is now; NotFoundError where it is gone.
+        """
+        self._locate_copies = locate_copies
+        self._copies: dict[int, _Copies] = {}  # by segment
+        self._last_lane = int(Lane.OF_SEGMENTS) - 1
         self.tokens = tokens
         self._tls = tls
         self._client = client
@@ -131,11 +160,125 @@ class Links:
         self.tokens.show(link, place.id, deadline.left_ms())
         return link
 
+    def reach_copies(self, place: SegmentPlace, deadline: Deadline, *, may_be_local: bool) -> tuple[Link, bool]:
+        """Return the link to a segment that has two copies, connecting it if there is none, and whether its server was
+        on this host. Its calls go to whichever server has the primary. Raises as `reach` does.
+        """
+        with self._lock:
+            entry = self._copies.get(place.id)
+            if entry is None:
+                self._forget_copies()
+                entry = self._copies[place.id] = _Copies(place, self._free_lane(), may_be_local)
+            if not self._threads:
+                self._start(_watch, (self._client, weakref.ref(self)), "smb-links")
+        with entry.lock:
+            link = entry.link() if entry.link is not None else None
+            if link is None or not link.alive():
+                entry.place = place
+                link = self._connect_copies(entry, deadline)
+                link.set_epoch(place.epoch)
+                entry.link = weakref.ref(link)
+            return link, bool(entry.unix_path())
+
+    def _forget_copies(self) -> None:
+        """Those that nobody uses any more. With the lock."""
+        gone = [key for key, each in self._copies.items() if each.link is not None and each.link() is None]
+        for key in gone:
+            del self._copies[key]
+
+    def _free_lane(self) -> int:
+        """Return a lane that no other segment has; one lane has one connection to a server. With the lock."""
+        taken = {each.lane for each in self._copies.values()}
+        if len(taken) > _LANE_MAX - Lane.OF_SEGMENTS:
+            raise UnavailableError(f"this client uses {len(taken)} segments of two copies: no client uses more")
+        while True:
+            self._last_lane += 1
+            if self._last_lane > _LANE_MAX:
+                self._last_lane = int(Lane.OF_SEGMENTS)
+            if self._last_lane not in taken:
+                return self._last_lane
+
+    def _connect_copies(self, entry: _Copies, deadline: Deadline) -> Link:
+        place, path = entry.place, entry.unix_path()
+        if path:
+            link, instance_id = self._client.connect_unix(path, entry.lane, deadline.left_ms())
+        else:
+            host, port = _numeric(place.server, place.address)
+            link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
+        if instance_id != place.instance_id:
+            raise UnavailableError(
+                f"at {path or place.address} answers another run than the memory server {place.server} known"
+            )
+        return link
+
+    def look_after_copies(self) -> None:
+        """A host that is silent breaks no connection: where another server has the primary by now, links go there."""
+        with self._lock:
+            entries = [
+                (each, link) for each in self._copies.values() if each.link and (link := each.link()) is not None
+            ]
+        for entry, link in entries:
+            try:
+                found = self._locate_copies(entry.place)
+            except Error:
+                continue
+            if found is not None and found.epoch > entry.place.epoch and link.connected():
+                with self._lock:
+                    if not self._closing.is_set():
+                        self._start(self._move_copies, (entry, link), "smb-resume")
+
+    def _move_copies(self, entry: _Copies, link: Link) -> None:
+        """Give a link that has a connection another one, to the primary of now. If that fails it is tried again."""
+        try:
+            self._attempt_copies(entry, link)
+        except Error as error:
+            _log.debug("memory server %s: %s", entry.place.server, error)
+
+    def _attempt_copies(self, entry: _Copies, link: Link) -> None:
+        found = self._locate_copies(entry.place) or entry.place
+        link.set_epoch(found.epoch)
+        path = found.unix_path if entry.may_be_local and found.unix_path and Path(found.unix_path).exists() else ""
+        if path:
+            link.resume_unix(path, found.instance_id, _ATTEMPT_MS)
+        else:
+            host, port = _numeric(found.server, found.address)
+            link.resume_tcp(host, port, found.instance_id, _ATTEMPT_MS)
+        entry.place = found
+
+    def _resume_copies(self, entry: _Copies, link: Link) -> None:
+        """Find who has the primary, and go on there; blocks until that is done, or nobody wants it any more."""
+        begun = time.monotonic()
+        with self._lock:
+            self._outages = replace(self._outages, begun=self._outages.begun + 1)
+        # A server that is not told of its role yet lets us in, and then sends us away.
+        pause = _PAUSE_FIRST_S if begun - entry.resumed_at > _SENT_AWAY_S else _SENT_AWAY_S / 2
+        if pause > _PAUSE_FIRST_S and self._closing.wait(pause):
+            return
+        while not self._closing.is_set() and link.alive() and link.wanted():
+            try:
+                self._attempt_copies(entry, link)
+            except NotFoundError:
+                link.fail(Status.NOT_FOUND)
+                return
+            except Error as error:
+                if isinstance(error, EngineError) and error.status is Status.SESSION_ENDED:
+                    _log.warning("memory server %s: %s", entry.place.server, error)
+                    return
+                _log.debug("memory server %s: %s", entry.place.server, error)
+            else:
+                entry.resumed_at = time.monotonic()
+                self._note_outage(entry.resumed_at - begun)
+                return
+            if self._closing.wait(pause):
+                return
+            pause = min(2 * pause, _PAUSE_MAX_S)
+
     def close(self) -> None:
         """Close all of them, once the engine's client is closed: no new connection is looked for from here on."""
         self._closing.set()
         with self._lock:
             self._entries.clear()
+            self._copies.clear()
             self._dialers.clear()  # they have these links themselves, and who is in a circle goes late
 
     def join(self) -> None:
@@ -183,6 +326,14 @@ class Links:
         """Give that link a new connection; blocks until it has one, or nobody wants it any more."""
         with self._lock:
             entry = next((e for e in self._entries.values() if e.link is not None and e.link.id == link_id), None)
+            copies = [(each, each.link()) for each in self._copies.values() if each.link is not None]
+        for each, theirs in copies:
+            if theirs is not None and theirs.id == link_id:
+                try:
+                    self._resume_copies(each, theirs)
+                finally:
+                    theirs.let_go()
+                return
         link = entry.link if entry is not None else None
         if entry is None or link is None:
             return  # it was closed meanwhile
@@ -272,4 +423,6 @@ def _watch(client: EngineClient, links: weakref.ref[Links]) -> None:
             return
         if link_id is not None:
             owner.begin_resume(link_id)
+        else:
+            owner.look_after_copies()
         del owner

@@ -99,7 +99,8 @@ BAD_CREATIONS: list[tuple[dict[str, Any], str]] = [
     ({"servers": []}, "servers"),
     ({"servers": [1, 2]}, "name"),
     ({"servers": ["server-0", "server-0"]}, "once"),
-    ({"replicas": 2}, "replicas=2 is not there yet"),
+    ({"replicas": 3}, "replicas=3; there are 1 and 2"),
+    ({"replicas": 2, "versions": 2}, "a buffer with two copies has one version"),
     ({"versions": 3}, "versions=3; there are 1 and 2"),
     ({"like": 5}, "name"),
 ]

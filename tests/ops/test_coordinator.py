@@ -156,7 +156,7 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
         ({"name": "../w"}, '"../w" cannot name a buffer'),
         ({"dtype": "complex64"}, 'no dtype "complex64"'),
         ({"stripe_bytes": 1000}, "multiple of 4096"),
-        ({"replicas": 2}, "replication is not there yet"),
+        ({"replicas": 3}, "a buffer has 1 copy, or 2"),
         ({"versions": 17}, "a buffer has 1 to 16"),
         ({"packed_metadata": pack("[1]")}, 'create of "w": metadata is no JSON object'),
         ({"packed_metadata": pack('{"a":' * 100_000)}, "nests deeper than 64"),

@@ -41,6 +41,7 @@ def chosen(long: bool) -> tuple[str, ...]:
 _LONG = (
     "minutes in the virtual machine, and nothing that its parts, which run over verbs, do not do; SMB_TEST_FAR=verbs"
 )
+_TWO_COPIES = "is about buffers that are never reached over verbs"
 _ELSEWHERE = "is about parts that no transport changes"
 _FRAMES = "speaks the TCP protocol itself"
 _TRAINING = "built on calls that run over verbs; minutes of PyTorch in the virtual machine"
@@ -52,6 +53,7 @@ LEFT_OUT = {
     "api/test_futures.py": "futures over the same calls",
     "api/test_rename.py": _ELSEWHERE,
     "api/test_server_weights.py": _LONG,
+    "api/test_second_copy.py": _TWO_COPIES,
     "api/test_session_ends.py": "tests/verbs/test_refusals.py has what ends with a session",
     "engine/test_from_python.py": "the engine without a transport's Python; tests/engine/c has its part of verbs",
     "fault/test_broken_network.py": "puts a proxy between the ends of a socket; test_daemons.py breaks the cable",
@@ -60,6 +62,7 @@ LEFT_OUT = {
     "fault/test_histories.py": _LONG,
     "fault/test_leader_changes.py": _ELSEWHERE,
     "fault/test_random_kills.py": _LONG,
+    "fault/test_second_copy.py": _TWO_COPIES,
     "fault/test_slow_clients.py": _FRAMES,
     "fault/test_stopped_holders.py": _LONG,
     "fault/test_train_kills.py": _TRAINING,

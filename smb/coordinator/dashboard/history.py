@@ -323,6 +323,6 @@ def _ready_segments(state: State, server: str) -> frozenset[int]:
         segment.id
         for record in state.buffers.values()
         if record.ready
-        for segment in record.segments
+        for segment in record.copies
         if segment.server == server
     )

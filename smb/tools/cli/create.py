@@ -28,6 +28,9 @@ def create(
         str | None,
         typer.Option("--wire", metavar="FORM", help="How elements travel: exact, bfloat16, float16 or int8."),
     ] = None,
+    replicas: Annotated[
+        int, typer.Option("--replicas", metavar="N", min=1, max=2, help="Copies, on different servers.")
+    ] = 1,
     exist_ok: Annotated[
         bool, typer.Option("--exist-ok", help="It may be there already, with this shape and dtype.")
     ] = False,
@@ -46,8 +49,9 @@ def create(
     with connect(coordinator) as client:
         try:
             buffer = client.create(
-                name, extents, dtype, servers=servers, stripe=stripe_bytes, wire=wire, exist_ok=exist_ok
-            )
+                name, extents, dtype, servers=servers, stripe=stripe_bytes, replicas=replicas, wire=wire,
+                exist_ok=exist_ok,
+            )  # fmt: skip
         except AlreadyExistsError as error:  # advises in Python's words
             raise AlreadyExistsError(str(error).replace("exist_ok=True", "--exist-ok")) from None
         if as_json:

@@ -21,6 +21,9 @@ def server_names(buffer: Buffer | BufferInfo) -> list[str]:
 def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
     """Return name, shape, dtype, size and placement as what json.dumps takes."""
     layout = buffer.layout
+    from smb.buffer_info import BufferInfo
+
+    info = buffer if isinstance(buffer, BufferInfo) else buffer.info
     return {
         "name": buffer.name,
         "shape": list(buffer.shape),
@@ -30,8 +33,10 @@ def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
         "epoch": layout.epoch,
         "stripe_bytes": layout.stripe_bytes,
         "chunk_bytes": layout.chunk_bytes,
+        "replicas": info.replicas,
         "segments": [
             {"id": f"{segment.id:016x}", "server": segment.server, "nbytes": segment.nbytes}
+            | ({"backup": segment.backup, "epoch": segment.epoch} if segment.epoch else {})
             for segment in layout.segments
         ],
     }

@@ -107,21 +107,34 @@ def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int |
         ("chunk", format_bytes(layout.chunk_bytes)),
         ("epoch", str(layout.epoch)),
         ("versions", str(buffer.versions)),
+        ("copies", _copies(buffer)),
     ):
         facts.add_row(key, value)
-    if version is None or version > 0 or buffer.versions > 1:  # else nobody publishes here
+    if buffer.info.replicas == 1 and (
+        version is None or version > 0 or buffer.versions > 1
+    ):  # else nobody publishes here
         facts.add_row("published", "unknown" if version is None else f"version {version}" if version else "nothing yet")
     for key, item in buffer.metadata.items():
         text = json.dumps(item, ensure_ascii=False)
         facts.add_row(f"metadata {key}", text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + " ...  (all: --json)")
     out.print(facts)
     out.print()
-    rows = table("SEGMENT", "SERVER", "STATE", "ADDRESS", "SIZE", "ID", right=("SEGMENT", "SIZE"))
+    copied = buffer.info.replicas > 1
+    copies = ("COPY ON",) if copied else ()
+    rows = table("SEGMENT", "SERVER", *copies, "STATE", "ADDRESS", "SIZE", "ID", right=("SEGMENT", "SIZE"))
     for index, segment in enumerate(layout.segments):
         address, alive = addresses.get(segment.server, ("unknown", False))
         state = "alive" if alive else "gone"
         rows.add_row(
-            str(index), segment.server, state, address, format_bytes(segment.nbytes), f"{segment.id:016x}",
+            str(index), segment.server, *([segment.backup or "none"] if copied else []), state, address,
+            format_bytes(segment.nbytes), f"{segment.id:016x}",
             style=None if alive else "red",
         )  # fmt: skip
     out.print(rows)
+
+
+def _copies(buffer: Buffer) -> str:
+    lost = sum(not segment.backup for segment in buffer.layout.segments)
+    if buffer.info.replicas == 1:
+        return "1"
+    return f"2, degraded: {lost} of {len(buffer.layout.segments)} segments have one" if lost else "2"

@@ -15,9 +15,9 @@ GOOD = Creation("model/layer-1", (10, 10), "float32")
 
 def test_a_sound_creation_passes_unchanged() -> None:
     """Names with parts, scalars, and every wish at once are fine."""
-    assert check_creation(GOOD, replicas=1) is GOOD
+    assert check_creation(GOOD, replicas=1) == GOOD
     for good in (replace(GOOD, shape=()), replace(GOOD, server_names=("a", "b"), server_count=2, stripe_bytes=8192)):
-        assert check_creation(good, replicas=0) is good
+        assert check_creation(good, replicas=0) == good
     assert GOOD.nbytes == 400
     assert replace(GOOD, shape=(), dtype="bfloat16").nbytes == 2
 
@@ -37,7 +37,7 @@ def test_locks_and_barriers_have_their_form_and_one_server() -> None:
     assert (lock.shape, lock.dtype, lock.server_count, lock.exist_ok) == ((1,), "int64", 1, True)
     assert (barrier.shape, barrier.dtype, barrier.server_count) == ((8192,), "int64", 1)
     assert len({lock.key, barrier.key, replace(GOOD, name="a/b").key}) == 3
-    assert check_creation(lock, replicas=1) is lock
+    assert check_creation(lock, replicas=1) == lock
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,13 @@ def test_what_cannot_be_meant_is_refused_with_its_reason(change: dict[str, objec
     assert "model/layer-1" in str(refused.value)
 
 
-def test_what_is_not_there_yet_is_said_to_be_so() -> None:
-    """More than one replica is refused, not ignored, and so are numbers of versions that there are not."""
-    with pytest.raises(errors.InvalidArgumentError, match="replicas=2: replication is not there yet"):
-        check_creation(GOOD, replicas=2)
+def test_what_is_not_there_is_said_to_be_so() -> None:
+    """Numbers of copies and of versions that there are not are refused, not ignored, and so are both at once."""
+    with pytest.raises(errors.InvalidArgumentError, match="replicas=3: a buffer has 1 copy, or 2"):
+        check_creation(GOOD, replicas=3)
+    assert check_creation(GOOD, replicas=2).replicas == 2
+    with pytest.raises(errors.InvalidArgumentError, match="a buffer with two copies has one version"):
+        check_creation(replace(GOOD, versions=2), replicas=2)
     for versions in (2, 3, 16):
         check_creation(replace(GOOD, versions=versions), replicas=1)
     for versions in (0, 17):

@@ -152,6 +152,6 @@ def test_the_coordinator_takes_no_text_that_a_client_could_not_read(hostile: str
     with pytest.raises(errors.InvalidArgumentError, match=told):
         metadata.check("create", metadata.pack(hostile))
     creation = Creation("w", (1,), "float32", kind=Kind.BUFFER)
-    assert check_creation(creation, replicas=1) is creation
+    assert check_creation(creation, replicas=1) == creation
     with pytest.raises(errors.InvalidArgumentError, match=r'create of "w": .*metadata'):
         check_creation(replace(creation, metadata=metadata.pack(hostile)), replicas=1)

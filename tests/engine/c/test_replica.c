@@ -1,0 +1,341 @@
+/* Two copies of a segment: what is forwarded, what waits for it, and who takes over. */
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "rig.h"
+
+enum {
+    ID = 77,
+    CHUNK = 4096,
+    CHUNKS = 5,
+    ELEMENTS = CHUNKS * CHUNK / 8,
+    CLIENTS = 4,
+    ROUNDS = 150
+};
+
+struct pair {
+    struct smb_server *servers[2];
+    uint16_t ports[2];
+};
+
+static void set_role(struct pair *pair, int server, uint32_t epoch, int role, bool paired)
+{
+    CHECK_EQ(smb_server_set_replica(pair->servers[server], ID, epoch, role, paired), SMB_OK);
+}
+
+/* A connection from the primary to the backup, in place of the one before. */
+static int feed(struct pair *pair, uint32_t epoch)
+{
+    int fd = raw_connect(pair->ports[1]);
+    CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
+    return smb_server_feed(pair->servers[0], ID, epoch, fd, 1001);
+}
+
+static struct smb_replica_status status_of(struct pair *pair, int server)
+{
+    struct smb_replica_status found;
+    CHECK_EQ(smb_server_replicas(pair->servers[server], &found, 1), 1);
+    return found;
+}
+
+static void start(struct pair *pair)
+{
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 2, (uint64_t)1 << 30, &pair->servers[i]),
+                 SMB_OK);
+        CHECK_EQ(smb_server_listen_tcp(pair->servers[i], "127.0.0.1", 0, &pair->ports[i]), SMB_OK);
+        CHECK_EQ(smb_server_create_segment(pair->servers[i], scratch_path(i ? "b" : "a"), ID, 1,
+                                           SMB_INT64, ELEMENTS * 8, CHUNK),
+                 SMB_OK);
+        CHECK_EQ(smb_server_replicate(pair->servers[i], ID), SMB_OK);
+        smb_server_serve_until(pair->servers[i], UINT64_MAX);
+    }
+    set_role(pair, 1, 1, SMB_REPLICA_BACKUP, true);
+    set_role(pair, 0, 1, SMB_REPLICA_PRIMARY, true);
+}
+
+static void stop(struct pair *pair)
+{
+    for (int i = 0; i < 2; i++)
+        smb_server_destroy(pair->servers[i]);
+}
+
+struct user {
+    struct smb_client *client;
+    struct smb_link *link;
+    struct smb_buffer *buffer;
+};
+
+static struct user use(struct pair *pair, uint64_t session)
+{
+    static const struct smb_layout layout = {ELEMENTS * 8, CHUNKS * CHUNK, CHUNK, 1};
+    struct user user;
+    uint64_t instance;
+    CHECK_EQ(smb_client_create(session, &user.client), SMB_OK);
+    CHECK_EQ(smb_client_connect_tcp(user.client, "127.0.0.1", pair->ports[0],
+                                    SMB_LANE_OF_SEGMENTS + 1, RIG_TIMEOUT_MS, &user.link,
+                                    &instance),
+             SMB_OK);
+    smb_link_set_epoch(user.link, 1);
+    CHECK_EQ(smb_buffer_create(user.client, &layout, SMB_INT64, &user.buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(user.buffer, 0, ID, 1, user.link), SMB_OK);
+    return user;
+}
+
+static void leave(struct user *user)
+{
+    smb_buffer_destroy(user->buffer);
+    smb_link_close(user->link);
+    smb_client_destroy(user->client);
+}
+
+static struct smb_request addition(const int64_t *ones)
+{
+    return (struct smb_request){.opcode = SMB_ACCUMULATE,
+                                .bytes = ELEMENTS * 8,
+                                .source = ones,
+                                .op = SMB_SUM,
+                                .scale = 1.0};
+}
+
+static const int64_t *ones(void)
+{
+    static int64_t made[ELEMENTS];
+    for (int i = 0; i < ELEMENTS; i++)
+        made[i] = 1;
+    return made;
+}
+
+static bool copies_are_equal(struct pair *pair)
+{
+    struct smb_segment *segments[2];
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(smb_server_hold_segment(pair->servers[i], ID, &segments[i]), SMB_OK);
+    bool equal = memcmp(smb_segment_data(segments[0]), smb_segment_data(segments[1]),
+                        ELEMENTS * 8) == 0;
+    for (int i = 0; i < 2; i++)
+        smb_segment_release(segments[i]);
+    return equal;
+}
+
+struct worker {
+    struct pair *pair;
+    const int64_t *ones;
+    uint64_t session;
+    _Atomic int done;
+};
+
+static void *work(void *argument)
+{
+    struct worker *worker = argument;
+    struct user user = use(worker->pair, worker->session);
+    for (int i = 0; i < ROUNDS; i++) {
+        must(user.buffer, addition(worker->ones));
+        must(user.buffer, (struct smb_request){.opcode = SMB_FETCH_ADD, .bytes = 8, .argument = 1});
+        atomic_fetch_add(&worker->done, 1);
+    }
+    leave(&user);
+    return NULL;
+}
+
+/* Several clients' changes reach the backup, once and in order, over connections that are replaced
+ * all the while. */
+static void changes_are_forwarded(void)
+{
+    struct pair pair;
+    struct worker workers[CLIENTS];
+    pthread_t threads[CLIENTS];
+    const int64_t *one = ones(); /* before the threads that read it */
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int i = 0; i < CLIENTS; i++) {
+        workers[i] = (struct worker){.pair = &pair, .ones = one, .session = 10 + (uint64_t)i};
+        CHECK_EQ(pthread_create(&threads[i], NULL, work, &workers[i]), 0);
+    }
+    for (int at = 10; at < ROUNDS; at += 10) {
+        WAIT_UNTIL(atomic_load(&workers[0].done) >= at);
+        CHECK_EQ(feed(&pair, 1), SMB_OK);
+    }
+    for (int i = 0; i < CLIENTS; i++)
+        pthread_join(threads[i], NULL);
+    struct user user = use(&pair, 9);
+    static int64_t back[ELEMENTS];
+    must(user.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof back, .sink = back});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(back[i], CLIENTS * ROUNDS * (i == 0 ? 2 : 1));
+    CHECK(copies_are_equal(&pair));
+    CHECK_EQ(status_of(&pair, 0).unconfirmed, 0);
+    leave(&user);
+    stop(&pair);
+}
+
+/* While a chunk is changed all the time there is hardly a moment without an unconfirmed change. */
+static void a_busy_chunk_can_be_read(void)
+{
+    struct pair pair;
+    struct worker workers[CLIENTS];
+    pthread_t threads[CLIENTS];
+    const int64_t *one = ones();
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int i = 0; i < CLIENTS; i++) {
+        workers[i] = (struct worker){.pair = &pair, .ones = one, .session = 10 + (uint64_t)i};
+        CHECK_EQ(pthread_create(&threads[i], NULL, work, &workers[i]), 0);
+    }
+    struct user user = use(&pair, 9);
+    int64_t back = 0, before = 0;
+    for (int i = 0; i < 100; i++) {
+        must(user.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 8, .sink = &back});
+        CHECK(back >= before);
+        before = back;
+    }
+    for (int i = 0; i < CLIENTS; i++)
+        pthread_join(threads[i], NULL);
+    leave(&user);
+    stop(&pair);
+}
+
+/* Without the backup's word nothing is answered, and nobody reads what was changed. */
+static void nothing_is_told_before_the_backup_has_it(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct user user = use(&pair, 9), other = use(&pair, 10);
+    int64_t value = 5, back = 0;
+    struct smb_request write = {
+        .opcode = SMB_WRITE, .bytes = 8, .source = &value, .timeout_ms = 100};
+    struct smb_request read = {.opcode = SMB_READ, .bytes = 8, .sink = &back, .timeout_ms = 100};
+    must(other.buffer, read);
+    CHECK_EQ(reach_try(user.buffer, write), SMB_TIMEOUT);
+    CHECK_EQ(reach_try(other.buffer, read), SMB_TIMEOUT);
+    CHECK_EQ(back, 0);
+    read.offset = CHUNK; /* nothing waits there */
+    struct user third = use(&pair, 11);
+    must(third.buffer, read);
+    CHECK_EQ(status_of(&pair, 0).unconfirmed, 1);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 0);
+    read.offset = 0;
+    must(third.buffer, read);
+    CHECK_EQ(back, value);
+    leave(&user);
+    leave(&other);
+    leave(&third);
+    stop(&pair);
+}
+
+/* Alone by the coordinator's word, the primary answers what waited. */
+static void a_primary_goes_on_alone(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct worker worker = {.pair = &pair, .ones = ones(), .session = 9};
+    struct user user = use(&pair, 10);
+    pthread_t thread;
+    smb_link_set_epoch(user.link, 1);
+    CHECK_EQ(pthread_create(&thread, NULL, work, &worker), 0);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed > 0);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    pthread_join(thread, NULL);
+    set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false);
+    CHECK_EQ(feed(&pair, 2), SMB_STALE_EPOCH);
+    CHECK_EQ(status_of(&pair, 0).paired, false);
+    set_role(&pair, 0, 1, SMB_REPLICA_PRIMARY, true); /* late: an older epoch says nothing */
+    CHECK_EQ(status_of(&pair, 0).paired, false);
+    leave(&user);
+    stop(&pair);
+}
+
+/* The backup is promoted while a client works: the link goes there, and each call counts once. The
+ * old primary, which has not heard, is answered by nobody. */
+static void the_backup_takes_over(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    struct user user = use(&pair, 9), late = use(&pair, 10);
+    const int64_t *one = ones();
+    for (int i = 0; i < 20; i++)
+        must(user.buffer, addition(one));
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+    /* what the deposed one takes is forwarded to nobody, and not answered */
+    struct smb_request request = addition(one);
+    request.timeout_ms = 200;
+    CHECK_EQ(reach_try(late.buffer, request), SMB_TIMEOUT);
+    CHECK_EQ(status_of(&pair, 0).paired, true);
+    WAIT_UNTIL(status_of(&pair, 0).broken_ms > 0);
+    smb_link_set_epoch(user.link, 2);
+    uint64_t instance;
+    CHECK_EQ(
+        smb_link_resume_tcp(user.link, "127.0.0.1", pair.ports[1], 1001, RIG_TIMEOUT_MS, &instance),
+        SMB_OK);
+    for (int i = 0; i < 20; i++)
+        must(user.buffer, addition(one));
+    static int64_t back[ELEMENTS];
+    must(user.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof back, .sink = back});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(back[i], 40);
+    leave(&user);
+    leave(&late);
+    stop(&pair);
+}
+
+/* Once its lease is out a primary asks the backup before it answers a read; a backup that was
+ * promoted says no. */
+static void reads_without_a_lease(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    struct user user = use(&pair, 9);
+    smb_server_serve_until(pair.servers[0], 0);
+    int64_t back = 1;
+    struct smb_request read = {.opcode = SMB_READ, .bytes = 8, .sink = &back};
+    for (int i = 0; i < 20; i++)
+        must(user.buffer, read);
+    CHECK_EQ(back, 0);
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+    read.timeout_ms = 200;
+    CHECK_EQ(reach_try(user.buffer, read), SMB_TIMEOUT);
+    leave(&user);
+    stop(&pair);
+}
+
+/* A segment of two copies is not mapped, locked or stepped, and its file says what it is. */
+static void what_is_refused(void)
+{
+    struct pair pair;
+    start(&pair);
+    set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false);
+    struct user user = use(&pair, 9);
+    struct smb_segment *segment;
+    CHECK_EQ(smb_link_attach(user.link, ID, 2, RIG_TIMEOUT_MS, &segment), SMB_INVALID);
+    leave(&user);
+    stop(&pair);
+    struct smb_server *next;
+    struct smb_segment_info info;
+    struct smb_replica_status found;
+    CHECK_EQ(smb_server_create(1002, 1, (uint64_t)1 << 30, &next), SMB_OK);
+    CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a"), &info), SMB_OK);
+    CHECK_EQ(smb_server_replicas(next, &found, 1), 1);
+    CHECK_EQ(found.role, SMB_REPLICA_NONE);
+    smb_server_destroy(next);
+}
+
+int main(void)
+{
+    static const struct test tests[] = {
+        TEST(changes_are_forwarded),
+        TEST(a_busy_chunk_can_be_read),
+        TEST(nothing_is_told_before_the_backup_has_it),
+        TEST(a_primary_goes_on_alone),
+        TEST(the_backup_takes_over),
+        TEST(reads_without_a_lease),
+        TEST(what_is_refused),
+    };
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,160 @@
+"""Buffers of two copies: a server and its memory vanish at a random moment, and nobody notices but by a short wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import smb
+from tests.fault.long import LIMIT_S, LONG, seed, times
+from tests.support import second_copy
+from tests.support.clients import in_process
+from tests.support.daemons import Daemon, Daemons, running_daemons, stop, wait_for
+from tests.support.history import count_notes
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
+
+NAMES = ("a", "b", "c")
+ROUNDS = times(1, 50)
+
+
+class Pool:
+    """A coordinator, three servers, and clients that use buffers with two copies."""
+
+    def __init__(self, daemons: Daemons, directory: Path) -> None:
+        self._daemons, self._directory = daemons, directory
+        self.coordinator = daemons.coordinator()
+        self.address = self.coordinator.address
+        self.servers = {name: self._start(name) for name in NAMES}
+        self._left = contextlib.ExitStack()
+        self._clients: list[tuple[Any, Any]] = []
+        self.histories: list[Path] = []
+        self._round = 0
+
+    def _start(self, name: str) -> Daemon:
+        server = self._daemons.memory_server(self.address, name)
+        assert server.address
+        return server
+
+    def begin(self, ways: tuple[str, ...]) -> None:
+        """Make the buffers of a round and start a client for each way."""
+        self._round += 1
+        self._stop = self._directory / f"stop-{self._round}"
+        with smb.connect(self.address) as client:
+            wait_for(lambda: all(server.alive for server in client.servers()), "all servers")
+            second_copy.make(client)
+        self._left = contextlib.ExitStack()
+        self.histories = [self._directory / f"history-{self._round}-{number}" for number in range(len(ways))]
+        self._clients = [
+            self._left.enter_context(
+                in_process(second_copy.work, self.address, way, number, self.histories[number], self._stop)
+            )
+            for number, way in enumerate(ways)
+        ]
+        self.wait_for_work(60.0)
+
+    def wait_for_work(self, deadline_s: float) -> float:
+        """Every client ends some more calls; return how long that took."""
+        began, before = time.monotonic(), [count_notes(path) for path in self.histories]
+
+        def went_on() -> bool:
+            for process, messages in self._clients:
+                assert process.exitcode is None, messages.get(timeout=5)
+            return all(count_notes(path) >= count + 4 for path, count in zip(self.histories, before, strict=True))
+
+        wait_for(went_on, "work of every client", deadline_s)
+        return time.monotonic() - began
+
+    def end(self) -> int:
+        """Stop the clients, check all that they were told, and return how many segments still have two copies."""
+        self._stop.touch()
+        with self._left:
+            told = sorted(messages.get(timeout=90) for _, messages in self._clients)
+        assert not any(why for _, _, why in told), told
+        with smb.connect(self.address) as client:
+            second_copy.check(client, [done for _, done, _ in told], self.histories)
+            compared = second_copy.check_copies(client, self._daemons.memory)
+            second_copy.drop(client)
+        return compared
+
+    def kill(self, name: str) -> None:
+        """A host dies: the process and its memory."""
+        self.servers[name].kill()
+        second_copy.lose(self._daemons.memory, name)
+
+    def restart(self, name: str) -> None:
+        """It comes back, with what it has in memory."""
+        self.servers[name] = self._start(name)
+
+
+@pytest.mark.parametrize("ways", [("auto", "tcp"), *([("tcp", "tcp", "tcp")] if LONG else [])], ids="+".join)
+def test_a_host_dies(tmp_path: Path, ways: tuple[str, ...]) -> None:
+    """Whichever server dies, at whichever moment: nothing acknowledged is lost, doubled or torn, no read goes back, no
+    call fails, and the copies that are left are equal.
+    """
+    rng = random.Random(seed())
+    longest = 0.0
+    with running_daemons(tmp_path) as daemons:
+        pool = Pool(daemons, tmp_path)
+        for _ in range(ROUNDS):
+            pool.begin(ways)
+            moment = time.monotonic() + rng.uniform(0.0, 0.2)
+            while time.monotonic() < moment:
+                pass
+            name = rng.choice(NAMES)
+            pool.kill(name)
+            longest = max(longest, pool.wait_for_work(60.0))
+            pool.end()
+            pool.restart(name)
+    print(f"{ROUNDS} hosts died; work went on within {longest:.2f} s")
+
+
+def test_a_server_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """With its memory: a backup goes on where it was, or was given up; a primary gives its place up."""
+    rng = random.Random(seed())
+    with running_daemons(tmp_path) as daemons:
+        pool = Pool(daemons, tmp_path)
+        for _ in range(times(1, 25)):
+            pool.begin(("tcp", "auto"))
+            name = rng.choice(NAMES)
+            pool.servers[name].kill()
+            pool.restart(name)
+            pool.wait_for_work(60.0)
+            pool.end()
+
+
+@pytest.mark.skipif(not LONG, reason="waits for leases; SMB_LONG=1")
+@pytest.mark.parametrize("what", [*NAMES, "coordinator"])
+def test_a_stopped_process(tmp_path: Path, what: str) -> None:
+    """A server, or the coordinator, stands still for 20 s and goes on: a deposed primary answers nothing stale."""
+    with running_daemons(tmp_path) as daemons:
+        pool = Pool(daemons, tmp_path)
+        pool.begin(("tcp", "auto"))
+        pid = pool.coordinator.pid if what == "coordinator" else pool.servers[what].pid
+        stop(pid)
+        end = time.monotonic() + 20
+        if what == "coordinator":
+            pool.wait_for_work(5.0)
+        else:
+            pool.wait_for_work(15.0)  # the lease
+        while time.monotonic() < end:
+            pool.wait_for_work(10.0)
+        os.kill(pid, signal.SIGCONT)
+        pool.wait_for_work(10.0)
+        pool.end()
+
+
+@pytest.mark.skipif(not LONG, reason="tests/api/test_second_copy.py has it; SMB_LONG=1")
+def test_nobody_dies(tmp_path: Path) -> None:
+    """All copies are equal at rest, and every segment has two."""
+    with running_daemons(tmp_path) as daemons:
+        pool = Pool(daemons, tmp_path)
+        pool.begin(("tcp", "auto"))
+        assert pool.end() == 3 + 1 + 1

@@ -1,0 +1,97 @@
+"""Clients of buffers with two copies, whose servers are killed with their memory: what they do, what must hold."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import smb
+from tests.support.checkers import check_tickets
+from tests.support.clients import pattern
+from tests.support.history import NEVER, Notes, Step, read_notes, tickets_of
+
+COUNT = 100_003  # of "sum": several chunks on each server
+CLIENTS_MAX = 8  # elements of "board", each written by one client alone
+CALL_S = 60.0
+
+
+def make(client: smb.Client) -> None:
+    """Create the buffers of one round."""
+    client.create("sum", COUNT, "int64", stripe="64KiB", replicas=2)
+    client.create("counter", 2, "int64", replicas=2)
+    client.create("board", CLIENTS_MAX, "int64", replicas=2)
+
+
+def drop(client: smb.Client) -> None:
+    """Delete them."""
+    for name in ("sum", "counter", "board"):
+        client.delete(name)
+
+
+def work(messages: Any, address: str, way: str, number: int, path: Path, stop: Path) -> None:
+    """Add, count, swap, write and read until the file `stop` is there; tell how many rounds, or what went wrong."""
+    notes, done = Notes(path), 0
+    try:
+        with smb.connect(address, transport=way, timeout=CALL_S) as client:
+            total, counter, board = client.open("sum"), client.open("counter"), client.open("board")
+            delta, seen = pattern(0, COUNT, "int64"), board.read()
+            while not stop.exists():
+                total.accumulate(delta)
+                notes.add(Step.ASKS)
+                notes.add(Step.TOLD, counter.fetch_add(0, 1))
+                value = int(counter.read(1, 1)[0])
+                while (found := counter.compare_swap(1, value, value + 1)) != value:
+                    value = found
+                done += 1
+                board.write([done], number)
+                now = board.read()
+                assert now[number] == done, f"wrote {done}, read {now[number]}"
+                assert (now >= seen).all(), f"read {now} after {seen}"
+                seen = now
+        messages.put((number, done, ""))
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        messages.put((number, done, f"{type(error).__name__}: {error}"))
+
+
+def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
+    """Every call of every client counts, once; tickets are in the order of real time."""
+    found, rounds = client.open("sum").read(), sum(done)
+    assert (found == rounds * pattern(0, COUNT, "int64")).all(), (
+        f"{rounds} additions, and elements from {(found / pattern(0, COUNT, 'int64')).min()} to "
+        f"{(found / pattern(0, COUNT, 'int64')).max()}"
+    )
+    counter = client.open("counter").read()
+    assert counter.tolist() == [rounds, rounds], f"{counter} after {rounds} rounds"
+    tickets = [ticket for path in histories for ticket in tickets_of(read_notes(path))]
+    assert not any(ticket.ended == NEVER for ticket in tickets)
+    check_tickets(tickets, 0, rounds)
+    assert client.open("board").read()[: len(done)].tolist() == done
+
+
+def check_copies(client: smb.Client, memory: Path) -> int:
+    """The two copies of each segment that has them are equal, byte by byte. Returns how many segments have."""
+    compared = 0
+    for info in client.list():
+        for place in client.open(info.name).layout.segments:
+            if place.backup:
+                copies = [_data(memory, server, place.id) for server in (place.server, place.backup)]
+                assert np.array_equal(*copies), f"{info.name} on {place.server} and {place.backup}"
+                compared += 1
+    return compared
+
+
+def lose(memory: Path, server: str) -> None:
+    """Delete all that a server had in memory."""
+    for path in memory.glob(f"smb.{server}.*"):
+        path.unlink()
+
+
+def _data(memory: Path, server: str, segment_id: int) -> np.ndarray[Any, Any]:
+    with (memory / f"smb.{server}.{segment_id:016x}.segment").open("rb") as file:
+        header = file.read(128)
+        (nbytes,), (at,) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<Q", header, 64)
+        file.seek(at)
+        return np.frombuffer(file.read(nbytes), np.uint8)
