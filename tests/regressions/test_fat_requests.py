@@ -79,7 +79,7 @@ def fattened(make: Callable[[], Any], where: tuple[str, ...] = ()) -> Iterator[t
             value.update({str(i): i for i in range(257)})
             yield field.name, whole
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
-            for _ in range(257):
+            for _ in range(4097):
                 value.add()
             yield field.name, whole
         elif not isinstance(value, (int, float)):

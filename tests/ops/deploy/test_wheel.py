@@ -25,10 +25,13 @@ from tests.ops.deploy.wheel import ROOT, USED
 
 pytestmark = pytest.mark.timeout(300)
 
-# The commands of setuptools, with what the engine's build would leave taken from the tree.
+# The commands of setuptools, with what the engine's build would leave taken from the tree: its gRPC code, too, whose
+# generator is in no environment but the build's.
 MAKE = """
 import sys
 from setuptools import setup
+from csrc import build_engine
+build_engine.make_grpc_code = lambda: None
 work, *commands = sys.argv[1:]
 places = {"build": {"build_base": work, "build_lib": work + "/lib"}, "egg_info": {"egg_base": work}}
 setup(script_args=["-q", *commands], options={**places, "bdist_wheel": {"bdist_dir": work + "/bdist"}})
@@ -39,7 +42,7 @@ setup(script_args=["-q", *commands], options={**places, "bdist_wheel": {"bdist_d
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the archive."""
     work = tmp_path_factory.mktemp("wheel")
-    tree = work / "tree"  # a copy: the build writes its gRPC code anew, which other tests are reading
+    tree = work / "tree"  # a copy: what the build writes there is not for other tests
     for room in ("smb", "memserver", "csrc"):
         shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for file in ("pyproject.toml", "setup.cfg", "MANIFEST.in", "README.md", "LICENSE"):
