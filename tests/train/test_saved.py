@@ -23,7 +23,6 @@ from smb.tools.cli.main import app
 from smb.train import BSP, DiLoCo, parameters
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange import snapshot
 from tests.support.daemons import wait_for
 from tests.support.training import COUNT, local_step, start
 
@@ -229,8 +228,7 @@ def test_save_and_load_by_commands(
 def test_host_memory_of_a_scheme(connect: Connect, monkeypatch: pytest.MonkeyPatch, scheme: Any, copies: float) -> None:
     """Beside the values: one array of their size, and pieces of a fixed size, while it joins, exchanges and leaves."""
     piece = 1 << 16
-    for module in (parameters, snapshot):
-        monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(parameters, "PIECE_ELEMENTS", piece)
     client, values = connect(), np.zeros(3 << 20, np.float32)
     tracemalloc.start()
     try:
