@@ -28,7 +28,9 @@ static struct smb_frame request(int opcode)
         frame.argument = smb_bits_of(-3.0);
         break;
     case SMB_COMPARE_SWAP: frame.payload = 8; break;
-    case SMB_WATERMARK: frame.dtype = 0, frame.length = 0, frame.offset = 0; break;
+    case SMB_WATERMARK:
+    case SMB_REPLICATE:
+    case SMB_REFUSED: frame.dtype = 0, frame.length = 0, frame.offset = 0; break;
     }
     if (opcode == SMB_APPLY)
         frame.dtype = SMB_FLOAT32, frame.op = SMB_RULE_ADAM, frame.payload = SMB_APPLY_BYTES;
@@ -140,6 +142,7 @@ static void check_promises(const struct smb_frame *frame)
     CHECK_EQ(frame->status, 0);
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH ||
         frame->opcode == SMB_WATERMARK || frame->opcode == SMB_AUTHORIZE ||
+        frame->opcode == SMB_REPLICATE || frame->opcode == SMB_REFUSED ||
         smb_opcode_waits(frame->opcode)) {
         CHECK_EQ(payload, frame->opcode == SMB_AUTHORIZE    ? SMB_AUTHORIZE_BYTES
                           : smb_opcode_waits(frame->opcode) ? SMB_SYNC_BYTES
