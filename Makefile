@@ -1,7 +1,7 @@
 # make demo   trains a real network through the box, on this machine, from nothing
 # make test   everything that must hold; what CI runs
 # make verbs  the RDMA transport on real or soft devices, in a virtual machine where there are none
-# make fault  kills, cuts and slow clients for long; make fuzz, make model, make sanitized: likewise (tests/README.md)
+# make fault  kills, cuts and slow clients for long; make soak, make fuzz, make model, make sanitized: likewise (tests/README.md)
 # make nightly HOURS=8   all of these, each in a clean clone, and a table of what held
 PYTHON ?= python3
 VENV := .venv
@@ -34,7 +34,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -207,6 +207,17 @@ sanitized: $(VENV)/test-installed
 HOURS ?= 8
 nightly:
 	$(PYTHON) -m tests.nightly --hours $(HOURS) $(ARGS)
+
+# Everything at once on one cluster under faults from one seed, and one judge at the end. SOAK: --seed N, --etcd.
+MINUTES ?= 60
+soak: $(VENV)/test-installed
+	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
+
+# What cuts a network in the soak. Without it, or without root, that fault is named as not done.
+nftables:
+	@command -v nft >/dev/null || { apt-get update -q && apt-get install -y -q nftables; } >/dev/null 2>&1 || \
+		echo "nftables is not here and could not be installed: the soak cuts no network"
 
 # The figures of docs/promises.md that are ratios.
 promises: $(VENV)/installed

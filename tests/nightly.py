@@ -37,7 +37,9 @@ ENDED = (PASSED, FAILED, HUNG, LEFT)
 
 @dataclass(frozen=True)
 class Form:
-    """What make is called with. {fifth_s} is a fifth of the bound, for what runs as long as it is told to."""
+    """What make is called with. {fifth_s} is a fifth of the bound and {half_min} half of it, for what runs as long as
+    it is told to.
+    """
 
     name: str
     words: str
@@ -57,9 +59,12 @@ FORMS = (
     ),  # each of the four targets; the last fifth is for the compiler
     Form("model", "model", 20, 8),
     Form("fault", "fault", 120, 60),
-    Form("etcd", "etcd ROUNDS=60", 35, 25),
+    Form("etcd", "etcd ROUNDS=60", 45, 25),
+    Form("soak", "soak MINUTES={half_min}", 40, 10),  # on SQLite
+    Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 20, 10),
     Form("verbs", "verbs", 60, 30),
     Form("docs", "docs", 10, 4),
+    Form("wheel", "wheel-test", 10, 5),
     Form("container", "container-test", 15, 8),
     Form("bare", "bare MATRIX=1", 50, 25),
     Form("perf", "perf PERF=--quick", 20, 10),
@@ -175,7 +180,10 @@ class Night:
     def run(self, form: Form, bound_s: int) -> None:
         """Run a form and record what came of it; what it left is removed. Ctrl-C is raised again afterwards."""
         tree, log = self.directory / form.name, self.directory / f"{form.name}.log"
-        words = [f"PYTHON={os.path.realpath(sys.executable)}", *form.words.format(fifth_s=bound_s // 5).split()]
+        words = [
+            f"PYTHON={os.path.realpath(sys.executable)}",
+            *form.words.format(fifth_s=bound_s // 5, half_min=bound_s // 120).split(),
+        ]
         result = Result(form.name, INTERRUPTED, bound_s=bound_s, log=str(log))
         result.repeat = shlex.join(["make", "-C", str(tree), *words])
         began, watch, code = time.monotonic(), Watch(tree), None

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,6 +68,14 @@ def stopped(*pids: int) -> Iterator[None]:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+def keep_port() -> socket.socket:
+    """A port of this host that the system gives to nobody else; who asks for it with SO_REUSEADDR gets it."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    return kept
 
 
 def cluster_metric(cluster: smb.LocalCluster, name: str) -> float:

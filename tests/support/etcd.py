@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemons import Daemon, Daemons, stop, wait_for
+from tests.support.daemons import Daemon, Daemons, keep_port, stop, wait_for
 from tests.support.transports import SLOWNESS
 
 needs_etcd = pytest.mark.skipif(
@@ -35,7 +35,7 @@ class Member:
     def __init__(self, index: int, directory: Path) -> None:
         self.name = f"m{index}"
         self.directory = directory
-        self._kept = [_keep_port() for _ in range(2)]
+        self._kept = [keep_port() for _ in range(2)]
         self.address, self.peers = (f"127.0.0.1:{kept.getsockname()[1]}" for kept in self._kept)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -142,7 +142,7 @@ class Coordinators:
         self._daemons = daemons
         self._states = [state] * count if isinstance(state, str) else list(state)
         self._options = options
-        self._kept = [_keep_port() for _ in range(count)]
+        self._kept = [keep_port() for _ in range(count)]
         self.addresses = [f"127.0.0.1:{kept.getsockname()[1]}" for kept in self._kept]
         self.running: list[Daemon] = []
         for index in range(count):
@@ -248,11 +248,3 @@ class Gate:
         for one in (source, sink):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-
-
-def _keep_port() -> socket.socket:
-    """A port of this host that the system gives to nobody else; who asks for it with SO_REUSEADDR gets it."""
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("127.0.0.1", 0))
-    return kept

@@ -12,6 +12,7 @@ import mmap
 import os
 import random
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 SIZE_MAX = 200_000
@@ -31,10 +32,11 @@ class Tester:
         self.counts: collections.Counter[str] = collections.Counter()
         self.fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in (file, model)]
 
-    def run(self, operations: int) -> None:
+    def run(self, operations: int, without: Collection[str] = ()) -> None:
         names = ["read", "read", "write", "write", "reopen", "mapped_read", "mapped_write", "sync", "stat"]
         names += [] if self.fixed else ["truncate", "append", "replace"]
         with self.model.with_suffix(".turn").open("w") as turn:
+            names = [name for name in names if name not in without]
             for _ in range(operations):
                 name = self.random.choice(names)
                 fcntl.flock(turn, fcntl.LOCK_EX)
@@ -100,8 +102,8 @@ class Tester:
 
     def reopen(self) -> None:
         for index, path in enumerate((self.file, self.model)):
-            os.close(self.fds[index])
-            self.fds[index] = os.open(path, os.O_RDWR)
+            before, self.fds[index] = self.fds[index], os.open(path, os.O_RDWR)
+            os.close(before)
         self.whole("reopen")
 
     def whole(self, what: str) -> None:

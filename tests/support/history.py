@@ -67,18 +67,20 @@ def read_notes(path: Path) -> list[Note]:
 # ---- what runs in the clients' processes
 
 
-def draw_tickets(_messages: Any, address: str, transport: str, path: Path, stop: Path) -> None:
-    """Draw from the buffer "counter" until the file `stop` is there."""
+def draw_tickets(_messages: Any, address: str, transport: str, path: Path, stop: Path, pause_s: float = 0.0) -> None:
+    """Draw from the buffer "counter" until the file `stop` is there, with a pause after each ticket."""
     notes = Notes(path)
     with smb.connect(address, transport=transport, timeout=60) as client:
         counter = client.open("counter")
         while not stop.exists():
             notes.add(Step.ASKS)
             notes.add(Step.TOLD, counter.fetch_add(0, 1))
+            time.sleep(pause_s)
 
 
-def take_turns(_messages: Any, address: str, transport: str, path: Path, stop: Path) -> None:
+def take_turns(_messages: Any, address: str, transport: str, path: Path, stop: Path, pause_s: float = 0.0) -> None:
     """Take the lock of the buffer "locked", write its token under it, and give it back, until the file `stop` is there.
+    Then a pause.
 
     Raises AssertionError where somebody else's token is among ours while we hold the lock.
     """
@@ -95,6 +97,7 @@ def take_turns(_messages: Any, address: str, transport: str, path: Path, stop: P
                 continue
             notes.add(Step.HOLDS, lock.token)
             _write_and_release(buffer, lock, notes)
+            time.sleep(pause_s)
 
 
 def _write_and_release(buffer: smb.Buffer, lock: smb.Lock, notes: Notes) -> None:

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
-import smb
 from tests.support.daemons import wait_for
 
 _MISSING = [
@@ -23,6 +23,13 @@ _MISSING = [
     )
     if not there
 ]
+
+
+def missing_for_mounts() -> list[str]:
+    """What this machine lacks."""
+    return _MISSING
+
+
 needs_fuse = pytest.mark.skipif(
     bool(_MISSING), reason=f"this machine has no {', '.join(_MISSING)}: nothing is mounted here"
 )
@@ -46,7 +53,14 @@ def is_mounted(directory: Path) -> bool:
     return f" {directory} fuse.smb " in Path("/proc/self/mounts").read_text()
 
 
-def start_mount(cluster: smb.LocalCluster, directory: Path, **variables: str) -> subprocess.Popen[bytes]:
+class HasAddress(Protocol):
+    """A cluster."""
+
+    @property
+    def address(self) -> str: ...
+
+
+def start_mount(cluster: HasAddress, directory: Path, **variables: str) -> subprocess.Popen[bytes]:
     """Mount in a foreground process, whose errors go into DIR.log."""
     directory.mkdir()
     with directory.with_suffix(".log").open("wb") as log:

@@ -1,0 +1,27 @@
+"""See soak.py."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from tests.soak import soak
+
+parser = argparse.ArgumentParser(prog="python -m tests.soak", description=soak.__doc__,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+parser.add_argument("--minutes", type=float, default=60.0)
+parser.add_argument("--seed", type=int, default=None)
+parser.add_argument("--etcd", action="store_true", help="the coordinators' state in etcd, and two of them")
+given = parser.parse_args()
+seed = given.seed if given.seed is not None else secrets.randbits(32)
+print(f"seed {seed}: repeat with python -m tests.soak --minutes {given.minutes:g} --seed {seed}", flush=True)
+directory = Path(tempfile.mkdtemp(prefix="smb-soak-"))
+try:
+    soak.soak(directory, given.minutes * 60, seed, etcd=given.etcd)
+except BaseException:
+    print(f"the clients' notes and the daemons' logs are in {directory}", flush=True)
+    raise
+shutil.rmtree(directory)

@@ -1,0 +1,150 @@
+"""What runs in the processes of a soak. Each notes what it asks and what it is told, until the file `stop` is there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from pathlib import Path
+
+import numpy as np
+
+import smb
+import smb.train
+from smb.files.copying import snapshot
+from tests.support.checkers import check_one_version, check_untorn, delta
+from tests.support.fsx import Tester
+from tests.support.history import Notes, Step, draw_tickets, take_turns
+
+TIMEOUT_S = 60.0  # of a call: longer than any fault
+PAUSE_S = 0.01  # between calls: there are many of us, and the notes of an hour are read at the end
+MEET_S = 5.0
+WEIGHTS = 20_000
+LEASE_S = 6.0  # of a training's member
+
+
+def add(address: str, way: str, path: Path, stop: Path, lane: str) -> None:
+    """Add to the lane and to "common"."""
+    notes = Notes(path)
+    with smb.connect(address, transport=way, timeout=TIMEOUT_S) as client:
+        own, common = client.open(lane), client.open("common")
+        ours = delta(own.size)
+        while not stop.exists():
+            notes.add(Step.ASKS)
+            own.accumulate(ours)
+            common.accumulate(ours)
+            notes.add(Step.TOLD)
+            time.sleep(PAUSE_S)
+
+
+def draw(address: str, way: str, path: Path, stop: Path) -> None:
+    """Draw from "counter"."""
+    draw_tickets(None, address, way, path, stop, PAUSE_S)
+
+
+def lock(address: str, way: str, path: Path, stop: Path) -> None:
+    """Write to "locked" under its lock."""
+    take_turns(None, address, way, path, stop, PAUSE_S)
+
+
+def meet(address: str, way: str, path: Path, stop: Path) -> None:
+    """Arrive at the barrier that "meetings" names, together with one other; who passes names the next one."""
+    notes = Notes(path)
+    with smb.connect(address, transport=way, timeout=TIMEOUT_S) as client:
+        meetings = client.open("meetings")
+        while not stop.exists():
+            number = int(meetings.read(0, 1)[0])
+            notes.add(Step.ASKS, number)
+            # The other was killed, or passed and could not say so; or the coordinator is away, who knows the barriers.
+            with contextlib.suppress(smb.TimeoutError, smb.BrokenBarrierError, smb.UnavailableError):
+                client.barrier(f"meeting-{number}", 2, timeout=MEET_S)
+                notes.add(Step.TOLD, number)
+                meetings.compare_swap(0, number, number + 1)
+            time.sleep(PAUSE_S)
+
+
+def goal() -> smb.train.Values:
+    """Where the trainings go."""
+    return np.random.default_rng(7).standard_normal(WEIGHTS).astype(np.float32)
+
+
+def train(address: str, way: str, path: Path, stop: Path, name: str) -> None:
+    """Take part in a training; the loss is half the squared distance from the goal, its gradient is noisy."""
+    notes, target, values = Notes(path), goal(), np.zeros(WEIGHTS, np.float32)
+    scheme = smb.train.DiLoCo(every=5) if name == "rounds" else smb.train.EASGD(every=4)
+    rng = np.random.default_rng()
+    with (
+        smb.connect(address, transport=way, timeout=TIMEOUT_S) as client,
+        smb.train.join(client, name, values, scheme, lease=LEASE_S) as worker,
+    ):
+        while not stop.exists():
+            notes.add(Step.ASKS)
+            values -= np.float32(0.1) * (values - target + rng.standard_normal(WEIGHTS).astype(np.float32))
+            worker.step()
+            notes.add(Step.TOLD)
+            time.sleep(PAUSE_S)
+
+
+def publish(address: str, way: str, path: Path, stop: Path) -> None:
+    """Publish to "versions": n has n in every element."""
+    notes = Notes(path)
+    with smb.connect(address, transport=way, timeout=TIMEOUT_S) as client:
+        buffer = client.open("versions")
+        while not stop.exists():
+            notes.add(Step.ASKS)
+            notes.add(Step.TOLD, buffer.publish(np.full(buffer.size, buffer.version + 1)))
+            time.sleep(PAUSE_S)
+
+
+def read(address: str, way: str, path: Path, stop: Path) -> None:
+    """Read "versions": each is whole, and none is older than the one before."""
+    notes, last = Notes(path), 0
+    with smb.connect(address, transport=way, timeout=TIMEOUT_S) as client:
+        buffer = client.open("versions")
+        while not stop.exists():
+            notes.add(Step.ASKS)
+            version = check_one_version(buffer.read())
+            assert version >= last, f"version {version} after {last}"
+            last = version
+            notes.add(Step.TOLD, version)
+            time.sleep(PAUSE_S)
+
+
+def save(address: str, way: str, path: Path, stop: Path, directory: Path) -> None:
+    """Make snapshots of "common": each chunk is whole, and no element is less than it was."""
+    notes = Notes(path)
+    directory.mkdir(exist_ok=True)
+    before: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
+    with smb.connect(address, transport=way, timeout=TIMEOUT_S) as client:
+        chunk = client.open("common").layout.chunk_bytes // 8
+        while not stop.exists():
+            notes.add(Step.ASKS)
+            try:
+                snapshot(client, "common", directory / "common.npy")
+            except smb.UnavailableError:  # the coordinator is away; called again it goes on
+                time.sleep(PAUSE_S)
+                continue
+            found = np.load(directory / "common.npy")
+            for at in range(0, found.size, chunk):
+                check_untorn(found[at : at + chunk], at, "snapshot")
+            assert before is None or (found >= before).all(), "a snapshot is older than the one before"
+            before = found
+            notes.add(Step.TOLD)
+            time.sleep(20 * PAUSE_S)
+
+
+def change_files(_address: str, _way: str, path: Path, stop: Path, file: Path, model: Path, seed: int) -> None:
+    """Random operations on a file in the mount and on a plain one beside it."""
+    notes, tester = Notes(path), Tester(file, model, seed, fixed=False)
+    while not stop.exists():
+        notes.add(Step.ASKS)
+        before = tester.random.getstate()
+        try:
+            tester.run(1, without=("append", "replace"))  # twice is not the same as once
+        except OSError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            tester.random.setstate(before)  # the coordinator is away: the same operation again
+        else:
+            notes.add(Step.TOLD)
+        time.sleep(PAUSE_S)

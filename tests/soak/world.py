@@ -1,0 +1,176 @@
+"""The cluster of a soak: coordinators, memory servers and certificates, and all that can happen to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import smb
+from smb.security.lab_ca import Holder, make_set
+from smb.security.roles import Role
+from tests.support.daemons import Daemon, Daemons, keep_port, stopped, wait_for
+from tests.support.etcd import Coordinators, EtcdCluster
+
+SERVERS = ("a", "b", "c")
+LEASE_S = 30.0  # of a client's session: its process may wait long for a processor
+FAULT_S = (0.0, 3.0)  # how long one lasts
+_TABLE = "smbsoak"
+
+
+def missing_for(fault: str) -> str:
+    """What this machine lacks for a fault; empty where it can be done."""
+    if fault == "cut" and (os.geteuid() != 0 or shutil.which("nft") is None):
+        return "root and nft"
+    if fault == "full-disk" and os.geteuid() != 0:
+        return "root, to mount a small disk"
+    return ""
+
+
+class World:
+    """Given as a context manager. `etcd`: the coordinators' state is there, and there are two; else one, on a disk."""
+
+    def __init__(self, directory: Path, daemons: Daemons, etcd: EtcdCluster | None) -> None:
+        self._directory = directory
+        self._daemons = daemons
+        self._etcd = etcd
+        self._left = contextlib.ExitStack()
+        self.disk = directory / "disk"
+        self.credentials = directory / "credentials"
+
+    def __enter__(self) -> World:
+        with contextlib.ExitStack() as left:
+            self._start(left)
+            self._left = left.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.close()
+
+    def _start(self, left: contextlib.ExitStack) -> None:
+        roles = [Holder(Role.COORDINATOR, ""), Holder(Role.CLIENT, ""), Holder(Role.OPERATOR, "")]
+        make_set(self.credentials, [*roles, *(Holder(Role.SERVER, name) for name in SERVERS)])
+        self.disk.mkdir()
+        if self._etcd is None and not missing_for("full-disk"):
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", self.disk], check=True)
+            left.callback(subprocess.run, ["umount", "--lazy", self.disk], check=False)
+        state = str(self.disk / "state")
+        count = 1
+        if self._etcd is not None:
+            state, count = f"etcd://{','.join(member.address for member in self._etcd.members)}/soak", 2
+        options = ("--credentials", str(self.credentials / "coordinator"), "--session-lease", str(LEASE_S))
+        self.coordinators = Coordinators(self._daemons, state, count, *options)
+        left.callback(self.coordinators.close)
+        kept = [left.enter_context(contextlib.closing(keep_port())) for _ in SERVERS]
+        self._ports = [one.getsockname()[1] for one in kept]
+        self.servers = [self._server(index) for index in range(len(SERVERS))]
+        assert all(server.address for server in self.servers)
+        left.callback(_nft, "delete", "table", "inet", _TABLE)
+
+    @property
+    def address(self) -> str:
+        """For smb.connect."""
+        return self.coordinators.address
+
+    def daemons(self) -> list[Daemon]:
+        """All that run."""
+        return [*self.coordinators.running, *self.servers]
+
+    def _server(self, index: int) -> Daemon:
+        name = SERVERS[index]
+        return self._daemons.memory_server(
+            self.address, name, "--listen", f"127.0.0.1:{self._ports[index]}", "--capacity", "256MiB",
+            "--credentials", str(self.credentials / name), "--metrics", "127.0.0.1:0",
+        )  # fmt: skip
+
+    # ---- faults
+
+    def faults(self) -> dict[str, Callable[[random.Random], None]]:
+        """By name, those that this machine can do; each returns once it is mended."""
+        found = {
+            "kill-server": self._kill_server,
+            "stop-server": self._stop_server,
+            "kill-coordinator": self._kill_coordinator,
+            "stop-coordinator": self._stop_coordinator,
+            "cut": self._cut,
+        }
+        if self._etcd is None:
+            found["full-disk"] = self._fill_disk
+        return {name: fault for name, fault in found.items() if not missing_for(name)}
+
+    def _kill_server(self, rng: random.Random) -> None:
+        index = rng.randrange(len(SERVERS))
+        self.servers[index].kill()
+        _last(rng)
+        self.servers[index] = self._server(index)
+        assert self.servers[index].address
+
+    def _stop_server(self, rng: random.Random) -> None:
+        with stopped(self.servers[rng.randrange(len(SERVERS))].pid):
+            _last(rng)
+
+    def _leader(self) -> int:
+        return self.coordinators.leader() if self._etcd is not None else 0
+
+    def _kill_coordinator(self, rng: random.Random) -> None:
+        index = self._leader()
+        self.coordinators.running[index].kill()
+        _last(rng)
+        assert self.coordinators.start(index).address
+
+    def _stop_coordinator(self, rng: random.Random) -> None:
+        with stopped(self.coordinators.running[self._leader()].pid):
+            _last(rng)
+
+    def _cut(self, rng: random.Random) -> None:
+        """Nothing that is sent to a server's data port arrives."""
+        port = self._ports[rng.randrange(len(SERVERS))]
+        rule = f"add table inet {_TABLE}; add chain inet {_TABLE} in {{ type filter hook input priority 0; }}; "
+        subprocess.run(["nft", f"{rule} add rule inet {_TABLE} in tcp dport {port} drop"], check=True)
+        try:
+            _last(rng)
+        finally:
+            _nft("delete", "table", "inet", _TABLE)
+
+    def _fill_disk(self, rng: random.Random) -> None:
+        """The coordinator's disk is full; a create then succeeds, or fails and leaves nothing."""
+        filler = self.disk / "filler"
+        try:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 16))
+            with smb.connect(self.address, timeout=10) as client:
+                try:
+                    client.create("on-a-full-disk", 1000)
+                except smb.Error:
+                    _last(rng)
+        finally:
+            filler.unlink(missing_ok=True)
+        with smb.connect(self.address, timeout=30) as client:
+            client.create("on-a-full-disk", 1000, exist_ok=True)
+            client.delete("on-a-full-disk")
+
+    # ---- what it has in the end
+
+    def sessions(self) -> int:
+        """How many the coordinator knows."""
+        return int(self.coordinators.running[self._leader()].metric("smb_coordinator_sessions"))
+
+    def wait_for_no_session(self) -> None:
+        """Those that were killed end with their leases."""
+        wait_for(lambda: self.sessions() == 0, "end of all sessions", 120)
+
+
+def _last(rng: random.Random) -> None:
+    """A fault lasts for a while."""
+    time.sleep(rng.uniform(*FAULT_S))
+
+
+def _nft(*command: str) -> None:
+    if shutil.which("nft") is not None:
+        subprocess.run(["nft", *command], check=False, capture_output=True)
