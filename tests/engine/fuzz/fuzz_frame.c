@@ -80,6 +80,8 @@ static uint32_t payload_of(const struct smb_frame *frame)
     case SMB_FILL:
     case SMB_FETCH_ADD: return token;
     case SMB_AUTHORIZE: return checksum + 48;
+    case SMB_REPLICATE:
+    case SMB_REFUSED: return checksum;
     default: return checksum + (frame->opcode >= SMB_LOCK ? 32 : 0);
     }
 }

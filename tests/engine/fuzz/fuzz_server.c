@@ -276,7 +276,8 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
         .sequence = ++peer->sequence,
         .segment = SCRATCH,
         .flags = flags_of(peer)};
-    if (frame.opcode == SMB_WATERMARK || frame.opcode == SMB_AUTHORIZE) {
+    if (frame.opcode == SMB_WATERMARK || frame.opcode == SMB_AUTHORIZE ||
+        frame.opcode == SMB_REPLICATE || frame.opcode == SMB_REFUSED) {
         frame.payload = payload_of(&frame);
         return frame;
     }
