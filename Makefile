@@ -46,6 +46,8 @@ test:
 	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
+# The plain build's C tests are the sanitized ones' without the checkers: `make c-test` has all three.
+test: BUILDS := asan tsan
 test: lint c-test fuzz-short matrix-short pytest
 endif
 
@@ -89,7 +91,7 @@ lock: $(VENV)/test-installed
 # built for that and run under qemu, about 5 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test: libssl
 	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/engine/c/aarch64.py setup $(if $(VM),--vm)))
-	@$(call step,$(MAKE) --no-print-directory -C tests/engine/c check $(if $(SUITES),SUITES="$(SUITES)"), \
+	@$(call step,$(MAKE) --no-print-directory -C tests/engine/c check $(if $(SUITES),SUITES="$(SUITES)") $(if $(BUILDS),BUILDS="$(BUILDS)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.

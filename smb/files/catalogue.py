@@ -117,9 +117,15 @@ class Catalogue:
             self._show({path: replace(info, name=name_of(path)) for path, info in infos.values()})
 
     def open(self, path: str) -> Buffer:
-        """Return the buffer of that path as the coordinator has it now. Raises NotFoundError."""
+        """Return the buffer of that path as the coordinator has it now. Raises NotFoundError: then the listing lacks
+        it, too, for the kernel, which looks again.
+        """
         name = name_of(path)
-        buffer = self._client.open(name)
+        try:
+            buffer = self._client.open(name)
+        except NotFoundError:
+            self.remove(path)
+            raise
         with self._lock:
             known = self._buffers.get(buffer.info.id)
             if known is not None and known.name == name:
@@ -135,7 +141,6 @@ class Catalogue:
         try:
             return self.open(path).info.id == buffer_id
         except NotFoundError:
-            self.remove(path)
             return False
 
     def known(self, info: BufferInfo) -> Buffer:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
+from typing import TypeVar
+
+Case = TypeVar("Case")
 
 LONG = os.environ.get("SMB_LONG") == "1"
 LIMIT_S = 3600 if LONG else 120  # of one test
@@ -12,6 +16,11 @@ LIMIT_S = 3600 if LONG else 120  # of one test
 def times(short: int, long: int) -> int:
     """Return the number for this run."""
     return long if LONG else short
+
+
+def some(cases: Sequence[Case]) -> Sequence[Case]:
+    """Return all cases of a long run, every second one of a short run."""
+    return cases[:: times(2, 1)]
 
 
 def seed() -> int:

@@ -24,6 +24,7 @@ import pytest
 import smb
 from smb.daemon.failpoint import ALLOWED_VARIABLE, POINT_VARIABLE
 from smb.rpc import control_pb2 as pb
+from tests.fault.long import some
 from tests.fault.test_elastic_kills import HSGD
 from tests.fault.test_train_kills import CLOSING, SENT
 from tests.support.clients import add_forever, make_event, spawn
@@ -297,7 +298,7 @@ def test_every_failpoint_has_its_case() -> None:
     assert points == {point.split(":")[0] for point in [*dict(COORDINATOR_CASES + SERVER_CASES), *training]}
 
 
-@pytest.mark.parametrize(("point", "act"), COORDINATOR_CASES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("point", "act"), some(COORDINATOR_CASES), ids=lambda value: getattr(value, "__name__", value))
 def test_a_coordinator_killed_at_any_step_leaves_nothing_half_done(
     cluster: Cluster, writer: Writer, point: str, act: Act
 ) -> None:
@@ -311,7 +312,7 @@ def test_a_coordinator_killed_at_any_step_leaves_nothing_half_done(
     check(cluster, writer, outcome)
 
 
-@pytest.mark.parametrize(("point", "act"), SERVER_CASES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("point", "act"), some(SERVER_CASES), ids=lambda value: getattr(value, "__name__", value))
 def test_a_memory_server_killed_at_any_step_leaves_nothing_half_done(
     cluster: Cluster, writer: Writer, point: str, act: Act
 ) -> None:

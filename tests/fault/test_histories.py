@@ -31,7 +31,7 @@ from tests.support.history import (
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
 EPOCHS = times(1, 25)  # each with a cluster and a history of its own, so that the search stays short
-ROUNDS = 8
+ROUNDS = times(5, 8)
 CLIENTS = 3
 NOTES_A_ROUND = 30
 

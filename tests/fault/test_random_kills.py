@@ -18,7 +18,7 @@ from tests.support.transports import EACH_WAY, FAR
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
 COUNT = 100_003
-ROUNDS = times(8, 200)
+ROUNDS = times(5, 200)
 
 
 @pytest.mark.parametrize("ways", [(FAR, FAR), ("shm", "shm"), (FAR, "shm")], ids="+".join)

@@ -15,7 +15,7 @@ import smb
 import smb.train
 from smb.train import DiLoCo
 from smb.train.scheme import Values
-from tests.fault.long import LIMIT_S
+from tests.fault.long import LIMIT_S, some
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
 from tests.support.training import COUNT, LEASE_S, Crew, delta_of, nesterov_round, start, take_part, waiting
@@ -91,7 +91,9 @@ def test_killed(cluster: smb.LocalCluster, crew: Crew, point: str) -> None:
 
 @pytest.mark.parametrize(
     ("point", "later"),
-    [*((point, 0) for point in CLOSING), *((point, 1) for point in ("train-sent", "train-marked", "train-built"))],
+    some(
+        [*((point, 0) for point in CLOSING), *((point, 1) for point in ("train-sent", "train-marked", "train-built"))]
+    ),
 )
 def test_stopped(cluster: smb.LocalCluster, crew: Crew, point: str, later: int) -> None:
     """As above, but stopped past its lease, and woken after the others have finished the round, and `later` more (what
