@@ -151,6 +151,8 @@ class Ring:
         if version == 0:
             return _Head()
         head = _Head.of(asked, words)
+        if any(entry.start < 0 or not 0 <= entry.nbytes <= self.size for entry in head.entries):
+            raise Error(f"{asked}: what describes generation {version} names bytes that its deltas can't have")
         if head.generation != version:
             raise Error(f"{asked}: what describes generation {version} is of {head.generation}")
         return head
