@@ -91,17 +91,17 @@ def connect(
 
     One that is still open when the interpreter exits is closed then; only a killed one is lost. `address` is the
     coordinator's "host:port", or "host:port,host:port" of those that stand by for each other; default $SMB_COORDINATOR,
-    else 127.0.0.1:7070, where `smb up` listens. `name` is how the
-    page, `smb top` and messages call this client, before its host and process id. `transport` is "auto" (shared memory
-    where the segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs"
-    (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds, bounds each later call and this one.
-    checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for all clients) sends a CRC-32C along
-    with every frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts
-    once; data in shared memory does not travel and has none. `credentials` is a directory with ca.pem, cert.pem and
-    key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and
-    $SMB_TLS_KEY; without them only a cluster that asks for none lets us in. Where a variable is not set, the file that
-    $SMB_CONFIG names may say it. Raises UnavailableError where no coordinator answers, InvalidArgumentError,
-    PermissionDeniedError where the certificate's role may not join.
+    else 127.0.0.1:7070, where `smb up` listens. `name` is how the page, `smb top` and messages call this client, before
+    its host and process id. `transport` is "auto", "shm", "verbs" (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. "auto"
+    is shared memory if the segment's server runs on this host, else RDMA if both ends have a device, else TCP.
+    `timeout`, in seconds, bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the
+    coordinator was told for all clients) sends a CRC-32C along with every frame, in both directions: what is spoilt on
+    the way breaks its connection and is sent again, and counts once; data in shared memory does not travel and has
+    none. `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default
+    $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster
+    that asks for none lets us in. Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises
+    UnavailableError where no coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's
+    role may not join.
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
@@ -144,7 +144,7 @@ class Client:
 
     @property
     def name(self) -> str:
-        """What the cluster calls this client: "host:pid", after the name that connect was given, if it was."""
+        """The cluster's name for this client: "host:pid", after the name that connect was given, if any."""
         return self._session.name
 
     @property
@@ -348,7 +348,7 @@ class Client:
 
         The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is
         how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
-        the waiting (None: none); TimeoutError then. Who waited longest is next.
+        the waiting (None: none); TimeoutError then. The lock goes to the waiter that came first.
         """
         return Lock((self._home(pb.LOCK, name),), self._session.renewals, ttl, timeout)
 
@@ -399,8 +399,8 @@ class Client:
     def close(self) -> None:
         """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing.
 
-        A memory server that is stopped is not waited for, a coordinator that is stopped 2 s at most, a thread that
-        looks up a name 10 s at most. Calls in other threads that are connecting to a server fail within 0.1 s.
+        Does not wait for a stopped memory server. Waits at most 2 s for a stopped coordinator, and at most 10 s for a
+        thread that looks up a name. Calls in other threads that are connecting to a server fail within 0.1 s.
         """
         if self._session.close() and self.pages is not None:
             self.pages.close()
@@ -482,7 +482,8 @@ def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     return extents
 
 
-# Those whose programs forget them. What atexit was told last runs first: gRPC, imported above, is there still.
+# Closed at exit, if the program did not. atexit runs the function registered last first: gRPC, imported above, still
+# works then.
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 

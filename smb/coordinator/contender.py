@@ -21,7 +21,7 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(slots=True)
 class Shown:
-    """Who serves the pages now."""
+    """The source of the pages: it changes with the leader."""
 
     leading: Leading | None = None
 

@@ -1,7 +1,7 @@
-"""What answers the coordinator's port: the service of whoever leads here, or nobody and who leads instead.
+"""Answers the coordinator's port: with the service while this coordinator leads, else with the leader's address.
 
-Of several coordinators one answers. It is asked before a call whether it leads, and before its answer goes out: what
-it knew may be out of date by then.
+Of several coordinators one answers. Leadership is checked before a call and again before its answer goes out: the
+answer may be out of date by then.
 """
 
 # gRPC calls methods by the names of the .proto, always with request and context.
@@ -41,7 +41,7 @@ class _Handlers:
 
 
 class _Nobody(CoordinatorServicer):
-    """What stands there while another leads: `Front.check` comes before each of its methods."""
+    """The service while another coordinator leads: `Front.check` comes before each of its methods."""
 
     def __init__(self, told: Callable[[], pb.LeaderReply]) -> None:
         self._told = told

@@ -78,10 +78,10 @@ def restore(
 ) -> Buffer:
     """Make a buffer of a file: an array of a .npy, named tensors of a .safetensors, else bytes; return it.
 
-    It has its name once all is in it; with `replace` it takes the place of another one in the same step. What is read
-    is checked against FILE.crc32c where there is one. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong
-    checksum; nothing is left behind then. Called again after it was interrupted (by a signal, or as servers were away)
-    it goes on where it stopped, if the file is what it was; but not where FILE's directory takes no files.
+    It has its name once all is in it; with `replace` it takes the place of another one in the same step. If there is a
+    FILE.crc32c, the bytes read are checked against it. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong
+    checksum; nothing is left behind then. Called again after an interruption (a signal, servers away) it goes on where
+    it stopped, if the file is unchanged. It starts anew if FILE's directory takes no files.
     """
     with LocalFile(path) as source:
         sums = Sums.of_text(sums_path(path).read_text()) if sums_path(path).exists() else None

@@ -45,7 +45,7 @@ OUTCOME = "smb-outcome"
 STANDBY = "smb-standby"
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
-# What a call ends with whose coordinator went away in the middle.
+# Codes of a call whose coordinator went away in the middle.
 _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 _COMES_BACK_S = 2.0

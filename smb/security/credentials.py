@@ -1,9 +1,9 @@
-"""What a process proves with who it is: the cluster's certificate authority, its own certificate and key. And the one
-way in which channels and ports of gRPC are made, with credentials and without.
+"""A process's proof of identity: the cluster's certificate authority, its own certificate and key. And the one way in
+which channels and ports of gRPC are made, with credentials and without.
 
 A directory holds them as `ca.pem`, `cert.pem` and `key.pem` (`smb certs` makes such directories). Names, not addresses,
-are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name), so
-that both may move to another host or port, and neither can stand for the other.
+are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name). So
+both may move to another host or port, and neither can stand for the other.
 
 A key is never shown: not by repr, nor in errors or logs.
 """
@@ -110,7 +110,7 @@ class Current:
 
 
 def _stamp(credentials: Credentials) -> tuple[tuple[int, int, int], ...] | None:
-    """What changes with the files; None while one is away."""
+    """A value that changes with the files; None while one is missing."""
     try:
         found = [path.stat() for path in (credentials.ca_path, credentials.certificate_path, credentials.key_path)]
     except OSError:

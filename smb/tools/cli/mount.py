@@ -48,7 +48,7 @@ def mount(
 ) -> None:
     """Show the cluster's buffers as files in DIR.
 
-    Returns once they are there; `smb umount DIR` ends it. What a mount that was killed has left in DIR is taken away.
+    Returns once they are there; `smb umount DIR` ends it. The remains of a killed mount in DIR are taken away.
 
     Example: smb mount /mnt/smb
     """

@@ -1,5 +1,5 @@
-"""What lies between this machine and a cluster: the coordinator and its clock, and each server over each transport,
-with the round trip and the speed measured. Makes a small buffer on each server for it, and deletes it.
+"""Checks of the path to a cluster: the coordinator and its clock, and each server over each transport. Round trip and
+speed are measured. Makes a small buffer on each server for it, and deletes it.
 """
 
 from __future__ import annotations
