@@ -274,15 +274,15 @@ struct smb_delta {
     uint64_t changes; /* elements */
     uint64_t sum;     /* what they add to the state's sum, modulo 2^64 */
 };
-/* One part of what makes `fresh` of `old`, count elements of `width` bytes (1, 2, 4, 8), of which
- * the first is element `first` of the state, whole 64-bit words; `old` becomes it. Bits are compared, not values.
- * SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has become it all the same. The format
- * is in csrc/memory/delta.h. */
+/* Encodes one part of the delta from `old` to `fresh`: count elements of `width` bytes (1, 2, 4,
+ * 8), whole 64-bit words. The first of them is element `first` of the state. `old` becomes `fresh`.
+ * Bits are compared, not values. SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has
+ * become it all the same. The format is in csrc/memory/delta.h. */
 int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t count, uint64_t first,
                      void *to, uint64_t room, struct smb_delta *delta);
-/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words. SMB_INVALID: it is none; the
- * state may have changed. Whatever the bytes are, nothing outside of the state is touched. *sum
- * becomes what it is by then. */
+/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words.
+ * SMB_INVALID: it is none; the state may have changed. Any bytes are safe: nothing outside of the
+ * state is touched. *sum becomes what it is by then. */
 int smb_delta_apply(uint32_t width, void *state, uint64_t count, const void *delta, uint64_t bytes,
                     uint64_t *sum);
 /* The sum of a state of so many 64-bit words. */

@@ -21,7 +21,7 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
     """Joins when fitting begins, and leaves with the shared model when it ends; on an exception it only leaves.
 
     name, scheme and options are smb.torch.join's. Of several optimizers the last one's steps count. Learning-rate
-    schedules by steps go on where the group is, unless schedule=False. `told` is called after each exchange. The
+    schedules by steps go on where the group is, unless schedule=False. `on_exchange` is called after each exchange. The
     Trainer's processes (strategy "ddp", ModelParallelStrategy) are one member, as with mesh=.
     """
 

@@ -1,4 +1,4 @@
-"""What one rank of a mesh has of a model, and where that is in the group's buffers.
+"""One rank's part of a model on a mesh, and its places in the group's buffers.
 
 A tensor's place in the group is its whole one's, so members with different meshes, and with none, train one model.
 """
@@ -30,10 +30,10 @@ _Piece: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]] | None"  # shape an
 
 
 class ShardParameters(ModelParameters):
-    """What this rank has of the trained parameters, and where that is in the group's buffers.
+    """This rank's part of the trained parameters, and its places in the group's buffers.
 
-    What several ranks have one of them reads and writes, and gives to the others: what a rank has is then what each
-    replica of it has, whatever others write meanwhile.
+    If several ranks have the same piece, one of them reads and writes it, and gives it to the others. So all replicas
+    of a piece are equal, whatever others write meanwhile.
     """
 
     def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
@@ -88,12 +88,12 @@ class ShardParameters(ModelParameters):
 
     @property
     def runs(self) -> Sequence[Run]:
-        """What this rank reads and writes."""
+        """The ranges that this rank reads and writes."""
         return self._owned
 
     @property
     def all_runs(self) -> Sequence[Run]:
-        """What this rank has."""
+        """The ranges that this rank has."""
         return [run for runs in self._runs for run in runs]
 
     def spread(self, ranks: Ranks, values: Values) -> None:

@@ -5,8 +5,7 @@
     NAME/tick      published to wake whoever waits for anything
     NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
 
-Whoever joins first makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else.
-"""
+The first to join makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ class Group:
     def withdraw(self) -> bool:
         """Leave after a join that failed, and take away what it made: all of the group, where nobody else has come.
 
-        Returns whether the group is gone. What fails here is only logged: why the join failed matters more.
+        Returns whether the group is gone. Failures here are only logged: the reason of the failed join matters more.
         """
         if self.nested is not None:
             self.nested.withdraw()

@@ -2,8 +2,8 @@
 
 The file is a .safetensors whatever its name is. Its tensors are the group's, by their names (a group of smb.train.join
 has one, "values"), running statistics too; those of the outer optimizer, if there is one, are "smb.outer.0" and so on.
-What else the group is stands in its __metadata__, with a SHA-256 of all that follows the header: a file that is torn,
-or was changed, is not loaded.
+The rest of the group stands in its __metadata__, with a SHA-256 of all that follows the header. A file that is torn, or
+was changed, is not loaded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
 
 
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
-    """Make a training of a file, in any cluster, under any name; return its round. Who joins goes on from there.
+    """Make a training of a file, in any cluster, under any name; return its round. Workers that join go on from there.
 
     `placement` is servers=, stripe= and wire= of Client.create. Raises AlreadyExistsError where there is a training of
     that name (smb.train.delete), InvalidArgumentError for a file that is not whole or no training, OSError.

@@ -55,13 +55,13 @@ def join(
     how long a member that died or was stopped keeps the others waiting) and `placement`: servers=, stripe=, wire= of
     Client.create. Later ones get the present shared model into `values`, and None adopts what the group has. Blocks for
     a few calls; holds up no one who trains. fresh=True begins anew: a training of this name in which nobody is alive is
-    deleted first, with its model. What was done is logged (smb.train, INFO), and stands on standard error unless the
-    program has set up logging.
+    deleted first, with its model. The join is logged (smb.train, INFO), to standard error unless the program has set up
+    logging.
 
-    Raises AlreadyExistsError with fresh=True where others are alive in it, InvalidArgumentError where the settings
-    differ from the group's (it says which), NotFoundError where there is no group and no scheme was given,
-    OutOfMemoryError where 48 members are there already, or the servers have no room for the scheme's copies of the
-    model (docs/training.md): then nothing of this join stays.
+    Raises AlreadyExistsError with fresh=True if others are alive in it, InvalidArgumentError if the settings differ
+    from the group's (it says which). Raises NotFoundError if there is no group and no scheme was given. Raises
+    OutOfMemoryError if there are 48 members already, or no room for the scheme's copies of the model
+    (docs/training.md). After an error nothing of this join stays.
     """
     parameters = ArrayParameters(values, f"join of group {name!r}")
     if fresh:
@@ -125,7 +125,7 @@ class Worker:
 
     @property
     def gradient_scale(self) -> float:
-        """What to multiply the gradient, or the loss, of the next local step by; 1.0 unless batch_size differs."""
+        """The factor for the gradient, or the loss, of the next local step; 1.0 unless batch_size differs."""
         return self._exchange.gradient_scale
 
     @property
@@ -266,8 +266,8 @@ class Worker:
     def close(self, *, load: bool = False) -> None:
         """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
 
-        With `load` the values become the shared model, as it is then; where that fails it raises, and they stay. What
-        else can't be tidied, since a daemon is away, is logged as a warning: the others then miss this worker for a
+        With `load` the values become the shared model, as it is then; where that fails it raises, and they stay. If a
+        daemon is away, the rest of the tidying is logged as a warning: the others then wait for this worker for a
         lease. Of a training that was deleted nothing is left to do.
         """
         if self._closed:
