@@ -188,8 +188,8 @@ def weighted_round(weights: Sequence[float], most: int) -> list[int]:
     return [index for _, index in sorted(((2 * k + 1) / turns[i], i) for i in turns for k in range(turns[i]))]
 
 
-def _default_stripe(nbytes: int, wanted: int, versions: int, told: int) -> int:
-    largest = told or (STRIPE_BYTES_DEFAULT if versions * nbytes <= LARGE_BYTES else STRIPE_BYTES_LARGE)
+def _default_stripe(nbytes: int, wanted: int, versions: int, stripe: int) -> int:
+    largest = stripe or (STRIPE_BYTES_DEFAULT if versions * nbytes <= LARGE_BYTES else STRIPE_BYTES_LARGE)
     if wanted <= 1 and versions == 1:
         return largest
     even = -(-nbytes // max(wanted, 1))

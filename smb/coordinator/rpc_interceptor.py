@@ -94,8 +94,8 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
             # cycle lives until Python looks for cycles, and must not keep a large request.
             del request
-            told = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, "1"),) if standby else ()))
-            await context.abort(code, text, trailing_metadata=told)
+            trailers = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, "1"),) if standby else ()))
+            await context.abort(code, text, trailing_metadata=trailers)
             raise AssertionError("abort returns to nobody")
 
         return answer

@@ -148,8 +148,8 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
-        told = [report for report in request.trainings if caller().may_see(report.name)]
-        self._watch.trainings.told(request.session_id, told, self._commit_log.now())
+        reports = [report for report in request.trainings if caller().may_see(report.name)]
+        self._watch.trainings.record_reports(request.session_id, reports, self._commit_log.now())
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
@@ -190,7 +190,7 @@ class CoordinatorService(CoordinatorServicer):
         committed = await self._commit_log.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):
-            self._watch.told(request.name, request.instance_id, request.load, self._commit_log.now())
+            self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
         if request.broken:
             await self._look_after(request.name, request.broken)
         state = self._commit_log.state

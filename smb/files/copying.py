@@ -207,16 +207,16 @@ def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
 def _into_file(source: Reads, what: str, part: Path, path: Path, progress: Progress) -> None:
     """Write a source into `part`, going on after the blocks that are there and right, then call it `path`."""
     sums = Sums(what, source.nbytes, _blocks_there(part, what, source.nbytes))
-    with part.open("r+b" if sums.blocks else "wb", buffering=0) as file, sums_path(part).open("w") as told:
-        told.write(sums.to_text())
+    with part.open("r+b" if sums.blocks else "wb", buffering=0) as file, sums_path(part).open("w") as checksums:
+        checksums.write(sums.to_text())
         progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
         for offset, data in _blocks(source, len(sums.blocks)):
             done = 0
             while done < data.size:
                 done += os.pwrite(file.fileno(), data.data[done:], offset + done)
             sums.blocks.append(crc32c(data.data))
-            told.write(f"{sums.blocks[-1]:08x}\n")
-            told.flush()
+            checksums.write(f"{sums.blocks[-1]:08x}\n")
+            checksums.flush()
             progress(offset + data.size, source.nbytes)
         file.truncate(source.nbytes)
         os.fsync(file.fileno())

@@ -112,13 +112,13 @@ def named(plan: Plan) -> Plan:
     """Return the plan with its path in the metadata where the name can't say it."""
     if not is_long(name_of(plan.name)):
         return plan
-    told = {**_of_file(plan.metadata), "name": escaped(plan.name)}
-    return replace(plan, metadata={**plan.metadata, FILES_KEY: told})
+    entry = {**_of_file(plan.metadata), "name": escaped(plan.name)}
+    return replace(plan, metadata={**plan.metadata, FILES_KEY: entry})
 
 
 def _of_file(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    told = metadata.get(FILES_KEY)
-    return told if isinstance(told, Mapping) else {}
+    entry = metadata.get(FILES_KEY)
+    return entry if isinstance(entry, Mapping) else {}
 
 
 def may_be_empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
@@ -215,10 +215,10 @@ def _npy_plan(name: str, head: bytes) -> Plan | None:
 
 def _safetensors_plan(name: str, head: bytes) -> Plan | None:
     try:
-        table, told, _ = parse_safetensors(head)
+        table, own, _ = parse_safetensors(head)
     except InvalidArgumentError:
         return None
-    metadata: dict[str, Any] = {} if told is None else {METADATA_KEY: told}
+    metadata: dict[str, Any] = {} if own is None else {METADATA_KEY: own}
     try:
         encode("", {**metadata, **table.to_metadata()})
     except InvalidArgumentError:  # more than a buffer can carry

@@ -159,13 +159,13 @@ def find(directory: Path | str | None = None, variables: Mapping[str, str] | Non
     """
     if directory is not None and str(directory):
         return load_directory(directory)
-    told = variables_of("cluster") if variables is None else variables
-    base = told.get(CREDENTIALS_VARIABLE, "")
+    values = variables_of("cluster") if variables is None else variables
+    base = values.get(CREDENTIALS_VARIABLE, "")
     paths: list[Path] = []
     missing: list[str] = []
     for variable, file in ((CA_VARIABLE, CA_FILE), (CERTIFICATE_VARIABLE, CERTIFICATE_FILE), (KEY_VARIABLE, KEY_FILE)):
-        if told.get(variable):
-            paths.append(Path(told[variable]))
+        if values.get(variable):
+            paths.append(Path(values[variable]))
         elif base:
             paths.append(Path(base) / file)
         else:

@@ -56,8 +56,8 @@ class Caller:
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
-        told = f"a certificate of role {self.role.value}" if self.role else "a certificate without a role"
-        return f'{told}, "{self.name}"' if self.name else told
+        shown = f"a certificate of role {self.role.value}" if self.role else "a certificate without a role"
+        return f'{shown}, "{self.name}"' if self.name else shown
 
     def may_see(self, buffer: str) -> bool:
         """Whether a buffer's name is in its namespaces."""

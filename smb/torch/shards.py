@@ -66,15 +66,15 @@ class ShardParameters(ModelParameters):
 
     def meet(self, ranks: Ranks) -> None:
         """Find out which ranks have the same as this one. With all of them."""
-        told = ranks.gather(self.pieces_here)
+        pieces = ranks.gather(self.pieces_here)
         owned: list[Run] = []
         for number, (entry, runs) in enumerate(zip(self.entries, self._runs, strict=True)):
-            everywhere = [each[number] for each in told if each[number] is not None]
+            everywhere = [each[number] for each in pieces if each[number] is not None]
             self.replicated |= len(everywhere) > len(set(everywhere))
             mine = self.pieces_here[number]
             if mine is None:
                 continue
-            holders = [rank for rank, each in enumerate(told) if each[number] == mine]
+            holders = [rank for rank, each in enumerate(pieces) if each[number] == mine]
             owner = holders[number % len(holders)]  # by turns: each sends its part
             place = slice(entry.offset, entry.offset + entry.count)
             if owner != ranks.rank:

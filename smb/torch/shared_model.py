@@ -239,10 +239,10 @@ class Shared:
         self._check_open()
         return self.worker.progress
 
-    def on_exchange(self, told: Callable[[smb.train.ExchangeEvent], object]) -> None:
-        """Call `told` after each exchange of this process, inside of optimizer.step()."""
+    def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
+        """Call `listener` after each exchange of this process, inside of optimizer.step()."""
         self._check_open()
-        self.worker.on_exchange(told)
+        self.worker.on_exchange(listener)
 
     def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         """Step a learning-rate schedule that counts optimizer steps until it is where the group is: after joining."""

@@ -73,7 +73,7 @@ class Group:
         self.tick = client.open(f"{name}/tick")
         self.member: Member
         self.made = False  # by this worker
-        self.samples_told = False  # step was told how many samples it is of; else steps are no samples
+        self.samples_known = False  # step was told how many samples it is of; else steps are no samples
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
         self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
@@ -250,7 +250,7 @@ class Group:
 
     def count_samples(self, samples: int) -> None:
         """Count what a contribution is of, where `step` was told it. No call."""
-        if self.samples_told:
+        if self.samples_known:
             self.member.add(t.SAMPLES, samples)
 
     def count(self, samples: int, nbytes: int, contributions: int = 1) -> None:

@@ -144,9 +144,9 @@ class Worker:
         found = progress_of(self._group.table.read())
         return dataclasses.replace(found, steps=max(found.steps, self._group.member.get(t.STEPS)))
 
-    def on_exchange(self, told: Callable[[ExchangeEvent], object]) -> None:
-        """Call `told` after each exchange of this worker, in the thread that steps. It costs one small read each."""
-        self._listeners.append(told)
+    def on_exchange(self, listener: Callable[[ExchangeEvent], object]) -> None:
+        """Call `listener` after each exchange of this worker, in the thread that steps. Each costs a small read."""
+        self._listeners.append(listener)
 
     @property
     def made(self) -> bool:
@@ -188,7 +188,7 @@ class Worker:
         started, moved = time.perf_counter(), self._moved()
         self._group.member.add(t.STEPS, 1)
         for group in filter(None, (self._group, self._group.nested)):
-            group.samples_told = samples is not None
+            group.samples_known = samples is not None
         try:
             self._exchange.step(1 if samples is None else samples)
         except MembershipLostError as error:
@@ -210,8 +210,8 @@ class Worker:
         member, progress = self._group.member, self.progress
         norm = struct.unpack("<d", struct.pack("<q", member.get(t.NORM)))[0]
         event = ExchangeEvent(member.get(t.STEPS), progress.round, norm, member.get(t.STALENESS), moved, seconds)
-        for told in self._listeners:
-            told(event)
+        for listener in self._listeners:
+            listener(event)
 
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""

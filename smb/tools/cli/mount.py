@@ -107,11 +107,11 @@ def _in_background(directory: Path) -> None:
             start_new_session=True, env=os.environ | {"PYTHONSAFEPATH": "1"},
         )  # fmt: skip
         os.close(write_end)
-        told = select.select([read_end], [], [], _WAIT_S)[0] and os.read(read_end, len(_READY))
+        ready = select.select([read_end], [], [], _WAIT_S)[0] and os.read(read_end, len(_READY))
         os.close(read_end)
-        if told == _READY:
+        if ready == _READY:
             return
-        if told != b"":
+        if ready != b"":
             process.kill()
         process.wait()
         errors.seek(0)

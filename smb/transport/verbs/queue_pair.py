@@ -540,8 +540,8 @@ def _completion_channel(make: Callable[[Any], Any], context: Any) -> tuple[Any, 
         with _fd_lock:
             before = _event_fds()
             channel = make(context)
-            told = getattr(channel, "fd", None)
-            new = {told} if isinstance(told, int) else _event_fds() - before
+            descriptor = getattr(channel, "fd", None)
+            new = {descriptor} if isinstance(descriptor, int) else _event_fds() - before
         if len(new) == 1:
             return channel, new.pop()
         channel.close()  # another library made or closed one meanwhile: ours may be any of them
