@@ -113,7 +113,7 @@ enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
  *             beta1^step)) * (m' / (sqrt(v')*(1/sqrt(1 - beta2^step)) + eps))
  *   adamw     the same with g' = scale*g, after b is multiplied by 1 - lr*weight_decay
  *   elastic   b + alpha*(g - b)
- * What has no element in it (1 - beta1, lr/(1 - beta1^step), ...) is computed in float64 and
+ * Terms without an element (1 - beta1, lr/(1 - beta1^step), ...) are computed in float64 and
  * rounded once. These are torch.optim's rules (dampening 0), Adam of Kingma and Ba 2015, decoupled
  * decay of Loshchilov and Hutter 2019. */
 enum smb_rule {
@@ -520,7 +520,7 @@ void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
  * from here on, also where this fails; and that server's instance. */
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
                     uint64_t instance);
-/* What waits for the backup's word is sent to ask elsewhere. */
+/* Requests that wait for the backup are sent elsewhere. */
 int smb_server_suspend(struct smb_server *server, uint64_t id);
 /* Fills in at most `most`; returns how many there are. */
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,

@@ -181,18 +181,18 @@ class Client:
         takes the memory of one), `dtype` one of float16, float32 (default), float64, bfloat16, int32, int64, uint8.
         `servers` says on how many servers (default: as many as pay), or on which, by name. `stripe` is how many bytes
         ("256KiB") lie on one server before the next has its turn, a multiple of 4096; default 256 KiB, and 1 MiB for
-        more than 8 GiB. like= another buffer takes shape, dtype, servers and stripe from it, so that servers can
-        combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead. versions=K (1 to
-        16) keeps K copies, so that a read never mixes what publish() replaces; such a buffer changes by publish alone,
-        and takes K times the memory. With 2 a reader that holds a version delays the publication after the next, with 3
-        one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on another server:
-        any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes twice the memory
-        and, for changes, one more round trip; all goes through the servers, on the same host too. Such a buffer has no
-        locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel where a call does
-        not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along.
-        `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever
-        opens the buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer
-        opened by exist_ok=True has the metadata that it was created with.
+        more than 8 GiB. With like= another buffer, shape, dtype, servers and stripe come from it, so that servers can
+        combine the two. With exist_ok=True an existing buffer of the same shape and dtype is opened instead. With
+        versions=K (1 to 16) it keeps K copies, so that a read never mixes two publications; such a buffer changes by
+        publish alone, and takes K times the memory. With 2 a reader that holds a version delays the publication after
+        the next, with 3 one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on
+        another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
+        twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
+        a buffer has no locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel
+        where a call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like=
+        takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
+        keeps: whoever opens the buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and
+        a buffer opened by exist_ok=True has the metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of

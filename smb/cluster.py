@@ -66,8 +66,8 @@ class Daemon:
     def _keep_port(self, option: str) -> None:
         """Choose a port where the option leaves it open, and keep it for as long as the daemon may be started again.
 
-        The system does not hand out the port of a socket that is bound and does not listen, neither to a server on port
-        0 nor to an outgoing connection. The daemon asks for this very port with SO_REUSEADDR and gets it.
+        A socket that is bound and does not listen reserves its port: the system gives it neither to a server on port 0
+        nor to an outgoing connection. The daemon asks for this very port with SO_REUSEADDR and gets it.
         """
         host, port = parse_address(self._options[option])
         if port != 0:

@@ -48,10 +48,10 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
     version published at that time, for good.
 
     Another file may take this one's place while it is open, by a rename or by a delete and a new one. Reads then come
-    from one of the two, never from a mix. With mode r the first read opens the path again and reads the new one, as
-    long as the caller knows nothing of the old one: no byte, and no size from `nbytes` or a seek from the end. After
-    that a read raises OSError ESTALE: open the path again, and begin anew. So it does where the buffer was deleted, and
-    at writes. A buffer that was renamed, and a version, are read on.
+    from one of the two, never from a mix. With mode r the first read opens the path again and reads the new one, if the
+    caller knows nothing of the old one: neither a byte nor the size. After that a read raises OSError ESTALE: open the
+    path again, and begin anew. So it does where the buffer was deleted, and at writes. A buffer that was renamed, and a
+    version, are read on.
 
     Raises OSError: FileNotFoundError, FileExistsError, ENOSPC, ESTALE.
     """

@@ -19,10 +19,10 @@ class EASGD(Scheme):
 
         d = alpha * (w - W);  W += d;  (next local step on w, not on w - d);  w -= d
 
-    d is taken before a local step and applied after it, as in Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
+    d is taken before a local step and applied after it. So does Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
     with elastic averaging SGD, 2015). The gradient is of w as it was when d was taken. With alpha = None it is 0.9 / p,
-    where p is the number of workers at that exchange, so that the force adapts to joins and deaths. (The authors start
-    with alpha = beta / p, beta = 0.9; in their terms alpha = eta * rho.) Any local optimizer.
+    where p is the number of workers at that exchange: the force adapts to joins and deaths. (The authors start with
+    alpha = beta / p, beta = 0.9; in their terms alpha = eta * rho.) Any local optimizer.
 
     Taxonomy: data parallel; central (one shared model, on the memory servers); asynchronous; each worker with the
     centre, never with each other: one read and one accumulate of n floats every tau steps.

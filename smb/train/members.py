@@ -5,8 +5,8 @@ one tries its lock. If it gets the lock, the member is dead or was stopped for l
 freed. No clocks of different hosts are compared.
 
 Each joining gets an incarnation, a number never given before. The incarnation is part of every word by which a member
-changes anything for others. A member that was stopped, and goes on after its slot was freed, is either still alone in
-its slot (then its words are true) or changes nothing.
+changes anything for others. A member may be stopped, and go on after its slot was freed. It is then either still alone
+in its slot, and its words are true, or it changes nothing.
 """
 
 from __future__ import annotations

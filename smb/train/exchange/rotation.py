@@ -142,7 +142,7 @@ def may_skip(seen_late_s: float, skip_after_s: float | None, skipped: int, skips
 
 
 def staleness_max(workers: int, skips: int) -> int:
-    """Return the most updates by others between a worker's read and its next update, if up to `skips` of its turns in a
-    row are passed on.
+    """Return the most updates by others between a worker's read and its next update. Up to `skips` of its turns in a
+    row may be passed on.
     """
     return (skips + 1) * (workers - 1)
