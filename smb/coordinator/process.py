@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from smb.cluster import reachable
+from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
 from smb.coordinator.contender import Contender, Shown
 from smb.coordinator.etcd.connection import SCHEME, Access, Place

@@ -136,7 +136,9 @@ def _check_missing(known: Sequence[Ticket], unknown: Sequence[float], first: int
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One client's time with a lock: its token, when it may have begun and ended at the earliest and latest."""
+    """One client's time with a lock: its token, the latest time at which it can have begun, and the earliest at which
+    it can have ended, which is before that where its lease may have run out before its grant was told.
+    """
 
     client: int
     token: int

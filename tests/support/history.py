@@ -181,10 +181,12 @@ class LockHistory:
             self._lost(client, token, asked, granted, NEVER)
 
     def _lost(self, client: int, token: int | None, asked: float, granted: float, told: float) -> None:
-        """It had the lock from some time on, or perhaps never, and was told, or killed, after it had lost it."""
+        """It had the lock from some time on, or perhaps never, and was told, or killed, after it had lost it.
+
+        Its lease may have run out before it was told of its grant: on a busy machine the answer can take that long.
+        """
         if token is None:
             self.events.append(LockEvent(client, "acquire", asked, told))
-            granted = asked
         else:
-            self.holdings.append(Holding(client, token, granted, granted))
-        self.events.append(LockEvent(client, "lost", granted, told))
+            self.holdings.append(Holding(client, token, granted, asked))
+        self.events.append(LockEvent(client, "lost", asked, told))
