@@ -64,8 +64,8 @@ class Daemon:
     def _keep_port(self, option: str) -> None:
         """Choose a port where the option leaves it open, and keep it for as long as the daemon may be started again.
 
-        A socket that is bound and does not listen keeps the port from everybody whom the system gives one (a server on
-        port 0, a connection going out), and lets the daemon, which asks for this very port with SO_REUSEADDR, have it.
+        A socket that is bound and does not listen reserves its port: the system gives it neither to a server on port 0
+        nor to an outgoing connection. The daemon asks for this very port with SO_REUSEADDR and gets it.
         """
         host, port = parse_address(self._options[option])
         if port != 0:
@@ -86,8 +86,8 @@ class Daemon:
         command = [sys.executable, "-m", *self._module.split(), "--ready-file", str(self._ready)]
         for option, value in self._options.items():
             command += [f"--{option.replace('_', '-')}", *([value] if value else [])]
-        # Safe path: -m would look into the working directory first, where somebody else's memserver.py may lie.
-        # Whose credentials we have as a client has no say here: daemons are told theirs.
+        # Safe path: -m would look into the working directory first, where somebody else's memserver.py may lie. Our own
+        # credentials as a client do not count here: daemons get theirs as options.
         taken_away = {*CREDENTIALS_VARIABLES, *settings.file_variables()}
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
         environment |= {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}

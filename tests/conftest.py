@@ -1,4 +1,4 @@
-"""What tests share: a cluster that stays up, and clients of it that are closed afterwards."""
+"""Fixtures that tests share: a cluster that stays up, and clients of it that are closed afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ smb.cluster._START_S *= SLOWNESS
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-# What tests start ends with them, also where they are killed and can end nothing themselves.
+# Processes that tests start end with the tests, also if these are killed.
 os.environ[OWNER_VARIABLE] = str(os.getpid())
 
 Connect = Callable[..., smb.Client]

@@ -71,7 +71,7 @@ class Python:
 
 @dataclass
 class Row:
-    """What is told of one Python."""
+    """The report on one Python."""
 
     name: str
     versions: str = ""
@@ -140,7 +140,7 @@ class Trial:
 
     def __init__(self, name: str, tree: Path, python: str, **variables: str) -> None:
         self.row, self.tree, self.python = Row(name), tree, python
-        # What this process has of its own Python is none of the other's.
+        # Variables of this process's own Python must not reach the other.
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         self.variables = kept | variables
 

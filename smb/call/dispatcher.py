@@ -276,7 +276,7 @@ class Dispatcher:
         )
 
     def homes(self) -> tuple[Home, ...]:
-        """What to ask about locks and versions: the home first, then the other segments."""
+        """The segments to ask about locks and versions: the home first, then the others."""
         homes = self._homes
         if self.info.replicas > 1:
             raise InvalidArgumentError(

@@ -1,8 +1,9 @@
 """The client's links to servers, and the threads that give them a new connection when theirs broke.
 
 A link is a lane of the session to a server (csrc/client/link.h): the calls on it stay in progress while it has no
-connection. One thread waits until some link has calls but no connection; for each such link a thread looks for the
-server, at its last address and where the coordinator says, until it answers or nobody waits for it any more.
+connection. One thread waits until some link has calls but no connection. For each such link a thread looks for the
+server, at its last address and where the coordinator says. It ends when the server answers or nobody waits for the link
+any more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What clients did and when, noted by themselves in a file each: it survives their being killed between any two notes.
+"""Clients' calls and their times, noted by each client in a file of its own: notes survive a kill between any two of
+them.
 
 Before a call and after it a note is made. A call whose second note is missing has an unknown outcome. Times are
 CLOCK_MONOTONIC's, which all processes of a host share.
@@ -160,7 +161,7 @@ class LockHistory:
                     began = at
                 case Step.ACCEPTED | Step.REFUSED:
                     assert token is not None
-                    # What was accepted stays so, if the lock was found lost only by what came after.
+                    # An accepted write stays accepted, if the lock was found lost only by a later call.
                     if began:
                         self.writes.append(FencedWrite(token, began, at, step == Step.ACCEPTED))
                     began = 0.0
