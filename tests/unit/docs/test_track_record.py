@@ -1,0 +1,134 @@
+"""The record of bugs names what is there, its page is what is made of it, and a bug is shown without its mend."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import unmended
+from tests.support import track_record
+from tests.support.track_record import DATA, NOT_RECORDED, PAGE, ROOT
+
+FIRST = "C engine: kernels, frames, layout, segments, server, client"
+KINDS, BUGS = track_record.read(DATA.read_text())
+
+
+def git(place: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *who, *arguments], cwd=place, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_page_is_what_is_made() -> None:
+    """Whoever changes the data also runs `make track-record`."""
+    assert PAGE.read_text() == track_record.page(DATA.read_text())
+
+
+def test_every_regression_test_has_its_line() -> None:
+    """A file in tests/regressions is there for at least one bug."""
+    named = {test.partition("::")[0] for bug in BUGS for test in bug.tests}
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "regressions").glob("test_*.py")}
+    assert len(files) > 30
+    assert files - named == set()
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    """Looked up in the source, of Python or C."""
+    known: dict[str, set[str]] = {}
+    missing = []
+    for test in {test for bug in BUGS for test in bug.tests}:
+        file, _, name = test.partition("::")
+        path = ROOT / file
+        if not path.is_file() or (name and name not in known.setdefault(file, track_record.names(path))):
+            missing.append(test)
+    assert missing == []
+
+
+def test_every_commit_is_in_the_history() -> None:
+    """By its subject: hashes change where history is rewritten, and a shallow clone has few commits."""
+    run = subprocess.run(["git", "log", "--format=%s"], cwd=ROOT, capture_output=True, text=True)
+    subjects = set(run.stdout.splitlines())
+    if FIRST not in subjects:
+        pytest.skip("no clone with the whole history")
+    assert {bug.mend for bug in BUGS} - subjects == set()
+
+
+def test_entries_are_plain() -> None:
+    """One short sentence each, no bug twice, a kind that is there, and no claim of a failure without a test."""
+    assert [bug.bug for bug in BUGS if len(bug.bug.split()) > 25 or not bug.bug.endswith(".")] == []
+    assert [text for text, count in Counter(bug.bug for bug in BUGS).items() if count > 1] == []
+    assert {bug.found for bug in BUGS} <= {kind.name for kind in KINDS} | {NOT_RECORDED}
+    assert [bug.bug for bug in BUGS if bug.shown and not bug.tests] == []
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Its second commit mends a bug and brings the test, the third leaves another mend that is written over."""
+    place = tmp_path / "repository"
+    (place / "tests").mkdir(parents=True)
+    git(place, "init", "--quiet")
+    for subject, files in (
+        ("First", {"answer.txt": "41\n", "other.txt": "1\n", "tests/seen.txt": "", "README.md": "one\n"}),
+        ("The answer is right", {"answer.txt": "42\n", "tests/seen.txt": "42\n", "README.md": "two\n"}),
+        ("Another mend", {"other.txt": "2\n"}),
+        ("Written over", {"other.txt": "3\n", "README.md": "three\n"}),
+    ):
+        for name, text in files.items():
+            (place / name).write_text(text)
+        git(place, "add", "--all")
+        git(place, "commit", "--quiet", "--message", subject)
+    return place
+
+
+def test_a_mend_is_taken_out_and_its_test_stays(repository: Path) -> None:
+    """By subject or by hash; the worktree goes, and the repository stays as it is."""
+    commit, subject = unmended.find(repository, "The answer is right")
+    assert unmended.find(repository, commit[:9]) == (commit, subject)
+    with unmended.without(repository, commit) as place:
+        assert (place / "answer.txt").read_text() == "41\n"
+        assert (place / "tests" / "seen.txt").read_text() == "42\n"
+        assert (place / "README.md").read_text() == "three\n"  # a conflict in a page is none
+    assert not place.exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert (repository / "answer.txt").read_text() == "42\n"
+    assert git(repository, "status", "--porcelain") == ""
+
+
+def test_a_mend_that_cannot_be_taken_out_is_told(repository: Path) -> None:
+    """One that was written over, one that is not there, one that only changed tests; a list of commits stays clean."""
+    with (
+        pytest.raises(unmended.UnmendedError, match=r"can no longer be taken out.*other\.txt"),
+        unmended.without(repository, unmended.find(repository, "Another mend")[0]),
+    ):
+        raise AssertionError
+    with pytest.raises(unmended.UnmendedError, match="no commit of HEAD"):
+        unmended.find(repository, "Nobody made this")
+    (repository / "tests" / "more.txt").write_text("")
+    git(repository, "add", "--all")
+    git(repository, "commit", "--quiet", "--message", "A test")
+    with (
+        pytest.raises(unmended.UnmendedError, match="nothing of its code"),
+        unmended.without(repository, unmended.find(repository, "A test")[0]),
+    ):
+        raise AssertionError
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_a_test_that_passes_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that cannot be loaded; one that fails does."""
+    monkeypatch.setattr(unmended, "BUILD", ("pass",))
+    (tmp_path / "test_three.py").write_text("def test_good():\n    pass\ndef test_bad():\n    assert False\n")
+    (tmp_path / "test_none.py").write_text("import nothing_of_this_name\n")
+    assert unmended.fails(tmp_path, "test_three.py::test_good") is False
+    assert unmended.fails(tmp_path, "test_three.py::test_bad") is True
+    assert unmended.fails(tmp_path, "test_none.py") is None
+
+
+def test_the_names_of_tests_are_read_from_the_source(tmp_path: Path) -> None:
+    """Of both languages, and nothing else."""
+    (tmp_path / "test_a.py").write_text("def test_one(): ...\nasync def test_two(): ...\ndef other(): ...\n")
+    (tmp_path / "test_a.c").write_text("static void helper(void) {}\n... = {TEST(one),\n TEST(two)};")
+    assert track_record.names(tmp_path / "test_a.py") == {"test_one", "test_two"}
+    assert track_record.names(tmp_path / "test_a.c") == {"one", "two"}

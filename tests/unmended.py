@@ -1,0 +1,140 @@
+"""Shows a bug: takes its mend out of a copy of HEAD, where the bug's test must then fail.
+
+    python -m tests.unmended COMMIT-OR-SUBJECT [TEST]
+
+TEST is FILE or FILE::NAME, of Python or C; without it those of docs/track-record.toml are run. The copy is a temporary
+worktree of git, built in place. Tests, docs and measurements stay as they are at HEAD. The exit code is 0 if a test
+failed, 1 if all passed or none could be run, 2 if the commit is not known or can no longer be taken out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.track_record import DATA, ROOT, read
+
+# These stay as they are: the test that is to fail must be there.
+KEPT = ("tests", "docs", "perf", ":(glob)*.md")
+BUILD = (
+    "from csrc.build_engine import make_grpc_code; make_grpc_code(); from setuptools import setup; setup()",
+    "-q",
+    "build_ext",
+    "--inplace",
+)
+LINES = 30  # of a failure, shown at the end
+
+
+class UnmendedError(Exception):
+    """The commit is not known, or cannot be taken out any more."""
+
+
+def git(root: Path, *arguments: str, check: bool = True) -> str:
+    run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    if check and run.returncode:
+        raise UnmendedError(f"git {' '.join(arguments)}: {run.stderr.strip()}")
+    return run.stdout.strip()
+
+
+def find(root: Path, wanted: str) -> tuple[str, str]:
+    """Return hash and subject of the newest commit that is meant, by its hash or its subject."""
+    by_hash = git(root, "rev-parse", "--verify", "--quiet", f"{wanted}^{{commit}}", check=False)
+    if by_hash:
+        return by_hash, git(root, "log", "-1", "--format=%s", by_hash)
+    for line in git(root, "log", "--no-merges", "--format=%H %s").splitlines():
+        commit, _, subject = line.partition(" ")
+        if subject == wanted:
+            return commit, subject
+    raise UnmendedError(f"no commit of HEAD has the hash or the subject {wanted!r}; is this clone shallow?")
+
+
+@contextmanager
+def without(root: Path, commit: str) -> Iterator[Path]:
+    """A worktree of HEAD without what a commit changed in code; it goes with the context."""
+    with tempfile.TemporaryDirectory(prefix="smb-unmended-") as folder:
+        place = Path(folder) / "tree"
+        git(root, "worktree", "add", "--quiet", "--detach", str(place), "HEAD")
+        try:
+            git(place, "revert", "--no-commit", commit, check=False)  # conflicts in what is kept are none
+            git(place, "restore", "--source=HEAD", "--staged", "--worktree", "--", *KEPT)
+            if conflicts := git(place, "diff", "--name-only", "--diff-filter=U"):
+                raise UnmendedError(
+                    f"it can no longer be taken out: later commits changed {', '.join(conflicts.split())}"
+                )
+            if not git(place, "diff", "HEAD", "--name-only"):
+                raise UnmendedError("nothing of its code is left at HEAD, or it changed none")
+            yield place
+        finally:
+            git(root, "worktree", "remove", "--force", str(place), check=False)
+
+
+def fails(place: Path, test: str) -> bool | None:
+    """Whether a test fails in a tree; None if it could not be run. What it said goes to stdout."""
+    file, _, name = test.partition("::")
+    path = Path(file)
+    if path.suffix == ".c":
+        jobs = f"-j{os.cpu_count()}"
+        command = ["make", jobs, "-C", str(path.parent), "check", "BUILDS=asan tsan", f"SUITES={path.stem}"]
+    else:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+        built = subprocess.run(
+            [sys.executable, "-c", *BUILD], cwd=place, env=environment(place), capture_output=True, text=True
+        )
+        if built.returncode:
+            print("\n".join((built.stdout + built.stderr).splitlines()[-LINES:]))
+            return None
+    run = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
+    said = (run.stdout + run.stderr).splitlines()
+    print("\n".join(said[-LINES:]))
+    if path.suffix == ".c":
+        return None if run.returncode and not any(name in line for line in said) else run.returncode != 0
+    return {0: False, 1: True}.get(run.returncode)
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Return the environment in which the worktree's packages are found before those that are installed."""
+    return {key: value for key, value in os.environ.items() if key != "MAKEFLAGS"} | {"PYTHONPATH": str(place)}
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.unmended", description=__doc__.partition("\n")[0] if __doc__ else ""
+    )
+    parser.add_argument("commit", help="its hash or its subject")
+    parser.add_argument("test", nargs="?", help="FILE or FILE::NAME; those of docs/track-record.toml if left out")
+    asked = parser.parse_args(arguments)
+    try:
+        entries = read(DATA.read_text())[1]
+        # A hash of the page outlives rewritten history by its subject.
+        subjects = [bug.mend for bug in entries if bug.commit == asked.commit]
+        commit, subject = find(root, subjects[0] if subjects else asked.commit)
+        tests = [asked.test] if asked.test else [test for bug in entries if bug.mend == subject for test in bug.tests]
+        if not tests:
+            raise UnmendedError("docs/track-record.toml names no test of it; say one")
+        print(f"without {commit[:7]} {subject}", flush=True)
+        shown = False
+        with without(root, commit) as place:
+            for test in dict.fromkeys(tests):
+                failed = fails(place, test)
+                outcome = {
+                    True: "fails, as it must",
+                    False: "passes: shows nothing",
+                    None: "could not be run: shows nothing",
+                }
+                print(f"{test} {outcome[failed]}", flush=True)
+                shown = shown or bool(failed)
+    except UnmendedError as error:
+        print(f"{asked.commit}: {error}", file=sys.stderr)
+        return 2
+    return 0 if shown else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
