@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from smb.config.parse import format_bytes
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.lead import Lead
+from smb.coordinator.etcd.election import Lead
 from smb.coordinator.store import StoreError
 from smb.errors import OutOfMemoryError
 
