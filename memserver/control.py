@@ -132,7 +132,9 @@ class ControlService(MemoryServerServicer):
             client = request.client
             theirs = End(client.number, client.gid, client.lid, client.packet_sequence, client.mtu, client.reads)
             end, slots = self._rdma.connect(request.session_id, theirs)
-            if self._segments.has_ended(request.session_id):  # meanwhile: whoever told us missed the connection
+            if self._segments.has_ended(
+                request.session_id
+            ):  # meanwhile: the coordinator's message missed the connection
                 self._rdma.end_session(request.session_id)
             return pb.ConnectVerbsReply(
                 server=pb.VerbsEnd(

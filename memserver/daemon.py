@@ -133,7 +133,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
-    numeric = _numeric(host)  # a name that is none is told as that
+    numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)

@@ -189,7 +189,7 @@ class Engine:
         _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
 
     def use_tls(self, tls: Tls) -> None:
-        """Speak TLS with whoever connects over TCP from here on."""
+        """Speak TLS on all new connections over TCP."""
         lib.smb_server_use_tls(self._server, tls.pointer)
 
     def take_slots(self, count: int) -> Slots:
@@ -319,7 +319,7 @@ class Engine:
         _check(status, f"forward changes of {segment_id:016x}")
 
     def suspend(self, segment_id: int) -> None:
-        """Send whoever waits for the backup's word elsewhere."""
+        """Send requests that wait for the backup elsewhere."""
         lib.smb_server_suspend(self._server, segment_id)
 
     def replicas(self) -> list[ReplicaStatus]:

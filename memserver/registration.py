@@ -70,7 +70,7 @@ class Asking:
         request.unnamed_sessions.extend(self._clients.unknown(self._engine.session_shares()))
 
     def learn(self, reply: pb.RenewServerReply) -> None:
-        """Take what was told."""
+        """Take the coordinator's reply."""
         self._buffers.learn(reply.segment_names)
         self._clients.learn(reply.session_names)
 
@@ -254,7 +254,7 @@ class Registration:
     def _end(self, ended: pb.EndedSessions) -> None:
         self._segments.end_sessions(ended.session_ids)
         self._segments.know_ended(not ended.forgotten)
-        # Not before they have ended here: what we say that we have seen we are not told again.
+        # Not before they have ended here: the coordinator does not repeat what we confirm.
         self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 
     def _succeeded(self) -> None:

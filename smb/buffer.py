@@ -135,7 +135,7 @@ class Buffer:
 
     @property
     def info(self) -> BufferInfo:
-        """All that the coordinator told of it, as last heard."""
+        """The coordinator's description of the buffer, as last heard."""
         return self._dispatcher.info
 
     @property
@@ -687,7 +687,7 @@ _MASK = 2**64 - 1
 
 
 def _elements(array: Any) -> int | None:
-    """Return how many elements an array has, as far as can be told without making one of it; else None."""
+    """Return how many elements an array has, if that is known without converting it; else None."""
     size = getattr(array, "size", None)
     if callable(size):  # torch's
         size = array.numel() if hasattr(array, "numel") else None

@@ -94,14 +94,13 @@ def connect(
     else 127.0.0.1:7070, where `smb up` listens. `name` is how the page, `smb top` and messages call this client, before
     its host and process id. `transport` is "auto", "shm", "verbs" (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. "auto"
     is shared memory if the segment's server runs on this host, else RDMA if both ends have a device, else TCP.
-    `timeout`, in seconds, bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the
-    coordinator was told for all clients) sends a CRC-32C along with every frame, in both directions: what is spoilt on
-    the way breaks its connection and is sent again, and counts once; data in shared memory does not travel and has
-    none. `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default
-    $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster
-    that asks for none lets us in. Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises
-    UnavailableError where no coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's
-    role may not join.
+    `timeout`, in seconds, bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else the
+    coordinator's setting for all clients) sends a CRC-32C along with every frame, in both directions. A spoilt frame
+    breaks its connection, is sent again and counts once. Data in shared memory does not travel and has no checksum.
+    `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS,
+    or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none
+    lets us in. Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError where
+    no coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's role may not join.
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
@@ -191,8 +190,8 @@ class Client:
         a buffer has no locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel
         where a call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like=
         takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
-        keeps: whoever opens the buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and
-        a buffer opened by exist_ok=True has the metadata that it was created with.
+        keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
+        opened by exist_ok=True has the metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
@@ -244,7 +243,8 @@ class Client:
         try:
             buffer = Buffer(self._session, BufferInfo.of(self._coordinator.create_buffer(request, self.timeout)))
         except AlreadyExistsError:
-            # Which tensors says more than how many bytes; where it was deleted meanwhile, that is what is told.
+            # An error about tensors says more than one about bytes. If the buffer was deleted meanwhile, the error says
+            # that.
             if table is not None and exist_ok and (existing := self.open(name)).table:
                 _check_tensors(name, table, existing)
             raise
@@ -290,7 +290,7 @@ class Client:
         return whole_pages(extents, element.numpy)
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
-        """Delete a buffer: its name is free at once, its memory too, and whoever still uses it gets NotFoundError.
+        """Delete a buffer. Its name and its memory are free at once; clients that still use it get NotFoundError.
 
         Raises NotFoundError unless missing_ok.
         """
@@ -299,9 +299,9 @@ class Client:
         self._coordinator.delete_buffer(name, missing_ok, self.timeout)
 
     def rename(self, name: str, new_name: str, *, replace: bool = False) -> None:
-        """Give a buffer another name. Its memory stays where it is, and whoever has it open goes on.
+        """Give a buffer another name. Its memory stays where it is, and clients that have it open go on.
 
-        With replace=True a buffer of the new name is deleted in the same step: whoever opens that name finds the one or
+        With replace=True a buffer of the new name is deleted in the same step: an open of that name finds the one or
         the other, never nothing. Raises NotFoundError, and AlreadyExistsError without it.
         """
         self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace))

@@ -312,11 +312,11 @@ class Dispatcher:
         return opcode in (Opcode.WRITE, Opcode.FILL) or self._nothing_applied(refused, 0)
 
     def _nothing_applied(self, refused: Outcome, wait_ms: int) -> bool:
-        """Whether it is known, or told within that time, that no part of a refused call was applied, or will be."""
+        """Whether no part of a refused call was applied, or will be: known now, or learnt within that time."""
         return not refused.sent or self._outcome_of(refused, 0, wait_ms) == NOT_APPLIED
 
     def _outcome_of(self, failed: Outcome, nbytes: int, wait_ms: int) -> CallOutcome:
-        """Return what is known by now, or told within that time, of a change of so many bytes that was sent."""
+        """Return the outcome of a change of so many bytes that was sent: known now, or learnt within that time."""
         if failed.unknown is None:
             return UNKNOWN
         try:

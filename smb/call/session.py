@@ -41,7 +41,7 @@ class Session(Protocol):
         """Return the order of the async calls on a buffer."""
 
     def why_untrusted(self, server: str) -> str:
-        """Return why whoever answers at a server's address is not taken for it, empty where that is not so."""
+        """Return why the peer at a server's address is not trusted to be that server, empty if it is trusted."""
 
 
 class Fence(Protocol):

@@ -98,7 +98,7 @@ class ServerCounted:
 
 @dataclass(frozen=True, slots=True)
 class ServerSuspected:
-    """A memory server could not be told to drop segments: it must register again, so that it hears of them then."""
+    """A call to drop segments did not reach a memory server: it must register again, and learns of them then."""
 
     name: str
 
@@ -249,7 +249,7 @@ class MakeSegments:
 
 @dataclass(frozen=True, slots=True)
 class DropSegments:
-    """Have the servers drop these; report ServerSuspected for one that cannot be told."""
+    """Have the servers drop these; report ServerSuspected for one that cannot be reached."""
 
     segments: tuple[SegmentRecord, ...]
 

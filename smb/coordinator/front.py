@@ -85,7 +85,7 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             raise self.refusal(outcome)
 
     def refusal(self, outcome: CallOutcome = UNKNOWN) -> DeposedError:
-        """Return the error for whoever called this one."""
+        """Return the error for the caller of this one."""
         leads = f"{self.leader} does" if self.leader and self.leader != self.address else "another one will, soon"
         return DeposedError(
             f"the coordinator at {self.address} does not lead now, {leads}; give all of them: "

@@ -38,7 +38,8 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The parts that stay, whoever leads: the front of the port, the log lines and the counters of this process."""
+    """The parts that stay over changes of the leader: the front of the port, the log lines and the counters of this
+    process."""
 
     options: Options
     front: Front

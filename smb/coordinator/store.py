@@ -61,7 +61,7 @@ class Store(Protocol):
 
 
 def open_store(where: str) -> Store:
-    """Open the store at `where`: a directory, made if need be, for SQLite. (Whoever leads has the one in etcd.)
+    """Open the store at `where`: a directory, made if need be, for SQLite. (The store in etcd belongs to the leader.)
 
     Raises InvalidArgumentError for an unknown kind of store, UnavailableError if another coordinator has the store.
     Raises StoreError if the store cannot be made or was written by another version.

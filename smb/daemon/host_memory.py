@@ -80,7 +80,7 @@ def _groups(root: Path) -> tuple[Group, ...]:
         path = _own_path(root, version)
         if path is None:
             continue
-        # A container sees its own group at the mount point, and may be told the host's path of it.
+        # A container sees its own group at the mount point, and may read the host's path of it.
         below = Path(path).relative_to(mounted_root) if Path(path).is_relative_to(mounted_root) else Path()
         top = root / mounted_at.lstrip("/")
         at = top / below

@@ -91,8 +91,8 @@ def end_with_owner() -> None:
 
 
 def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> None:
-    """Tell whoever waits for it that we serve: a JSON object with address, metrics, name and pid, there whole or not at
-    all.
+    """Write the ready file, which says that we serve: a JSON object with address, metrics, name and pid, there whole or
+    not at all.
 
     Raises UnavailableError where it cannot be written.
     """
@@ -108,7 +108,7 @@ def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> No
 
 def notify(*fields: str) -> None:
     """Tell the service's supervisor, where there is one (systemd's Type=notify): READY=1, STOPPING=1, WATCHDOG=1,
-    STATUS=text. Never fails: a supervisor that can't be told shows by its own means.
+    STATUS=text. Never fails: a supervisor that can't be reached reports that itself.
     """
     where = os.environ.get("NOTIFY_SOCKET", "")
     if not where:

@@ -111,7 +111,7 @@ class EngineClient:
 
     def connect_reference(self, fd: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
         """As connect_tcp, on a connected stream socket, which is the engine's from here on, also where this fails;
-        requests travel by reference: whoever has the other end moves what they name.
+        requests travel by reference: the owner of the other end moves the memory that they name.
         """
         return self._connect(lib.smb_client_connect_reference, fd, lane, timeout_ms)
 

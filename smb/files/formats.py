@@ -1,8 +1,8 @@
 """The bytes of a file: some of a buffer's own, and generated headers. Pure.
 
-A view is exact, or there is none: whoever writes a .npy or .safetensors file reads back those bytes, to the last one.
-So such a file becomes a buffer of its dtype and shape only if its header equals the generated one. Files of numpy and
-of the safetensors library have that header; any other file is kept as bytes.
+A view is exact, or there is none: a .npy or .safetensors file reads back as it was written, to the last byte. So such a
+file becomes a buffer of its dtype and shape only if its header equals the generated one. Files of numpy and of the
+safetensors library have that header; any other file is kept as bytes.
 """
 
 from __future__ import annotations

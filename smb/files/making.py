@@ -1,7 +1,7 @@
 """Files become buffers: made whole under a private name, then given their path in one step. And which path one has.
 
-A Maker is one Tree's, and shares its directories and times of change. It takes no lock: whoever changes what a path
-leads to holds the tree's (namespace.py).
+A Maker is one Tree's, and shares its directories and times of change. It takes no lock: a caller that changes the
+target of a path holds the tree's (namespace.py).
 """
 
 from __future__ import annotations

@@ -643,7 +643,7 @@ class Tree:
             node.removed = True
 
     def _keep_folder(self, path: str) -> None:
-        """A directory does not go away with the last file in it: whoever removes a tree removes it next."""
+        """A directory does not go away with the last file in it: removing a tree removes the directory next."""
         folders = self._catalogue.listing().folders
         while path := parent_of(path):
             if path not in folders:

@@ -101,7 +101,7 @@ class _Regions:
         with self._changed:
             self._kept = region
             self._keepings += 1
-            ours = self._keepings  # the same region may be taken and left again before we are told
+            ours = self._keepings  # the same region may be taken and left again before our callback
             self._changed.notify_all()  # who keeps the one before it
             self._changed.wait_for(lambda: self._kept is None or self._keepings != ours, _KEPT_S)
             if self._keepings == ours:

@@ -53,7 +53,7 @@ _AGAIN_S = 0.05
 _LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
-_LOOKS_PER_LIFE = 4  # at what is due, whoever opened a buffer meanwhile
+_LOOKS_PER_LIFE = 4  # at what is due, even if a thread opened a buffer meanwhile
 _NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
 _UNSECURED = " Or it wants credentials: set SMB_CREDENTIALS=DIR"
 _SECURED = " Or it does not know our certificate, or has no credentials itself"
@@ -140,7 +140,7 @@ class Coordinator:
         return self._opened("OpenBuffer", request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
-        """Return where the lock or barrier of that name lies; whoever asks first gives it its place."""
+        """Return where the lock or barrier of that name lies; the first request gives it its place."""
         return self.create_buffer(pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True), timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:

@@ -4,8 +4,8 @@ A caller is what its certificate says, in URIs among its alternative names: `smb
 `smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. An RPC without a rule is
 refused to everybody. So is a certificate with no role, or with one that this version does not know.
 
-Without credentials there is no interceptor, and whoever reaches the port may call everything (smb.security.credentials
-.check_exposure keeps such ports on loopback unless told otherwise).
+Without credentials there is no interceptor, and every process that reaches the port may call everything.
+smb.security.credentials.check_exposure keeps such ports on loopback, unless the daemon is `--insecure`.
 """
 
 from __future__ import annotations

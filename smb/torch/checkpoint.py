@@ -111,7 +111,7 @@ class Writer(_OfName, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See torch: the memory of all ranks' tensors is made, and each told its places in it."""
+        """See torch: the memory of all ranks' tensors is made, and each rank gets its places in it."""
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise InvalidArgumentError(f"save {self._name!r}: plans can't be cached; leave enable_plan_caching=False")
         end = 0

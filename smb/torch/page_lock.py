@@ -31,7 +31,7 @@ def page_lock(memory: np.ndarray[Any, np.dtype[Any]]) -> Callable[[], object] | 
     if failure := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
         _log.info("CUDA does not lock %d bytes in memory (error %d): copies take longer", memory.nbytes, failure)
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # the next launch is told the error: this one
+            torch.zeros(1, device="cuda")  # CUDA reports the error at the next launch: this one
         return None
     return lambda: runtime.cudaHostUnregister(address)
 

@@ -73,7 +73,7 @@ class Group:
         self.tick = client.open(f"{name}/tick")
         self.member: Member
         self.made = False  # by this worker
-        self.samples_known = False  # step was told how many samples it is of; else steps are no samples
+        self.samples_known = False  # step got the number of its samples; else none are counted
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
         self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
@@ -249,7 +249,7 @@ class Group:
         self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))
 
     def count_samples(self, samples: int) -> None:
-        """Count what a contribution is of, where `step` was told it. No call."""
+        """Count a contribution's samples, if `step` got their number. No call."""
         if self.samples_known:
             self.member.add(t.SAMPLES, samples)
 
@@ -337,7 +337,9 @@ def delete(client: Client, name: str) -> None:
     Its workers' next step raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Raises
     NotFoundError.
     """
-    view(client, name).table.write(0, t.READY, np.array([t.DELETED]))  # so that whoever misses a buffer knows why
+    view(client, name).table.write(
+        0, t.READY, np.array([t.DELETED])
+    )  # so that the error about a missing buffer says why
     # These last, as a group that lacks one of them is taken for half-made, in which a scheme left nothing.
     own = [f"{name}/tick", f"{name}/members", name]
     schemes = [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own]

@@ -233,7 +233,7 @@ class HostExchange(Exchange):
         host.wake()
 
     def _revive(self) -> None:
-        """A host in which nobody is left starts from the shared model, not from where it was: the oldest of those who
+        """A host in which nobody is left starts from the shared model, not from its own. The oldest of the workers that
         come back, maybe all at once, sees to it.
         """
         host = self._host

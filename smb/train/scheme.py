@@ -114,8 +114,8 @@ class Scheme(ABC):
         return cls(**settings)
 
     def interval(self) -> int:
-        """Return after how many local steps a worker may have something to exchange; of the steps between it is enough
-        to be told then, all at once.
+        """Return after how many local steps a worker may have something to exchange. Steps between may be reported
+        then, all at once.
         """
         return 1
 

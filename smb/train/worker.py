@@ -1,4 +1,4 @@
-"""One process's part in a training: `join` gives a Worker, which is told after every local step."""
+"""One process's part in a training: `join` gives a Worker, whose `step` is called after every local step."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Worker:
     def step(self, samples: int | None = None) -> None:
         """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
 
-        Where samples are not told, none are counted, and a step weighs as one.
+        Without samples= none are counted, and a step weighs as one.
 
         Changes the values in place. Blocks as the scheme says (its docstring), otherwise as long as its calls take. May
         raise UnavailableError and TimeoutError: a server was away for longer than the client's timeout; call it again

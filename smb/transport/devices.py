@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")  # where its package python3-pyverbs puts it
-_CAP_IPC_LOCK = 14  # of capabilities(7): whoever has it may lock any amount
+_CAP_IPC_LOCK = 14  # of capabilities(7): a process that has it may lock any amount
 _MEMLOCK_WANTED = (
     64 << 20
 )  # with less not even staging and one array are sure to fit; a daemon locks all that it serves

@@ -135,7 +135,7 @@ class Links:
         return self._outages
 
     def why_untrusted(self, server: str) -> str:
-        """Return why whoever answers at the server's address is not taken for it, empty where that is not so."""
+        """Return why the peer at the server's address is not trusted to be that server, empty if it is trusted."""
         return self._untrusted.get(server, "")
 
     def dial(self, lane: Lane, dialer: Dialer) -> None:
@@ -251,7 +251,7 @@ class Links:
         begun = time.monotonic()
         with self._lock:
             self._outages = replace(self._outages, begun=self._outages.begun + 1)
-        # A server that is not told of its role yet lets us in, and then sends us away.
+        # A server that does not know its role yet lets us in, and then sends us away.
         pause = _PAUSE_FIRST_S if begun - entry.resumed_at > _SENT_AWAY_S else _SENT_AWAY_S / 2
         if pause > _PAUSE_FIRST_S and self._closing.wait(pause):
             return

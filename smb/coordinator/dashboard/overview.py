@@ -99,7 +99,7 @@ class View:
         return "late" if self.now.wall - server.last_seen_at > LATE_S else "alive"
 
     def watch_of(self, server: ServerRecord) -> ServerWatch | None:
-        """Return what this run of the server told, if it did."""
+        """Return the last report of this run of the server, None if there is none."""
         watch = self.seen.servers.get(server.name)
         return watch if watch is not None and watch.instance_id == server.instance_id else None
 

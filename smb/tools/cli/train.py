@@ -41,7 +41,7 @@ def show_workers(found: GroupStatus) -> None:
             str(worker.pid),
             format_ago(worker.joined),
             *(str(number) for number in (worker.clock, worker.contributions, worker.refused, worker.staleness)),
-            str(worker.samples) if worker.samples else "-",  # nobody told how many
+            str(worker.samples) if worker.samples else "-",  # nobody counts them
             style=None if worker.alive else "dim",
         )
     console().print(rows)

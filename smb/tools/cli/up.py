@@ -67,7 +67,7 @@ def up(
     One coordinator and some memory servers, as real processes; one that dies is started again. Nothing of them is left
     at the end, unless --data-dir keeps it: then all is there again at the next start, until this machine restarts. For
     processes on other machines: --listen with this machine's address, or 0.0.0.0, and --credentials; or --insecure in a
-    network that you trust, where whoever reaches it may read and write.
+    network that you trust, where everybody who reaches it may read and write.
 
     Example: smb up --servers 2 --capacity 4GiB --data-dir ~/smb
     """

@@ -171,8 +171,8 @@ class Elastic:
         self._difference.adopt()
 
     def _workers(self) -> int:
-        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we look after
-        those who have told nothing since the last time.
+        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we check the
+        members that have reported nothing since the last time.
         """
         group, rows = self._group, self._group.table.read()
         live = group.live(rows)

@@ -357,7 +357,8 @@ class RoundExchange(Exchange):
         self._group.replace(self._next, claim, fences[self._group.weights.name])
 
     def _decide(self, number: int) -> list[tuple[Buffer, float]]:
-        """Return inboxes and weights, by slot, of those who count in a round: whoever closes it finds the same set."""
+        """Return inboxes and weights, by slot, of the contributions that count in a round: every closer finds the same
+        set."""
         group, table, column = self._group, self._group.table, _decided(number)
         rows = table.read()
         word = int(rows[0, column])
@@ -419,7 +420,7 @@ def _tag(number: int) -> int:
 
 
 def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
-    """Return slot: weight of those who have marked something for a round, whether they are still there or not."""
+    """Return slot: weight of the members that have marked for a round, present or not."""
     found = {}
     for slot in np.flatnonzero(rows[1:, t.MARK] & t.CLOCK_MASK == number + 1).tolist():
         mark, word = int(rows[1 + slot, t.MARK]), int(rows[1 + slot, t.WEIGHT])
