@@ -409,8 +409,8 @@ class Buffer:
         dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
         for elastic.
 
-        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, whoever is
-        killed in the middle. Blocks, and raises, as accumulate_from does.
+        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
+        server is killed in the middle. Blocks, and raises, as accumulate_from does.
         """
         asked = self._arguments.asked("apply")
         known = rule_of(rule, asked)

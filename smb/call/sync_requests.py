@@ -179,7 +179,7 @@ class Home:
             case Status.TIMEOUT:
                 return TimeoutError(f"{asked}: not within the time given")
             case Status.LOCK_LOST:
-                return LockLostError(f"{asked}: its lease ran out; whoever waited may hold the lock now; take it again")
+                return LockLostError(f"{asked}: its lease ran out; another may hold the lock now; take it again")
             case Status.BROKEN:
                 return BrokenBarrierError(
                     f"{asked}: one of the parties died, gave up or left; the next round starts clean"

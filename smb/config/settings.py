@@ -158,8 +158,8 @@ _TABLE = (
     Setting("cluster", "tls_key", str, None, "The own key, in place of key.pem there.", metavar="FILE"),
     Setting(
         "cluster", "insecure", bool, False,
-        "Listen to other machines without credentials: whoever reaches it may read, change and delete, and see the "
-        "pages.",
+        "Listen to other machines without credentials: everybody who reaches it may read, change and delete, and "
+        "see the pages.",
         _switch,
     ),
     Setting(

@@ -253,7 +253,7 @@ def check_exposure(what: str, host: str, credentials: Credentials | None, insecu
     if credentials is not None or insecure or is_loopback(host):
         return
     raise InvalidArgumentError(
-        f"{what} at {host}, without credentials: whoever reaches it could read, change and delete. Give it some "
+        f"{what} at {host}, without credentials: everybody who reaches it could read, change and delete. Give it some "
         f"(--credentials DIR or {CREDENTIALS_VARIABLE}; `smb certs DIR` makes a set), listen on 127.0.0.1, or say "
         f"--insecure where the network is trusted"
     )

@@ -2,7 +2,7 @@
 
     NAME           the shared weights, float32 (n,); the group's settings are its metadata
     NAME/members   the table (member_table.py)
-    NAME/tick      published to wake whoever waits for anything
+    NAME/tick      published to wake all that wait for anything
     NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
 
 The first to join makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else."""

@@ -127,7 +127,9 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
     elif is_loopback(parse_address(cluster.address)[0]):
         out.print("Reached from this machine alone; --listen HOST:PORT opens it to others.")
     else:
-        out.print("WARNING: whoever reaches these ports may read, change and delete. Only in a network that you trust!")
+        out.print(
+            "WARNING: everybody who reaches these ports may read, change and delete. Only in a network that you trust!"
+        )
     out.print("\nIn another terminal:\n")
     out.print(f"  export SMB_COORDINATOR={cluster.address}")
     if credentials is not None:

@@ -5,7 +5,7 @@ never counts. The round is complete when all live members have marked, or once a
 seconds have passed since. The first member to see that it is complete closes it, usually the last to arrive:
 
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
-    decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by whoever closes r
+    decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by every closer of r
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
              optimizer: sum = - the same, state of round r + 1 = state of round r, next = weights, apply the rule
     built    ROUND: -> (r, attempt + 1, built)

@@ -37,7 +37,7 @@ export async function refresh() {
   else keepFocus(() => ({ server, buffer, training })[kind](found));
 }
 
-// What is made anew must not take the focus away from whoever is in the middle of it.
+// Elements that are made anew must not take the focus away from a user in the middle of them.
 function keepFocus(draw) {
   const href = dialog.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   draw();
