@@ -22,7 +22,7 @@ from typing import Protocol
 from smb.config.parse import parse_address
 from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
-from smb.errors import Error, NotFoundError, TransportError, UnavailableError
+from smb.errors import Error, NotFoundError, PermissionDeniedError, TransportError, UnavailableError
 from smb.rpc.client_tokens import Tokens
 from smb.security.credentials import server_name
 from smb.transport.base import Deadline, SegmentPlace
@@ -399,6 +399,10 @@ def refused(place: SegmentPlace, error: EngineError) -> Error:
     text = f"memory server {place.server} at {place.address} can't be reached: {error}"
     if error.status is Status.UNTRUSTED:
         text = _UNTRUSTED % (place.server, place.address, error)
+    if error.status is Status.DENIED:  # nobody gets in with the same token later
+        return PermissionDeniedError(
+            f"memory server {place.server} at {place.address} does not let this session in: its right has expired"
+        )
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)
     return UnavailableError(text)
