@@ -99,8 +99,8 @@ def connect(
     breaks its connection, is sent again and counts once. Data in shared memory does not travel and has no checksum.
     `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS,
     or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none
-    lets us in. Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError where
-    no coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's role may not join.
+    lets us in. If a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError if no
+    coordinator answers, InvalidArgumentError, PermissionDeniedError if the certificate's role may not join.
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
@@ -195,8 +195,8 @@ class Client:
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
-        them, for everybody. Where all have one dtype of the above, the buffer has it too; else it is uint8, and can't
-        be added to.
+        them, for everybody. If all have one dtype of the above, the buffer has it too; else it is uint8, and can't be
+        added to.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -276,7 +276,7 @@ class Client:
         registered, and moved by the network card without a copy. Elsewhere it has pages of its own, large ones where
         the system has them: up to 13 % faster over TCP than an ordinary array, 3 % over shared memory.
 
-        With transport="verbs" raises TransportError where RDMA can't be used, or so much memory can't be locked.
+        With transport="verbs" raises TransportError if RDMA can't be used, or so much memory can't be locked.
         """
         self._session.check_open()
         extents, element = _extents("empty", shape), dtype_of(dtype)
@@ -307,8 +307,8 @@ class Client:
         self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace))
 
     def rename_folder(self, folder: str, new_folder: str) -> None:
-        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError where there are none,
-        AlreadyExistsError where there is something at the new place.
+        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError if there are none,
+        AlreadyExistsError if there is something at the new place.
         """
         self._rename(pb.RenameBufferRequest(name=folder, new_name=new_folder, folder=True))
 
@@ -422,7 +422,7 @@ class Client:
         return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
 
     def serve_metrics(self, address: str) -> None:
-        """Serve /metrics at "host:port" until close(). Where it can't be had that is logged, no more."""
+        """Serve /metrics at "host:port" until close(). If the address can't be had, that is logged, no more."""
         from smb.metrics import serve
 
         try:

@@ -245,7 +245,7 @@ class LocalCluster:
         return self
 
     def _keep(self, directory: Path) -> None:
-        """Make the data directory ours while we run. Raises InvalidArgumentError where another cluster has it."""
+        """Make the data directory ours while we run. Raises InvalidArgumentError if another cluster has it."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept = (directory / "lock").open("wb")
         try:

@@ -34,7 +34,7 @@
  *                  Nobody may begin to overwrite its copy until UNPIN, until the
  *                  session ends, or for the ttl. Repeated: the same pin, no longer than before.
  *                  OUT_OF_MEMORY: the session has very many.
- *   UNPIN          w: the pin's name. OK, also where there is none.
+ *   UNPIN          w: the pin's name. OK, also if there is none.
  *
  * Threads. Every function may be called from any thread. One mutex per struct sync guards the
  * queues and the words, which nobody else writes. Every search among the waiters takes logarithmic

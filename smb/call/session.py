@@ -26,7 +26,7 @@ class Session(Protocol):
     verbs: Verbs
 
     def check_open(self) -> None:
-        """Raise UnavailableError where it was closed, Error in a child of fork."""
+        """Raise UnavailableError if it was closed, Error in a child of fork."""
 
     def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""

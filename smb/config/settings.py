@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The option of the daemon or the commands that take it; empty where none does: programs pass it to
+        """The option of the daemon or the commands that take it; empty if none does: programs pass it to
         smb.connect, or it is of RDMA.
         """
         return "" if self.section in _FLAGLESS else "--" + self.key.replace("_", "-")
@@ -318,7 +318,7 @@ def text_of(name: str) -> str | None:
 
 
 def switch_of(name: str) -> bool | None:
-    """Return whether a switch is on, None where nothing says. Raises as `find` does."""
+    """Return whether a switch is on, None if nothing says. Raises as `find` does."""
     found = find(name)
     return _switch(found.text) if found else None
 

@@ -117,7 +117,7 @@ class CommitLog:
 
     @property
     def store_error(self) -> str:
-        """Why the store cannot be written, as of the last half a second; empty where it can."""
+        """Why the store cannot be written, as of the last half a second; empty if it can."""
         return self._store_error
 
     async def _put(self, event: Event, effects: Sequence[Effect]) -> None:

@@ -155,7 +155,7 @@ class NamesFreed:
 
 @dataclass(frozen=True, slots=True)
 class SessionRenewed:
-    """A client opens a session, or says that it lives. `owner`: its certificate's key, empty where there is none."""
+    """A client opens a session, or says that it lives. `owner`: its certificate's key, empty if there is none."""
 
     session_id: int
     client_name: str

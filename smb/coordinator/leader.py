@@ -105,7 +105,7 @@ class Leading:
         return Leading(commit_log, watch, Dashboard(overview), around)
 
     def page(self, path: str, query: str) -> Answer | None:
-        """Return the answer to GET path?query, None where there is no such page."""
+        """Return the answer to GET path?query, None if there is no such page."""
         if path == "/targets":
             return Answer("200 OK", "application/json", targets(self.commit_log.state, self._around.pages_address()))
         return self._dashboard(path, query)

@@ -6,7 +6,7 @@ Labels are bounded. `kind` is one of the engine's opcodes, `transport` one of sh
 first NAMED_MAX that it sees; all later ones are together in "other", until a deleted or departed one makes room for a
 new one. The coordinator tells apart the NAMED_MAX largest buffers.
 
-prometheus_client is imported only where a metric is made.
+prometheus_client is imported only if a metric is made.
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ def serve(
     staged_files: str | None = None,
 ) -> None:
     """Mount, and serve until somebody unmounts it or a signal ends this process. Blocks; calls `on_ready` once it is
-    there. Raises Error where it can't be mounted.
+    there. Raises Error if it can't be mounted.
     """
     tree = Tree(client, staged_files)
     tree.sweep()

@@ -154,7 +154,7 @@ class Tree:
     # ---- opening
 
     def open(self, path: str, flags: int) -> OpenFile:
-        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE where the path
+        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE if the path
         led to a file that was hidden since: what is there instead is found by looking anew.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY

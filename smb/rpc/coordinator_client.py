@@ -1,7 +1,7 @@
 """The client's side of the control plane: the coordinator that leads, gRPC status codes turned into smb errors.
 
-Where several addresses are given, a call goes on to the next one until its timeout: where it was not sent, where who
-answers stands by, and, if it changes nothing, where its answer was lost.
+With several addresses a call goes on to the next one until its timeout in three cases: it was not sent; the coordinator
+that answers stands by; its answer was lost, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Coordinator:
         self, session_id: int, client_name: str, timeout: float, reports: Sequence[pb.TrainingReport] = ()
     ) -> float:
         """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
-        where there is nothing left to renew.
+        if there is nothing left to renew.
         """
         self._peers.take_new_certificate()
         request = pb.RenewSessionRequest(

@@ -33,7 +33,7 @@ _log = logging.getLogger("pages")
 
 
 def read_token(path: Path) -> str:
-    """Return what the file holds. Raises InvalidArgumentError where it can't be read, others may, or it is guessed too
+    """Return what the file holds. Raises InvalidArgumentError if it can't be read, others may, or it is guessed too
     easily.
     """
     try:

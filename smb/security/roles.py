@@ -40,7 +40,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of an RPC. `namespaces` is None where it is not limited to some; `name` may be empty but of a
+    """The caller of an RPC. `namespaces` is None if it is not limited to some; `name` may be empty but of a
     server."""
 
     role: Role | None
@@ -64,7 +64,7 @@ class Caller:
         return self.namespaces is None or namespace_of(buffer) in self.namespaces
 
 
-# Where there are no credentials.
+# The caller if there are no credentials.
 ANYBODY = Caller(Role.OPERATOR, "anybody")
 
 

@@ -302,7 +302,7 @@ def enter(
 
 @contextlib.contextmanager
 def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
-    """Where servers have no room for what is made in the block, say how much of it the scheme takes."""
+    """If servers have no room for the buffers made in the block, say how much memory the scheme takes."""
     try:
         yield
     except OutOfMemoryError as error:
@@ -350,7 +350,7 @@ def delete(client: Client, name: str) -> None:
 def clear(client: Client, name: str) -> None:
     """Delete a group in which nobody is alive any more, if there is one.
 
-    Raises AlreadyExistsError where somebody is, or died so recently that nobody can tell.
+    Raises AlreadyExistsError if somebody is, or died so recently that nobody can tell.
     """
     with client.lock(f"{name}/setup", timeout=_SETUP_S):
         group = _opened(client, name)
@@ -375,7 +375,7 @@ def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]
 
 
 def _opened(client: Client, name: str) -> Group | None:
-    """Return the group, None where there is none or its maker died half-way."""
+    """Return the group, None if there is none or its maker died half-way."""
     try:
         weights = client.open(name)
     except NotFoundError:
@@ -423,7 +423,7 @@ def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
 
 
 def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: float | None) -> None:
-    """Raise InvalidArgumentError where a joiner wants other settings than the group has."""
+    """Raise InvalidArgumentError if a joiner wants other settings than the group has."""
     wanted: dict[str, Json] = {}
     if scheme is not None:
         wanted |= {"scheme": scheme.NAME} | {f"{scheme.NAME}.{key}": value for key, value in scheme.settings().items()}

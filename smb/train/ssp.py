@@ -61,7 +61,7 @@ def clocks_of(rows: t.Rows) -> dict[int, int]:
 
 
 def lag(clock: int, others: Mapping[int, int]) -> int:
-    """Return how many clocks the slowest of the others is behind; 0 where nobody is."""
+    """Return how many clocks the slowest of the others is behind; 0 if nobody is."""
     return max(0, clock - min(others.values(), default=clock))
 
 

@@ -98,7 +98,7 @@ class Worker:
         group.client._session.reports[id(self)] = self._report
 
     def begin(self) -> None:
-        """Make the parameters the shared model: the last part of joining. Where it fails they are as they were; then
+        """Make the parameters the shared model: the last part of joining. If it fails, they are unchanged; then
         withdraw().
         """
         self._exchange.restart()
@@ -120,7 +120,7 @@ class Worker:
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None where the scheme leaves that to you."""
+        """How many samples the next local step is to be made of; None if the scheme leaves that to you."""
         return self._exchange.batch_size
 
     @property
@@ -172,7 +172,7 @@ class Worker:
         raise UnavailableError and TimeoutError: a server was away for longer than the client's timeout; call it again
         later, and nothing counts twice. Raises RefusedContributionError: nothing was sent, the values are the shared
         model's. A worker that was stopped for longer than its lease joins again by itself: its values are the shared
-        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError where the training
+        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError if the training
         was deleted; close() succeeds then.
         """
         self._check_open()

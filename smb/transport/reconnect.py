@@ -112,8 +112,8 @@ class Links:
         tls: ClientTls,
         locate_copies: Callable[[SegmentPlace], SegmentPlace | None] = lambda place: place,
     ) -> None:
-        """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it.
-        `locate_copies` asks where the primary of a segment is now; NotFoundError where it is gone.
+        """`locate` asks the coordinator for a server by name: None if it does not answer, or does not know it.
+        `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone.
         """
         self._locate_copies = locate_copies
         self._copies: dict[int, _Copies] = {}  # by segment
@@ -145,8 +145,8 @@ class Links:
     def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
         """Return the link of this lane to the segment's server, connecting it if there is none.
 
-        It may be used for that segment. Raises EngineError where nobody answers or we are refused, UnavailableError
-        where it is another server, or another run of it.
+        It may be used for that segment. Raises EngineError if nobody answers or we are refused, UnavailableError
+        if it is another server, or another run of it.
         """
         where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
         with self._lock:

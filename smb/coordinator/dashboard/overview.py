@@ -353,7 +353,7 @@ def _busy(busy: Busy) -> Json:
 
 @lru_cache(maxsize=4096)
 def _settings(_id: int, packed: bytes) -> Json:
-    """Return a training's settings as its first worker stored them, empty where the buffer is no training's."""
+    """Return a training's settings as its first worker stored them, empty if the buffer is no training's."""
     text = metadata.unpack(packed)
     found = json.loads(text).get(TRAINING) if f'"{TRAINING}"' in text else None
     return found if isinstance(found, dict) and isinstance(found.get("scheme"), str) else {}

@@ -54,7 +54,7 @@ class EtcdStore:
         self._lead = lead
 
     async def load(self) -> dict[str, str]:
-        """Return everything, by key. Raises StoreError, and DeposedError where another leads by now."""
+        """Return everything, by key. Raises StoreError, and DeposedError if another leads by now."""
         texts = await read_records(self._etcd, self._place)
         try:
             await self._lead.check()

@@ -129,7 +129,7 @@ def rm(
 ) -> None:
     """Delete a training: its model, and all that belongs to it.
 
-    Where workers are alive it asks first. They end with "training 'NAME' was deleted".
+    If workers are alive, it asks first. They end with "training 'NAME' was deleted".
 
     Example: smb train rm digits
     """
@@ -152,7 +152,7 @@ def rm(
 
 
 def _status(client: Client, name: str) -> GroupStatus | None:
-    """Return what is known; None where it is no training, or is being deleted, or its server is away."""
+    """Return what is known; None if it is no training, or is being deleted, or its server is away."""
     from smb.train import status
 
     try:

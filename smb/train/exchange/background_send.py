@@ -107,7 +107,7 @@ class Deltas:
             self.landing = np.empty_like(self._base)
 
     def add_missing(self) -> bool:
-        """Add what an addition that failed has left; False where none did."""
+        """Add what an addition that failed has left; False if none did."""
         if self._failure is None:
             return False
         run, error = self._failure

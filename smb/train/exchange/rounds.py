@@ -89,7 +89,7 @@ class RoundScheme(Scheme):
         return 1
 
     def outer(self) -> Outer | None:
-        """Return the optimizer on the servers, None where the mean is just added."""
+        """Return the optimizer on the servers, None if the mean is just added."""
         return None
 
     def copies(self) -> Copies:
@@ -319,7 +319,7 @@ class RoundExchange(Exchange):
         if self._sum is not None:
             written.append(self._sum)
         fences: dict[str, Lock] = {}
-        with contextlib.ExitStack() as held:  # gives every lock back, also where giving one back fails
+        with contextlib.ExitStack() as held:  # gives every lock back, also if giving one back fails
             try:
                 for buffer in written:
                     try:
