@@ -139,7 +139,7 @@ function buffer(found) {
   );
 }
 
-// What is to be said of a training's state: its memory first, then whether anybody trains it.
+// The text of a training's state: its memory first, then whether anybody trains it.
 export const stage = (t) => (t.state === "gone" ? "away" : t.state === "lost" ? "lost" : t.workers ? "trains" : "idle");
 
 function training(found) {
