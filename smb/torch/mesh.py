@@ -120,7 +120,8 @@ class MeshParameters(Together):
 
     def statistics(self) -> Values:
         """Return the running statistics, their mean over all ranks."""
-        return np.mean(self.all("statistics"), axis=0, dtype=np.float32)  # type: ignore[no-any-return]
+        mean: Values = np.mean(self.all("statistics"), axis=0, dtype=np.float32)
+        return mean
 
     def _answer(self, command: str, arguments: list[Any]) -> list[Any]:
         failure: Error | None = None
