@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,8 +35,13 @@ class UnmendedError(Exception):
     """The commit is not known, or cannot be taken out any more."""
 
 
+def without_git(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without git's variables, which name another repository if a hook runs this."""
+    return {key: value for key, value in environment.items() if not key.startswith("GIT_")}
+
+
 def git(root: Path, *arguments: str, check: bool = True) -> str:
-    run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    run = subprocess.run(["git", *arguments], cwd=root, env=without_git(os.environ), capture_output=True, text=True)
     if check and run.returncode:
         raise UnmendedError(f"git {' '.join(arguments)}: {run.stderr.strip()}")
     return run.stdout.strip()
@@ -68,7 +73,7 @@ def without(root: Path, commit: str) -> Iterator[Path]:
                     f"it can no longer be taken out: later commits changed {', '.join(conflicts.split())}"
                 )
             if not git(place, "diff", "HEAD", "--name-only"):
-                raise UnmendedError("nothing of its code is left at HEAD, or it changed none")
+                raise UnmendedError("it is a merge, or changed no code, or none of that is left at HEAD")
             yield place
         finally:
             git(root, "worktree", "remove", "--force", str(place), check=False)

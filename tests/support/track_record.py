@@ -47,7 +47,7 @@ says so if the commit can no longer be taken out: later commits may have changed
 """
 
 _TABLE = """
-A hash may change if history is rewritten; the subject stays. One commit often mended several bugs. Where there is no
+A hash may change if history is rewritten; the subject stays. One commit often mended several bugs. If there is no
 test, none of its own is known.
 
 | bug | found by | commit | test | shown |
@@ -70,7 +70,7 @@ class Bug:
 
     bug: str
     mend: str
-    commit: str
+    commit: str = ""
     found: str = NOT_RECORDED
     tests: tuple[str, ...] = ()
     shown: bool = False
@@ -147,7 +147,7 @@ filled.
 def _row(bug: Bug) -> str:
     tests = "<br>".join(f"`{test}`" for test in bug.tests)
     mend = bug.mend.replace("|", "\\|")
-    return f"| {bug.bug} | {bug.found} | {bug.commit} {mend} | {tests} | {'yes' if bug.shown else ''} |\n"
+    return f"| {bug.bug} | {bug.found} | {f'{bug.commit} {mend}'.strip()} | {tests} | {'yes' if bug.shown else ''} |\n"
 
 
 if __name__ == "__main__":
