@@ -131,6 +131,7 @@ def test_a_mend_that_cannot_be_taken_out_is_told(repository: Path) -> None:
 def test_a_test_that_passes_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one that cannot be loaded; one that fails does."""
     monkeypatch.setattr(unmended, "BUILD", ("pass",))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "test_three.py").write_text("def test_good():\n    pass\ndef test_bad():\n    assert False\n")
     (tmp_path / "test_none.py").write_text("import nothing_of_this_name\n")
     assert unmended.fails(tmp_path, "test_three.py::test_good") is False
