@@ -138,9 +138,9 @@ Nobody kept the machine time of any kind, so none can be compared with another b
 - The newest kind, the soak, found {sum(bug.found == "soak" for bug in bugs)} so far.
 - No bug is on record for: {", ".join(none)}. That says nothing of what they found before a commit.
 
-So far reading is worth most, by count. Which of the machines' kinds is worth an hour more cannot be said yet. `make
-nightly` writes how long each form ran, and which failed, into its `results.json`. With that the last column can be
-filled.
+So far reading is worth most, by count. The ways of {len(bugs) - len(told)} bugs are not recorded, so the true order may
+be another. Which of the machines' kinds is worth an hour more cannot be said yet. `make nightly` writes how long each
+form ran, and which failed, into its `results.json`. With that the last column can be filled.
 """
 
 
