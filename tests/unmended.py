@@ -3,8 +3,9 @@
     python -m tests.unmended COMMIT-OR-SUBJECT [TEST]
 
 TEST is FILE or FILE::NAME, of Python or C; without it those of docs/track-record.toml are run. The copy is a temporary
-worktree of git, built in place. Tests, docs and measurements stay as they are at HEAD. The exit code is 0 if a test
-failed, 1 if all passed or none could be run, 2 if the commit is not known or can no longer be taken out.
+worktree of git, built in place. Tests, docs and measurements stay as they are at HEAD. If later commits changed the
+same lines, the copy is of the commit itself instead: its tests, and the code before it. The exit code is 0 if a test
+failed, 1 if all passed or none could be run, 2 if the commit is not known or changed no code.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ LINES = 30  # of a failure, shown at the end
 
 
 class UnmendedError(Exception):
-    """The commit is not known, or cannot be taken out any more."""
+    """The commit is not known, or changed no code."""
+
+
+class WrittenOverError(UnmendedError):
+    """Later commits changed the same lines."""
 
 
 def without_git(environment: Mapping[str, str]) -> dict[str, str]:
@@ -60,20 +65,19 @@ def find(root: Path, wanted: str) -> tuple[str, str]:
 
 
 @contextmanager
-def without(root: Path, commit: str) -> Iterator[Path]:
-    """A worktree of HEAD without what a commit changed in code; it goes with the context."""
+def without(root: Path, commit: str, base: str = "HEAD") -> Iterator[Path]:
+    """A worktree of a commit (base) without the changes that another one made to code; it goes with the context."""
     with tempfile.TemporaryDirectory(prefix="smb-unmended-") as folder:
         place = Path(folder) / "tree"
-        git(root, "worktree", "add", "--quiet", "--detach", str(place), "HEAD")
+        git(root, "worktree", "add", "--quiet", "--detach", str(place), base)
         try:
             git(place, "revert", "--no-commit", commit, check=False)  # conflicts in what is kept are none
-            git(place, "restore", "--source=HEAD", "--staged", "--worktree", "--", *KEPT)
+            for path in KEPT:  # one that is not there yet is refused
+                git(place, "restore", f"--source={base}", "--staged", "--worktree", "--", path, check=False)
             if conflicts := git(place, "diff", "--name-only", "--diff-filter=U"):
-                raise UnmendedError(
-                    f"it can no longer be taken out: later commits changed {', '.join(conflicts.split())}"
-                )
-            if not git(place, "diff", "HEAD", "--name-only"):
-                raise UnmendedError("it is a merge, or changed no code, or none of that is left at HEAD")
+                raise WrittenOverError(f"later commits changed {', '.join(conflicts.split())}")
+            if not git(place, "diff", base, "--name-only"):
+                raise UnmendedError("it is a merge, or changed no code, or none of that is left")
             yield place
         finally:
             git(root, "worktree", "remove", "--force", str(place), check=False)
@@ -82,12 +86,29 @@ def without(root: Path, commit: str) -> Iterator[Path]:
 def fails(place: Path, test: str) -> bool | None:
     """Whether a test fails in a tree; None if it could not be run. What it said goes to stdout."""
     file, _, name = test.partition("::")
-    path = Path(file)
+    found = (
+        [file]
+        if (place / file).is_file()
+        else [str(path.relative_to(place)) for path in place.glob(f"tests/**/{Path(file).name}")]
+    )
+    if len(found) != 1:
+        print(f"there is no {file} yet")
+        return None
+    path = Path(found[0])  # an earlier tree may have it in another folder
     if path.suffix == ".c":
         jobs = f"-j{os.cpu_count()}"
         command = ["make", jobs, "-C", str(path.parent), "check", "BUILDS=asan tsan", f"SUITES={path.stem}"]
     else:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"{path}::{name}" if name else str(path),
+        ]
         built = subprocess.run(
             [sys.executable, "-c", *BUILD], cwd=place, env=environment(place), capture_output=True, text=True
         )
@@ -107,6 +128,22 @@ def environment(place: Path) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "MAKEFLAGS"} | {"PYTHONPATH": str(place)}
 
 
+def run(root: Path, commit: str, base: str, tests: Sequence[str]) -> bool:
+    """Run tests in a tree without a commit; return whether one failed."""
+    shown = False
+    with without(root, commit, base) as place:
+        for test in dict.fromkeys(tests):
+            failed = fails(place, test)
+            outcome = {
+                True: "fails, as it must",
+                False: "passes: shows nothing",
+                None: "could not be run: shows nothing",
+            }
+            print(f"{test} {outcome[failed]}", flush=True)
+            shown = shown or bool(failed)
+    return shown
+
+
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
@@ -124,17 +161,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if not tests:
             raise UnmendedError("docs/track-record.toml names no test of it; say one")
         print(f"without {commit[:7]} {subject}", flush=True)
-        shown = False
-        with without(root, commit) as place:
-            for test in dict.fromkeys(tests):
-                failed = fails(place, test)
-                outcome = {
-                    True: "fails, as it must",
-                    False: "passes: shows nothing",
-                    None: "could not be run: shows nothing",
-                }
-                print(f"{test} {outcome[failed]}", flush=True)
-                shown = shown or bool(failed)
+        try:
+            shown = run(root, commit, "HEAD", tests)
+        except WrittenOverError as error:
+            print(f"HEAD cannot be had without it: {error}. Its own tree, without it:", flush=True)
+            shown = run(root, commit, commit, tests)
     except UnmendedError as error:
         print(f"{asked.commit}: {error}", file=sys.stderr)
         return 2

@@ -41,8 +41,10 @@ _SHOWING = """
     python -m tests.unmended "An idle client no longer takes a whole core"      # the same, by its subject
 
 The command takes the commit's code out of a temporary worktree of HEAD, and builds it. It then runs the bug's test
-there, which must fail. Another test may follow as a second argument. The exit code is 0 if the test failed. The command
-says so if the commit can no longer be taken out: later commits may have changed the same lines.
+there, which must fail. Another test may follow as a second argument. The exit code is 0 if the test failed.
+
+Later commits may have changed the same lines. The command says so, and goes back to the commit itself: to its tests,
+and to the code before it. Far back that may not build any more, and the command says that, too.
 
 """
 

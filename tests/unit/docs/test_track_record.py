@@ -111,10 +111,14 @@ def test_a_mend_is_taken_out_and_its_test_stays(repository: Path) -> None:
 def test_a_mend_that_cannot_be_taken_out_is_told(repository: Path) -> None:
     """One that was written over, one that is not there, one that only changed tests; a list of commits stays clean."""
     with (
-        pytest.raises(unmended.UnmendedError, match=r"can no longer be taken out.*other\.txt"),
+        pytest.raises(unmended.WrittenOverError, match=r"later commits changed other\.txt"),
         unmended.without(repository, unmended.find(repository, "Another mend")[0]),
     ):
         raise AssertionError
+    commit = unmended.find(repository, "Another mend")[0]
+    with unmended.without(repository, commit, commit) as place:  # what its own tree was without it
+        assert (place / "other.txt").read_text() == "1\n"
+        assert (place / "tests" / "seen.txt").read_text() == "42\n"
     with pytest.raises(unmended.UnmendedError, match="no commit of HEAD"):
         unmended.find(repository, "Nobody made this")
     (repository / "tests" / "more.txt").write_text("")
@@ -129,14 +133,18 @@ def test_a_mend_that_cannot_be_taken_out_is_told(repository: Path) -> None:
 
 
 def test_a_test_that_passes_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one that cannot be loaded; one that fails does."""
+    """Nor does one that cannot be loaded or is not there; one that fails does, also in another folder."""
     monkeypatch.setattr(unmended, "BUILD", ("pass",))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    (tmp_path / "test_three.py").write_text("def test_good():\n    pass\ndef test_bad():\n    assert False\n")
+    (tmp_path / "tests" / "earlier").mkdir(parents=True)
+    (tmp_path / "tests" / "earlier" / "test_three.py").write_text(
+        "def test_good():\n    pass\ndef test_bad():\n    assert False\n"
+    )
     (tmp_path / "test_none.py").write_text("import nothing_of_this_name\n")
-    assert unmended.fails(tmp_path, "test_three.py::test_good") is False
-    assert unmended.fails(tmp_path, "test_three.py::test_bad") is True
+    assert unmended.fails(tmp_path, "tests/test_three.py::test_good") is False
+    assert unmended.fails(tmp_path, "tests/test_three.py::test_bad") is True
     assert unmended.fails(tmp_path, "test_none.py") is None
+    assert unmended.fails(tmp_path, "tests/test_four.py::test_good") is None
 
 
 def test_the_names_of_tests_are_read_from_the_source(tmp_path: Path) -> None:
