@@ -86,41 +86,34 @@ def without(root: Path, commit: str, base: str = "HEAD") -> Iterator[Path]:
 def fails(place: Path, test: str) -> bool | None:
     """Whether a test fails in a tree; None if it could not be run. What it said goes to stdout."""
     file, _, name = test.partition("::")
-    found = (
-        [file]
-        if (place / file).is_file()
-        else [str(path.relative_to(place)) for path in place.glob(f"tests/**/{Path(file).name}")]
-    )
+    elsewhere = place.glob(f"tests/**/{Path(file).name}")  # an earlier tree may have it in another folder
+    found = [place / file] if (place / file).is_file() else [*elsewhere]
     if len(found) != 1:
         print(f"there is no {file} yet")
         return None
-    path = Path(found[0])  # an earlier tree may have it in another folder
+    path = found[0].relative_to(place)
     if path.suffix == ".c":
-        jobs = f"-j{os.cpu_count()}"
-        command = ["make", jobs, "-C", str(path.parent), "check", "BUILDS=asan tsan", f"SUITES={path.stem}"]
+        make = ["make", f"-j{os.cpu_count()}", "-C", str(path.parent), "BUILDS=asan tsan", f"SUITES={path.stem}"]
+        build, test = [*make, "all"], [*make, "check"]
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            f"{path}::{name}" if name else str(path),
-        ]
-        built = subprocess.run(
-            [sys.executable, "-c", *BUILD], cwd=place, env=environment(place), capture_output=True, text=True
-        )
-        if built.returncode:
-            print("\n".join((built.stdout + built.stderr).splitlines()[-LINES:]))
-            return None
-    run = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
-    said = (run.stdout + run.stderr).splitlines()
-    print("\n".join(said[-LINES:]))
-    if path.suffix == ".c":
-        return None if run.returncode and not any(name in line for line in said) else run.returncode != 0
-    return {0: False, 1: True}.get(run.returncode)
+        build = [sys.executable, "-c", *BUILD]
+        node = f"{path}::{name}" if name else str(path)
+        test = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", node]
+    if (built := tell(place, build)).returncode:
+        print(*built.stdout.splitlines()[-LINES:], sep="\n")
+        return None
+    ran = tell(place, test)
+    print(*ran.stdout.splitlines()[-LINES:], sep="\n")
+    if path.suffix == ".c" and ran.returncode:
+        return True if f"FAILED {name}" in ran.stdout else None  # another case of the file may have
+    return {0: False, 1: True}.get(ran.returncode)
+
+
+def tell(place: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a tree, all of its output in one text."""
+    return subprocess.run(
+        command, cwd=place, env=environment(place), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def environment(place: Path) -> dict[str, str]:

@@ -147,6 +147,21 @@ def test_a_test_that_passes_shows_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert unmended.fails(tmp_path, "tests/test_four.py::test_good") is None
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make")
+def test_a_test_in_c_that_does_not_compile_shows_nothing(tmp_path: Path) -> None:
+    """Nor does another one's failure: it is built first, and its name must be told."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_three.c").write_text("")
+    makefile = tmp_path / "tests" / "Makefile"
+    makefile.write_text("all:\n\t@true\ncheck:\n\t@echo FAILED bad of $(SUITES); false\n")
+    assert unmended.fails(tmp_path, "tests/test_three.c::bad") is True
+    assert unmended.fails(tmp_path, "tests/test_three.c::other") is None
+    makefile.write_text("all:\n\t@echo FAILED bad, an error of the compiler; false\ncheck: all\n")
+    assert unmended.fails(tmp_path, "tests/test_three.c::bad") is None
+    makefile.write_text("all check:\n\t@true\n")
+    assert unmended.fails(tmp_path, "tests/test_three.c::bad") is False
+
+
 def test_the_names_of_tests_are_read_from_the_source(tmp_path: Path) -> None:
     """Of both languages, and nothing else."""
     (tmp_path / "test_a.py").write_text("def test_one(): ...\nasync def test_two(): ...\ndef other(): ...\n")
