@@ -5,7 +5,8 @@
 TEST is FILE or FILE::NAME, of Python or C; without it those of docs/track-record.toml are run. The copy is a temporary
 worktree of git, built in place. Tests, docs and measurements stay as they are at HEAD. If later commits changed the
 same lines, the copy is of the commit itself instead: its tests, and the code before it. The exit code is 0 if a test
-failed, 1 if all passed or none could be run, 2 if the commit is not known or changed no code.
+failed, 1 if all passed or none could be run, 2 if the commit is not known or changed no code. Read the failure: a test
+may also fail since it calls a function that came with the mend.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def run(root: Path, commit: str, base: str, tests: Sequence[str]) -> bool:
         for test in dict.fromkeys(tests):
             failed = fails(place, test)
             outcome = {
-                True: "fails, as it must",
+                True: "fails: see above whether by this bug",
                 False: "passes: shows nothing",
                 None: "could not be run: shows nothing",
             }

@@ -46,6 +46,8 @@ there, which must fail. Another test may follow as a second argument. The exit c
 Later commits may have changed the same lines. The command says so, and goes back to the commit itself: to its tests,
 and to the code before it. Far back that may not build any more, and the command says that, too.
 
+Read the failure. A test may also fail since it calls a function that came with the mend: that shows nothing.
+
 """
 
 _TABLE = """
@@ -113,7 +115,7 @@ def page(text: str) -> str:
             "".join(f"{row}\n" for row in rows),
             _worth(kinds, bugs),
             _SHOWING,
-            f"This was seen for {sum(bug.shown for bug in bugs)} of the {len(bugs)} bugs: yes in the last column.\n",
+            f"This was seen for {sum(bug.shown for bug in bugs)} of the {len(bugs)} bugs, by its own failure: yes in the last column.\n",
             "Nothing is claimed for the others.\n",
             "\n## All of them, oldest first\n",
             _TABLE,
