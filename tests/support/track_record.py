@@ -115,7 +115,7 @@ def page(text: str) -> str:
             "".join(f"{row}\n" for row in rows),
             _worth(kinds, bugs),
             _SHOWING,
-            f"{sum(bug.shown for bug in bugs)} of the {len(bugs)} bugs were seen to fail so, as the last column says.\n",
+            f"{sum(bug.shown for bug in bugs)} of the {len(bugs)} bugs were seen so: yes in the last column.\n",
             "Nothing is claimed for the others.\n",
             "\n## All of them, oldest first\n",
             _TABLE,
