@@ -1,42 +1,22 @@
 #include "server/replica.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/assert.h"
-#include "base/channel.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "memory/format.h"
 #include "server/counters.h"
+#include "server/feed.h"
 #include "server/lanes.h"
 #include "server/server.h"
 #include "server/waits.h"
 
-enum {
-    GREETING_FRAMES = 2, /* HELLO, REPLICATE */
-    GREETING_BYTES = GREETING_FRAMES * SMB_FRAME_BYTES,
-    SPARES_MAX = 16,
-    SEND_PARTS = 16,
-    EVENTS_PER_WAIT = 64,
-    FLAGS_AT = 6 /* in a header: frame.c */
-};
-
-/* One frame on its way to the backup, or sent and not confirmed. */
-struct forward {
-    struct forward *next;
-    uint64_t order;
-    uint64_t asked_ns; /* of a question whether it is still the backup; 0: it is a change */
-    uint32_t bytes;
-    uint32_t room;
-    bool was_sent; /* some of it, over any connection */
-    uint8_t frame[];
-};
+enum { EVENTS_PER_WAIT = 64 };
 
 struct replica {
     struct smb_server *server;
@@ -50,19 +30,7 @@ struct replica {
     _Atomic uint64_t *chunk_orders; /* of each chunk the last change; written under its lock too */
     uint64_t asked_at_ns;           /* when the last question that was confirmed was asked */
     bool asking;                    /* one is on its way */
-    int fd;                         /* to the backup; -1: none */
-    uint64_t backup_instance;
-    uint64_t broken_ns; /* since when there is no connection that works; 0: there is */
-    uint8_t greeting[GREETING_BYTES];
-    uint32_t greeting_sent, greeting_answered;
-    struct forward *first, *last; /* what is not confirmed, by order */
-    struct forward *unsent;       /* the first of them that is not sent whole */
-    uint32_t unsent_done;         /* bytes of it that are */
-    uint64_t queued_bytes;        /* prepared ones included */
-    struct forward *spare;
-    uint32_t spares;
-    uint8_t in[SMB_FRAME_BYTES];
-    uint32_t in_have;
+    struct feed feed;               /* to the backup */
     struct wait *waiting, *waiting_last; /* by order */
     const struct connection *feeder;     /* backup: the primary's, compared only */
 };
@@ -85,82 +53,28 @@ int replica_create(struct smb_server *server, struct smb_segment *segment, struc
     made->server = server;
     made->id = info.id;
     made->chunk_bytes = info.chunk_bytes;
-    made->fd = -1;
-    made->broken_ns = smb_now_ns();
+    feed_create(&made->feed);
     pthread_mutex_init(&made->lock, NULL);
     *replica = made;
     return SMB_OK;
 }
 
-static void free_all(struct forward *forward)
-{
-    while (forward) {
-        struct forward *next = forward->next;
-        free(forward);
-        forward = next;
-    }
-}
-
 void replica_destroy(struct replica *replica)
 {
     SMB_ASSERT(!replica->waiting);
-    if (replica->fd >= 0)
-        close(replica->fd);
-    free_all(replica->first);
-    free_all(replica->spare);
+    feed_destroy(&replica->feed);
     pthread_mutex_destroy(&replica->lock);
     free(replica->chunk_orders);
     free(replica);
 }
 
-static struct forward *make_forward(struct replica *replica, uint32_t bytes)
-{
-    struct forward *made = replica->spare;
-    if (made && made->room >= bytes) {
-        replica->spare = made->next;
-        replica->spares--;
-    } else {
-        made = malloc(sizeof *made + bytes);
-        if (!made)
-            return NULL;
-        made->room = bytes;
-    }
-    made->next = NULL;
-    made->order = made->asked_ns = 0;
-    made->was_sent = false;
-    made->bytes = bytes;
-    replica->queued_bytes += bytes;
-    return made;
-}
-
-static void give_back(struct replica *replica, struct forward *forward)
-{
-    replica->queued_bytes -= forward->bytes;
-    if (replica->spares < SPARES_MAX && forward->room > SMB_FRAME_BYTES) {
-        forward->next = replica->spare;
-        replica->spare = forward;
-        replica->spares++;
-    } else {
-        free(forward);
-    }
-}
-
+/* With the lock. */
 static void append(struct replica *replica, struct forward *forward)
 {
-    forward->order = atomic_load_explicit(&replica->order, memory_order_relaxed) + 1;
-    atomic_store_explicit(&replica->order, forward->order, memory_order_release);
-    if (replica->last)
-        replica->last->next = forward;
-    else
-        replica->first = forward;
-    replica->last = forward;
-    if (!replica->unsent) {
-        replica->unsent = forward;
-        replica->unsent_done = 0;
-    }
+    uint64_t order = atomic_load_explicit(&replica->order, memory_order_relaxed) + 1;
+    atomic_store_explicit(&replica->order, order, memory_order_release);
+    feed_append(&replica->feed, forward, order);
 }
-
-/* ---- the connection to the backup ------------------------------------------------------------ */
 
 static bool is_paired(const struct replica *replica)
 {
@@ -172,69 +86,10 @@ static bool is_primary(const struct replica *replica)
     return atomic_load_explicit(&replica->role, memory_order_acquire) == SMB_REPLICA_PRIMARY;
 }
 
-/* With the lock. What was sent and not confirmed is sent again over the next one, and said to be a
- * repetition. */
-static void disconnect(struct replica *replica)
-{
-    if (replica->fd >= 0)
-        close(replica->fd);
-    if (replica->broken_ns == 0)
-        replica->broken_ns = smb_now_ns();
-    replica->fd = -1;
-    replica->greeting_sent = replica->greeting_answered = 0;
-    replica->in_have = 0;
-    replica->unsent = replica->first;
-    replica->unsent_done = 0;
-    for (struct forward *sent = replica->first; sent && sent->was_sent; sent = sent->next)
-        sent->frame[FLAGS_AT] |= SMB_FLAG_RETRY;
-}
-
-/* With the lock. As much as the socket takes. */
-static void send_some(struct replica *replica)
-{
-    while (replica->fd >= 0) {
-        struct iovec parts[SEND_PARTS];
-        int count = 0;
-        if (replica->greeting_sent < GREETING_BYTES)
-            parts[count++] = (struct iovec){replica->greeting + replica->greeting_sent,
-                                            GREETING_BYTES - replica->greeting_sent};
-        uint32_t skip = replica->unsent_done;
-        for (struct forward *at = replica->unsent; at && count < SEND_PARTS; at = at->next) {
-            parts[count++] = (struct iovec){at->frame + skip, at->bytes - skip};
-            at->was_sent = true;
-            skip = 0;
-        }
-        if (count == 0)
-            return;
-        struct channel channel = {.fd = replica->fd};
-        ssize_t done = channel_write(&channel, parts, count);
-        if (done < 0) {
-            if (channel_failed(done))
-                disconnect(replica);
-            return; /* the forwarder is told when there is room */
-        }
-        uint64_t left = (uint64_t)done;
-        uint32_t greeting = GREETING_BYTES - replica->greeting_sent;
-        uint32_t of_greeting = left < greeting ? (uint32_t)left : greeting;
-        replica->greeting_sent += of_greeting;
-        left -= of_greeting;
-        while (left > 0) {
-            uint32_t missing = replica->unsent->bytes - replica->unsent_done;
-            if (left < missing) {
-                replica->unsent_done += (uint32_t)left;
-                break;
-            }
-            left -= missing;
-            replica->unsent = replica->unsent->next;
-            replica->unsent_done = 0;
-        }
-    }
-}
-
 void replica_send(struct replica *replica)
 {
     pthread_mutex_lock(&replica->lock);
-    send_some(replica);
+    feed_send(&replica->feed);
     pthread_mutex_unlock(&replica->lock);
 }
 
@@ -305,13 +160,7 @@ bool replica_forget(struct replica *replica, struct wait *wait)
  * the only copy it has all that it tells of. Any other status sends clients elsewhere. */
 static void stop_forwarding(struct replica *replica, int status)
 {
-    disconnect(replica);
-    while (replica->first) {
-        struct forward *forward = replica->first;
-        replica->first = forward->next;
-        give_back(replica, forward);
-    }
-    replica->last = replica->unsent = NULL;
+    feed_clear(&replica->feed);
     replica->asking = false;
     atomic_store_explicit(&replica->paired, false, memory_order_release);
     if (status == SMB_OK)
@@ -333,7 +182,7 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
                           memory_order_release);
     atomic_store_explicit(&replica->epoch, epoch, memory_order_release);
     atomic_store_explicit(&replica->role, role, memory_order_release);
-    replica->broken_ns = smb_now_ns();
+    replica->feed.broken_ns = smb_now_ns();
     pthread_mutex_unlock(&replica->lock);
 }
 
@@ -420,9 +269,9 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     bool paired = is_paired(replica);
     if (!is_primary(replica))
         status = SMB_STALE_EPOCH;
-    else if (paired && replica->queued_bytes > REPLICA_QUEUED_BYTES_MAX)
+    else if (paired && replica->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
         status = SMB_BUSY;
-    else if (paired && !(made = make_forward(replica, SMB_FRAME_BYTES + body)))
+    else if (paired && !(made = feed_make(&replica->feed, SMB_FRAME_BYTES + body)))
         status = SMB_OUT_OF_MEMORY;
     pthread_mutex_unlock(&replica->lock);
     *forward = made;
@@ -437,7 +286,7 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
 void replica_take_back(struct replica *replica, struct forward *forward)
 {
     pthread_mutex_lock(&replica->lock);
-    give_back(replica, forward);
+    feed_free(&replica->feed, forward);
     pthread_mutex_unlock(&replica->lock);
 }
 
@@ -454,7 +303,7 @@ int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t o
         atomic_store_explicit(&replica->chunk_orders[offset / replica->chunk_bytes], *order,
                               memory_order_release);
     } else {
-        give_back(replica, forward); /* it lost its backup, or its role, in between */
+        feed_free(&replica->feed, forward); /* it lost its backup, or its role, in between */
         status = is_primary(replica) ? SMB_OK : SMB_STALE_EPOCH;
     }
     pthread_mutex_unlock(&replica->lock);
@@ -468,11 +317,12 @@ void replica_refuse(struct replica *replica, const struct smb_frame *frame)
                              .lane = frame->lane,
                              .sequence = frame->sequence};
     pthread_mutex_lock(&replica->lock);
-    struct forward *forward = is_paired(replica) ? make_forward(replica, SMB_FRAME_BYTES) : NULL;
+    struct forward *forward = is_paired(replica) ? feed_make(&replica->feed, SMB_FRAME_BYTES)
+                                                 : NULL;
     if (forward) {
         encode(replica, forward, note);
         append(replica, forward);
-        send_some(replica);
+        feed_send(&replica->feed);
     }
     pthread_mutex_unlock(&replica->lock);
 }
@@ -498,14 +348,14 @@ bool replica_has_confirmed(struct replica *replica, uint64_t order)
 /* With the lock. */
 static void ask_backup(struct replica *replica)
 {
-    struct forward *question = replica->asking ? NULL : make_forward(replica, SMB_FRAME_BYTES);
+    struct forward *question = replica->asking ? NULL : feed_make(&replica->feed, SMB_FRAME_BYTES);
     if (!question)
         return;
     encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
     replica->asking = true;
     append(replica, question);
-    send_some(replica);
+    feed_send(&replica->feed);
 }
 
 uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
@@ -535,66 +385,25 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
 /* ---- the forwarder --------------------------------------------------------------------------- */
 
 /* With the lock. */
-static void confirm(struct replica *replica)
+static void confirm(struct replica *replica, struct forward *done)
 {
-    struct forward *done = replica->first;
-    replica->first = done->next;
-    if (!replica->first)
-        replica->last = NULL;
     if (done->asked_ns) {
         replica->asked_at_ns = done->asked_ns;
         replica->asking = false;
     }
     atomic_store_explicit(&replica->confirmed, done->order, memory_order_release);
     uint64_t order = done->order;
-    give_back(replica, done);
+    feed_free(&replica->feed, done);
     answer_waiting(replica, order, SMB_OK);
-}
-
-/* With the lock. false: the backup does not take us, or does not speak our protocol. */
-static bool take_answer(struct replica *replica)
-{
-    struct smb_frame reply;
-    if (smb_frame_parse(replica->in, &reply) != SMB_OK || !(reply.flags & SMB_FLAG_REPLY) ||
-        reply.status != SMB_OK)
-        return false;
-    if (replica->greeting_answered < GREETING_FRAMES) {
-        if (reply.opcode == SMB_HELLO && reply.segment != replica->backup_instance)
-            return false;
-        if (++replica->greeting_answered == GREETING_FRAMES)
-            replica->broken_ns = 0;
-        return true;
-    }
-    struct smb_frame asked;
-    /* Our own frame: it parses. */
-    if (!replica->first || replica->first == replica->unsent ||
-        smb_frame_parse(replica->first->frame, &asked) != SMB_OK || reply.opcode != asked.opcode ||
-        reply.sequence != asked.sequence || reply.session != asked.session)
-        return false;
-    confirm(replica);
-    return true;
 }
 
 static void receive_answers(struct replica *replica)
 {
     pthread_mutex_lock(&replica->lock);
-    while (replica->fd >= 0) {
-        ssize_t done = recv(replica->fd, replica->in + replica->in_have,
-                            SMB_FRAME_BYTES - replica->in_have, MSG_DONTWAIT);
-        if (done < 0 && (errno == EAGAIN || errno == EINTR))
-            break;
-        if (done <= 0) {
-            disconnect(replica);
-            break;
-        }
-        replica->in_have += (uint32_t)done;
-        if (replica->in_have < SMB_FRAME_BYTES)
-            continue;
-        replica->in_have = 0;
-        if (!take_answer(replica))
-            disconnect(replica);
-    }
-    send_some(replica);
+    struct forward *done;
+    while ((done = feed_receive(&replica->feed)))
+        confirm(replica, done);
+    feed_send(&replica->feed);
     pthread_mutex_unlock(&replica->lock);
 }
 
@@ -685,25 +494,14 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
                              epoch != atomic_load_explicit(&replica->epoch, memory_order_relaxed)))
         status = SMB_STALE_EPOCH;
     if (status == SMB_OK) {
-        disconnect(replica);
-        struct smb_frame hello = {
-            .opcode = SMB_HELLO, .session = id, .lane = REPLICA_LANE, .segment = 0};
-        struct smb_frame begin = {.opcode = SMB_REPLICATE,
-                                  .session = id,
-                                  .lane = REPLICA_LANE,
-                                  .segment = id,
-                                  .epoch = epoch};
-        smb_frame_encode(&hello, replica->greeting);
-        smb_frame_encode(&begin, replica->greeting + SMB_FRAME_BYTES);
-        replica->backup_instance = instance;
-        replica->fd = fd;
+        feed_connect(&replica->feed, fd, id, epoch, instance);
         /* Told at each change: a socket that was full and has room again, and each arrival. */
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.u64 = id};
         if (epoll_ctl(server->forward_epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
-            disconnect(replica);
+            feed_disconnect(&replica->feed);
             status = SMB_SYSTEM;
         } else {
-            send_some(replica);
+            feed_send(&replica->feed);
         }
     } else {
         close(fd);
@@ -746,12 +544,12 @@ static void look_at(void *argument, struct smb_segment *segment)
             .epoch = atomic_load_explicit(&replica->epoch, memory_order_relaxed),
             .role = atomic_load_explicit(&replica->role, memory_order_relaxed),
             .paired = is_paired(replica),
-            .dialled = replica->fd >= 0,
-            .broken_ms = replica->broken_ns
-                             ? (uint32_t)((smb_now_ns() - replica->broken_ns) / 1000000U)
+            .dialled = replica->feed.fd >= 0,
+            .broken_ms = replica->feed.broken_ns
+                             ? (uint32_t)((smb_now_ns() - replica->feed.broken_ns) / 1000000U)
                              : 0,
             .unconfirmed = order - atomic_load_explicit(&replica->confirmed, memory_order_relaxed),
-            .queued_bytes = replica->queued_bytes};
+            .queued_bytes = replica->feed.queued_bytes};
         pthread_mutex_unlock(&replica->lock);
     }
     look->found++;
@@ -771,7 +569,7 @@ void replica_feed_begins(struct replica *replica, const struct connection *feede
 {
     pthread_mutex_lock(&replica->lock);
     replica->feeder = feeder;
-    replica->broken_ns = 0;
+    replica->feed.broken_ns = 0;
     pthread_mutex_unlock(&replica->lock);
 }
 
@@ -780,7 +578,7 @@ void replica_feed_ends(struct replica *replica, const struct connection *feeder)
     pthread_mutex_lock(&replica->lock);
     if (replica->feeder == feeder) {
         replica->feeder = NULL;
-        replica->broken_ns = smb_now_ns();
+        replica->feed.broken_ns = smb_now_ns();
     }
     pthread_mutex_unlock(&replica->lock);
 }

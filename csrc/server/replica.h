@@ -27,8 +27,7 @@ struct replica;
 struct smb_server;
 struct wait;
 
-/* The lane of connections between servers; their session is the segment's id. */
-enum { REPLICA_LANE = 65535, REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
+enum { REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
 
 /* Of a segment that is being served; it has no role yet. */
 int replica_create(struct smb_server *server, struct smb_segment *segment,
