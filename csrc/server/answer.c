@@ -50,8 +50,9 @@ enum step answer_defer(struct connection *connection)
 
 enum step answer_failure(struct connection *connection, int status)
 {
-    if (smb_opcode_changes(connection->request.frame.opcode))
-        gate_refused(connection->loop->server, &connection->request);
+    if (smb_opcode_changes(connection->request.frame.opcode) &&
+        gate_refused(connection->loop->server, &connection->request) == SMB_BUSY)
+        return answer_defer(connection);
     server_count(&connection->loop->server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     output_put(connection, &reply);

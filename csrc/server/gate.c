@@ -132,7 +132,27 @@ int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *
                              request->frame.lane, watermark, refused);
 }
 
-void gate_refused(struct smb_server *server, const struct gate_request *refused)
+/* `replica`: its backup is told too. The note for it is made first, so that both know or neither. */
+static int note_refused(struct gate_request *request, struct replica *replica)
+{
+    struct forward *note = NULL;
+    int status = replica ? replica_prepare_refusal(replica, &request->frame, &note) : SMB_OK;
+    if (status == SMB_OK)
+        status = take_record(request);
+    if (status == SMB_OK) {
+        record_refuse(request->record, request->frame.sequence);
+        if (note)
+            replica_enqueue_refusal(replica, note);
+    } else if (note) {
+        replica_take_back(replica, note);
+    }
+    let_go(request);
+    if (note && status == SMB_OK)
+        replica_send(replica);
+    return status == SMB_EXISTS ? SMB_OK : status;
+}
+
+int gate_refused(struct smb_server *server, const struct gate_request *refused)
 {
     const struct smb_frame *frame = &refused->frame;
     const struct grant *grant = server->guarded && refused->grants
@@ -140,28 +160,23 @@ void gate_refused(struct smb_server *server, const struct gate_request *refused)
                                     : NULL;
     /* one that has expired was one */
     if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0))
-        return;
+        return SMB_OK;
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
-        return; /* nor will any later one be applied */
+        return SMB_OK; /* nor will any later one be applied */
     struct gate_request request = {.frame = *frame, .segment = segment};
     struct replica *replica = served_of(segment)->replica;
+    int status = SMB_OK;
     /* Of two copies only the primary decides, and its clients ask again elsewhere. */
-    if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false))) {
-        int status = gate_note_refused(&request);
-        if (replica && status == SMB_OK)
-            replica_refuse(replica, frame);
-    }
+    if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false)))
+        status = note_refused(&request, replica);
     smb_segment_release(segment);
+    return status == SMB_BUSY ? SMB_BUSY : SMB_OK;
 }
 
 int gate_note_refused(struct gate_request *request)
 {
-    int status = take_record(request);
-    if (status == SMB_OK)
-        record_refuse(request->record, request->frame.sequence);
-    let_go(request);
-    return status == SMB_EXISTS ? SMB_OK : status;
+    return note_refused(request, NULL);
 }
 
 /* Answers a repeated change: with the old value of the first answer, or for an accumulate with the

@@ -56,9 +56,10 @@ void gate_close(struct gate_request *request, bool to_change, bool done);
 int gate_note_refused(struct gate_request *request);
 /* How far the frame's lane has come on its segment, and up to where some changes were refused. */
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
-/* A change is answered with a failure: a later one of the lane must not make it look applied. A
- * client without the right to change the segment leaves no trace there. */
-void gate_refused(struct smb_server *server, const struct gate_request *refused);
+/* A change is about to be answered with a failure: a later one of the lane must not make it look
+ * applied. A client without the right to change the segment leaves no trace there. SMB_BUSY: that
+ * cannot be noted now, so it must not be answered; defer it. */
+int gate_refused(struct smb_server *server, const struct gate_request *refused);
 void gate_done(struct gate_request *request);
 
 #endif

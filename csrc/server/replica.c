@@ -278,7 +278,7 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     if (!made)
         return status;
     encode(replica, made, *frame);
-    if (body > 0)
+    if (payload && body > 0)
         memcpy(made->frame + SMB_FRAME_BYTES, payload, body);
     return SMB_OK;
 }
@@ -310,20 +310,24 @@ int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t o
     return status;
 }
 
-void replica_refuse(struct replica *replica, const struct smb_frame *frame)
+int replica_prepare_refusal(struct replica *replica, const struct smb_frame *frame,
+                            struct forward **forward)
 {
     struct smb_frame note = {.opcode = SMB_REFUSED,
                              .session = frame->session,
                              .lane = frame->lane,
                              .sequence = frame->sequence};
+    int status = replica_prepare(replica, &note, NULL, forward);
+    return status == SMB_OUT_OF_MEMORY ? SMB_BUSY : status; /* a refusal cannot be refused */
+}
+
+void replica_enqueue_refusal(struct replica *replica, struct forward *forward)
+{
     pthread_mutex_lock(&replica->lock);
-    struct forward *forward = is_paired(replica) ? feed_make(&replica->feed, SMB_FRAME_BYTES)
-                                                 : NULL;
-    if (forward) {
-        encode(replica, forward, note);
+    if (is_paired(replica))
         append(replica, forward);
-        feed_send(&replica->feed);
-    }
+    else
+        feed_free(&replica->feed, forward); /* it lost its backup, or its role, in between */
     pthread_mutex_unlock(&replica->lock);
 }
 

@@ -54,8 +54,12 @@ void replica_take_back(struct replica *replica, struct forward *forward);
  * primary no more, and nobody may hear of the change. */
 int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t offset,
                     uint64_t *order);
-/* A change was refused: the backup notes it too. */
-void replica_refuse(struct replica *replica, const struct smb_frame *frame);
+/* A change is about to be refused: the note of it for the backup, to *forward, or NULL where there
+ * is none. SMB_BUSY: there is no room for it. SMB_STALE_EPOCH as replica_prepare. */
+int replica_prepare_refusal(struct replica *replica, const struct smb_frame *frame,
+                            struct forward **forward);
+/* While the lane's record that says so is held: in the order of the lane's changes. */
+void replica_enqueue_refusal(struct replica *replica, struct forward *forward);
 /* Sends what can be sent now. Outside of chunks' locks. */
 void replica_send(struct replica *replica);
 

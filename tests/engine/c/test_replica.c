@@ -4,9 +4,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/frame.h"
 #include "rig.h"
+#include "server/replica.h"
 
 enum {
     ID = 77,
@@ -326,6 +329,96 @@ static void what_is_refused(void)
     smb_server_destroy(next);
 }
 
+/* Frames of one lane by hand, so that many are on their way at once. */
+struct raw {
+    int fd;
+    uint64_t session, sequence;
+};
+
+static struct smb_frame raw_receive(struct raw *raw)
+{
+    uint8_t bytes[SMB_FRAME_BYTES];
+    struct smb_frame reply;
+    CHECK_EQ(recv(raw->fd, bytes, sizeof bytes, MSG_WAITALL), sizeof bytes);
+    CHECK_EQ(smb_frame_parse(bytes, &reply), SMB_OK);
+    return reply;
+}
+
+static void raw_send(struct raw *raw, struct smb_frame frame)
+{
+    static const uint8_t zeros[CHUNK];
+    uint8_t bytes[SMB_FRAME_BYTES];
+    frame.session = raw->session;
+    frame.lane = SMB_LANE_OF_SEGMENTS + 1;
+    smb_frame_encode(&frame, bytes);
+    CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
+    if (frame.payload > 0)
+        CHECK_EQ(write(raw->fd, zeros, frame.payload), frame.payload);
+}
+
+static struct raw raw_begin(struct pair *pair, int server, uint64_t session)
+{
+    struct raw raw = {.fd = raw_connect(pair->ports[server]), .session = session};
+    raw_send(&raw, (struct smb_frame){.opcode = SMB_HELLO});
+    CHECK_EQ(raw_receive(&raw).status, SMB_OK);
+    return raw;
+}
+
+static void raw_write(struct raw *raw, uint64_t offset)
+{
+    raw_send(raw, (struct smb_frame){.opcode = SMB_WRITE,
+                                     .dtype = SMB_INT64,
+                                     .epoch = 1,
+                                     .segment = ID,
+                                     .sequence = ++raw->sequence,
+                                     .offset = offset,
+                                     .length = CHUNK,
+                                     .payload = CHUNK});
+}
+
+static uint64_t deferred(struct pair *pair, int server)
+{
+    struct smb_server_counters counters;
+    smb_server_counters(pair->servers[server], &counters);
+    return counters.deferred_now;
+}
+
+/* While the backup cannot be reached no more than so much is kept for it, refusals too. Each
+ * refusal waits for its note, so that no watermark of the backup's speaks for it later. */
+static void refusals_have_a_bound(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct raw many = raw_begin(&pair, 0, 20), bad = raw_begin(&pair, 0, 21);
+    int sent = 0;
+    while (status_of(&pair, 0).queued_bytes <= REPLICA_QUEUED_BYTES_MAX) {
+        raw_write(&many, 0);
+        sent++;
+        WAIT_UNTIL(status_of(&pair, 0).unconfirmed == (uint64_t)sent);
+    }
+    uint64_t full = status_of(&pair, 0).queued_bytes;
+    raw_write(&bad, CHUNK / 2); /* over two chunks */
+    raw_write(&bad, 0);
+    WAIT_UNTIL(deferred(&pair, 0) == 1);
+    CHECK_EQ(status_of(&pair, 0).queued_bytes, full);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    CHECK_EQ(raw_receive(&bad).status, SMB_INVALID);
+    CHECK_EQ(raw_receive(&bad).status, SMB_OK);
+    for (int i = 0; i < sent; i++)
+        CHECK_EQ(raw_receive(&many).status, SMB_OK);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 0 && status_of(&pair, 0).queued_bytes == 0);
+    close(many.fd);
+    close(bad.fd);
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+    struct raw later = raw_begin(&pair, 1, 21);
+    raw_send(&later, (struct smb_frame){.opcode = SMB_WATERMARK, .epoch = 2, .segment = ID});
+    struct smb_frame watermark = raw_receive(&later);
+    CHECK_EQ(watermark.argument, 2); /* was made */
+    CHECK_EQ(watermark.offset, 1);   /* was refused */
+    close(later.fd);
+    stop(&pair);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -336,6 +429,7 @@ int main(void)
         TEST(the_backup_takes_over),
         TEST(reads_without_a_lease),
         TEST(what_is_refused),
+        TEST(refusals_have_a_bound),
     };
     return RUN_TESTS(tests);
 }
