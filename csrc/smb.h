@@ -522,6 +522,11 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
                     uint64_t instance);
 /* What waits for the backup's word is sent to ask elsewhere. */
 int smb_server_suspend(struct smb_server *server, uint64_t id);
+/* Waits until roles or connections have changed since they were at `seen`; returns where they are
+ * now. timeout_ms 0: for ever. */
+uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uint32_t timeout_ms);
+/* Ends such a wait. */
+void smb_server_wake_replicas(struct smb_server *server);
 /* Fills in at most `most`; returns how many there are. */
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,
                              uint64_t most);

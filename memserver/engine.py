@@ -322,6 +322,15 @@ class Engine:
         """Send whoever waits for the backup's word elsewhere."""
         lib.smb_server_suspend(self._server, segment_id)
 
+    def await_replicas(self, seen: int, timeout_s: float | None) -> int:
+        """Wait until roles or connections have changed since `seen`, 0 at first; return where they are now. Blocks."""
+        timeout_ms = 0 if timeout_s is None else max(1, round(timeout_s * 1000))
+        return int(lib.smb_server_await_replicas(self._server, seen, timeout_ms))
+
+    def wake_replicas(self) -> None:
+        """End such a wait."""
+        lib.smb_server_wake_replicas(self._server)
+
     def replicas(self) -> list[ReplicaStatus]:
         """Return how segments with two copies are."""
         most, found = 0, 64

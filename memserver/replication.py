@@ -1,7 +1,8 @@
 """Segments with two copies (docs/decisions/0025): this server's roles, and connections to the backups of its primaries.
 
 The engine forwards and waits; here roles are taken from the coordinator's answers, backups are connected to, and the
-coordinator is told where that does not work. One thread, at work only while there are such segments.
+coordinator is told where that does not work. One thread, which sleeps until the engine tells of a change; while some
+connection does not work it looks every 50 ms, as that is how often it tries to make one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from smb.errors import Error, NotFoundError
 from smb.rpc import control_pb2 as pb
 
 PRIMARY, BACKUP = 1, 2
-LOOK_S = 0.05
+LOOK_S = 0.05  # while something is broken
 BROKEN_MS = 100  # a connection that is just being made is not broken yet
 TELL_S = 0.3  # while something is broken the coordinator is told that often
 DIAL_S = 0.5
@@ -34,7 +35,7 @@ class Replication:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
         self._stopping = False
@@ -58,7 +59,9 @@ class Replication:
                         if before is not None and before.epoch < part.epoch:
                             _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
                         self._parts[part.segment_id] = part
-                    self._start()
+        with self._lock:
+            if self._parts:
+                self._start()
 
     def has(self, segment_id: int) -> bool:
         """Whether it is one of them."""
@@ -84,7 +87,7 @@ class Replication:
         """Stop looking after them."""
         with self._lock:
             self._stopping = True
-            self._lock.notify_all()
+        self._engine.wake_replicas()
         if self._thread is not None:
             self._thread.join()
 
@@ -93,33 +96,34 @@ class Replication:
         if self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name="replication", daemon=True)
             self._thread.start()
-        self._lock.notify_all()
+        self._engine.wake_replicas()  # a peer may have another address by now
 
     def _run(self) -> None:
-        told_at = 0.0
+        told_at, seen = 0.0, 0
+        works = False
         while True:
+            seen = self._engine.await_replicas(seen, None if works else LOOK_S)
             with self._lock:
-                self._lock.wait_for(lambda: self._stopping or self._parts)
                 if self._stopping:
                     return
                 parts = dict(self._parts)
-            broken = self._look(parts)
+            broken, works = self._look(parts)
             with self._lock:
                 self._broken = broken
             if broken and time.monotonic() - told_at >= TELL_S:
                 told_at = time.monotonic()
                 self.on_broken()
-            with self._lock:
-                self._lock.wait_for(lambda: self._stopping, LOOK_S)
 
-    def _look(self, parts: dict[int, pb.Replica]) -> list[pb.BrokenPair]:
-        broken = []
+    def _look(self, parts: dict[int, pb.Replica]) -> tuple[list[pb.BrokenPair], bool]:
+        """Return what has been broken for a while, and whether all works now."""
+        broken, works = [], True
         unreachable: set[str] = set()  # in this round: one try for each server
         lease_out = time.clock_gettime(time.CLOCK_BOOTTIME) >= self._serving_until_s
         for status in self._engine.replicas():
             part = parts.get(status.segment_id)
             if part is None or part.epoch != status.epoch or not part.peer:
                 continue
+            works = works and status.broken_ms == 0
             if status.role == PRIMARY and not status.dialled and part.data_address not in unreachable:
                 self._dial(part, status, unreachable)
             if status.broken_ms >= BROKEN_MS:
@@ -127,7 +131,7 @@ class Replication:
                 if status.role == PRIMARY and lease_out:
                     # Neither the backup nor the coordinator says that it is ours: clients may know better.
                     self._engine.suspend(status.segment_id)
-        return broken
+        return broken, works
 
     def _dial(self, part: pb.Replica, status: ReplicaStatus, unreachable: set[str]) -> None:
         try:

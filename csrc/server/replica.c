@@ -31,6 +31,7 @@ struct replica {
     uint64_t asked_at_ns;           /* when the last question that was confirmed was asked */
     bool asking;                    /* one is on its way */
     struct feed feed;               /* to the backup */
+    bool told_works;                /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
     const struct connection *feeder;     /* backup: the primary's, compared only */
 };
@@ -76,6 +77,25 @@ static void append(struct replica *replica, struct forward *forward)
     feed_append(&replica->feed, forward, order);
 }
 
+/* Whoever looks after connections is to look. */
+static void tell_change(struct smb_server *server)
+{
+    pthread_mutex_lock(&server->forward_lock);
+    server->replica_changes++;
+    pthread_cond_broadcast(&server->replica_changed);
+    pthread_mutex_unlock(&server->forward_lock);
+}
+
+/* Instead of plain unlocking, after what may have made or broken a connection. */
+static void unlock_and_tell(struct replica *replica)
+{
+    bool works = replica->feed.broken_ns == 0, changed = works != replica->told_works;
+    replica->told_works = works;
+    pthread_mutex_unlock(&replica->lock);
+    if (changed)
+        tell_change(replica->server);
+}
+
 static bool is_paired(const struct replica *replica)
 {
     return atomic_load_explicit(&replica->paired, memory_order_acquire);
@@ -90,7 +110,7 @@ void replica_send(struct replica *replica)
 {
     pthread_mutex_lock(&replica->lock);
     feed_send(&replica->feed);
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
 }
 
 /* ---- what waits ------------------------------------------------------------------------------ */
@@ -183,7 +203,9 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
     atomic_store_explicit(&replica->epoch, epoch, memory_order_release);
     atomic_store_explicit(&replica->role, role, memory_order_release);
     replica->feed.broken_ns = smb_now_ns();
+    replica->told_works = false;
     pthread_mutex_unlock(&replica->lock);
+    tell_change(replica->server);
 }
 
 static struct replica *replica_of(struct smb_server *server, uint64_t id,
@@ -382,7 +404,7 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
     bool fresh = !is_paired(replica) || replica->asked_at_ns > begun_ns;
     if (!fresh)
         ask_backup(replica);
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
     return fresh ? SMB_OK : SMB_BUSY;
 }
 
@@ -408,7 +430,7 @@ static void receive_answers(struct replica *replica)
     while ((done = feed_receive(&replica->feed)))
         confirm(replica, done);
     feed_send(&replica->feed);
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
 }
 
 static void *run_forwarder(void *argument)
@@ -510,7 +532,7 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
     } else {
         close(fd);
     }
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
     smb_segment_release(segment);
     return status;
 }
@@ -527,6 +549,28 @@ int smb_server_suspend(struct smb_server *server, uint64_t id)
     pthread_mutex_unlock(&replica->lock);
     smb_segment_release(segment);
     return SMB_OK;
+}
+
+uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uint32_t timeout_ms)
+{
+    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                             .tv_nsec = (long)(until_ns % 1000000000U)};
+    pthread_mutex_lock(&server->forward_lock);
+    while (server->replica_changes == seen &&
+           (timeout_ms == 0
+                ? pthread_cond_wait(&server->replica_changed, &server->forward_lock)
+                : pthread_cond_clockwait(&server->replica_changed, &server->forward_lock,
+                                         CLOCK_MONOTONIC, &until)) == 0)
+        ;
+    uint64_t changes = server->replica_changes;
+    pthread_mutex_unlock(&server->forward_lock);
+    return changes;
+}
+
+void smb_server_wake_replicas(struct smb_server *server)
+{
+    tell_change(server);
 }
 
 struct look {
@@ -550,7 +594,7 @@ static void look_at(void *argument, struct smb_segment *segment)
             .paired = is_paired(replica),
             .dialled = replica->feed.fd >= 0,
             .broken_ms = replica->feed.broken_ns
-                             ? (uint32_t)((smb_now_ns() - replica->feed.broken_ns) / 1000000U)
+                             ? 1 + (uint32_t)((smb_now_ns() - replica->feed.broken_ns) / 1000000U)
                              : 0,
             .unconfirmed = order - atomic_load_explicit(&replica->confirmed, memory_order_relaxed),
             .queued_bytes = replica->feed.queued_bytes};
@@ -574,7 +618,7 @@ void replica_feed_begins(struct replica *replica, const struct connection *feede
     pthread_mutex_lock(&replica->lock);
     replica->feeder = feeder;
     replica->feed.broken_ns = 0;
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
 }
 
 void replica_feed_ends(struct replica *replica, const struct connection *feeder)
@@ -584,7 +628,7 @@ void replica_feed_ends(struct replica *replica, const struct connection *feeder)
         replica->feeder = NULL;
         replica->feed.broken_ns = smb_now_ns();
     }
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
 }
 
 void replica_close(struct replica *replica)
