@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,15 @@ class ReplicaStatus:
     broken_ms: int
     unconfirmed: int
     queued_bytes: int
+
+
+class CopyState(Enum):
+    """How a copy of a segment is that is being made."""
+
+    MORE = "more"
+    BUSY = "busy"  # nothing could be sent just now
+    WHOLE = "whole"  # and confirmed
+    GONE = "gone"  # it is not wanted any more, or was given up
 
 
 class NotReadyError(UnavailableError):
@@ -302,10 +312,29 @@ class Engine:
         """Say of a segment that was just made that it has two copies. Raises NotFoundError, UnavailableError."""
         _check(lib.smb_server_replicate(self._server, segment_id), f"have two copies of {segment_id:016x}")
 
-    def set_replica(self, segment_id: int, epoch: int, role: int, *, paired: bool) -> None:
-        """Give this server its role in such a segment, from that epoch on. Raises NotFoundError."""
-        status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, paired)
+    def set_replica(self, segment_id: int, epoch: int, role: int, *, paired: bool, copying: bool = False) -> None:
+        """Give this server its role in such a segment, from that epoch on. `copying`: its backup is to be copied to.
+        Raises NotFoundError, InvalidArgumentError.
+        """
+        status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, paired, copying)
         _check(status, f"take a role in {segment_id:016x}")
+
+    def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyState, int, int]:
+        """Send about so many bytes more to the new backup; return how that went, and how many bytes of how many are
+        there. Waits for a little where nothing can be sent. Raises UnavailableError where memory is out.
+        """
+        copied, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        status = lib.smb_server_copy(self._server, segment_id, epoch, nbytes, copied, total)
+        if status in (lib.SMB_STALE_EPOCH, lib.SMB_NOT_FOUND):
+            return CopyState.GONE, 0, 0
+        states = {lib.SMB_OK: CopyState.MORE, lib.SMB_BUSY: CopyState.BUSY, lib.SMB_EXISTS: CopyState.WHOLE}
+        if status not in states:
+            _check(status, f"copy {segment_id:016x}")
+        return states[status], copied[0], total[0]
+
+    def abandon_copy(self, segment_id: int, epoch: int) -> bool:
+        """Go on without that copy; return whether it was under way."""
+        return bool(lib.smb_server_abandon_copy(self._server, segment_id, epoch) == lib.SMB_OK)
 
     def serve_until(self, boot_s: float) -> None:
         """Say until when nobody else is made the primary of what this server has, on the clock that runs in sleep."""

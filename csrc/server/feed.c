@@ -13,7 +13,8 @@ enum {
     GREETING_BYTES = FEED_GREETING_FRAMES * SMB_FRAME_BYTES,
     SPARES_MAX = 16,
     SEND_PARTS = 16,
-    FLAGS_AT = 6 /* in a header: frame.c */
+    FLAGS_AT = 6, /* in a header: frame.c */
+    EPOCH_AT = 12
 };
 
 /* ---- memory ---------------------------------------------------------------------------------- */
@@ -72,9 +73,23 @@ void feed_free(struct feed *feed, struct forward *forward)
     }
 }
 
-void feed_append(struct feed *feed, struct forward *forward, uint64_t order)
+static void stamp(struct forward *forward, uint32_t epoch)
+{
+    for (int i = 0; i < 4; i++)
+        forward->frame[EPOCH_AT + i] = (uint8_t)(epoch >> (8 * i));
+}
+
+void feed_replace(struct feed *feed, struct forward *forward, const struct smb_frame *frame)
+{
+    feed->queued_bytes -= forward->bytes - SMB_FRAME_BYTES;
+    forward->bytes = SMB_FRAME_BYTES;
+    smb_frame_encode(frame, forward->frame);
+}
+
+void feed_append(struct feed *feed, struct forward *forward, uint64_t order, uint32_t epoch)
 {
     forward->order = order;
+    stamp(forward, epoch);
     if (feed->last)
         feed->last->next = forward;
     else
@@ -84,6 +99,13 @@ void feed_append(struct feed *feed, struct forward *forward, uint64_t order)
         feed->unsent = forward;
         feed->unsent_done = 0;
     }
+}
+
+void feed_enter_epoch(struct feed *feed, uint32_t epoch)
+{
+    feed_disconnect(feed);
+    for (struct forward *forward = feed->first; forward; forward = forward->next)
+        stamp(forward, epoch);
 }
 
 void feed_clear(struct feed *feed)

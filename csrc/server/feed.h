@@ -49,8 +49,12 @@ void feed_destroy(struct feed *feed);
 struct forward *feed_make(struct feed *feed, uint32_t bytes);
 /* It is confirmed, or not wanted after all. */
 void feed_free(struct feed *feed, struct forward *forward);
-/* Behind all others. */
-void feed_append(struct feed *feed, struct forward *forward, uint64_t order);
+/* Behind all others, in that epoch. */
+void feed_append(struct feed *feed, struct forward *forward, uint64_t order, uint32_t epoch);
+/* A prepared frame gets this header in place of its own, and no payload. */
+void feed_replace(struct feed *feed, struct forward *forward, const struct smb_frame *frame);
+/* Breaks the connection; what is queued goes over the next one in that epoch. */
+void feed_enter_epoch(struct feed *feed, uint32_t epoch);
 
 /* Over this socket from here on. The other end is to be that run of its server. */
 void feed_connect(struct feed *feed, int fd, uint64_t segment, uint32_t epoch, uint64_t instance);

@@ -52,6 +52,8 @@ bool gate_may_tell(const struct gate_request *request, uint64_t order);
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 /* `done`: the change was made, whole. */
 void gate_close(struct gate_request *request, bool to_change, bool done);
+/* From the primary: a part of a copy that is being made here. SMB_BUSY: defer it. */
+int gate_copied(struct gate_request *request, const uint8_t *payload);
 /* A note of the primary's: that change was refused there. */
 int gate_note_refused(struct gate_request *request);
 /* How far the frame's lane has come on its segment, and up to where some changes were refused. */

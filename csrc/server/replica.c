@@ -16,13 +16,41 @@
 #include "server/server.h"
 #include "server/waits.h"
 
-enum { EVENTS_PER_WAIT = 64 };
+enum {
+    SEQUENCE_AT = 24, /* in a header: frame.c */
+    EVENTS_PER_WAIT = 64,
+    COPY_QUEUED_BYTES_MAX = 2 << 20, /* of a copy: changes queue up behind it */
+    COPY_WAIT_MS = 50
+};
+
+/* How far a copy is that is being made, for a server that is to be the backup. Chunks are copied in
+ * their order; the changes of those before `chunks_done` are forwarded, of the others only that they
+ * were made. docs/decisions/0025, "A new copy". */
+struct copy {
+    bool under_way;
+    bool settling; /* changes that were prepared before it began have not ended */
+    bool failed;
+    bool whole;        /* was said */
+    uint64_t sequence; /* of its last frame */
+    uint64_t order;    /* of its last frame */
+    uint32_t *places;  /* of the records that there were */
+    uint32_t place_count, places_done;
+    uint64_t chunks_done;
+    uint64_t evictions, ended_evictions; /* as sent */
+    bool counted;                        /* they were sent after all else */
+};
 
 struct replica {
     struct smb_server *server;
     uint64_t id;
-    uint64_t chunk_bytes;
+    uint64_t chunk_bytes, data_bytes;
+    uint32_t dtype;
     pthread_mutex_t lock;
+    pthread_cond_t room;  /* for a copy: less is queued, or it has ended */
+    uint32_t in_progress; /* changes and refusals between replica_prepare and replica_done */
+    struct copy copy;     /* primary: of a backup that is being made */
+    uint64_t copied; /* backup: the last part of a copy that was made here; its feeder's loop */
+    struct records *records;
     _Atomic int role; /* enum smb_replica_role */
     _Atomic uint32_t epoch;
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
@@ -38,7 +66,8 @@ struct replica {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-int replica_create(struct smb_server *server, struct smb_segment *segment, struct replica **replica)
+int replica_create(struct smb_server *server, struct smb_segment *segment, struct records *records,
+                   struct replica **replica)
 {
     struct smb_segment_info info;
     smb_segment_info(segment, &info);
@@ -53,9 +82,13 @@ int replica_create(struct smb_server *server, struct smb_segment *segment, struc
     }
     made->server = server;
     made->id = info.id;
+    made->records = records;
     made->chunk_bytes = info.chunk_bytes;
+    made->data_bytes = info.data_bytes;
+    made->dtype = (uint32_t)smb_segment_dtype(segment);
     feed_create(&made->feed);
     pthread_mutex_init(&made->lock, NULL);
+    pthread_cond_init(&made->room, NULL);
     *replica = made;
     return SMB_OK;
 }
@@ -65,6 +98,8 @@ void replica_destroy(struct replica *replica)
     SMB_ASSERT(!replica->waiting);
     feed_destroy(&replica->feed);
     pthread_mutex_destroy(&replica->lock);
+    pthread_cond_destroy(&replica->room);
+    free(replica->copy.places);
     free(replica->chunk_orders);
     free(replica);
 }
@@ -74,7 +109,8 @@ static void append(struct replica *replica, struct forward *forward)
 {
     uint64_t order = atomic_load_explicit(&replica->order, memory_order_relaxed) + 1;
     atomic_store_explicit(&replica->order, order, memory_order_release);
-    feed_append(&replica->feed, forward, order);
+    feed_append(&replica->feed, forward, order,
+                atomic_load_explicit(&replica->epoch, memory_order_relaxed));
 }
 
 /* Whoever looks after connections is to look. */
@@ -104,13 +140,6 @@ static bool is_paired(const struct replica *replica)
 static bool is_primary(const struct replica *replica)
 {
     return atomic_load_explicit(&replica->role, memory_order_acquire) == SMB_REPLICA_PRIMARY;
-}
-
-void replica_send(struct replica *replica)
-{
-    pthread_mutex_lock(&replica->lock);
-    feed_send(&replica->feed);
-    unlock_and_tell(replica);
 }
 
 /* ---- what waits ------------------------------------------------------------------------------ */
@@ -181,6 +210,9 @@ bool replica_forget(struct replica *replica, struct wait *wait)
 static void stop_forwarding(struct replica *replica, int status)
 {
     feed_clear(&replica->feed);
+    free(replica->copy.places);
+    replica->copy = (struct copy){0};
+    pthread_cond_broadcast(&replica->room);
     replica->asking = false;
     atomic_store_explicit(&replica->paired, false, memory_order_release);
     if (status == SMB_OK)
@@ -190,18 +222,27 @@ static void stop_forwarding(struct replica *replica, int status)
     answer_waiting(replica, UINT64_MAX, status);
 }
 
-static void take_role(struct replica *replica, uint32_t epoch, int role, bool paired)
+static void take_role(struct replica *replica, uint32_t epoch, int role, bool paired, bool copying)
 {
     pthread_mutex_lock(&replica->lock);
     /* Before `paired`: whoever finds it unpaired and a primary takes it for the only copy. */
     if (role != SMB_REPLICA_PRIMARY)
         atomic_store_explicit(&replica->role, role, memory_order_release);
-    if (role != SMB_REPLICA_PRIMARY || !paired)
+    bool goes_on = role == SMB_REPLICA_PRIMARY && paired && !copying && replica->copy.whole;
+    if (goes_on) {
+        /* What is on its way to the new backup is to be there all the same. */
+        feed_enter_epoch(&replica->feed, epoch);
+        free(replica->copy.places);
+        replica->copy = (struct copy){0};
+    } else {
         stop_forwarding(replica, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
+    }
     atomic_store_explicit(&replica->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
     atomic_store_explicit(&replica->epoch, epoch, memory_order_release);
     atomic_store_explicit(&replica->role, role, memory_order_release);
+    if (copying && role == SMB_REPLICA_PRIMARY)
+        replica->copy = (struct copy){.under_way = true, .settling = replica->in_progress > 0};
     replica->feed.broken_ns = smb_now_ns();
     replica->told_works = false;
     pthread_mutex_unlock(&replica->lock);
@@ -220,26 +261,45 @@ static struct replica *replica_of(struct smb_server *server, uint64_t id,
     return replica;
 }
 
+/* It can have a backup that was not copied to if both are new, or if the copy has just become
+ * whole. */
+static bool may_take(struct replica *replica, int role_now, int role, bool paired, bool copying)
+{
+    if (role != SMB_REPLICA_PRIMARY || !paired || copying || role_now == SMB_REPLICA_NONE)
+        return true;
+    pthread_mutex_lock(&replica->lock);
+    bool whole = replica->copy.whole;
+    pthread_mutex_unlock(&replica->lock);
+    return whole;
+}
+
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
-                           bool paired)
+                           bool paired, bool copying)
 {
     struct smb_segment *segment;
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
+    pthread_mutex_lock(&server->roles_lock);
     uint32_t epoch_now = atomic_load_explicit(&replica->epoch, memory_order_relaxed);
     int role_now = atomic_load_explicit(&replica->role, memory_order_relaxed);
+    int status = SMB_OK;
     if (epoch > epoch_now || (epoch == epoch_now && role_now == SMB_REPLICA_NONE)) {
-        if (role_now == SMB_REPLICA_BACKUP) {
-            /* What the old primary still has in hand here ends before anybody else begins. */
-            take_role(replica, epoch, SMB_REPLICA_NONE, false);
-            lanes_fence_session(server, id);
-            FAILPOINT("replica.fenced");
+        if (!may_take(replica, role_now, role, paired, copying)) {
+            status = SMB_INVALID;
+        } else {
+            if (role_now == SMB_REPLICA_BACKUP) {
+                /* What the old primary still has in hand here ends before anybody else begins. */
+                take_role(replica, epoch, SMB_REPLICA_NONE, false, false);
+                lanes_fence_session(server, id);
+                FAILPOINT("replica.fenced");
+            }
+            take_role(replica, epoch, role, paired, copying);
         }
-        take_role(replica, epoch, role, paired);
     }
+    pthread_mutex_unlock(&server->roles_lock);
     smb_segment_release(segment);
-    return SMB_OK;
+    return status;
 }
 
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns)
@@ -291,10 +351,13 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     bool paired = is_paired(replica);
     if (!is_primary(replica))
         status = SMB_STALE_EPOCH;
+    else if (replica->copy.settling)
+        status = SMB_BUSY;
     else if (paired && replica->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
         status = SMB_BUSY;
     else if (paired && !(made = feed_make(&replica->feed, SMB_FRAME_BYTES + body)))
         status = SMB_OUT_OF_MEMORY;
+    replica->in_progress += status == SMB_OK;
     pthread_mutex_unlock(&replica->lock);
     *forward = made;
     if (!made)
@@ -305,20 +368,87 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     return SMB_OK;
 }
 
-void replica_take_back(struct replica *replica, struct forward *forward)
+void replica_done(struct replica *replica, struct forward *forward)
 {
     pthread_mutex_lock(&replica->lock);
-    feed_free(&replica->feed, forward);
-    pthread_mutex_unlock(&replica->lock);
+    if (forward)
+        feed_free(&replica->feed, forward);
+    if (--replica->in_progress == 0)
+        replica->copy.settling = false;
+    feed_send(&replica->feed);
+    unlock_and_tell(replica);
+}
+
+/* With the lock: as the next part of the copy. */
+static void append_part(struct replica *replica, struct forward *part)
+{
+    smb_store64(part->frame + SEQUENCE_AT, ++replica->copy.sequence);
+    append(replica, part);
+    replica->copy.order = part->order;
+}
+
+/* A part to be appended; NULL: no memory. With the lock. */
+static struct forward *make_part(struct replica *replica, struct smb_frame frame)
+{
+    uint32_t payload = frame.op == SMB_COPIED_RECORD ? RECORD_BYTES : frame.length;
+    struct forward *made = feed_make(&replica->feed, SMB_FRAME_BYTES + payload);
+    frame.opcode = SMB_COPY;
+    frame.session = replica->id;
+    frame.lane = REPLICA_LANE;
+    if (made)
+        encode(replica, made, frame);
+    return made;
+}
+
+/* With the lock. Before a lane gets a record there again that it lost here, the copy has to know
+ * that records were lost. */
+static void tell_evictions(struct replica *replica)
+{
+    struct copy *copy = &replica->copy;
+    uint64_t evictions, ended;
+    records_evicted(replica->records, &evictions, &ended);
+    if (evictions == copy->evictions && ended == copy->ended_evictions)
+        return;
+    copy->evictions = evictions;
+    copy->ended_evictions = ended;
+    struct forward *part = make_part(
+        replica,
+        (struct smb_frame){.op = SMB_COPIED_COUNTERS, .argument = evictions, .offset = ended});
+    if (part)
+        append_part(replica, part);
+    else
+        copy->failed = true; /* the copy would not know */
+}
+
+/* With the lock. A chunk that will be copied has the change then: only its record has to be known. */
+static void make_note(struct replica *replica, struct forward *forward, const uint64_t *result)
+{
+    struct smb_frame change;
+    int status = smb_frame_parse(forward->frame, &change);
+    SMB_ASSERT(status == SMB_OK); /* our own */
+    struct smb_frame note = {.opcode = SMB_COPY,
+                             .op = SMB_COPIED_NOTE,
+                             .session = change.session,
+                             .lane = change.lane,
+                             .sequence = change.sequence,
+                             .segment = replica->id,
+                             .offset = result != NULL,
+                             .argument = result ? *result : 0};
+    feed_replace(&replica->feed, forward, &note);
 }
 
 int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t offset,
-                    uint64_t *order)
+                    const uint64_t *result, uint64_t *order)
 {
     int status = SMB_OK;
     *order = 0;
     pthread_mutex_lock(&replica->lock);
     if (is_paired(replica)) {
+        if (replica->copy.under_way) {
+            tell_evictions(replica);
+            if (offset / replica->chunk_bytes >= replica->copy.chunks_done)
+                make_note(replica, forward, result);
+        }
         append(replica, forward);
         *order = forward->order;
         /* Release: pairs with replica_check_read, of readers that do not take the chunk's lock. */
@@ -346,6 +476,8 @@ int replica_prepare_refusal(struct replica *replica, const struct smb_frame *fra
 void replica_enqueue_refusal(struct replica *replica, struct forward *forward)
 {
     pthread_mutex_lock(&replica->lock);
+    if (is_paired(replica) && replica->copy.under_way)
+        tell_evictions(replica);
     if (is_paired(replica))
         append(replica, forward);
     else
@@ -420,6 +552,9 @@ static void confirm(struct replica *replica, struct forward *done)
     atomic_store_explicit(&replica->confirmed, done->order, memory_order_release);
     uint64_t order = done->order;
     feed_free(&replica->feed, done);
+    if (replica->copy.under_way &&
+        (replica->feed.queued_bytes < COPY_QUEUED_BYTES_MAX || order >= replica->copy.order))
+        pthread_cond_broadcast(&replica->room);
     answer_waiting(replica, order, SMB_OK);
 }
 
@@ -497,7 +632,7 @@ int smb_server_replicate(struct smb_server *server, uint64_t id)
     struct served *served = served_of(segment);
     int status = served->replica ? SMB_OK : start_forwarder(server);
     if (status == SMB_OK && !served->replica) {
-        status = replica_create(server, segment, &served->replica);
+        status = replica_create(server, segment, served->records, &served->replica);
         if (status == SMB_OK)
             smb_segment_mark_replicated(segment);
     }
@@ -573,6 +708,191 @@ void smb_server_wake_replicas(struct smb_server *server)
     tell_change(server);
 }
 
+/* ---- a new copy ------------------------------------------------------------------------------ */
+
+/* With the lock. Whether that copy is under way. */
+static bool copies(const struct replica *replica, uint32_t epoch)
+{
+    return is_primary(replica) && replica->copy.under_way && !replica->copy.failed &&
+           atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch;
+}
+
+struct image {
+    struct replica *replica;
+    struct forward *part;
+    uint32_t epoch;
+};
+
+/* Under the records' mutex: whatever the lane does from here on goes behind it. */
+static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
+{
+    struct image *image = argument;
+    memcpy(image->part->frame + SMB_FRAME_BYTES, bytes, RECORD_BYTES);
+    pthread_mutex_lock(&image->replica->lock);
+    if (copies(image->replica, image->epoch)) {
+        append_part(image->replica, image->part);
+        image->part = NULL;
+    }
+    pthread_mutex_unlock(&image->replica->lock);
+}
+_Static_assert((int)SMB_COPIED_RECORD_BYTES == (int)RECORD_BYTES, "one travels as it is");
+
+/* This and the next two: the lock is held, and given back. */
+static int copy_record(struct replica *replica, uint32_t epoch)
+{
+    uint32_t place = replica->copy.places[replica->copy.places_done];
+    struct image image = {.replica = replica,
+                          .epoch = epoch,
+                          .part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_RECORD})};
+    pthread_mutex_unlock(&replica->lock);
+    if (!image.part)
+        return SMB_OUT_OF_MEMORY;
+    int status = records_image(replica->records, place, append_image, &image);
+    pthread_mutex_lock(&replica->lock);
+    if (image.part)
+        feed_free(&replica->feed, image.part);
+    if (status != SMB_BUSY && copies(replica, epoch))
+        replica->copy.places_done++;
+    pthread_mutex_unlock(&replica->lock);
+    return status == SMB_NOT_FOUND ? SMB_OK : status;
+}
+
+static int copy_chunk(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
+{
+    uint64_t offset = replica->copy.chunks_done * replica->chunk_bytes;
+    uint64_t left = replica->data_bytes - offset;
+    uint32_t length = (uint32_t)(left < replica->chunk_bytes ? left : replica->chunk_bytes);
+    struct forward *part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_CHUNK,
+                                                                 .dtype = (uint8_t)replica->dtype,
+                                                                 .offset = offset,
+                                                                 .length = length});
+    pthread_mutex_unlock(&replica->lock);
+    if (!part)
+        return SMB_OUT_OF_MEMORY;
+    int status = smb_segment_lock(segment, offset, SMB_TRY);
+    bool locked = status == SMB_OK;
+    if (locked)
+        memcpy(part->frame + SMB_FRAME_BYTES, (const uint8_t *)smb_segment_data(segment) + offset,
+               length);
+    pthread_mutex_lock(&replica->lock);
+    if (locked && !copies(replica, epoch))
+        status = SMB_STALE_EPOCH;
+    if (status == SMB_OK) {
+        append_part(replica, part);
+        replica->copy.chunks_done++;
+    } else {
+        feed_free(&replica->feed, part);
+    }
+    feed_send(&replica->feed);
+    unlock_and_tell(replica);
+    if (locked)
+        smb_segment_unlock(segment, offset);
+    FAILPOINT("replica.copied");
+    return status;
+}
+
+static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
+{
+    pthread_mutex_unlock(&replica->lock);
+    uint32_t *places = malloc((records + 1) * sizeof *places);
+    if (!places)
+        return SMB_OUT_OF_MEMORY;
+    uint32_t count = records_places(replica->records, places);
+    pthread_mutex_lock(&replica->lock);
+    if (copies(replica, epoch) && !replica->copy.places) {
+        replica->copy.places = places;
+        replica->copy.place_count = count;
+        tell_evictions(replica);
+        places = NULL;
+    }
+    pthread_mutex_unlock(&replica->lock);
+    free(places);
+    return SMB_OK;
+}
+
+/* One part more. */
+static int copy_part(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
+{
+    pthread_mutex_lock(&replica->lock);
+    struct copy *copy = &replica->copy;
+    uint64_t chunks = format_chunk_count(replica->data_bytes, (uint32_t)replica->chunk_bytes);
+    bool sent = copy->counted;
+    bool confirmed = atomic_load_explicit(&replica->confirmed, memory_order_relaxed) >= copy->order;
+    if (copies(replica, epoch) && !copy->whole &&
+        (copy->settling || replica->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
+         (sent && !confirmed))) {
+        uint64_t until_ns = smb_now_ns() + (uint64_t)COPY_WAIT_MS * 1000000U;
+        struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                                 .tv_nsec = (long)(until_ns % 1000000000U)};
+        pthread_cond_clockwait(&replica->room, &replica->lock, CLOCK_MONOTONIC, &until);
+        pthread_mutex_unlock(&replica->lock);
+        return SMB_BUSY;
+    }
+    if (!copies(replica, epoch)) {
+        pthread_mutex_unlock(&replica->lock);
+        return SMB_STALE_EPOCH;
+    }
+    if (!copy->places)
+        return begin_copy(replica, smb_segment_records(segment).count, epoch);
+    if (copy->places_done < copy->place_count)
+        return copy_record(replica, epoch);
+    if (copy->chunks_done < chunks)
+        return copy_chunk(replica, segment, epoch);
+    if (!copy->counted) {
+        tell_evictions(replica);
+        copy->counted = true;
+        feed_send(&replica->feed);
+        unlock_and_tell(replica);
+        return SMB_OK;
+    }
+    copy->whole = true;
+    pthread_mutex_unlock(&replica->lock);
+    return SMB_EXISTS;
+}
+
+int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
+                    uint64_t *copied, uint64_t *total)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    int status = SMB_OK;
+    uint64_t before = 0, now = 0;
+    for (bool first = true; status == SMB_OK; first = false) {
+        pthread_mutex_lock(&replica->lock);
+        now = replica->copy.chunks_done * replica->chunk_bytes;
+        pthread_mutex_unlock(&replica->lock);
+        if (first)
+            before = now;
+        if (now >= before + bytes)
+            break;
+        status = copy_part(replica, segment, epoch);
+    }
+    *total = replica->data_bytes;
+    *copied = now < *total ? now : *total;
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epoch)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    pthread_mutex_lock(&replica->lock);
+    int status = is_primary(replica) && replica->copy.under_way && !replica->copy.whole &&
+                         atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
+                     ? SMB_OK
+                     : SMB_STALE_EPOCH;
+    if (status == SMB_OK)
+        stop_forwarding(replica, SMB_OK); /* nobody is made the primary from a part of a copy */
+    unlock_and_tell(replica);
+    smb_segment_release(segment);
+    return status;
+}
+
 struct look {
     struct smb_replica_status *replicas;
     uint64_t most, found;
@@ -612,6 +932,16 @@ uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_statu
 }
 
 /* ---- at the backup --------------------------------------------------------------------------- */
+
+bool replica_has_copied(const struct replica *replica, uint64_t sequence)
+{
+    return sequence <= replica->copied;
+}
+
+void replica_note_copied(struct replica *replica, uint64_t sequence)
+{
+    replica->copied = sequence;
+}
 
 void replica_feed_begins(struct replica *replica, const struct connection *feeder)
 {
