@@ -205,8 +205,8 @@ bool replica_forget(struct replica *replica, struct wait *wait)
 
 /* ---- roles ----------------------------------------------------------------------------------- */
 
-/* With the lock. Nothing is forwarded any more. What waits is answered. A primary goes on alone: as
- * the only copy it has all that it tells of. Any other status sends clients elsewhere. */
+/* With the lock. Nothing is forwarded any more. Waiting requests are answered. A primary goes on
+ * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
 static void stop_forwarding(struct replica *replica, int status)
 {
     feed_clear(&replica->feed);
@@ -289,7 +289,7 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
             status = SMB_INVALID;
         } else {
             if (role_now == SMB_REPLICA_BACKUP) {
-                /* What the old primary still has in hand here ends before anybody else begins. */
+                /* The old primary's requests here end before another primary's begin. */
                 take_role(replica, epoch, SMB_REPLICA_NONE, false, false);
                 lanes_fence_session(server, id);
                 FAILPOINT("replica.fenced");
