@@ -515,8 +515,9 @@ struct smb_replica_status {
     uint64_t unconfirmed; /* changes */
     uint64_t queued_bytes;
 };
-/* Says of a segment that was just made, before anybody else knows of it, that it is one of them. */
-int smb_server_replicate(struct smb_server *server, uint64_t id);
+/* As smb_server_create_segment, of one of them: from the beginning nobody is let in without a role. */
+int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
+                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes);
 /* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a segment
  * that has a backup, or (`copying`) one that gets it: smb_server_copy. SMB_INVALID: it cannot have a
  * backup without being copied. */

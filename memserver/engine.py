@@ -261,15 +261,14 @@ class Engine:
             )
         return int(left[0]) / 1e9
 
-    def create_segment(self, path: Path, form: SegmentForm) -> None:
-        """Make the file and serve it. Blocks while its pages are zeroed.
+    def create_segment(self, path: Path, form: SegmentForm, *, replicated: bool = False) -> None:
+        """Make the file and serve it. Blocks while its pages are zeroed. `replicated`: once it has been given a role.
 
         Raises OutOfMemoryError (capacity or file system), InvalidArgumentError, AlreadyExistsError, UnavailableError;
         nothing is left behind then.
         """
-        status = lib.smb_server_create_segment(
-            self._server, os.fsencode(path), form.id, form.epoch, form.dtype, form.nbytes, form.chunk_bytes
-        )
+        create = lib.smb_server_create_replica if replicated else lib.smb_server_create_segment
+        status = create(self._server, os.fsencode(path), form.id, form.epoch, form.dtype, form.nbytes, form.chunk_bytes)
         _check(status, f"make a segment of {form.nbytes} bytes at {path}")
 
     def adopt_segment(self, path: Path) -> SegmentForm:
@@ -307,10 +306,6 @@ class Engine:
     def raise_token(self, segment_id: int, token: int) -> None:
         """Have its lock's next token be higher than this one. Raises NotFoundError, InvalidArgumentError."""
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
-
-    def replicate(self, segment_id: int) -> None:
-        """Say of a segment that was just made that it has two copies. Raises NotFoundError, UnavailableError."""
-        _check(lib.smb_server_replicate(self._server, segment_id), f"have two copies of {segment_id:016x}")
 
     def set_replica(self, segment_id: int, epoch: int, role: int, *, paired: bool, copying: bool = False) -> None:
         """Give this server its role in such a segment, from that epoch on. `copying`: its backup is to be copied to.

@@ -12,20 +12,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
+from memserver.copier import Copier
 from memserver.engine import Engine, ReplicaStatus
 from smb.config.parse import parse_address
-from smb.errors import Error, NotFoundError
+from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
 
 PRIMARY, BACKUP = 1, 2
 LOOK_S = 0.05  # while something is broken
+COPY_BROKEN_MS = 1000  # then a server goes on without a copy that is being made
 BROKEN_MS = 100  # a connection that is just being made is not broken yet
 TELL_S = 0.3  # while something is broken the coordinator is told that often
 DIAL_S = 0.5
 SILENT_MS = 2000  # a backup's host that acknowledges nothing for so long is taken for unreachable
 TOLD_MAX = 4096
+COPIES_TOLD_MAX = 256  # the coordinator has a server make a few at a time
 
 _log = logging.getLogger("memserver")
 
@@ -33,35 +35,41 @@ _log = logging.getLogger("memserver")
 class Replication:
     """`close` it. Methods may be called from any thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, copy_rate: int = 0) -> None:
+        """`copy_rate`: bytes per second that new copies take; 0: as many as the network does."""
         self._engine = engine
         self._lock = threading.Lock()
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
         self._stopping = False
         self._serving_until_s = 0.0
-        self.on_broken: Callable[[], None] = lambda: None  # the coordinator is to be told now
+        self.on_news: Callable[[], None] = lambda: None  # the coordinator is to be told now
+        self._copier = Copier(engine, copy_rate, self._tell)
         self._thread: threading.Thread | None = None
 
-    def begin(self, part: pb.Replica) -> None:
-        """Take a segment that was just made for one with two copies."""
-        self._engine.replicate(part.segment_id)
-        self.take((part,))
-
     def take(self, parts: Iterable[pb.Replica]) -> None:
-        """Take the coordinator's roles of our parts. Parts not in `parts` keep theirs."""
+        """Take what the coordinator says of our parts. What it does not mention stays as it is."""
         for part in parts:
-            with suppress(NotFoundError):  # not here, or not yet
-                self._engine.set_replica(part.segment_id, part.epoch, part.role, paired=bool(part.peer))
-                with self._lock:
-                    before = self._parts.get(part.segment_id)
-                    if before is None or before.epoch <= part.epoch:
-                        if before is not None and before.epoch < part.epoch:
-                            _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
-                        self._parts[part.segment_id] = part
+            try:
+                self._engine.set_replica(
+                    part.segment_id, part.epoch, part.role, paired=bool(part.peer), copying=part.copying
+                )
+            except NotFoundError:  # not here, or not yet
+                continue
+            except InvalidArgumentError as error:
+                _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
+                continue
+            with self._lock:
+                before = self._parts.get(part.segment_id)
+                if before is None or before.epoch <= part.epoch:
+                    if before is not None and before.epoch < part.epoch:
+                        _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
+                    self._parts[part.segment_id] = part
         with self._lock:
             if self._parts:
                 self._start()
+            copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
+            self._copier.want({part.segment_id: part.epoch for part in copying})
 
     def has(self, segment_id: int) -> bool:
         """Whether it is one of them."""
@@ -72,11 +80,19 @@ class Replication:
         """It was dropped."""
         with self._lock:
             self._parts.pop(segment_id, None)
+        self._copier.forget(segment_id)
 
     def serve_until(self, boot_s: float) -> None:
         """See Engine."""
         self._serving_until_s = boot_s
         self._engine.serve_until(boot_s)
+
+    def copies(self) -> list[pb.CopyProgress]:
+        """Return how far this server is with copies that it makes, for the coordinator."""
+        return self._copier.progress()[:COPIES_TOLD_MAX]
+
+    def _tell(self) -> None:
+        self.on_news()
 
     def broken(self) -> list[pb.BrokenPair]:
         """Return what does not work now, for the coordinator."""
@@ -90,6 +106,7 @@ class Replication:
         self._engine.wake_replicas()
         if self._thread is not None:
             self._thread.join()
+        self._copier.close()
 
     def _start(self) -> None:
         """With the lock."""
@@ -112,7 +129,7 @@ class Replication:
                 self._broken = broken
             if broken and time.monotonic() - told_at >= TELL_S:
                 told_at = time.monotonic()
-                self.on_broken()
+                self.on_news()
 
     def _look(self, parts: dict[int, pb.Replica]) -> tuple[list[pb.BrokenPair], bool]:
         """Return what has been broken for a while, and whether all works now."""
@@ -123,9 +140,13 @@ class Replication:
             part = parts.get(status.segment_id)
             if part is None or part.epoch != status.epoch or not part.peer:
                 continue
+            if status.role == PRIMARY and not status.paired:
+                continue  # a copy that was given up
             works = works and status.broken_ms == 0
             if status.role == PRIMARY and not status.dialled and part.data_address not in unreachable:
                 self._dial(part, status, unreachable)
+            if part.copying and status.broken_ms >= COPY_BROKEN_MS and self._copier.give_up(part.segment_id):
+                continue
             if status.broken_ms >= BROKEN_MS:
                 broken.append(pb.BrokenPair(segment_id=part.segment_id, epoch=part.epoch, for_ms=status.broken_ms))
                 if status.role == PRIMARY and lease_out:

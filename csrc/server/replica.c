@@ -624,22 +624,6 @@ void replica_stop_forwarder(struct smb_server *server)
 
 /* ---- for the control threads ----------------------------------------------------------------- */
 
-int smb_server_replicate(struct smb_server *server, uint64_t id)
-{
-    struct smb_segment *segment = server_find(server, id);
-    if (!segment)
-        return SMB_NOT_FOUND;
-    struct served *served = served_of(segment);
-    int status = served->replica ? SMB_OK : start_forwarder(server);
-    if (status == SMB_OK && !served->replica) {
-        status = replica_create(server, segment, served->records, &served->replica);
-        if (status == SMB_OK)
-            smb_segment_mark_replicated(segment);
-    }
-    smb_segment_release(segment);
-    return status;
-}
-
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
                     uint64_t instance)
 {

@@ -84,6 +84,13 @@ class Pool:
             second_copy.drop(client)
         return compared
 
+    def wait_for_copies(self, deadline_s: float) -> float:
+        """Every segment has two copies again; return how long that took."""
+        began = time.monotonic()
+        with smb.connect(self.address) as client:
+            wait_for(lambda: second_copy.are_whole(client), "two copies of each segment", deadline_s)
+        return time.monotonic() - began
+
     def kill(self, name: str) -> None:
         """A host dies: the process and its memory."""
         self.servers[name].kill()
@@ -114,6 +121,22 @@ def test_a_host_dies(tmp_path: Path, ways: tuple[str, ...]) -> None:
             pool.end()
             pool.restart(name)
     print(f"{ROUNDS} hosts died; work went on within {longest:.2f} s")
+
+
+@pytest.mark.parametrize("rounds", [1, *([20] if LONG else [])])
+def test_each_host_dies_in_turn(tmp_path: Path, rounds: int) -> None:
+    """Lost copies are made anew while clients work: then any other host may die. Nothing is lost, doubled or stale."""
+    with running_daemons(tmp_path) as daemons:
+        pool = Pool(daemons, tmp_path)
+        pool.begin(("tcp", "auto"))
+        longest = copied = 0.0
+        for name in NAMES * rounds:
+            pool.kill(name)
+            longest = max(longest, pool.wait_for_work(60.0))
+            copied = max(copied, pool.wait_for_copies(60.0))
+            pool.restart(name)
+        assert pool.end() == 3 + 1 + 1
+    print(f"{3 * rounds} hosts died; work went on within {longest:.2f} s, two copies within {copied:.2f} s")
 
 
 def test_a_server_is_killed_and_comes_back(tmp_path: Path) -> None:

@@ -51,10 +51,9 @@ static void start(struct pair *pair)
         CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 2, (uint64_t)1 << 30, &pair->servers[i]),
                  SMB_OK);
         CHECK_EQ(smb_server_listen_tcp(pair->servers[i], "127.0.0.1", 0, &pair->ports[i]), SMB_OK);
-        CHECK_EQ(smb_server_create_segment(pair->servers[i], scratch_path(i ? "b" : "a"), ID, 1,
+        CHECK_EQ(smb_server_create_replica(pair->servers[i], scratch_path(i ? "b" : "a"), ID, 1,
                                            SMB_INT64, ELEMENTS * 8, CHUNK),
                  SMB_OK);
-        CHECK_EQ(smb_server_replicate(pair->servers[i], ID), SMB_OK);
         smb_server_serve_until(pair->servers[i], UINT64_MAX);
     }
     set_role(pair, 1, 1, SMB_REPLICA_BACKUP, true);
@@ -307,10 +306,9 @@ static void *move(void *argument)
 static void lose(struct pair *pair, int lost)
 {
     CHECK_EQ(smb_server_delete_segment(pair->servers[lost], ID), SMB_OK);
-    CHECK_EQ(smb_server_create_segment(pair->servers[lost], scratch_path(lost ? "b" : "a"), ID, 1,
+    CHECK_EQ(smb_server_create_replica(pair->servers[lost], scratch_path(lost ? "b" : "a"), ID, 1,
                                        SMB_INT64, ELEMENTS * 8, CHUNK),
              SMB_OK);
-    CHECK_EQ(smb_server_replicate(pair->servers[lost], ID), SMB_OK);
 }
 
 static void connect_copy(struct pair *pair, int from, uint32_t epoch)
