@@ -48,7 +48,7 @@ class Replication:
         self._thread: threading.Thread | None = None
 
     def take(self, parts: Iterable[pb.Replica]) -> None:
-        """Take what the coordinator says of our parts. What it does not mention stays as it is."""
+        """Take what the coordinator says of our parts; others stay as they are."""
         for part in parts:
             try:
                 self._engine.set_replica(

@@ -79,7 +79,7 @@ void records_end_session(struct records *records, uint64_t session);
 /* For a copy of the segment elsewhere. The places of all records, those first that were not used for
  * longest; returns how many. `places` has room for the table. */
 uint32_t records_places(struct records *records, uint32_t *places);
-/* What goes with a record's bytes: whether its session has ended. The clock is of this host alone. */
+/* Called with a record's image. */
 typedef void (*records_see)(void *argument, const uint8_t bytes[RECORD_BYTES]);
 /* The record at that place, as bytes, while nobody changes it: `see` is called under the mutex.
  * SMB_BUSY: a request has it. SMB_NOT_FOUND: there is none. */

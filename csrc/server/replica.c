@@ -113,7 +113,7 @@ static void append(struct replica *replica, struct forward *forward)
                 atomic_load_explicit(&replica->epoch, memory_order_relaxed));
 }
 
-/* Whoever looks after connections is to look. */
+/* Wakes the thread that looks after connections. */
 static void tell_change(struct smb_server *server)
 {
     pthread_mutex_lock(&server->forward_lock);
@@ -230,7 +230,7 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
         atomic_store_explicit(&replica->role, role, memory_order_release);
     bool goes_on = role == SMB_REPLICA_PRIMARY && paired && !copying && replica->copy.whole;
     if (goes_on) {
-        /* What is on its way to the new backup is to be there all the same. */
+        /* The new backup still has to get all that is queued. */
         feed_enter_epoch(&replica->feed, epoch);
         free(replica->copy.places);
         replica->copy = (struct copy){0};

@@ -2,8 +2,8 @@
 
 Invariant: a segment's server and its backup, if it has one, both have every change that was acknowledged. So either of
 them may go on alone, and one that goes on alone has no backup in the record. A server that a segment is being copied to
-never goes on alone. It becomes the backup once the primary has said that it has all, and that from then on no answer
-leaves before it has the change too. Roles change here alone; each change counts the segment's epoch up.
+never goes on alone. It becomes the backup once the primary has said that it has all. From then on no answer leaves
+before it has the change too. Roles change here alone; each change counts the segment's epoch up.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class CoordinatorService(CoordinatorServicer):
             await self._settle(BackupsLost(server, frozenset(lost), self._commit_log.changes_max))
 
     async def _end_copies(self, server: str, epochs: dict[int, int], *, whole: bool) -> None:
-        """What a primary says of copies: it is told in the same answer what it is now, and the new backup at once."""
+        """Take what a primary says of copies. The same answer tells it its roles; the new backup is told at once."""
         asked = self._commit_log.state.copies(server)
         targets = {copy.segment_id: copy.peer for copy in asked if copy.copying and copy.segment_id in epochs}
         await self._settle(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
