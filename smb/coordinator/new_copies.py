@@ -9,58 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import CopyBegun
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
-from smb.coordinator.placement import Pool, place_copy
-from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.placement import Pool
+from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import Copy, CopyRole
+from smb.coordinator.wanted_copies import Wish, wishes, without_room
 from smb.errors import Error
 
 LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
-# At once from one server, and to one: each is a wait for its clients, and one at a time fills a link.
-FROM_ONE_MAX, TO_ONE_MAX = 2, 2
 
 _log = logging.getLogger("coordinator")
 # (segment, its server, its new copy's server): tell both what they are now.
 TellRoles = Callable[[tuple[int, ...], tuple[str, ...]], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A copy that is to be made."""
-
-    record: BufferRecord
-    segment: SegmentRecord
-    target: str
-
-
-def wishes(records: list[BufferRecord], pool: Pool, avoid: frozenset[str] = frozenset()) -> list[Wish]:
-    """Return what to begin now, a few for each server. `avoid`: servers not to be copied to. Pure."""
-    under_way = [segment for record in records for segment in record.segments if segment.copying_to]
-    sources = Counter(segment.server for segment in under_way)
-    targets = Counter(segment.copying_to for segment in under_way)
-    free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
-    found = []
-    for record in records:
-        for segment in record.segments if record.degraded and record.ready else ():
-            if segment.backup or segment.copying_to or segment.server not in pool.free_bytes:
-                continue
-            open_to = {name: nbytes for name, nbytes in free.items() if targets[name] < TO_ONE_MAX}
-            target = place_copy(replace(pool, free_bytes=open_to), segment.server, segment.file_bytes)
-            if not target or sources[segment.server] >= FROM_ONE_MAX:
-                continue
-            sources[segment.server] += 1
-            targets[target] += 1
-            free[target] -= segment.file_bytes
-            found.append(Wish(record, segment, target))
-    return found
 
 
 class NewCopies:
@@ -113,14 +80,3 @@ class NewCopies:
         for title in sorted(found - self._without_room):
             _log.warning("%s stays degraded: no other server has room for a copy", title)
         self._without_room = found
-
-
-def without_room(record: BufferRecord, pool: Pool) -> bool:
-    """Whether some segment of it has one copy, and no other live server has room for a second one."""
-    return any(
-        not segment.backup
-        and not segment.copying_to
-        and segment.server in pool.free_bytes
-        and not place_copy(pool, segment.server, segment.file_bytes)
-        for segment in record.segments
-    )

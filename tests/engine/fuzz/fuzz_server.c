@@ -277,7 +277,8 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
         .segment = SCRATCH,
         .flags = flags_of(peer)};
     if (frame.opcode == SMB_WATERMARK || frame.opcode == SMB_AUTHORIZE ||
-        frame.opcode == SMB_REPLICATE || frame.opcode == SMB_REFUSED) {
+        frame.opcode == SMB_REPLICATE || frame.opcode == SMB_REFUSED || frame.opcode == SMB_COPY) {
+        frame.op = frame.opcode == SMB_COPY ? SMB_COPIED_NOTE : 0;
         frame.payload = payload_of(&frame);
         return frame;
     }

@@ -1,4 +1,4 @@
-"""smb.coordinator.new_copies and replicas: which lost copies are made anew, where, and when they count."""
+"""smb.coordinator.wanted_copies and replicas: which lost copies are made anew, where, and when they count."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from smb.coordinator.events import (
     ServerReturned,
 )
 from smb.coordinator.messages import buffer_message
-from smb.coordinator.new_copies import FROM_ONE_MAX, TO_ONE_MAX, Wish, wishes, without_room
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
+from smb.coordinator.wanted_copies import FROM_ONE_MAX, TO_ONE_MAX, Wish, wishes, without_room
 from tests.unit.coordinator.test_replicas import roles
 from tests.unit.coordinator.test_state import MIB, Cluster, server
 
