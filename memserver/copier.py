@@ -16,9 +16,9 @@ from memserver.engine import CopyState, Engine
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
-PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20  # less at a low rate: a chunk at least
 PAUSE_S = 0.001  # where the engine says that it is busy; it has waited itself, but for a record or a chunk's lock
-SLACK_S = 0.05  # of the rate: so much may be sent at once after a pause
+SLACK_S = 0.05  # of the rate: so much is sent at once, also after a pause
 
 _log = logging.getLogger("memserver")
 
@@ -39,6 +39,7 @@ class Copier:
         """`rate`: bytes per second, 0: no bound. `on_news`: a copy is whole, or was given up."""
         self._engine = engine
         self._rate = rate
+        self._part_bytes = max(min(PART_BYTES, int(rate * SLACK_S)), 1) if rate else PART_BYTES
         self._on_news = on_news
         self._lock = threading.Condition()
         self._copies: dict[int, _Copy] = {}
@@ -129,7 +130,7 @@ class Copier:
         """Send a part; return its bytes."""
         before = copy.copied
         try:
-            state, copied, total = self._engine.copy(segment_id, copy.epoch, PART_BYTES)
+            state, copied, total = self._engine.copy(segment_id, copy.epoch, self._part_bytes)
         except Error as error:
             _log.warning("segment %016x: its new copy is given up: %s", segment_id, error)
             state, copied, total = CopyState.GONE, 0, 0
