@@ -61,7 +61,9 @@ class NewCopies:
 
     async def _begin(self, wish: Wish) -> None:
         epoch = wish.segment.epoch + 1
-        server = self._commit_log.state.servers[wish.target]
+        server = self._commit_log.state.servers.get(wish.target)
+        if server is None:
+            return
         made = replace(wish.segment, server=wish.target, epoch=epoch)
         copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.segment.server, copying=True)
         begun = CopyBegun(wish.record.key, made.id, wish.target, server.instance_id, epoch)

@@ -261,7 +261,7 @@ class CoordinatorService(CoordinatorServicer):
         try:
             if copies:
                 await self._servers.take_roles(server, replica_messages(state, copies))
-        except UnavailableError as error:
+        except Error as error:
             _log.info("%s; it will hear of its roles when it renews", error)
 
     async def _settle(self, event: ServerReturned | BackupsLost | CopiesEnded | Ticked) -> None:

@@ -250,7 +250,7 @@ def _ticked(state: State, event: Ticked, now: Instant) -> Step:
         for server in state.servers.values()
         if now.wall - server.last_seen_at > SERVER_FORGOTTEN_AFTER_S and _forgettable(state, server.name, now)
     ][: event.ends_max]
-    state = replace(state, servers=_without(state.servers, *forgotten))
+    state = replace(state, servers=_without(state.servers, *forgotten), progress=_without(state.progress, *forgotten))
     effects += map(EraseServer, forgotten)
     return state, tuple(effects)
 
