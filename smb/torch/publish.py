@@ -51,8 +51,8 @@ class Publisher:
 
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
-    publication. Thread-safe. Raises AlreadyExistsError where the name has another state's tensors, and says which;
-    InvalidArgumentError where it was made with other deltas, ties or names.
+    publication. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and says which;
+    InvalidArgumentError if it was made with other deltas, ties or names.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Publisher:
         latest pinned (with versions=2 one, with more as many on different generations): for a second less than
         `timeout` (seconds), at least 30, and then it goes on. So with the default readers can delay a trainer, but not
         fail or stop it. With a shorter one TimeoutError is raised then: nothing was published, and the call may be made
-        again, or left out. Raises InvalidArgumentError where names, shapes or dtypes are not those of the first time.
+        again, or left out. Raises InvalidArgumentError if names, shapes or dtypes are not those of the first time.
         """
         with self._turn:
             self._take(state)
@@ -337,7 +337,7 @@ def publish(client: Client, name: str, state: State, **options: Any) -> int:
 def follow(client: Client, name: str, *, timeout: float = 0.0) -> Follower:
     """Follow what is published under that name; with timeout > 0 (seconds) wait until a trainer has made it.
 
-    Raises NotFoundError, InvalidArgumentError where the buffer is no published state. There may be no generation yet:
+    Raises NotFoundError, InvalidArgumentError if the buffer is no published state. There may be no generation yet:
     Follower.wait waits for it.
     """
     return Follower(client, client.open(name, timeout=timeout), timeout)
