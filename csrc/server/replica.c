@@ -23,9 +23,9 @@ enum {
     COPY_WAIT_MS = 50
 };
 
-/* How far a copy is that is being made, for a server that is to be the backup. Chunks are copied in
- * their order; the changes of those before `chunks_done` are forwarded, of the others only that they
- * were made. docs/decisions/0025, "A new copy". */
+/* How far a copy is that is being made, for a server that is to be the backup. Chunks are copied
+ * in their order; the changes of those before `chunks_done` are forwarded, of the others only
+ * that they were made. docs/decisions/0025, "A new copy". */
 struct copy {
     bool under_way;
     bool settling; /* changes that were prepared before it began have not ended */
@@ -420,7 +420,7 @@ static void tell_evictions(struct replica *replica)
         copy->failed = true; /* the copy would not know */
 }
 
-/* With the lock. A chunk that will be copied has the change then: only its record has to be known. */
+/* With the lock. A chunk that will be copied has the change then: only its record is missing. */
 static void make_note(struct replica *replica, struct forward *forward, const uint64_t *result)
 {
     struct smb_frame change;
