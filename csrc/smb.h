@@ -168,9 +168,16 @@ enum smb_opcode {
     SMB_AUTHORIZE = 22,
     /* from the primary of a segment to its backup: what follows are its changes */
     SMB_REPLICATE = 23,
-    SMB_REFUSED = 24 /* so too: that change was refused */
+    SMB_REFUSED = 24, /* so too: that change was refused */
+    SMB_COPY = 25     /* so too: a part of a copy that is being made; `op` is of enum smb_copied */
 };
-enum { SMB_OPCODE_COUNT = 25, SMB_STATUS_COUNT = 33 };
+enum smb_copied {
+    SMB_COPIED_CHUNK = 0,    /* its bytes */
+    SMB_COPIED_RECORD = 1,   /* a completion record */
+    SMB_COPIED_COUNTERS = 2, /* of records that were evicted */
+    SMB_COPIED_NOTE = 3      /* a change was made to a chunk that will be copied */
+};
+enum { SMB_OPCODE_COUNT = 26, SMB_STATUS_COUNT = 33 };
 
 /* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames
  * over the local socket; VERBS: what passes the daemon's gate, and not what the network card reads
@@ -197,8 +204,8 @@ struct smb_latency {
 /* Counts of one segment, or of one session. */
 struct smb_share {
     uint64_t id;
-    uint64_t operations[4][25];
-    uint64_t bytes[4][25];
+    uint64_t operations[4][26];
+    uint64_t bytes[4][26];
 };
 
 /* Limits, in one place. */
@@ -392,8 +399,8 @@ void smb_tls_release(struct smb_tls *tls);
 struct smb_server;
 struct smb_server_counters {
     /* [transport][opcode]; SHM sums the segments', deleted ones included */
-    uint64_t operations[4][25];
-    uint64_t bytes[4][25];
+    uint64_t operations[4][26];
+    uint64_t bytes[4][26];
     uint64_t errors[33]; /* by status as answered, or as the reason to close a connection */
     uint64_t connections_opened[4];
     uint64_t connections_now[4];
@@ -508,12 +515,21 @@ struct smb_replica_status {
     uint64_t unconfirmed; /* changes */
     uint64_t queued_bytes;
 };
-/* Says of a segment that was just made, before anybody else knows of it, that it is one of them. */
-int smb_server_replicate(struct smb_server *server, uint64_t id);
-/* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a segment
- * that has a backup. */
+/* As smb_server_create_segment, of one of them: nobody is let in until it has a role. */
+int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
+                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes);
+/* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a
+ * segment that has a backup, or (`copying`) one that gets it: smb_server_copy. SMB_INVALID:
+ * it cannot have a backup without being copied. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
-                           bool paired);
+                           bool paired, bool copying);
+/* Sends about so many bytes more to the new backup. SMB_OK: *copied of *total bytes went there so
+ * far. SMB_BUSY: nothing can be sent now; waits a little before it says so. SMB_EXISTS: all is
+ * there and confirmed. SMB_STALE_EPOCH: that copy is not wanted any more, or was given up. */
+int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
+                    uint64_t *copied, uint64_t *total);
+/* Goes on without the copy. SMB_STALE_EPOCH: there is none under way, or it is whole. */
+int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epoch);
 /* Until when this server may take itself for the primary unasked: of CLOCK_BOOTTIME. */
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
 /* To the primary: a connected stream socket to the backup's data address, which is the engine's
@@ -522,6 +538,11 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
                     uint64_t instance);
 /* Requests that wait for the backup are sent elsewhere. */
 int smb_server_suspend(struct smb_server *server, uint64_t id);
+/* Waits until roles or connections have changed since they were at `seen`; returns where they are
+ * now. timeout_ms 0: for ever. */
+uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uint32_t timeout_ms);
+/* Ends such a wait. */
+void smb_server_wake_replicas(struct smb_server *server);
 /* Fills in at most `most`; returns how many there are. */
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,
                              uint64_t most);
@@ -539,7 +560,7 @@ void smb_server_counters(struct smb_server *server, struct smb_server_counters *
 /* From when a request was taken up until its answer was ready, by [transport][opcode]; of what
  * waits until it was answered. */
 struct smb_latencies {
-    struct smb_latency of[4][25];
+    struct smb_latency of[4][26];
 };
 void smb_server_latencies(struct smb_server *server, struct smb_latencies *latencies);
 /* Counts for each segment (SHM: by local clients on their own mapping), and over the connections of
@@ -590,8 +611,8 @@ uint64_t smb_client_spoilt(struct smb_client *client);
  * also if they took several frames or several servers. Latencies are of whole calls; of those
  * that took no wait at all one in 64 is timed, and stands for 64. */
 struct smb_client_counters {
-    uint64_t operations[4][25];
-    uint64_t bytes[4][25];
+    uint64_t operations[4][26];
+    uint64_t bytes[4][26];
     uint64_t failed[33];     /* calls, by status */
     uint64_t repeated_total; /* frames sent again after a connection broke */
     uint64_t spoilt_total;

@@ -85,7 +85,8 @@ class ControlService(MemoryServerServicer):
             self._segments.create(
                 SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes),
                 request.token_floor,
-                functools.partial(self._replication.begin, request.replica) if request.HasField("replica") else None,
+                functools.partial(self._replication.take, (request.replica,)) if request.HasField("replica") else None,
+                anew=request.replica.copying,
             )
             failpoint("memserver.create.done")
             return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes())
@@ -122,6 +123,15 @@ class ControlService(MemoryServerServicer):
             return pb.EndSessionsReply()
 
         return _answer(context, end)
+
+    def TakeRoles(self, request: pb.TakeRolesRequest, context: grpc.ServicerContext) -> pb.TakeRolesReply:
+        """See control.proto."""
+
+        def take() -> pb.TakeRolesReply:
+            self._replication.take(request.replicas)
+            return pb.TakeRolesReply()
+
+        return _answer(context, take)
 
     def ConnectVerbs(self, request: pb.ConnectVerbsRequest, context: grpc.ServicerContext) -> pb.ConnectVerbsReply:
         """See control.proto."""

@@ -70,6 +70,7 @@ class Options:
     insecure: bool = False
     metrics_token_file: Path | None = None
     data_tls: str = tls.AUTO
+    copy_rate: int = 0  # bytes per second of new copies; 0: no bound
     control: str = ""  # empty: a free port where data is listened for
 
 
@@ -164,7 +165,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     asked_host, asked_port = check_listen(options.control) if options.control else (host, 0)
     control_host = _numeric(asked_host)
     check_exposure("a memory server", control_host, options.credentials, options.insecure)
-    replication = Replication(engine)
+    replication = Replication(engine, options.copy_rate)
     leaving.callback(replication.close)
 
     def forget(segment_id: int) -> None:

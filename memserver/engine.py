@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,15 @@ class ReplicaStatus:
     broken_ms: int
     unconfirmed: int
     queued_bytes: int
+
+
+class CopyState(Enum):
+    """How a copy of a segment is that is being made."""
+
+    MORE = "more"
+    BUSY = "busy"  # nothing could be sent just now
+    WHOLE = "whole"  # and confirmed
+    GONE = "gone"  # it is not wanted any more, or was given up
 
 
 class NotReadyError(UnavailableError):
@@ -251,15 +261,14 @@ class Engine:
             )
         return int(left[0]) / 1e9
 
-    def create_segment(self, path: Path, form: SegmentForm) -> None:
-        """Make the file and serve it. Blocks while its pages are zeroed.
+    def create_segment(self, path: Path, form: SegmentForm, *, replicated: bool = False) -> None:
+        """Make the file and serve it. Blocks while its pages are zeroed. `replicated`: once it has been given a role.
 
         Raises OutOfMemoryError (capacity or file system), InvalidArgumentError, AlreadyExistsError, UnavailableError;
         nothing is left behind then.
         """
-        status = lib.smb_server_create_segment(
-            self._server, os.fsencode(path), form.id, form.epoch, form.dtype, form.nbytes, form.chunk_bytes
-        )
+        create = lib.smb_server_create_replica if replicated else lib.smb_server_create_segment
+        status = create(self._server, os.fsencode(path), form.id, form.epoch, form.dtype, form.nbytes, form.chunk_bytes)
         _check(status, f"make a segment of {form.nbytes} bytes at {path}")
 
     def adopt_segment(self, path: Path) -> SegmentForm:
@@ -298,14 +307,29 @@ class Engine:
         """Have its lock's next token be higher than this one. Raises NotFoundError, InvalidArgumentError."""
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
 
-    def replicate(self, segment_id: int) -> None:
-        """Say of a segment that was just made that it has two copies. Raises NotFoundError, UnavailableError."""
-        _check(lib.smb_server_replicate(self._server, segment_id), f"have two copies of {segment_id:016x}")
-
-    def set_replica(self, segment_id: int, epoch: int, role: int, *, paired: bool) -> None:
-        """Give this server its role in such a segment, from that epoch on. Raises NotFoundError."""
-        status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, paired)
+    def set_replica(self, segment_id: int, epoch: int, role: int, *, paired: bool, copying: bool = False) -> None:
+        """Give this server its role in such a segment, from that epoch on. `copying`: its backup is to be copied to.
+        Raises NotFoundError, InvalidArgumentError.
+        """
+        status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, paired, copying)
         _check(status, f"take a role in {segment_id:016x}")
+
+    def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyState, int, int]:
+        """Send about so many bytes more to the new backup; return how that went, and how many bytes of how many are
+        there. Waits for a little where nothing can be sent. Raises UnavailableError where memory is out.
+        """
+        copied, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        status = lib.smb_server_copy(self._server, segment_id, epoch, nbytes, copied, total)
+        if status in (lib.SMB_STALE_EPOCH, lib.SMB_NOT_FOUND):
+            return CopyState.GONE, 0, 0
+        states = {lib.SMB_OK: CopyState.MORE, lib.SMB_BUSY: CopyState.BUSY, lib.SMB_EXISTS: CopyState.WHOLE}
+        if status not in states:
+            _check(status, f"copy {segment_id:016x}")
+        return states[status], copied[0], total[0]
+
+    def abandon_copy(self, segment_id: int, epoch: int) -> bool:
+        """Go on without that copy; return whether it was under way."""
+        return bool(lib.smb_server_abandon_copy(self._server, segment_id, epoch) == lib.SMB_OK)
 
     def serve_until(self, boot_s: float) -> None:
         """Say until when nobody else is made the primary of what this server has, on the clock that runs in sleep."""
@@ -321,6 +345,15 @@ class Engine:
     def suspend(self, segment_id: int) -> None:
         """Send requests that wait for the backup elsewhere."""
         lib.smb_server_suspend(self._server, segment_id)
+
+    def await_replicas(self, seen: int, timeout_s: float | None) -> int:
+        """Wait until roles or connections have changed since `seen`, 0 at first; return where they are now. Blocks."""
+        timeout_ms = 0 if timeout_s is None else max(1, round(timeout_s * 1000))
+        return int(lib.smb_server_await_replicas(self._server, seen, timeout_ms))
+
+    def wake_replicas(self) -> None:
+        """End such a wait."""
+        lib.smb_server_wake_replicas(self._server)
 
     def replicas(self) -> list[ReplicaStatus]:
         """Return how segments with two copies are."""

@@ -15,7 +15,7 @@ import grpc
 
 from memserver.engine import Engine
 from memserver.replication import Replication
-from memserver.segments import Segments
+from memserver.segments import FOR_GOOD, Segments
 from memserver.usage_by_client import Names
 from smb.config.parse import parse_addresses
 from smb.daemon.failpoint import failpoint
@@ -112,7 +112,7 @@ class Registration:
         self._hurry = threading.Event()  # the next renewal is due now
         self._replication = replication
         if replication is not None:
-            replication.on_broken = self._hurry.set
+            replication.on_news = self._hurry.set
         self._current = Current(credentials) if credentials is not None else None
         self._used = credentials
         self._connect()
@@ -207,9 +207,10 @@ class Registration:
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
         failpoint("memserver.register.answered")
         self._take_keys(reply)
-        for segment_id in reply.drop_segment_ids:
+        epochs = [*reply.drop_epochs, *[0] * (len(reply.drop_segment_ids) - len(reply.drop_epochs))]
+        for segment_id, epoch in zip(reply.drop_segment_ids, epochs, strict=True):
             try:
-                self._segments.drop(segment_id)
+                self._segments.drop(segment_id, epoch or FOR_GOOD)
                 failpoint("memserver.register.dropped")
                 _log.info("dropped segment %016x: no buffer has it any more", segment_id)
             except Error as error:
@@ -231,6 +232,7 @@ class Registration:
         self._missing_names.ask(request)
         if self._replication is not None:
             request.broken.extend(self._replication.broken())
+            request.copies.extend(self._replication.copies())
         failpoint("memserver.renew.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)

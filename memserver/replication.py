@@ -1,7 +1,8 @@
 """Segments with two copies (docs/decisions/0025): this server's roles, and connections to the backups of its primaries.
 
 The engine forwards and waits; here roles are taken from the coordinator's answers, backups are connected to, and the
-coordinator is told where that does not work. One thread, at work only while there are such segments.
+coordinator is told where that does not work. One thread, which sleeps until the engine tells of a change; while some
+connection does not work it looks every 50 ms, as that is how often it tries to make one.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
+from memserver.copier import Copier
 from memserver.engine import Engine, ReplicaStatus
 from smb.config.parse import parse_address
-from smb.errors import Error, NotFoundError
+from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
 
 PRIMARY, BACKUP = 1, 2
-LOOK_S = 0.05
+LOOK_S = 0.05  # while something is broken
+COPY_BROKEN_MS = 1000  # then a server goes on without a copy that is being made
 BROKEN_MS = 100  # a connection that is just being made is not broken yet
 TELL_S = 0.3  # while something is broken the coordinator is told that often
 DIAL_S = 0.5
 SILENT_MS = 2000  # a backup's host that acknowledges nothing for so long is taken for unreachable
 TOLD_MAX = 4096
+COPIES_TOLD_MAX = 256  # the coordinator has a server make a few at a time
 
 _log = logging.getLogger("memserver")
 
@@ -32,33 +35,41 @@ _log = logging.getLogger("memserver")
 class Replication:
     """`close` it. Methods may be called from any thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, copy_rate: int = 0) -> None:
+        """`copy_rate`: bytes per second that new copies take; 0: as many as the network does."""
         self._engine = engine
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
         self._stopping = False
         self._serving_until_s = 0.0
-        self.on_broken: Callable[[], None] = lambda: None  # the coordinator is to be told now
+        self.on_news: Callable[[], None] = lambda: None  # the coordinator is to be told now
+        self._copier = Copier(engine, copy_rate, self._tell)
         self._thread: threading.Thread | None = None
 
-    def begin(self, part: pb.Replica) -> None:
-        """Take a segment that was just made for one with two copies."""
-        self._engine.replicate(part.segment_id)
-        self.take((part,))
-
     def take(self, parts: Iterable[pb.Replica]) -> None:
-        """Take the coordinator's roles of our parts. Parts not in `parts` keep theirs."""
+        """Take what the coordinator says of our parts; others stay as they are."""
         for part in parts:
-            with suppress(NotFoundError):  # not here, or not yet
-                self._engine.set_replica(part.segment_id, part.epoch, part.role, paired=bool(part.peer))
-                with self._lock:
-                    before = self._parts.get(part.segment_id)
-                    if before is None or before.epoch <= part.epoch:
-                        if before is not None and before.epoch < part.epoch:
-                            _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
-                        self._parts[part.segment_id] = part
-                    self._start()
+            try:
+                self._engine.set_replica(
+                    part.segment_id, part.epoch, part.role, paired=bool(part.peer), copying=part.copying
+                )
+            except NotFoundError:  # not here, or not yet
+                continue
+            except InvalidArgumentError as error:
+                _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
+                continue
+            with self._lock:
+                before = self._parts.get(part.segment_id)
+                if before is None or before.epoch <= part.epoch:
+                    if before is not None and before.epoch < part.epoch:
+                        _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
+                    self._parts[part.segment_id] = part
+        with self._lock:
+            if self._parts:
+                self._start()
+            copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
+            self._copier.want({part.segment_id: part.epoch for part in copying})
 
     def has(self, segment_id: int) -> bool:
         """Whether it is one of them."""
@@ -69,11 +80,19 @@ class Replication:
         """It was dropped."""
         with self._lock:
             self._parts.pop(segment_id, None)
+        self._copier.forget(segment_id)
 
     def serve_until(self, boot_s: float) -> None:
         """See Engine."""
         self._serving_until_s = boot_s
         self._engine.serve_until(boot_s)
+
+    def copies(self) -> list[pb.CopyProgress]:
+        """Return how far this server is with copies that it makes, for the coordinator."""
+        return self._copier.progress()[:COPIES_TOLD_MAX]
+
+    def _tell(self) -> None:
+        self.on_news()
 
     def broken(self) -> list[pb.BrokenPair]:
         """Return what does not work now, for the coordinator."""
@@ -84,50 +103,56 @@ class Replication:
         """Stop looking after them."""
         with self._lock:
             self._stopping = True
-            self._lock.notify_all()
+        self._engine.wake_replicas()
         if self._thread is not None:
             self._thread.join()
+        self._copier.close()
 
     def _start(self) -> None:
         """With the lock."""
         if self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name="replication", daemon=True)
             self._thread.start()
-        self._lock.notify_all()
+        self._engine.wake_replicas()  # a peer may have another address by now
 
     def _run(self) -> None:
-        told_at = 0.0
+        told_at, seen = 0.0, 0
+        works = False
         while True:
+            seen = self._engine.await_replicas(seen, None if works else LOOK_S)
             with self._lock:
-                self._lock.wait_for(lambda: self._stopping or self._parts)
                 if self._stopping:
                     return
                 parts = dict(self._parts)
-            broken = self._look(parts)
+            broken, works = self._look(parts)
             with self._lock:
                 self._broken = broken
             if broken and time.monotonic() - told_at >= TELL_S:
                 told_at = time.monotonic()
-                self.on_broken()
-            with self._lock:
-                self._lock.wait_for(lambda: self._stopping, LOOK_S)
+                self.on_news()
 
-    def _look(self, parts: dict[int, pb.Replica]) -> list[pb.BrokenPair]:
-        broken = []
+    def _look(self, parts: dict[int, pb.Replica]) -> tuple[list[pb.BrokenPair], bool]:
+        """Return what has been broken for a while, and whether all works now."""
+        broken, works = [], True
         unreachable: set[str] = set()  # in this round: one try for each server
         lease_out = time.clock_gettime(time.CLOCK_BOOTTIME) >= self._serving_until_s
         for status in self._engine.replicas():
             part = parts.get(status.segment_id)
             if part is None or part.epoch != status.epoch or not part.peer:
                 continue
+            if status.role == PRIMARY and not status.paired:
+                continue  # a copy that was given up
+            works = works and status.broken_ms == 0
             if status.role == PRIMARY and not status.dialled and part.data_address not in unreachable:
                 self._dial(part, status, unreachable)
+            if part.copying and status.broken_ms >= COPY_BROKEN_MS and self._copier.give_up(part.segment_id):
+                continue
             if status.broken_ms >= BROKEN_MS:
                 broken.append(pb.BrokenPair(segment_id=part.segment_id, epoch=part.epoch, for_ms=status.broken_ms))
                 if status.role == PRIMARY and lease_out:
                     # Neither the backup nor the coordinator says that it is ours: clients may know better.
                     self._engine.suspend(status.segment_id)
-        return broken
+        return broken, works
 
     def _dial(self, part: pb.Replica, status: ReplicaStatus, unreachable: set[str]) -> None:
         try:

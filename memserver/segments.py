@@ -8,7 +8,6 @@ it stays.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -23,6 +22,7 @@ from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, 
 # Ids are never used twice, so a creation that comes after its drop is a straggler of one that was given up. So many are
 # remembered.
 DROPPED_MAX = 4096
+FOR_GOOD = 2**32 - 1
 # As many ended sessions as the coordinator remembers: after its restart it tells of all of them again.
 ENDED_MAX = 65_536
 
@@ -40,7 +40,7 @@ class Segments:
         self._lock = threading.Condition()
         self._held: dict[int, SegmentForm] = {}
         self._busy: set[int] = set()
-        self._dropped: deque[int] = deque(maxlen=DROPPED_MAX)
+        self._dropped: dict[int, int] = {}  # up to which epoch, in the order in which they came
         self._ended: dict[int, None] = {}  # in the order in which they came
         self.on_drop: Callable[[int], None] = lambda _id: None  # once it is served no more
         self.on_end: Callable[[int], None] = lambda _id: None  # once the engine lets it in no more
@@ -50,27 +50,40 @@ class Segments:
         with self._lock:
             self._held[form.id] = form
 
-    def create(self, form: SegmentForm, token_floor: int = 0, replicate: Callable[[], None] | None = None) -> None:
+    def create(
+        self,
+        form: SegmentForm,
+        token_floor: int = 0,
+        replicate: Callable[[], None] | None = None,
+        *,
+        anew: bool = False,
+    ) -> None:
         """Make it; the same again is no error. Blocks while its memory is zeroed. Tokens of its lock are higher than
-        `token_floor`. `replicate` is called before anybody else hears of it.
+        `token_floor`. `replicate`, of a segment with two copies, gives it its role; it may be made again in a later
+        epoch. `anew`: what is here of an earlier one goes.
 
         Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (it is there and different), NotFoundError (it
         was dropped).
         """
         with self._lock:
             self._lock.wait_for(lambda: form.id not in self._busy)
-            if form.id in self._dropped:
-                raise NotFoundError(f"segment {form.id:016x} was dropped before; it is not made again")
             held = self._held.get(form.id)
+            known = max(self._dropped.get(form.id, 0), held.epoch if anew and held is not None else 0)
+            if form.epoch <= known and held != form:
+                raise NotFoundError(f"segment {form.id:016x} was dropped before; it is not made again")
             if held == form:
                 if token_floor:
                     self._engine.raise_token(form.id, token_floor)
                 return
-            if held is not None:
+            if held is not None and not anew:
                 raise AlreadyExistsError(f"segment {form.id:016x} is there with another form: {held}, not {form}")
             self._busy.add(form.id)
+            self._held.pop(form.id, None)
         try:
-            self._make(form)
+            if held is not None:
+                self._engine.delete_segment(form.id)
+                self.on_drop(form.id)
+            self._make(form, replicated=replicate is not None)
             if token_floor:  # before anybody else has heard of it
                 self._engine.raise_token(form.id, token_floor)
             if replicate is not None:
@@ -81,12 +94,16 @@ class Segments:
         finally:
             self._end(form.id)
 
-    def drop(self, segment_id: int) -> None:
-        """Drop it and its file; one that is not here is no error."""
+    def drop(self, segment_id: int, epoch: int = FOR_GOOD) -> None:
+        """Drop it and its file; one that is not here is no error. A copy that was made in a later epoch stays."""
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)
-            if segment_id not in self._dropped:
-                self._dropped.append(segment_id)
+            held = self._held.get(segment_id)
+            if held is not None and held.epoch > epoch:
+                return
+            self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))
+            if len(self._dropped) > DROPPED_MAX:
+                del self._dropped[next(iter(self._dropped))]
             if self._held.pop(segment_id, None) is None:
                 return
             self._busy.add(segment_id)
@@ -148,7 +165,7 @@ class Segments:
         """Return the bytes of capacity that are taken."""
         return self._engine.counters().segment_bytes
 
-    def _make(self, form: SegmentForm) -> None:
+    def _make(self, form: SegmentForm, *, replicated: bool) -> None:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if file_bytes == 0:
             raise InvalidArgumentError(f"no segment has {form.nbytes} bytes in chunks of {form.chunk_bytes}")
@@ -157,7 +174,7 @@ class Segments:
         try:
             self._check_limit(file_bytes)
             try:
-                self._engine.create_segment(self._place.segment_path(form.id), form)
+                self._engine.create_segment(self._place.segment_path(form.id), form, replicated=replicated)
             except OutOfMemoryError:
                 raise OutOfMemoryError(self._no_room(file_bytes)) from None
         finally:

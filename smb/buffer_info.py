@@ -74,4 +74,7 @@ def _place(buffer: pb.Buffer, segment: pb.Segment) -> SegmentPlace:
         segment.epoch,
         segment.backup,
         (buffer.name, buffer.id),
+        segment.copying_to,
+        segment.copied,
+        segment.copy_left_s,
     )

@@ -24,7 +24,7 @@ enum {
     END_AT = 64
 };
 _Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
-_Static_assert((int)SMB_REFUSED + 1 == (int)SMB_OPCODE_COUNT,
+_Static_assert((int)SMB_COPY + 1 == (int)SMB_OPCODE_COUNT,
                "counters have a place for every opcode");
 
 static void store16(uint8_t *bytes, uint16_t value)
@@ -128,6 +128,11 @@ static bool request_is_sound(const struct smb_frame *frame)
         return frame->length == 0 && payload == SMB_SYNC_BYTES;
     if (frame->opcode == SMB_AUTHORIZE)
         return frame->length == 0 && payload == SMB_AUTHORIZE_BYTES;
+    if (frame->opcode == SMB_COPY && (frame->sequence == 0 || frame->op > SMB_COPIED_NOTE))
+        return false;
+    if (frame->opcode == SMB_COPY && frame->op != SMB_COPIED_CHUNK)
+        return frame->length == 0 &&
+               payload == (frame->op == SMB_COPIED_RECORD ? SMB_COPIED_RECORD_BYTES : 0);
 
     /* All other opcodes have a range: inside 64 bits, not empty, of whole elements, at most a
      * chunk. */
@@ -144,6 +149,7 @@ static bool request_is_sound(const struct smb_frame *frame)
     switch (frame->opcode) {
     case SMB_READ:
     case SMB_FILL: return payload == 0;
+    case SMB_COPY: return payload == frame->length;
     case SMB_WRITE: return elements_fit(frame, smb_frame_wire(frame), payload);
     case SMB_ACCUMULATE:
         return elements_fit(frame, smb_frame_wire(frame), payload) &&

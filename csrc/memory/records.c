@@ -337,6 +337,109 @@ void records_end_session(struct records *records, uint64_t session)
     pthread_mutex_unlock(&records->mutex);
 }
 
+/* ---- copies elsewhere ------------------------------------------------------------------------ */
+
+enum {
+    IMAGE_RESULTS_AT = 32,
+    IMAGE_REFUSED_AT = IMAGE_RESULTS_AT + 16 * RECORD_RESULTS,
+    IMAGE_FLOOR_AT = IMAGE_REFUSED_AT + 8 * RECORD_REFUSALS
+};
+_Static_assert((int)IMAGE_FLOOR_AT + 8 == (int)RECORD_BYTES, "an image is as large as a record");
+
+static void put_word(uint8_t *bytes, uint64_t value)
+{
+    for (int i = 0; i < 8; i++)
+        bytes[i] = (uint8_t)(value >> (8 * i));
+}
+
+static uint64_t word_at(const uint8_t *bytes)
+{
+    uint64_t value = 0;
+    for (int i = 0; i < 8; i++)
+        value |= (uint64_t)bytes[i] << (8 * i);
+    return value;
+}
+
+uint32_t records_places(struct records *records, uint32_t *places)
+{
+    uint32_t count = 0;
+    pthread_mutex_lock(&records->mutex);
+    for (uint32_t at = records->oldest; at != NONE; at = records->entries[at].newer)
+        places[count++] = at;
+    pthread_mutex_unlock(&records->mutex);
+    return count;
+}
+
+int records_image(struct records *records, uint32_t place, records_see see, void *argument)
+{
+    int status = SMB_OK;
+    pthread_mutex_lock(&records->mutex);
+    if (records->entries[place].bucket == NONE) {
+        status = SMB_NOT_FOUND;
+    } else if (records->entries[place].in_use > 0) {
+        status = SMB_BUSY;
+    } else {
+        const struct record *record = record_at(records, place);
+        uint8_t bytes[RECORD_BYTES];
+        put_word(bytes, read_word(&record->session));
+        put_word(bytes + 8, read_word(&record->lane));
+        put_word(bytes + 16, read_word(&record->watermark));
+        put_word(bytes + 24, read_word(&record->used_ns) != 0); /* clocks differ */
+        for (int i = 0; i < RECORD_RESULTS; i++) {
+            put_word(bytes + IMAGE_RESULTS_AT + 16 * i, record->results[i].sequence);
+            put_word(bytes + IMAGE_RESULTS_AT + 16 * i + 8, record->results[i].result);
+        }
+        for (int i = 0; i < RECORD_REFUSALS; i++)
+            put_word(bytes + IMAGE_REFUSED_AT + 8 * i, record->refused[i]);
+        put_word(bytes + IMAGE_FLOOR_AT, record->refused_floor);
+        see(argument, bytes);
+    }
+    pthread_mutex_unlock(&records->mutex);
+    return status;
+}
+
+int records_install(struct records *records, const uint8_t bytes[RECORD_BYTES])
+{
+    uint64_t session = word_at(bytes), lane = word_at(bytes + 8), watermark = word_at(bytes + 16);
+    uint32_t hint = NONE;
+    struct record *record;
+    if (session == 0 || lane > UINT16_MAX)
+        return SMB_INVALID;
+    int status = records_take(records, session, (uint16_t)lane, 1, false, &hint, &record);
+    if (status != SMB_OK)
+        return status;
+    for (int i = 0; i < RECORD_RESULTS; i++) {
+        record->results[i].sequence = word_at(bytes + IMAGE_RESULTS_AT + 16 * i);
+        record->results[i].result = word_at(bytes + IMAGE_RESULTS_AT + 16 * i + 8);
+    }
+    for (int i = 0; i < RECORD_REFUSALS; i++)
+        record->refused[i] = word_at(bytes + IMAGE_REFUSED_AT + 8 * i);
+    record->refused_floor = word_at(bytes + IMAGE_FLOOR_AT);
+    write_word(&record->watermark, watermark);
+    records_release(records, record);
+    if (word_at(bytes + 24) == 0)
+        records_end_session(records, session);
+    return SMB_OK;
+}
+
+void records_evicted(const struct records *records, uint64_t *evictions, uint64_t *ended)
+{
+    *evictions = read_word(records->table.evictions);
+    *ended = read_word(records->table.ended_evictions);
+}
+
+void records_have_evicted(struct records *records, uint64_t evictions, uint64_t ended)
+{
+    pthread_mutex_lock(&records->mutex);
+    if (read_word(records->table.evictions) < evictions)
+        write_word(records->table.evictions, evictions);
+    if (read_word(records->table.ended_evictions) < ended)
+        write_word(records->table.ended_evictions, ended);
+    pthread_mutex_unlock(&records->mutex);
+}
+
+/* ---- one record ------------------------------------------------------------------------------ */
+
 void record_note(struct record *record, uint64_t sequence, bool with_result, uint64_t result)
 {
     SMB_ASSERT(sequence > 0);

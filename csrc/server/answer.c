@@ -50,8 +50,9 @@ enum step answer_defer(struct connection *connection)
 
 enum step answer_failure(struct connection *connection, int status)
 {
-    if (smb_opcode_changes(connection->request.frame.opcode))
-        gate_refused(connection->loop->server, &connection->request);
+    if (smb_opcode_changes(connection->request.frame.opcode) &&
+        gate_refused(connection->loop->server, &connection->request) == SMB_BUSY)
+        return answer_defer(connection);
     server_count(&connection->loop->server->errors[status], 1);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     output_put(connection, &reply);
@@ -262,6 +263,19 @@ static enum step answer_refused(struct connection *connection)
     return STEP_ON;
 }
 
+static enum step answer_copied(struct connection *connection)
+{
+    int status = gate_copied(&connection->request, connection->staging);
+    if (status == SMB_BUSY)
+        return answer_defer(connection);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
+    output_put(connection, &reply);
+    answer_finish(connection, true);
+    return STEP_ON;
+}
+
 enum step answer_request(struct connection *connection)
 {
     SMB_ASSERT(connection->have_request &&
@@ -279,6 +293,7 @@ enum step answer_request(struct connection *connection)
     case SMB_WATERMARK: return answer_watermark(connection);
     case SMB_REPLICATE: return answer_feed(connection);
     case SMB_REFUSED: return answer_refused(connection);
+    case SMB_COPY: return answer_copied(connection);
     default:
         return smb_opcode_changes(connection->request.frame.opcode) ? answer_change(connection)
                                                                     : answer_sync(connection);

@@ -9,13 +9,15 @@
 #include "memory/change.h"
 #include "server/connection.h"
 #include "server/counters.h"
+#include "server/feed.h"
 #include "server/replica.h"
 #include "server/server.h"
 #include "server/waits.h"
 
-static bool has_range(int opcode)
+static bool has_range(const struct smb_frame *frame)
 {
-    return opcode == SMB_READ || smb_opcode_changes(opcode);
+    return frame->opcode == SMB_READ || smb_opcode_changes(frame->opcode) ||
+           (frame->opcode == SMB_COPY && frame->op == SMB_COPIED_CHUNK);
 }
 
 /* The operations of a reader. All others need the right to write. */
@@ -76,9 +78,8 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
         return status;
     if (!is_of_epoch(server, request, segment))
         status = SMB_STALE_EPOCH;
-    else if (has_range(frame->opcode) &&
-             (frame->dtype != smb_segment_dtype(segment) ||
-              !smb_segment_holds(segment, frame->offset, frame->length)))
+    else if (has_range(frame) && (frame->dtype != smb_segment_dtype(segment) ||
+                                  !smb_segment_holds(segment, frame->offset, frame->length)))
         status = SMB_INVALID;
     else if (served_of(segment)->replica && !request->fed && !replica_allows(frame))
         status = SMB_INVALID;
@@ -132,7 +133,27 @@ int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *
                              request->frame.lane, watermark, refused);
 }
 
-void gate_refused(struct smb_server *server, const struct gate_request *refused)
+/* `replica`: its backup is told too. Its note is made first, so that both know or neither. */
+static int note_refused(struct gate_request *request, struct replica *replica)
+{
+    struct forward *note = NULL;
+    int status = replica ? replica_prepare_refusal(replica, &request->frame, &note) : SMB_OK;
+    bool prepared = replica && status == SMB_OK;
+    if (status == SMB_OK)
+        status = take_record(request);
+    if (status == SMB_OK) {
+        record_refuse(request->record, request->frame.sequence);
+        if (note)
+            replica_enqueue_refusal(replica, note);
+        note = NULL;
+    }
+    let_go(request);
+    if (prepared)
+        replica_done(replica, note);
+    return status == SMB_EXISTS ? SMB_OK : status;
+}
+
+int gate_refused(struct smb_server *server, const struct gate_request *refused)
 {
     const struct smb_frame *frame = &refused->frame;
     const struct grant *grant = server->guarded && refused->grants
@@ -140,28 +161,74 @@ void gate_refused(struct smb_server *server, const struct gate_request *refused)
                                     : NULL;
     /* one that has expired was one */
     if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0))
-        return;
+        return SMB_OK;
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
-        return; /* nor will any later one be applied */
+        return SMB_OK; /* nor will any later one be applied */
     struct gate_request request = {.frame = *frame, .segment = segment};
     struct replica *replica = served_of(segment)->replica;
+    int status = SMB_OK;
     /* Of two copies only the primary decides, and its clients ask again elsewhere. */
-    if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false))) {
-        int status = gate_note_refused(&request);
-        if (replica && status == SMB_OK)
-            replica_refuse(replica, frame);
-    }
+    if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false)))
+        status = note_refused(&request, replica);
     smb_segment_release(segment);
+    return status == SMB_BUSY ? SMB_BUSY : SMB_OK;
 }
 
 int gate_note_refused(struct gate_request *request)
 {
+    return note_refused(request, NULL);
+}
+
+static int copy_chunk(struct gate_request *request, const uint8_t *payload)
+{
+    const struct smb_frame *frame = &request->frame;
+    if (smb_segment_deleted(request->segment))
+        return SMB_NOT_FOUND;
+    int status = smb_segment_lock(request->segment, frame->offset, patience(request));
+    if (status != SMB_OK)
+        return status;
+    smb_segment_change_begin(request->segment, frame->offset);
+    memcpy((uint8_t *)smb_segment_data(request->segment) + frame->offset, payload, frame->length);
+    smb_segment_change_end(request->segment, frame->offset);
+    smb_segment_unlock(request->segment, frame->offset);
+    return SMB_OK;
+}
+
+/* A change that the chunk's copy has, or will have. */
+static int note_made(struct gate_request *request)
+{
+    const struct smb_frame *frame = &request->frame;
     int status = take_record(request);
     if (status == SMB_OK)
-        record_refuse(request->record, request->frame.sequence);
+        record_note(request->record, frame->sequence, frame->offset != 0, frame->argument);
     let_go(request);
     return status == SMB_EXISTS ? SMB_OK : status;
+}
+
+int gate_copied(struct gate_request *request, const uint8_t *payload)
+{
+    const struct smb_frame *frame = &request->frame;
+    struct replica *replica = served_of(request->segment)->replica;
+    struct records *records = served_of(request->segment)->records;
+    if (!request->fed)
+        return SMB_INVALID;
+    if (frame->op == SMB_COPIED_NOTE)
+        return note_made(request);
+    if (frame->session != frame->segment || frame->lane != REPLICA_LANE)
+        return SMB_INVALID;
+    /* Sent again, it is older than what came after it. */
+    if (replica_has_copied(replica, frame->sequence))
+        return SMB_OK;
+    int status = SMB_OK;
+    switch (frame->op) {
+    case SMB_COPIED_CHUNK: status = copy_chunk(request, payload); break;
+    case SMB_COPIED_RECORD: status = records_install(records, payload); break;
+    case SMB_COPIED_COUNTERS: records_have_evicted(records, frame->argument, frame->offset); break;
+    }
+    if (status == SMB_OK)
+        replica_note_copied(replica, frame->sequence);
+    return status;
 }
 
 /* Answers a repeated change: with the old value of the first answer, or for an accumulate with the
@@ -214,6 +281,7 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
     if (request->forward) {
         status = replica_enqueue(served_of(segment)->replica, request->forward, change->offset,
+                                 has_result(change->opcode) ? &change->result : NULL,
                                  &request->order);
         request->forward = NULL;
         FAILPOINT("replica.enqueued");
@@ -316,6 +384,7 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
     struct sync *sync = served_of(request->segment)->sync;
     struct replica *replica = served_of(request->segment)->replica;
+    bool prepared = false;
     int status = take_record(request);
     if (status == SMB_EXISTS) {
         server_count(&server->replayed_total, 1);
@@ -323,8 +392,10 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
         if (replica && !request->fed)
             request->order = replica_newest(replica);
     } else if (status == SMB_OK) {
-        if (replica && !request->fed)
+        if (replica && !request->fed) {
             status = replica_prepare(replica, &request->frame, payload, &request->forward);
+            prepared = status == SMB_OK;
+        }
         if (fenced && status == SMB_OK)
             status = sync_fence_enter(sync, smb_load64(payload - SMB_TOKEN_BYTES), smb_boot_ns());
         if (status == SMB_OK) {
@@ -332,13 +403,11 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
             if (fenced)
                 sync_fence_leave(sync);
         }
-        if (request->forward)
-            replica_take_back(replica, request->forward);
-        request->forward = NULL;
     }
     let_go(request);
-    if (request->order)
-        replica_send(replica);
+    if (prepared)
+        replica_done(replica, request->forward);
+    request->forward = NULL;
     return status;
 }
 

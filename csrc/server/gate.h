@@ -52,13 +52,16 @@ bool gate_may_tell(const struct gate_request *request, uint64_t order);
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
 /* `done`: the change was made, whole. */
 void gate_close(struct gate_request *request, bool to_change, bool done);
+/* From the primary: a part of a copy that is being made here. SMB_BUSY: defer it. */
+int gate_copied(struct gate_request *request, const uint8_t *payload);
 /* A note of the primary's: that change was refused there. */
 int gate_note_refused(struct gate_request *request);
 /* How far the frame's lane has come on its segment, and up to where some changes were refused. */
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
-/* A change is answered with a failure: a later one of the lane must not make it look applied. A
- * client without the right to change the segment leaves no trace there. */
-void gate_refused(struct smb_server *server, const struct gate_request *refused);
+/* A change is about to be answered with a failure: a later one of the lane must not make it look
+ * applied. A client without the right to change the segment leaves no trace there. SMB_BUSY: that
+ * cannot be noted now, so it must not be answered; defer it. */
+int gate_refused(struct smb_server *server, const struct gate_request *refused);
 void gate_done(struct gate_request *request);
 
 #endif

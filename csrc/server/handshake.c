@@ -6,10 +6,10 @@
 #include "base/channel.h"
 #include "base/clock.h"
 #include "server/counters.h"
+#include "server/feed.h"
 #include "server/lanes.h"
 #include "server/loop.h"
 #include "server/output.h"
-#include "server/replica.h"
 #include "server/server.h"
 
 enum step handshake_secure(struct connection *connection)

@@ -91,8 +91,8 @@ static int publish(struct smb_server *server, struct smb_segment *segment, const
     return SMB_OK;
 }
 
-int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id,
-                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes)
+static int create(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch,
+                  int dtype, uint64_t data_bytes, uint32_t chunk_bytes, bool replicated)
 {
     uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
     if (file_bytes == 0)
@@ -102,6 +102,8 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
         return status;
     struct smb_segment *segment;
     status = smb_segment_create(path, id, epoch, dtype, data_bytes, chunk_bytes, &segment);
+    if (status == SMB_OK && replicated)
+        smb_segment_mark_replicated(segment); /* before anybody can find it */
     if (status == SMB_OK) {
         status = publish(server, segment, path, false);
         if (status != SMB_OK) {
@@ -112,6 +114,18 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
     if (status != SMB_OK)
         unreserve(server, file_bytes);
     return status;
+}
+
+int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id,
+                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, false);
+}
+
+int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
+                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes)
+{
+    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, true);
 }
 
 int smb_server_adopt_segment(struct smb_server *server, const char *path,

@@ -1,48 +1,56 @@
 #include "server/replica.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/assert.h"
-#include "base/channel.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "memory/format.h"
 #include "server/counters.h"
+#include "server/feed.h"
 #include "server/lanes.h"
 #include "server/server.h"
 #include "server/waits.h"
 
 enum {
-    GREETING_FRAMES = 2, /* HELLO, REPLICATE */
-    GREETING_BYTES = GREETING_FRAMES * SMB_FRAME_BYTES,
-    SPARES_MAX = 16,
-    SEND_PARTS = 16,
+    SEQUENCE_AT = 24, /* in a header: frame.c */
     EVENTS_PER_WAIT = 64,
-    FLAGS_AT = 6 /* in a header: frame.c */
+    COPY_QUEUED_BYTES_MAX = 2 << 20, /* of a copy: changes queue up behind it */
+    COPY_WAIT_MS = 50
 };
 
-/* One frame on its way to the backup, or sent and not confirmed. */
-struct forward {
-    struct forward *next;
-    uint64_t order;
-    uint64_t asked_ns; /* of a question whether it is still the backup; 0: it is a change */
-    uint32_t bytes;
-    uint32_t room;
-    bool was_sent; /* some of it, over any connection */
-    uint8_t frame[];
+/* How far a copy is that is being made, for a server that is to be the backup. Chunks are copied
+ * in their order; the changes of those before `chunks_done` are forwarded, of the others only
+ * that they were made. docs/decisions/0025, "A new copy". */
+struct copy {
+    bool under_way;
+    bool settling; /* changes that were prepared before it began have not ended */
+    bool failed;
+    bool whole;        /* was said */
+    uint64_t sequence; /* of its last frame */
+    uint64_t order;    /* of its last frame */
+    uint32_t *places;  /* of the records that there were */
+    uint32_t place_count, places_done;
+    uint64_t chunks_done;
+    uint64_t evictions, ended_evictions; /* as sent */
+    bool counted;                        /* they were sent after all else */
 };
 
 struct replica {
     struct smb_server *server;
     uint64_t id;
-    uint64_t chunk_bytes;
+    uint64_t chunk_bytes, data_bytes;
+    uint32_t dtype;
     pthread_mutex_t lock;
+    pthread_cond_t room;  /* for a copy: less is queued, or it has ended */
+    uint32_t in_progress; /* changes and refusals between replica_prepare and replica_done */
+    struct copy copy;     /* primary: of a backup that is being made */
+    uint64_t copied; /* backup: the last part of a copy that was made here; its feeder's loop */
+    struct records *records;
     _Atomic int role; /* enum smb_replica_role */
     _Atomic uint32_t epoch;
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
@@ -50,26 +58,16 @@ struct replica {
     _Atomic uint64_t *chunk_orders; /* of each chunk the last change; written under its lock too */
     uint64_t asked_at_ns;           /* when the last question that was confirmed was asked */
     bool asking;                    /* one is on its way */
-    int fd;                         /* to the backup; -1: none */
-    uint64_t backup_instance;
-    uint64_t broken_ns; /* since when there is no connection that works; 0: there is */
-    uint8_t greeting[GREETING_BYTES];
-    uint32_t greeting_sent, greeting_answered;
-    struct forward *first, *last; /* what is not confirmed, by order */
-    struct forward *unsent;       /* the first of them that is not sent whole */
-    uint32_t unsent_done;         /* bytes of it that are */
-    uint64_t queued_bytes;        /* prepared ones included */
-    struct forward *spare;
-    uint32_t spares;
-    uint8_t in[SMB_FRAME_BYTES];
-    uint32_t in_have;
+    struct feed feed;               /* to the backup */
+    bool told_works;                /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
     const struct connection *feeder;     /* backup: the primary's, compared only */
 };
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-int replica_create(struct smb_server *server, struct smb_segment *segment, struct replica **replica)
+int replica_create(struct smb_server *server, struct smb_segment *segment, struct records *records,
+                   struct replica **replica)
 {
     struct smb_segment_info info;
     smb_segment_info(segment, &info);
@@ -84,83 +82,55 @@ int replica_create(struct smb_server *server, struct smb_segment *segment, struc
     }
     made->server = server;
     made->id = info.id;
+    made->records = records;
     made->chunk_bytes = info.chunk_bytes;
-    made->fd = -1;
-    made->broken_ns = smb_now_ns();
+    made->data_bytes = info.data_bytes;
+    made->dtype = (uint32_t)smb_segment_dtype(segment);
+    feed_create(&made->feed);
     pthread_mutex_init(&made->lock, NULL);
+    pthread_cond_init(&made->room, NULL);
     *replica = made;
     return SMB_OK;
-}
-
-static void free_all(struct forward *forward)
-{
-    while (forward) {
-        struct forward *next = forward->next;
-        free(forward);
-        forward = next;
-    }
 }
 
 void replica_destroy(struct replica *replica)
 {
     SMB_ASSERT(!replica->waiting);
-    if (replica->fd >= 0)
-        close(replica->fd);
-    free_all(replica->first);
-    free_all(replica->spare);
+    feed_destroy(&replica->feed);
     pthread_mutex_destroy(&replica->lock);
+    pthread_cond_destroy(&replica->room);
+    free(replica->copy.places);
     free(replica->chunk_orders);
     free(replica);
 }
 
-static struct forward *make_forward(struct replica *replica, uint32_t bytes)
-{
-    struct forward *made = replica->spare;
-    if (made && made->room >= bytes) {
-        replica->spare = made->next;
-        replica->spares--;
-    } else {
-        made = malloc(sizeof *made + bytes);
-        if (!made)
-            return NULL;
-        made->room = bytes;
-    }
-    made->next = NULL;
-    made->order = made->asked_ns = 0;
-    made->was_sent = false;
-    made->bytes = bytes;
-    replica->queued_bytes += bytes;
-    return made;
-}
-
-static void give_back(struct replica *replica, struct forward *forward)
-{
-    replica->queued_bytes -= forward->bytes;
-    if (replica->spares < SPARES_MAX && forward->room > SMB_FRAME_BYTES) {
-        forward->next = replica->spare;
-        replica->spare = forward;
-        replica->spares++;
-    } else {
-        free(forward);
-    }
-}
-
+/* With the lock. */
 static void append(struct replica *replica, struct forward *forward)
 {
-    forward->order = atomic_load_explicit(&replica->order, memory_order_relaxed) + 1;
-    atomic_store_explicit(&replica->order, forward->order, memory_order_release);
-    if (replica->last)
-        replica->last->next = forward;
-    else
-        replica->first = forward;
-    replica->last = forward;
-    if (!replica->unsent) {
-        replica->unsent = forward;
-        replica->unsent_done = 0;
-    }
+    uint64_t order = atomic_load_explicit(&replica->order, memory_order_relaxed) + 1;
+    atomic_store_explicit(&replica->order, order, memory_order_release);
+    feed_append(&replica->feed, forward, order,
+                atomic_load_explicit(&replica->epoch, memory_order_relaxed));
 }
 
-/* ---- the connection to the backup ------------------------------------------------------------ */
+/* Wakes the thread that looks after connections. */
+static void tell_change(struct smb_server *server)
+{
+    pthread_mutex_lock(&server->forward_lock);
+    server->replica_changes++;
+    pthread_cond_broadcast(&server->replica_changed);
+    pthread_mutex_unlock(&server->forward_lock);
+}
+
+/* Instead of plain unlocking, after what may have made or broken a connection. */
+static void unlock_and_tell(struct replica *replica)
+{
+    bool works = replica->feed.broken_ns == 0, changed = works != replica->told_works;
+    replica->told_works = works;
+    pthread_mutex_unlock(&replica->lock);
+    if (changed)
+        tell_change(replica->server);
+}
 
 static bool is_paired(const struct replica *replica)
 {
@@ -170,72 +140,6 @@ static bool is_paired(const struct replica *replica)
 static bool is_primary(const struct replica *replica)
 {
     return atomic_load_explicit(&replica->role, memory_order_acquire) == SMB_REPLICA_PRIMARY;
-}
-
-/* With the lock. Frames that are sent and not confirmed are sent again over the next one, marked as
- * repetitions. */
-static void disconnect(struct replica *replica)
-{
-    if (replica->fd >= 0)
-        close(replica->fd);
-    if (replica->broken_ns == 0)
-        replica->broken_ns = smb_now_ns();
-    replica->fd = -1;
-    replica->greeting_sent = replica->greeting_answered = 0;
-    replica->in_have = 0;
-    replica->unsent = replica->first;
-    replica->unsent_done = 0;
-    for (struct forward *sent = replica->first; sent && sent->was_sent; sent = sent->next)
-        sent->frame[FLAGS_AT] |= SMB_FLAG_RETRY;
-}
-
-/* With the lock. As much as the socket takes. */
-static void send_some(struct replica *replica)
-{
-    while (replica->fd >= 0) {
-        struct iovec parts[SEND_PARTS];
-        int count = 0;
-        if (replica->greeting_sent < GREETING_BYTES)
-            parts[count++] = (struct iovec){replica->greeting + replica->greeting_sent,
-                                            GREETING_BYTES - replica->greeting_sent};
-        uint32_t skip = replica->unsent_done;
-        for (struct forward *at = replica->unsent; at && count < SEND_PARTS; at = at->next) {
-            parts[count++] = (struct iovec){at->frame + skip, at->bytes - skip};
-            at->was_sent = true;
-            skip = 0;
-        }
-        if (count == 0)
-            return;
-        struct channel channel = {.fd = replica->fd};
-        ssize_t done = channel_write(&channel, parts, count);
-        if (done < 0) {
-            if (channel_failed(done))
-                disconnect(replica);
-            return; /* the forwarder is told when there is room */
-        }
-        uint64_t left = (uint64_t)done;
-        uint32_t greeting = GREETING_BYTES - replica->greeting_sent;
-        uint32_t of_greeting = left < greeting ? (uint32_t)left : greeting;
-        replica->greeting_sent += of_greeting;
-        left -= of_greeting;
-        while (left > 0) {
-            uint32_t missing = replica->unsent->bytes - replica->unsent_done;
-            if (left < missing) {
-                replica->unsent_done += (uint32_t)left;
-                break;
-            }
-            left -= missing;
-            replica->unsent = replica->unsent->next;
-            replica->unsent_done = 0;
-        }
-    }
-}
-
-void replica_send(struct replica *replica)
-{
-    pthread_mutex_lock(&replica->lock);
-    send_some(replica);
-    pthread_mutex_unlock(&replica->lock);
 }
 
 /* ---- what waits ------------------------------------------------------------------------------ */
@@ -305,13 +209,10 @@ bool replica_forget(struct replica *replica, struct wait *wait)
  * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
 static void stop_forwarding(struct replica *replica, int status)
 {
-    disconnect(replica);
-    while (replica->first) {
-        struct forward *forward = replica->first;
-        replica->first = forward->next;
-        give_back(replica, forward);
-    }
-    replica->last = replica->unsent = NULL;
+    feed_clear(&replica->feed);
+    free(replica->copy.places);
+    replica->copy = (struct copy){0};
+    pthread_cond_broadcast(&replica->room);
     replica->asking = false;
     atomic_store_explicit(&replica->paired, false, memory_order_release);
     if (status == SMB_OK)
@@ -321,20 +222,31 @@ static void stop_forwarding(struct replica *replica, int status)
     answer_waiting(replica, UINT64_MAX, status);
 }
 
-static void take_role(struct replica *replica, uint32_t epoch, int role, bool paired)
+static void take_role(struct replica *replica, uint32_t epoch, int role, bool paired, bool copying)
 {
     pthread_mutex_lock(&replica->lock);
     /* Before `paired`: whoever finds it unpaired and a primary takes it for the only copy. */
     if (role != SMB_REPLICA_PRIMARY)
         atomic_store_explicit(&replica->role, role, memory_order_release);
-    if (role != SMB_REPLICA_PRIMARY || !paired)
+    bool goes_on = role == SMB_REPLICA_PRIMARY && paired && !copying && replica->copy.whole;
+    if (goes_on) {
+        /* The new backup still has to get all that is queued. */
+        feed_enter_epoch(&replica->feed, epoch);
+        free(replica->copy.places);
+        replica->copy = (struct copy){0};
+    } else {
         stop_forwarding(replica, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
+    }
     atomic_store_explicit(&replica->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
     atomic_store_explicit(&replica->epoch, epoch, memory_order_release);
     atomic_store_explicit(&replica->role, role, memory_order_release);
-    replica->broken_ns = smb_now_ns();
+    if (copying && role == SMB_REPLICA_PRIMARY)
+        replica->copy = (struct copy){.under_way = true, .settling = replica->in_progress > 0};
+    replica->feed.broken_ns = smb_now_ns();
+    replica->told_works = false;
     pthread_mutex_unlock(&replica->lock);
+    tell_change(replica->server);
 }
 
 static struct replica *replica_of(struct smb_server *server, uint64_t id,
@@ -349,26 +261,45 @@ static struct replica *replica_of(struct smb_server *server, uint64_t id,
     return replica;
 }
 
+/* It can have a backup that was not copied to if both are new, or if the copy has just become
+ * whole. */
+static bool may_take(struct replica *replica, int role_now, int role, bool paired, bool copying)
+{
+    if (role != SMB_REPLICA_PRIMARY || !paired || copying || role_now == SMB_REPLICA_NONE)
+        return true;
+    pthread_mutex_lock(&replica->lock);
+    bool whole = replica->copy.whole;
+    pthread_mutex_unlock(&replica->lock);
+    return whole;
+}
+
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
-                           bool paired)
+                           bool paired, bool copying)
 {
     struct smb_segment *segment;
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
+    pthread_mutex_lock(&server->roles_lock);
     uint32_t epoch_now = atomic_load_explicit(&replica->epoch, memory_order_relaxed);
     int role_now = atomic_load_explicit(&replica->role, memory_order_relaxed);
+    int status = SMB_OK;
     if (epoch > epoch_now || (epoch == epoch_now && role_now == SMB_REPLICA_NONE)) {
-        if (role_now == SMB_REPLICA_BACKUP) {
-            /* The old primary's requests here end before another primary's begin. */
-            take_role(replica, epoch, SMB_REPLICA_NONE, false);
-            lanes_fence_session(server, id);
-            FAILPOINT("replica.fenced");
+        if (!may_take(replica, role_now, role, paired, copying)) {
+            status = SMB_INVALID;
+        } else {
+            if (role_now == SMB_REPLICA_BACKUP) {
+                /* The old primary's requests here end before another primary's begin. */
+                take_role(replica, epoch, SMB_REPLICA_NONE, false, false);
+                lanes_fence_session(server, id);
+                FAILPOINT("replica.fenced");
+            }
+            take_role(replica, epoch, role, paired, copying);
         }
-        take_role(replica, epoch, role, paired);
     }
+    pthread_mutex_unlock(&server->roles_lock);
     smb_segment_release(segment);
-    return SMB_OK;
+    return status;
 }
 
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns)
@@ -420,60 +351,137 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     bool paired = is_paired(replica);
     if (!is_primary(replica))
         status = SMB_STALE_EPOCH;
-    else if (paired && replica->queued_bytes > REPLICA_QUEUED_BYTES_MAX)
+    else if (replica->copy.settling)
         status = SMB_BUSY;
-    else if (paired && !(made = make_forward(replica, SMB_FRAME_BYTES + body)))
+    else if (paired && replica->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
+        status = SMB_BUSY;
+    else if (paired && !(made = feed_make(&replica->feed, SMB_FRAME_BYTES + body)))
         status = SMB_OUT_OF_MEMORY;
+    replica->in_progress += status == SMB_OK;
     pthread_mutex_unlock(&replica->lock);
     *forward = made;
     if (!made)
         return status;
     encode(replica, made, *frame);
-    if (body > 0)
+    if (payload && body > 0)
         memcpy(made->frame + SMB_FRAME_BYTES, payload, body);
     return SMB_OK;
 }
 
-void replica_take_back(struct replica *replica, struct forward *forward)
+void replica_done(struct replica *replica, struct forward *forward)
 {
     pthread_mutex_lock(&replica->lock);
-    give_back(replica, forward);
-    pthread_mutex_unlock(&replica->lock);
+    if (forward)
+        feed_free(&replica->feed, forward);
+    if (--replica->in_progress == 0)
+        replica->copy.settling = false;
+    feed_send(&replica->feed);
+    unlock_and_tell(replica);
+}
+
+/* With the lock: as the next part of the copy. */
+static void append_part(struct replica *replica, struct forward *part)
+{
+    smb_store64(part->frame + SEQUENCE_AT, ++replica->copy.sequence);
+    append(replica, part);
+    replica->copy.order = part->order;
+}
+
+/* A part to be appended; NULL: no memory. With the lock. */
+static struct forward *make_part(struct replica *replica, struct smb_frame frame)
+{
+    uint32_t payload = frame.op == SMB_COPIED_RECORD ? RECORD_BYTES : frame.length;
+    struct forward *made = feed_make(&replica->feed, SMB_FRAME_BYTES + payload);
+    frame.opcode = SMB_COPY;
+    frame.session = replica->id;
+    frame.lane = REPLICA_LANE;
+    if (made)
+        encode(replica, made, frame);
+    return made;
+}
+
+/* With the lock. Before a lane gets a record there again that it lost here, the copy has to know
+ * that records were lost. */
+static void tell_evictions(struct replica *replica)
+{
+    struct copy *copy = &replica->copy;
+    uint64_t evictions, ended;
+    records_evicted(replica->records, &evictions, &ended);
+    if (evictions == copy->evictions && ended == copy->ended_evictions)
+        return;
+    copy->evictions = evictions;
+    copy->ended_evictions = ended;
+    struct forward *part = make_part(
+        replica,
+        (struct smb_frame){.op = SMB_COPIED_COUNTERS, .argument = evictions, .offset = ended});
+    if (part)
+        append_part(replica, part);
+    else
+        copy->failed = true; /* the copy would not know */
+}
+
+/* With the lock. A chunk that will be copied has the change then: only its record is missing. */
+static void make_note(struct replica *replica, struct forward *forward, const uint64_t *result)
+{
+    struct smb_frame change;
+    int status = smb_frame_parse(forward->frame, &change);
+    SMB_ASSERT(status == SMB_OK); /* our own */
+    struct smb_frame note = {.opcode = SMB_COPY,
+                             .op = SMB_COPIED_NOTE,
+                             .session = change.session,
+                             .lane = change.lane,
+                             .sequence = change.sequence,
+                             .segment = replica->id,
+                             .offset = result != NULL,
+                             .argument = result ? *result : 0};
+    feed_replace(&replica->feed, forward, &note);
 }
 
 int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t offset,
-                    uint64_t *order)
+                    const uint64_t *result, uint64_t *order)
 {
     int status = SMB_OK;
     *order = 0;
     pthread_mutex_lock(&replica->lock);
     if (is_paired(replica)) {
+        if (replica->copy.under_way) {
+            tell_evictions(replica);
+            if (offset / replica->chunk_bytes >= replica->copy.chunks_done)
+                make_note(replica, forward, result);
+        }
         append(replica, forward);
         *order = forward->order;
         /* Release: pairs with replica_check_read, of readers that do not take the chunk's lock. */
         atomic_store_explicit(&replica->chunk_orders[offset / replica->chunk_bytes], *order,
                               memory_order_release);
     } else {
-        give_back(replica, forward); /* it lost its backup, or its role, in between */
+        feed_free(&replica->feed, forward); /* it lost its backup, or its role, in between */
         status = is_primary(replica) ? SMB_OK : SMB_STALE_EPOCH;
     }
     pthread_mutex_unlock(&replica->lock);
     return status;
 }
 
-void replica_refuse(struct replica *replica, const struct smb_frame *frame)
+int replica_prepare_refusal(struct replica *replica, const struct smb_frame *frame,
+                            struct forward **forward)
 {
     struct smb_frame note = {.opcode = SMB_REFUSED,
                              .session = frame->session,
                              .lane = frame->lane,
                              .sequence = frame->sequence};
+    int status = replica_prepare(replica, &note, NULL, forward);
+    return status == SMB_OUT_OF_MEMORY ? SMB_BUSY : status; /* a refusal cannot be refused */
+}
+
+void replica_enqueue_refusal(struct replica *replica, struct forward *forward)
+{
     pthread_mutex_lock(&replica->lock);
-    struct forward *forward = is_paired(replica) ? make_forward(replica, SMB_FRAME_BYTES) : NULL;
-    if (forward) {
-        encode(replica, forward, note);
+    if (is_paired(replica) && replica->copy.under_way)
+        tell_evictions(replica);
+    if (is_paired(replica))
         append(replica, forward);
-        send_some(replica);
-    }
+    else
+        feed_free(&replica->feed, forward); /* it lost its backup, or its role, in between */
     pthread_mutex_unlock(&replica->lock);
 }
 
@@ -498,14 +506,14 @@ bool replica_has_confirmed(struct replica *replica, uint64_t order)
 /* With the lock. */
 static void ask_backup(struct replica *replica)
 {
-    struct forward *question = replica->asking ? NULL : make_forward(replica, SMB_FRAME_BYTES);
+    struct forward *question = replica->asking ? NULL : feed_make(&replica->feed, SMB_FRAME_BYTES);
     if (!question)
         return;
     encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
     replica->asking = true;
     append(replica, question);
-    send_some(replica);
+    feed_send(&replica->feed);
 }
 
 uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
@@ -528,74 +536,36 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
     bool fresh = !is_paired(replica) || replica->asked_at_ns > begun_ns;
     if (!fresh)
         ask_backup(replica);
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
     return fresh ? SMB_OK : SMB_BUSY;
 }
 
 /* ---- the forwarder --------------------------------------------------------------------------- */
 
 /* With the lock. */
-static void confirm(struct replica *replica)
+static void confirm(struct replica *replica, struct forward *done)
 {
-    struct forward *done = replica->first;
-    replica->first = done->next;
-    if (!replica->first)
-        replica->last = NULL;
     if (done->asked_ns) {
         replica->asked_at_ns = done->asked_ns;
         replica->asking = false;
     }
     atomic_store_explicit(&replica->confirmed, done->order, memory_order_release);
     uint64_t order = done->order;
-    give_back(replica, done);
+    feed_free(&replica->feed, done);
+    if (replica->copy.under_way &&
+        (replica->feed.queued_bytes < COPY_QUEUED_BYTES_MAX || order >= replica->copy.order))
+        pthread_cond_broadcast(&replica->room);
     answer_waiting(replica, order, SMB_OK);
-}
-
-/* With the lock. false: the backup does not take us, or does not speak our protocol. */
-static bool take_answer(struct replica *replica)
-{
-    struct smb_frame reply;
-    if (smb_frame_parse(replica->in, &reply) != SMB_OK || !(reply.flags & SMB_FLAG_REPLY) ||
-        reply.status != SMB_OK)
-        return false;
-    if (replica->greeting_answered < GREETING_FRAMES) {
-        if (reply.opcode == SMB_HELLO && reply.segment != replica->backup_instance)
-            return false;
-        if (++replica->greeting_answered == GREETING_FRAMES)
-            replica->broken_ns = 0;
-        return true;
-    }
-    struct smb_frame asked;
-    /* Our own frame: it parses. */
-    if (!replica->first || replica->first == replica->unsent ||
-        smb_frame_parse(replica->first->frame, &asked) != SMB_OK || reply.opcode != asked.opcode ||
-        reply.sequence != asked.sequence || reply.session != asked.session)
-        return false;
-    confirm(replica);
-    return true;
 }
 
 static void receive_answers(struct replica *replica)
 {
     pthread_mutex_lock(&replica->lock);
-    while (replica->fd >= 0) {
-        ssize_t done = recv(replica->fd, replica->in + replica->in_have,
-                            SMB_FRAME_BYTES - replica->in_have, MSG_DONTWAIT);
-        if (done < 0 && (errno == EAGAIN || errno == EINTR))
-            break;
-        if (done <= 0) {
-            disconnect(replica);
-            break;
-        }
-        replica->in_have += (uint32_t)done;
-        if (replica->in_have < SMB_FRAME_BYTES)
-            continue;
-        replica->in_have = 0;
-        if (!take_answer(replica))
-            disconnect(replica);
-    }
-    send_some(replica);
-    pthread_mutex_unlock(&replica->lock);
+    struct forward *done;
+    while ((done = feed_receive(&replica->feed)))
+        confirm(replica, done);
+    feed_send(&replica->feed);
+    unlock_and_tell(replica);
 }
 
 static void *run_forwarder(void *argument)
@@ -654,22 +624,6 @@ void replica_stop_forwarder(struct smb_server *server)
 
 /* ---- for the control threads ----------------------------------------------------------------- */
 
-int smb_server_replicate(struct smb_server *server, uint64_t id)
-{
-    struct smb_segment *segment = server_find(server, id);
-    if (!segment)
-        return SMB_NOT_FOUND;
-    struct served *served = served_of(segment);
-    int status = served->replica ? SMB_OK : start_forwarder(server);
-    if (status == SMB_OK && !served->replica) {
-        status = replica_create(server, segment, &served->replica);
-        if (status == SMB_OK)
-            smb_segment_mark_replicated(segment);
-    }
-    smb_segment_release(segment);
-    return status;
-}
-
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
                     uint64_t instance)
 {
@@ -685,30 +639,19 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
                              epoch != atomic_load_explicit(&replica->epoch, memory_order_relaxed)))
         status = SMB_STALE_EPOCH;
     if (status == SMB_OK) {
-        disconnect(replica);
-        struct smb_frame hello = {
-            .opcode = SMB_HELLO, .session = id, .lane = REPLICA_LANE, .segment = 0};
-        struct smb_frame begin = {.opcode = SMB_REPLICATE,
-                                  .session = id,
-                                  .lane = REPLICA_LANE,
-                                  .segment = id,
-                                  .epoch = epoch};
-        smb_frame_encode(&hello, replica->greeting);
-        smb_frame_encode(&begin, replica->greeting + SMB_FRAME_BYTES);
-        replica->backup_instance = instance;
-        replica->fd = fd;
+        feed_connect(&replica->feed, fd, id, epoch, instance);
         /* Told at each change: a socket that was full and has room again, and each arrival. */
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.u64 = id};
         if (epoll_ctl(server->forward_epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
-            disconnect(replica);
+            feed_disconnect(&replica->feed);
             status = SMB_SYSTEM;
         } else {
-            send_some(replica);
+            feed_send(&replica->feed);
         }
     } else {
         close(fd);
     }
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
     smb_segment_release(segment);
     return status;
 }
@@ -725,6 +668,213 @@ int smb_server_suspend(struct smb_server *server, uint64_t id)
     pthread_mutex_unlock(&replica->lock);
     smb_segment_release(segment);
     return SMB_OK;
+}
+
+uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uint32_t timeout_ms)
+{
+    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                             .tv_nsec = (long)(until_ns % 1000000000U)};
+    pthread_mutex_lock(&server->forward_lock);
+    while (server->replica_changes == seen &&
+           (timeout_ms == 0
+                ? pthread_cond_wait(&server->replica_changed, &server->forward_lock)
+                : pthread_cond_clockwait(&server->replica_changed, &server->forward_lock,
+                                         CLOCK_MONOTONIC, &until)) == 0)
+        ;
+    uint64_t changes = server->replica_changes;
+    pthread_mutex_unlock(&server->forward_lock);
+    return changes;
+}
+
+void smb_server_wake_replicas(struct smb_server *server)
+{
+    tell_change(server);
+}
+
+/* ---- a new copy ------------------------------------------------------------------------------ */
+
+/* With the lock. Whether that copy is under way. */
+static bool copies(const struct replica *replica, uint32_t epoch)
+{
+    return is_primary(replica) && replica->copy.under_way && !replica->copy.failed &&
+           atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch;
+}
+
+struct image {
+    struct replica *replica;
+    struct forward *part;
+    uint32_t epoch;
+};
+
+/* Under the records' mutex: whatever the lane does from here on goes behind it. */
+static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
+{
+    struct image *image = argument;
+    memcpy(image->part->frame + SMB_FRAME_BYTES, bytes, RECORD_BYTES);
+    pthread_mutex_lock(&image->replica->lock);
+    if (copies(image->replica, image->epoch)) {
+        append_part(image->replica, image->part);
+        image->part = NULL;
+    }
+    pthread_mutex_unlock(&image->replica->lock);
+}
+_Static_assert((int)SMB_COPIED_RECORD_BYTES == (int)RECORD_BYTES, "one travels as it is");
+
+/* This and the next two: the lock is held, and given back. */
+static int copy_record(struct replica *replica, uint32_t epoch)
+{
+    uint32_t place = replica->copy.places[replica->copy.places_done];
+    struct image image = {.replica = replica,
+                          .epoch = epoch,
+                          .part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_RECORD})};
+    pthread_mutex_unlock(&replica->lock);
+    if (!image.part)
+        return SMB_OUT_OF_MEMORY;
+    int status = records_image(replica->records, place, append_image, &image);
+    pthread_mutex_lock(&replica->lock);
+    if (image.part)
+        feed_free(&replica->feed, image.part);
+    if (status != SMB_BUSY && copies(replica, epoch))
+        replica->copy.places_done++;
+    pthread_mutex_unlock(&replica->lock);
+    return status == SMB_NOT_FOUND ? SMB_OK : status;
+}
+
+static int copy_chunk(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
+{
+    uint64_t offset = replica->copy.chunks_done * replica->chunk_bytes;
+    uint64_t left = replica->data_bytes - offset;
+    uint32_t length = (uint32_t)(left < replica->chunk_bytes ? left : replica->chunk_bytes);
+    struct forward *part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_CHUNK,
+                                                                 .dtype = (uint8_t)replica->dtype,
+                                                                 .offset = offset,
+                                                                 .length = length});
+    pthread_mutex_unlock(&replica->lock);
+    if (!part)
+        return SMB_OUT_OF_MEMORY;
+    int status = smb_segment_lock(segment, offset, SMB_TRY);
+    bool locked = status == SMB_OK;
+    if (locked)
+        memcpy(part->frame + SMB_FRAME_BYTES, (const uint8_t *)smb_segment_data(segment) + offset,
+               length);
+    pthread_mutex_lock(&replica->lock);
+    if (locked && !copies(replica, epoch))
+        status = SMB_STALE_EPOCH;
+    if (status == SMB_OK) {
+        append_part(replica, part);
+        replica->copy.chunks_done++;
+    } else {
+        feed_free(&replica->feed, part);
+    }
+    feed_send(&replica->feed);
+    unlock_and_tell(replica);
+    if (locked)
+        smb_segment_unlock(segment, offset);
+    FAILPOINT("replica.copied");
+    return status;
+}
+
+static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
+{
+    pthread_mutex_unlock(&replica->lock);
+    uint32_t *places = malloc((records + 1) * sizeof *places);
+    if (!places)
+        return SMB_OUT_OF_MEMORY;
+    uint32_t count = records_places(replica->records, places);
+    pthread_mutex_lock(&replica->lock);
+    if (copies(replica, epoch) && !replica->copy.places) {
+        replica->copy.places = places;
+        replica->copy.place_count = count;
+        tell_evictions(replica);
+        places = NULL;
+    }
+    pthread_mutex_unlock(&replica->lock);
+    free(places);
+    return SMB_OK;
+}
+
+/* One part more. */
+static int copy_part(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
+{
+    pthread_mutex_lock(&replica->lock);
+    struct copy *copy = &replica->copy;
+    uint64_t chunks = format_chunk_count(replica->data_bytes, (uint32_t)replica->chunk_bytes);
+    bool sent = copy->counted;
+    bool confirmed = atomic_load_explicit(&replica->confirmed, memory_order_relaxed) >= copy->order;
+    if (copies(replica, epoch) && !copy->whole &&
+        (copy->settling || replica->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
+         (sent && !confirmed))) {
+        uint64_t until_ns = smb_now_ns() + (uint64_t)COPY_WAIT_MS * 1000000U;
+        struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                                 .tv_nsec = (long)(until_ns % 1000000000U)};
+        pthread_cond_clockwait(&replica->room, &replica->lock, CLOCK_MONOTONIC, &until);
+        pthread_mutex_unlock(&replica->lock);
+        return SMB_BUSY;
+    }
+    if (!copies(replica, epoch)) {
+        pthread_mutex_unlock(&replica->lock);
+        return SMB_STALE_EPOCH;
+    }
+    if (!copy->places)
+        return begin_copy(replica, smb_segment_records(segment).count, epoch);
+    if (copy->places_done < copy->place_count)
+        return copy_record(replica, epoch);
+    if (copy->chunks_done < chunks)
+        return copy_chunk(replica, segment, epoch);
+    if (!copy->counted) {
+        tell_evictions(replica);
+        copy->counted = true;
+        feed_send(&replica->feed);
+        unlock_and_tell(replica);
+        return SMB_OK;
+    }
+    copy->whole = true;
+    pthread_mutex_unlock(&replica->lock);
+    return SMB_EXISTS;
+}
+
+int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
+                    uint64_t *copied, uint64_t *total)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    int status = SMB_OK;
+    uint64_t before = 0, now = 0;
+    for (bool first = true; status == SMB_OK; first = false) {
+        pthread_mutex_lock(&replica->lock);
+        now = replica->copy.chunks_done * replica->chunk_bytes;
+        pthread_mutex_unlock(&replica->lock);
+        if (first)
+            before = now;
+        if (now >= before + bytes)
+            break;
+        status = copy_part(replica, segment, epoch);
+    }
+    *total = replica->data_bytes;
+    *copied = now < *total ? now : *total;
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epoch)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    pthread_mutex_lock(&replica->lock);
+    int status = is_primary(replica) && replica->copy.under_way && !replica->copy.whole &&
+                         atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
+                     ? SMB_OK
+                     : SMB_STALE_EPOCH;
+    if (status == SMB_OK)
+        stop_forwarding(replica, SMB_OK); /* nobody is made the primary from a part of a copy */
+    unlock_and_tell(replica);
+    smb_segment_release(segment);
+    return status;
 }
 
 struct look {
@@ -746,12 +896,12 @@ static void look_at(void *argument, struct smb_segment *segment)
             .epoch = atomic_load_explicit(&replica->epoch, memory_order_relaxed),
             .role = atomic_load_explicit(&replica->role, memory_order_relaxed),
             .paired = is_paired(replica),
-            .dialled = replica->fd >= 0,
-            .broken_ms = replica->broken_ns
-                             ? (uint32_t)((smb_now_ns() - replica->broken_ns) / 1000000U)
+            .dialled = replica->feed.fd >= 0,
+            .broken_ms = replica->feed.broken_ns
+                             ? 1 + (uint32_t)((smb_now_ns() - replica->feed.broken_ns) / 1000000U)
                              : 0,
             .unconfirmed = order - atomic_load_explicit(&replica->confirmed, memory_order_relaxed),
-            .queued_bytes = replica->queued_bytes};
+            .queued_bytes = replica->feed.queued_bytes};
         pthread_mutex_unlock(&replica->lock);
     }
     look->found++;
@@ -767,12 +917,22 @@ uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_statu
 
 /* ---- at the backup --------------------------------------------------------------------------- */
 
+bool replica_has_copied(const struct replica *replica, uint64_t sequence)
+{
+    return sequence <= replica->copied;
+}
+
+void replica_note_copied(struct replica *replica, uint64_t sequence)
+{
+    replica->copied = sequence;
+}
+
 void replica_feed_begins(struct replica *replica, const struct connection *feeder)
 {
     pthread_mutex_lock(&replica->lock);
     replica->feeder = feeder;
-    replica->broken_ns = 0;
-    pthread_mutex_unlock(&replica->lock);
+    replica->feed.broken_ns = 0;
+    unlock_and_tell(replica);
 }
 
 void replica_feed_ends(struct replica *replica, const struct connection *feeder)
@@ -780,9 +940,9 @@ void replica_feed_ends(struct replica *replica, const struct connection *feeder)
     pthread_mutex_lock(&replica->lock);
     if (replica->feeder == feeder) {
         replica->feeder = NULL;
-        replica->broken_ns = smb_now_ns();
+        replica->feed.broken_ns = smb_now_ns();
     }
-    pthread_mutex_unlock(&replica->lock);
+    unlock_and_tell(replica);
 }
 
 void replica_close(struct replica *replica)

@@ -27,11 +27,10 @@ struct replica;
 struct smb_server;
 struct wait;
 
-/* The lane of connections between servers; their session is the segment's id. */
-enum { REPLICA_LANE = 65535, REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
+enum { REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
 
-/* Of a segment that is being served; it has no role yet. */
-int replica_create(struct smb_server *server, struct smb_segment *segment,
+/* Of a segment that is being served, with these records; it has no role yet. */
+int replica_create(struct smb_server *server, struct smb_segment *segment, struct records *records,
                    struct replica **replica);
 void replica_destroy(struct replica *replica);
 /* The segment is deleted, or the daemon stops. Waiting requests are answered. */
@@ -45,20 +44,23 @@ bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed);
 bool replica_allows(const struct smb_frame *frame);
 
 /* Before a change at the primary: what is to be forwarded, to *forward; NULL if there is no
- * backup. SMB_BUSY: too much is in flight, defer it. SMB_STALE_EPOCH: no longer the primary. */
+ * backup. SMB_BUSY: too much is in flight, or a copy is just begun: defer it. SMB_STALE_EPOCH: no
+ * longer the primary. After SMB_OK there has to be a replica_done. */
 int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *payload,
                     struct forward **forward);
-/* It was not made after all. */
-void replica_take_back(struct replica *replica, struct forward *forward);
+/* It was made, or will not be; `forward`, where it was not enqueued. Sends what can be sent. */
+void replica_done(struct replica *replica, struct forward *forward);
 /* Under the chunk's lock, once the change and its record are made, and before readers without the
  * lock see it. *order: what its answer waits for; 0: it need not wait. SMB_STALE_EPOCH: it is the
- * primary no more, and nobody may hear of the change. */
+ * primary no more, and nobody may hear of the change. `result`: of a change that has one. */
 int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t offset,
-                    uint64_t *order);
-/* A change was refused: the backup notes it too. */
-void replica_refuse(struct replica *replica, const struct smb_frame *frame);
-/* Sends what can be sent now. Outside of chunks' locks. */
-void replica_send(struct replica *replica);
+                    const uint64_t *result, uint64_t *order);
+/* A change is about to be refused: the note of it for the backup, to *forward, or NULL where there
+ * is none. SMB_BUSY: there is no room for it. SMB_STALE_EPOCH as replica_prepare. */
+int replica_prepare_refusal(struct replica *replica, const struct smb_frame *frame,
+                            struct forward **forward);
+/* While the lane's record that says so is held: in the order of the lane's changes. */
+void replica_enqueue_refusal(struct replica *replica, struct forward *forward);
 
 /* Every change up to now: what a watermark and a repetition wait for. 0: nothing to wait for. */
 uint64_t replica_newest(struct replica *replica);
@@ -75,6 +77,9 @@ int replica_await(struct replica *replica, struct wait *wait, uint64_t order);
 /* true: it waited, and does so no more. */
 bool replica_forget(struct replica *replica, struct wait *wait);
 
+/* At the backup: whether that part of a copy was made here before, and that it was now. */
+bool replica_has_copied(const struct replica *replica, uint64_t sequence);
+void replica_note_copied(struct replica *replica, uint64_t sequence);
 /* At the backup: which connection brings the primary's changes. */
 void replica_feed_begins(struct replica *replica, const struct connection *feeder);
 void replica_feed_ends(struct replica *replica, const struct connection *feeder);

@@ -50,7 +50,9 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
     pthread_mutex_init(&made->ended_lock, NULL);
     pthread_mutex_init(&made->due_lock, NULL);
     pthread_mutex_init(&made->forward_lock, NULL);
+    pthread_mutex_init(&made->roles_lock, NULL);
     pthread_cond_init(&made->due_changed, NULL);
+    pthread_cond_init(&made->replica_changed, NULL);
     int status = waits_start(made);
     while (made->loop_count < loops && status == SMB_OK)
         status = loop_start(made, made->loop_count++);
@@ -93,10 +95,12 @@ void smb_server_destroy(struct smb_server *server)
     pthread_mutex_destroy(&server->ended_lock);
     pthread_mutex_destroy(&server->due_lock);
     pthread_mutex_destroy(&server->forward_lock);
+    pthread_mutex_destroy(&server->roles_lock);
     pthread_mutex_destroy(&server->tls_lock);
     if (server->tls)
         smb_tls_release(server->tls);
     pthread_cond_destroy(&server->due_changed);
+    pthread_cond_destroy(&server->replica_changed);
     free(server->ended);
     free(server->loops);
     free(server);

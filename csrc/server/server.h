@@ -83,7 +83,10 @@ struct smb_server {
     struct past *pasts; /* lanes_lock */
     uint32_t past_count;
     /* replica.c: one thread, from the first segment with two copies on */
-    pthread_mutex_t forward_lock;
+    pthread_mutex_t roles_lock;   /* one change of roles at a time; before all others */
+    pthread_mutex_t forward_lock; /* after a replica's lock */
+    pthread_cond_t replica_changed;
+    uint64_t replica_changes; /* of roles and connections; forward_lock */
     pthread_t forwarder;
     bool forwarding;
     _Atomic bool stop_forwarding;

@@ -54,6 +54,8 @@ int staging_take_record(struct connection *connection, const uint8_t *record)
     connection->named = slots_at(connection->slots, smb_load64(record + SMB_RECORD_ENDS_AT));
     if ((carries || frame->opcode == SMB_READ) && !connection->named)
         return SMB_PROTOCOL;
+    if (!carries && token + body > SMB_RECORD_SMALL_BYTES)
+        return SMB_PROTOCOL; /* a copy's parts do not come this way */
     bool in_place = carries && smb_frame_wire(frame) != SMB_WIRE_SPARSE;
     if (!in_place && staging_is_needed(frame)) {
         int status = staging_make(connection, staging_bytes(frame));

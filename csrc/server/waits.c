@@ -128,7 +128,7 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
         status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment),
                              smb_segment_data_bytes(segment), left, smb_boot_ns(), &served->sync);
     if (status == SMB_OK && smb_segment_replicated(segment))
-        status = replica_create(server, segment, &served->replica);
+        status = replica_create(server, segment, served->records, &served->replica);
     if (status != SMB_OK) {
         free_served(served);
         return status;

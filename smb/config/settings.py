@@ -262,6 +262,11 @@ _TABLE = (
         _weight, "NUMBER",
     ),
     Setting(
+        "memserver", "copy_rate", str, "512MiB",
+        "How much of lost copies (--replicas 2) to make anew in a second, at most; 0: as much as the network takes.",
+        parse_bytes, "BYTES",
+    ),
+    Setting(
         "memserver", "advertise", str, "",
         "Host name or address by which clients reach this server. Default: --listen's host, or this host's address "
         "towards the coordinator where that is 0.0.0.0.",

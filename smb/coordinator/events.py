@@ -18,6 +18,16 @@ class Instant:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyProgress:
+    """How much of a copy there is, and how fast it grows."""
+
+    segment_id: int
+    copied_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Restarted:
     """The records were just loaded: creations that were under way are taken back, servers and sessions are given one
     lease to report. `incarnation` is a random number, not 0, for this run.
@@ -43,11 +53,12 @@ class ServerRegistered:
 
 @dataclass(frozen=True, slots=True)
 class ServerRenewed:
-    """A memory server says that it lives."""
+    """A memory server says that it lives, and how far it is with copies of segments that it makes."""
 
     name: str
     instance_id: int
     used_bytes: int
+    copies: tuple[CopyProgress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,29 @@ class BackupsLost:
 
     name: str
     segment_ids: frozenset[int]
+    changes_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBegun:
+    """`target`, in that run, has made room for a copy of a segment, to be made in that epoch."""
+
+    key: str
+    segment_id: int
+    target: str
+    instance_id: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesEnded:
+    """A primary says that these copies, by segment and epoch, are whole, or (`whole` False) that it gave them up. Again
+    as ServerReturned.
+    """
+
+    name: str
+    epochs: Mapping[int, int]
+    whole: bool
     changes_max: int | None = None
 
 
@@ -178,6 +212,8 @@ Event = (
     | ServerDied
     | ServerReturned
     | BackupsLost
+    | CopyBegun
+    | CopiesEnded
     | ServerCounted
     | ServerSuspected
     | BufferWanted
@@ -256,9 +292,12 @@ class DropSegments:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDrops:
-    """Tell the server that registers to drop these of its segments."""
+    """Tell the server that registers to drop these of its segments, unless they were made in a later epoch than its
+    number in `epochs`; 0: in any.
+    """
 
     segment_ids: tuple[int, ...]
+    epochs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from smb.coordinator.health import Health
 from smb.coordinator.idle_names import IdleNames
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
+from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.options import Options
 from smb.coordinator.service import CoordinatorService, new_id
 from smb.coordinator.session_end_notifier import SessionEndNotifier
@@ -100,7 +101,8 @@ class Leading:
         leaving.callback(around.front.stand_by)
         leaving.callback(commit_log.stop_waiting)
         idle_names = IdleNames(commit_log, servers, service.drop, options.idle_s)
-        for beginning in (_tick(commit_log, endings, around.health), idle_names.run()):
+        new_copies = NewCopies(commit_log, servers, service.tell_roles)
+        for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), new_copies.run()):
             leaving.push_async_callback(cancel, asyncio.create_task(beginning))
         return Leading(commit_log, watch, Dashboard(overview), around)
 

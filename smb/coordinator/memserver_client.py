@@ -68,6 +68,14 @@ class MemoryServers:
             raise _failure(server, "make a segment", error) from error
         return int(reply.used_bytes)
 
+    async def take_roles(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> None:
+        """Tell what the server is to these segments. Raises UnavailableError (outcome unknown)."""
+        try:
+            peer = await self._peer(server)
+            await peer.stub.TakeRoles(pb.TakeRolesRequest(replicas=replicas), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(server, "take roles", error) from error
+
     async def drop(self, server: ServerRecord, segment_id: int) -> int:
         """Have the segment dropped, if it is there; return the server's used bytes. Raises UnavailableError (outcome
         unknown).

@@ -120,15 +120,19 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
 
 def replica_messages(state: State, copies: Iterable[Copy]) -> list[pb.Replica]:
     """Return a server's parts in segments of two copies, with where the other copies are now."""
-    messages = []
-    for copy in copies:
-        message = pb.Replica(segment_id=copy.segment_id, epoch=copy.epoch, role=copy.role.value, peer=copy.peer)
-        peer = state.servers.get(copy.peer)
-        if peer is not None:
-            message.data_address = peer.data_address
-            message.instance_id = peer.instance_id
-        messages.append(message)
-    return messages
+    return [replica_message(state, copy) for copy in copies]
+
+
+def replica_message(state: State, copy: Copy) -> pb.Replica:
+    """Return one of them."""
+    message = pb.Replica(
+        segment_id=copy.segment_id, epoch=copy.epoch, role=copy.role.value, peer=copy.peer, copying=copy.copying
+    )
+    peer = state.servers.get(copy.peer)
+    if peer is not None:
+        message.data_address = peer.data_address
+        message.instance_id = peer.instance_id
+    return message
 
 
 def ended_message(ended: EndedSessions, seen: pb.SessionsSeen) -> pb.EndedSessions:
@@ -153,8 +157,14 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
     messages = []
     for segment in record.segments:
         message = pb.Segment(
-            id=segment.id, server=segment.server, nbytes=segment.nbytes, epoch=segment.epoch, backup=segment.backup
-        )
+            id=segment.id, server=segment.server, nbytes=segment.nbytes, epoch=segment.epoch, backup=segment.backup,
+            copying_to=segment.copying_to,
+        )  # fmt: skip
+        progress = state.progress.get(segment.server, {}).get(segment.id) if segment.copying_to else None
+        if progress is not None and progress.total_bytes:
+            message.copied = progress.copied_bytes / progress.total_bytes
+            if progress.bytes_per_s:
+                message.copy_left_s = (progress.total_bytes - progress.copied_bytes) / progress.bytes_per_s
         server = state.servers.get(segment.server)
         if server is not None:
             message.data_address = server.data_address

@@ -112,6 +112,9 @@ def _totals(state: State, now: Instant) -> Iterator[Metric]:
     yield gauge("smb_coordinator_buffer_bytes", sum(record.nbytes for record in buffers))
     yield gauge("smb_coordinator_allocated_bytes", allocated)
     yield gauge("smb_coordinator_free_bytes", free)
+    lost = [segment for record in buffers if record.replicas > 1 for segment in record.segments if not segment.backup]
+    yield gauge("smb_coordinator_degraded_segments", len(lost))
+    yield gauge("smb_coordinator_copying_segments", sum(bool(segment.copying_to) for segment in lost))
     yield gauge("smb_coordinator_servers_known", len(state.servers))
     yield gauge("smb_coordinator_servers_alive", len(alive))
     yield gauge("smb_coordinator_sessions", len(state.client_names))

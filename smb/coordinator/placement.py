@@ -151,6 +151,13 @@ def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
     return tuple(backups)
 
 
+def place_copy(pool: Pool, server: str, file_bytes: int) -> str:
+    """Return where a new copy of a segment of `server` goes: as `place_backups`; empty: no other server has room."""
+    host = pool.hosts.get(server)
+    others = [name for name, free in pool.free_bytes.items() if name != server and free >= file_bytes]
+    return min(others, key=lambda name: (pool.hosts.get(name) == host, -pool.free_bytes[name], name), default="")
+
+
 def chunk_bytes(stripe_bytes: int) -> int:
     """Return the chunk that goes with a stripe: the largest whole number of pages up to 256 KiB that divides it."""
     pages = stripe_bytes // STRIPE_BYTES_MIN

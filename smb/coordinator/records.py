@@ -34,8 +34,8 @@ def copy_stride_bytes(nbytes: int, stripe_bytes: int, segments: int) -> int:
 class SegmentRecord:
     """One segment of one buffer. Sizes are bytes; file_bytes is what each copy takes of its server's capacity.
 
-    Of a buffer with two copies `server` has the primary, and `backup` the other one; empty: that was lost. `epoch`
-    counts the changes of these roles.
+    Of a buffer with two copies `server` has the primary, and `backup` the other one; empty: that was lost, and
+    is perhaps being made anew. `epoch` counts the changes of these roles.
     """
 
     id: int
@@ -44,6 +44,7 @@ class SegmentRecord:
     file_bytes: int
     backup: str = ""
     epoch: int = 0  # 0: the buffer's
+    copying_to: str = ""  # the server that is to be the backup, while `server` copies the segment to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,13 @@ class BufferRecord:
     @property
     def copies(self) -> tuple[SegmentRecord, ...]:
         """Every copy of every segment, each with the server that has it."""
-        backups = (replace(segment, server=segment.backup) for segment in self.segments if segment.backup)
-        return (*self.segments, *backups)
+        others = (
+            replace(segment, server=other)
+            for segment in self.segments
+            for other in (segment.backup, segment.copying_to)
+            if other
+        )
+        return (*self.segments, *others)
 
     @property
     def degraded(self) -> bool:
@@ -103,6 +109,9 @@ class BufferRecord:
         fields = asdict(self)
         if not self.attempt_id:  # as coordinators wrote it that know of none
             del fields["attempt_id"]
+        for segment in fields["segments"]:
+            if not segment["copying_to"]:
+                del segment["copying_to"]
         if self.replicas == 1:
             del fields["replicas"]
             for segment in fields["segments"]:

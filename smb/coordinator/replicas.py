@@ -1,13 +1,14 @@
 """The servers of a segment's copies, and their roles: docs/decisions/0025. Pure.
 
 Invariant: a segment's server and its backup, if it has one, both have every change that was acknowledged. So either of
-them may go on alone, and one that goes on alone has no backup in the record. Roles change here alone; each change
-counts the segment's epoch up.
+them may go on alone, and one that goes on alone has no backup in the record. A server that a segment is being copied to
+never goes on alone. It becomes the backup once the primary has said that it has all. From then on no answer leaves
+before it has the change too. Roles change here alone; each change counts the segment's epoch up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -31,6 +32,7 @@ class Copy:
     epoch: int
     role: CopyRole
     peer: str
+    copying: bool = False  # the backup is being made
 
 
 def copies_on(record: BufferRecord, server: str) -> list[Copy]:
@@ -38,9 +40,11 @@ def copies_on(record: BufferRecord, server: str) -> list[Copy]:
     found = []
     for segment in record.segments if record.replicas > 1 else ():
         if segment.server == server:
-            found.append(Copy(segment.id, segment.epoch, CopyRole.PRIMARY, segment.backup))
-        elif segment.backup == server:
-            found.append(Copy(segment.id, segment.epoch, CopyRole.BACKUP, segment.server))
+            peer = segment.backup or segment.copying_to
+            found.append(Copy(segment.id, segment.epoch, CopyRole.PRIMARY, peer, bool(segment.copying_to)))
+        elif server in (segment.backup, segment.copying_to):
+            copying = segment.copying_to == server
+            found.append(Copy(segment.id, segment.epoch, CopyRole.BACKUP, segment.server, copying))
     return found
 
 
@@ -48,6 +52,8 @@ def fail_over(record: BufferRecord, alive: Alive) -> BufferRecord:
     """Return the record without the copies on servers that are gone. If both are gone, all stays as it is."""
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
+        if segment.copying_to and not alive(segment.copying_to):
+            return _without_backup(segment)
         if not segment.backup or alive(segment.server) == alive(segment.backup):
             return segment
         return _without_backup(segment) if alive(segment.server) else _promoted(segment)
@@ -63,6 +69,8 @@ def come_back(
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
+        if segment.copying_to and server in (segment.server, segment.copying_to):
+            return _without_backup(segment) if restarted or segment.id not in held else segment
         if not segment.backup:
             return segment
         if segment.server == server and segment.id not in held:
@@ -78,9 +86,43 @@ def come_back(
 
 def lose_backups(record: BufferRecord, segment_ids: Collection[int]) -> BufferRecord:
     """Return the record with the primaries of these segments alone."""
-    return _each(
-        record, lambda segment: _without_backup(segment) if segment.id in segment_ids and segment.backup else segment
-    )
+
+    def judge(segment: SegmentRecord) -> SegmentRecord:
+        lost = segment.id in segment_ids and (segment.backup or segment.copying_to)
+        return _without_backup(segment) if lost else segment
+
+    return _each(record, judge)
+
+
+def may_begin(segment: SegmentRecord, epoch: int) -> bool:
+    """Whether a copy can be begun in that epoch."""
+    return not segment.backup and not segment.copying_to and segment.epoch + 1 == epoch
+
+
+def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int) -> BufferRecord:
+    """Return the record with the segment being copied to `target` from that epoch on, if that may begin."""
+
+    def judge(segment: SegmentRecord) -> SegmentRecord:
+        if segment.id != segment_id or not may_begin(segment, epoch):
+            return segment
+        return replace(segment, copying_to=target, epoch=epoch)
+
+    return _each(record, judge)
+
+
+def end_copies(record: BufferRecord, server: str, epochs: Mapping[int, int], *, whole: bool) -> BufferRecord:
+    """Return the record after `server` has said of these copies, by segment, that they are whole or given up. A word of
+    another epoch says nothing.
+    """
+
+    def judge(segment: SegmentRecord) -> SegmentRecord:
+        if segment.server != server or not segment.copying_to or epochs.get(segment.id) != segment.epoch:
+            return segment
+        if not whole:
+            return _without_backup(segment)
+        return replace(segment, backup=segment.copying_to, copying_to="", epoch=segment.epoch + 1)
+
+    return _each(record, judge)
 
 
 def _promoted(segment: SegmentRecord) -> SegmentRecord:
@@ -88,7 +130,7 @@ def _promoted(segment: SegmentRecord) -> SegmentRecord:
 
 
 def _without_backup(segment: SegmentRecord) -> SegmentRecord:
-    return replace(segment, backup="", epoch=segment.epoch + 1)
+    return replace(segment, backup="", copying_to="", epoch=segment.epoch + 1)
 
 
 def _each(record: BufferRecord, judge: Callable[[SegmentRecord], SegmentRecord]) -> BufferRecord:

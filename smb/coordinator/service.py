@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -30,6 +30,8 @@ from smb.coordinator.events import (
     BufferMade,
     BufferRenamed,
     BufferWanted,
+    CopiesEnded,
+    CopyProgress,
     DropSegments,
     MakeSegments,
     SaveBuffer,
@@ -174,11 +176,12 @@ class CoordinatorService(CoordinatorServicer):
             ServerReturned(event.server.name, event.server.instance_id, event.segment_ids, self._commit_log.changes_max)
         )
         committed = await self._commit_log.commit(event)
-        drops = next(effect.segment_ids for effect in committed.effects if isinstance(effect, AnswerDrops))
+        answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
         return pb.RegisterServerReply(
             lease_ms=_SERVER_LEASE_MS,
-            drop_segment_ids=drops,
+            drop_segment_ids=answer.segment_ids,
+            drop_epochs=answer.epochs,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
             replicas=replica_messages(committed.state, committed.state.copies(request.name)),
@@ -187,12 +190,22 @@ class CoordinatorService(CoordinatorServicer):
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         """See control.proto."""
         failpoint("coordinator.renew.asked")
-        committed = await self._commit_log.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
+        copies = tuple(
+            CopyProgress(copy.segment_id, copy.copied_bytes, copy.total_bytes, copy.bytes_per_s)
+            for copy in request.copies
+        )
+        committed = await self._commit_log.commit(
+            ServerRenewed(request.name, request.instance_id, request.used_bytes, copies)
+        )
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):
             self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
         if request.broken:
             await self._look_after(request.name, request.broken)
+        for whole in (True, False):
+            ended = [copy for copy in request.copies if (copy.whole if whole else copy.failed)]
+            if ended:
+                await self._end_copies(request.name, {copy.segment_id: copy.epoch for copy in ended}, whole=whole)
         state = self._commit_log.state
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
@@ -227,7 +240,31 @@ class CoordinatorService(CoordinatorServicer):
         if lost:
             await self._settle(BackupsLost(server, frozenset(lost), self._commit_log.changes_max))
 
-    async def _settle(self, event: ServerReturned | BackupsLost | Ticked) -> None:
+    async def _end_copies(self, server: str, epochs: dict[int, int], *, whole: bool) -> None:
+        """Take what a primary says of copies. The same answer tells it its roles; the new backup is told at once."""
+        asked = self._commit_log.state.copies(server)
+        targets = {copy.segment_id: copy.peer for copy in asked if copy.copying and copy.segment_id in epochs}
+        await self._settle(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
+        if whole and targets:
+            await self.tell_roles(tuple(targets), tuple(sorted(set(targets.values()))))
+
+    async def tell_roles(self, segment_ids: Collection[int], names: Iterable[str]) -> None:
+        """Tell servers at once what they are to these segments; who does not answer hears of it when it renews."""
+        state = self._commit_log.state
+        await asyncio.gather(
+            *(self._tell_roles_to(state.servers[name], segment_ids) for name in names if name in state.servers)
+        )
+
+    async def _tell_roles_to(self, server: ServerRecord, segment_ids: Collection[int]) -> None:
+        state = self._commit_log.state
+        copies = [copy for copy in state.copies(server.name) if copy.segment_id in segment_ids]
+        try:
+            if copies:
+                await self._servers.take_roles(server, replica_messages(state, copies))
+        except Error as error:
+            _log.info("%s; it will hear of its roles when it renews", error)
+
+    async def _settle(self, event: ServerReturned | BackupsLost | CopiesEnded | Ticked) -> None:
         """Commit it until it changes no record of a buffer any more: each time it changes a bounded number."""
         while True:
             committed = await self._commit_log.commit(event)

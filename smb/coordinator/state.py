@@ -24,6 +24,9 @@ from smb.coordinator.events import (
     BufferMade,
     BufferRenamed,
     BufferWanted,
+    CopiesEnded,
+    CopyBegun,
+    CopyProgress,
     DropSegments,
     Effect,
     EraseBuffer,
@@ -56,7 +59,7 @@ from smb.coordinator.leases import Leases
 from smb.coordinator.placement import Placement, Pool, place, place_backups, place_like
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
-from smb.coordinator.replicas import Copy, come_back, copies_on, fail_over, lose_backups
+from smb.coordinator.replicas import Copy, begin_copy, come_back, copies_on, end_copies, fail_over, lose_backups
 from smb.coordinator.validate import Creation, check_address, check_name, check_server_name, check_wire
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 from smb.rpc.coordinator_client import SessionEndedError
@@ -106,6 +109,8 @@ class State:
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace; a setting of this run
     # No token of a lock that was freed is higher. One for all, so that nothing is kept of names that are gone.
     token_floor: int = 0
+    # Of copies that are being made, by the server that makes them, as it told last.
+    progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
 
     def alive(self, server: str, now: Instant) -> bool:
         """Whether the server's lease runs."""
@@ -245,7 +250,7 @@ def _ticked(state: State, event: Ticked, now: Instant) -> Step:
         for server in state.servers.values()
         if now.wall - server.last_seen_at > SERVER_FORGOTTEN_AFTER_S and _forgettable(state, server.name, now)
     ][: event.ends_max]
-    state = replace(state, servers=_without(state.servers, *forgotten))
+    state = replace(state, servers=_without(state.servers, *forgotten), progress=_without(state.progress, *forgotten))
     effects += map(EraseServer, forgotten)
     return state, tuple(effects)
 
@@ -270,7 +275,8 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
     }
     drops = tuple(sorted(event.segment_ids - here.keys()))
     lost = sorted({here[segment_id] for segment_id in here.keys() - event.segment_ids})
-    effects: list[Effect] = [SaveServer(server), AnswerDrops(drops)]
+    epochs = {segment.id: segment.epoch for record in state.buffers.values() for segment in record.segments}
+    effects: list[Effect] = [SaveServer(server), AnswerDrops(drops, tuple(epochs.get(each, 0) for each in drops))]
     effects.append(Report(logging.INFO, f'memory server "{server.name}" at {server.data_address} registered'))
     if drops:
         text = f'memory server "{server.name}" holds {len(drops)} segments that no buffer has; it is told to drop them'
@@ -298,7 +304,12 @@ def _server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
         raise NotFoundError(f'memory server "{event.name}" must register again: it holds more than the buffers do')
     server = replace(server, used_bytes=event.used_bytes, last_seen_at=now.wall)
     leases = state.server_leases.grant(event.name, now.monotonic)
-    return replace(state, servers={**state.servers, event.name: server}, server_leases=leases), ()
+    state = replace(state, servers={**state.servers, event.name: server}, server_leases=leases)
+    if event.copies or event.name in state.progress:
+        told = {copy.segment_id: copy for copy in event.copies}
+        progress = {**state.progress, event.name: told} if told else _without(state.progress, event.name)
+        state = replace(state, progress=progress)
+    return state, ()
 
 
 def _server_left(state: State, event: ServerLeft, now: Instant) -> Step:
@@ -342,7 +353,31 @@ def _backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
     return _judge_copies(state, judge, event.changes_max)
 
 
-def _judge_copies(state: State, judge: Callable[[BufferRecord], BufferRecord], changes_max: int | None) -> Step:
+def _copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
+    record, target = state.buffers.get(event.key), state.servers.get(event.target)
+    known = target is not None and target.instance_id == event.instance_id and state.alive(event.target, now)
+    judged = begin_copy(record, event.segment_id, event.target, event.epoch) if record is not None and known else record
+    if record is None or judged is None or judged is record:
+        raise NotFoundError(f"segment {event.segment_id:016x} wants no copy on {event.target} any more")
+    report = Report(logging.INFO, f"a segment of {record.title} is being copied to {event.target}")
+    return _add(_remove(state, record), judged), (SaveBuffer(judged), report)
+
+
+def _copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
+    def judge(record: BufferRecord) -> BufferRecord:
+        return end_copies(record, event.name, event.epochs, whole=event.whole)
+
+    text = "has a new copy" if event.whole else "could not be copied"
+    return _judge_copies(state, judge, event.changes_max, text, logging.INFO if event.whole else logging.WARNING)
+
+
+def _judge_copies(
+    state: State,
+    judge: Callable[[BufferRecord], BufferRecord],
+    changes_max: int | None,
+    what: str = "has lost a copy",
+    level: int = logging.WARNING,
+) -> Step:
     """Give at most so many buffers of two copies the roles that `judge` says."""
     effects: list[Effect] = []
     changed = [
@@ -353,8 +388,7 @@ def _judge_copies(state: State, judge: Callable[[BufferRecord], BufferRecord], c
     for record, judged in changed:
         state = _add(_remove(state, record), judged)
         servers = ", ".join(segment.server for segment in judged.segments)
-        text = f"{record.title} has lost a copy: it goes on with those on {servers}"
-        effects += [SaveBuffer(judged), Report(logging.WARNING, text)]
+        effects += [SaveBuffer(judged), Report(level, f"{record.title} {what}: it goes on with those on {servers}")]
     return state, tuple(effects)
 
 
@@ -540,6 +574,8 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     ServerDied: _server_died,
     ServerReturned: _server_returned,
     BackupsLost: _backups_lost,
+    CopyBegun: _copy_begun,
+    CopiesEnded: _copies_ended,
     ServerCounted: _server_counted,
     ServerSuspected: _server_suspected,
     BufferWanted: _buffer_wanted,

@@ -167,6 +167,10 @@ COORDINATOR: tuple[Description, ...] = (
         "Bytes of the servers' capacity taken by segments, headers included, being created ones too.",
     ),
     _gauge("smb_coordinator_free_bytes", "Capacity of the live servers that is not taken."),
+    _gauge(
+        "smb_coordinator_degraded_segments", "Segments of buffers of two copies that have one; being copied or not."
+    ),
+    _gauge("smb_coordinator_copying_segments", "Of them, those of which a copy is being made anew."),
     _gauge("smb_coordinator_servers_known", "Memory servers known."),
     _gauge("smb_coordinator_servers_alive", "Memory servers whose lease runs."),
     _gauge("smb_coordinator_server_alive", "1 while the memory server's lease runs.", "server"),

@@ -102,6 +102,7 @@ KINDS: dict[int, str] = {
     lib.SMB_AUTHORIZE: "authorize",
     lib.SMB_REPLICATE: "replicate",
     lib.SMB_REFUSED: "refused",
+    lib.SMB_COPY: "copy",
 }
 TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",

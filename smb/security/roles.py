@@ -109,6 +109,7 @@ RULES: Mapping[str, Rule] = {
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/DeleteSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/EndSessions": _COORDINATOR,
+    "/smb.v1.MemoryServer/TakeRoles": _COORDINATOR,
     "/smb.v1.MemoryServer/RetireSegments": _COORDINATOR,
     # With the proof of a token too, which says of which session, and of which segments what: memserver/control.py.
     "/smb.v1.MemoryServer/ConnectVerbs": Rule(_USERS),

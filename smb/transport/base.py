@@ -44,6 +44,9 @@ class SegmentPlace:
     epoch: int = 0  # of a segment with two copies: of their roles; else 0
     backup: str = ""  # the server of its other copy; empty: there is none now
     buffer: tuple[str, int] = ("", 0)  # whose it is: name and id
+    copying_to: str = ""  # the server to which that copy is being made anew; empty: none
+    copied: float = 0.0  # of it, 0 to 1
+    copy_left_s: float = 0.0  # and how long it may still take; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

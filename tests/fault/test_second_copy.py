@@ -28,7 +28,8 @@ ROUNDS = times(1, 50)
 class Pool:
     """A coordinator, three servers, and clients that use buffers with two copies."""
 
-    def __init__(self, daemons: Daemons, directory: Path) -> None:
+    def __init__(self, daemons: Daemons, directory: Path, *options: str) -> None:
+        self._options = options
         self._daemons, self._directory = daemons, directory
         self.coordinator = daemons.coordinator()
         self.address = self.coordinator.address
@@ -39,7 +40,7 @@ class Pool:
         self._round = 0
 
     def _start(self, name: str) -> Daemon:
-        server = self._daemons.memory_server(self.address, name)
+        server = self._daemons.memory_server(self.address, name, *self._options)
         assert server.address
         return server
 
@@ -84,6 +85,22 @@ class Pool:
             second_copy.drop(client)
         return compared
 
+    def wait_for_copies(self, deadline_s: float) -> float:
+        """Every segment has two copies again; return how long that took."""
+        began = time.monotonic()
+        with smb.connect(self.address) as client:
+            wait_for(lambda: second_copy.are_whole(client), "two copies of each segment", deadline_s)
+        return time.monotonic() - began
+
+    def wait_for_copying(self, target: str) -> None:
+        """A segment is being copied there."""
+        with smb.connect(self.address) as client:
+            wait_for(
+                lambda: any(place.copying_to == target for info in client.list() for place in info.layout.segments),
+                f"a copy on its way to {target}",
+                30.0,
+            )
+
     def kill(self, name: str) -> None:
         """A host dies: the process and its memory."""
         self.servers[name].kill()
@@ -114,6 +131,46 @@ def test_a_host_dies(tmp_path: Path, ways: tuple[str, ...]) -> None:
             pool.end()
             pool.restart(name)
     print(f"{ROUNDS} hosts died; work went on within {longest:.2f} s")
+
+
+@pytest.mark.parametrize("rounds", [1, *([20] if LONG else [])])
+def test_each_host_dies_in_turn(tmp_path: Path, rounds: int) -> None:
+    """Lost copies are made anew while clients work: then any other host may die. Nothing is lost, doubled or stale."""
+    with running_daemons(tmp_path) as daemons:
+        pool = Pool(daemons, tmp_path)
+        pool.begin(("tcp", "auto"))
+        longest = copied = 0.0
+        for name in NAMES * rounds:
+            pool.kill(name)
+            longest = max(longest, pool.wait_for_work(60.0))
+            copied = max(copied, pool.wait_for_copies(60.0))
+            pool.restart(name)
+        assert pool.end() == 3 + 1 + 1
+    print(f"{3 * rounds} hosts died; work went on within {longest:.2f} s, two copies within {copied:.2f} s")
+
+
+def test_a_copy_is_interrupted(tmp_path: Path) -> None:
+    """The server that is being copied to dies, or stands still: work goes on without it, and another one gets a copy.
+    One that wakes up with a part of a copy is not taken for a backup.
+    """
+    with running_daemons(tmp_path) as daemons:
+        pool = Pool(daemons, tmp_path, "--copy-rate", "128KiB")
+        pool.begin(("tcp", "auto"))
+        pool.restart("d")  # empty: it has the most room
+        pool.kill("a")
+        pool.wait_for_copying("d")
+        pool.kill("d")
+        pool.wait_for_work(20.0)
+        pool.wait_for_copies(60.0)
+        if LONG:
+            pool.restart("d")
+            pool.kill("b")
+            pool.wait_for_copying("d")  # there is no other
+            stop(pool.servers["d"].pid)
+            pool.wait_for_work(20.0)
+            os.kill(pool.servers["d"].pid, signal.SIGCONT)
+            pool.wait_for_copies(60.0)
+        assert pool.end() == 3 + 1 + 1
 
 
 def test_a_server_is_killed_and_comes_back(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ MAY = {
         "CreateSegment": COORDINATOR,
         "DeleteSegment": COORDINATOR,
         "EndSessions": COORDINATOR,
+        "TakeRoles": COORDINATOR,
         "RetireSegments": COORDINATOR,
         "ConnectVerbs": USERS,  # with the proof of a token: test_verbs_keys.py
         "OpenSegmentVerbs": USERS,

@@ -71,6 +71,11 @@ def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
     assert client.open("board").read()[: len(done)].tolist() == done
 
 
+def are_whole(client: smb.Client) -> bool:
+    """Whether each segment of each buffer has two copies."""
+    return all(place.backup for info in client.list() if info.replicas > 1 for place in info.layout.segments)
+
+
 def check_copies(client: smb.Client, memory: Path) -> int:
     """The two copies of each segment that has them are equal, byte by byte. Returns how many segments have."""
     compared = 0

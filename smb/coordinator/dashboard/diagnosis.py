@@ -11,6 +11,7 @@ from smb.coordinator.dashboard.history import Seen
 from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import State
+from smb.coordinator.wanted_copies import without_room
 
 LATE_S = 3.5  # a server renews every 2 s: one renewal was lost
 NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
@@ -64,6 +65,7 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
     found += _of_waits(state, seen, now)
     found += _of_clients(seen)
     found += _of_creations(state, now)
+    found += _of_copies(state, now)
     return sorted(found, key=lambda problem: _ORDER.index(problem.severity))
 
 
@@ -195,6 +197,23 @@ def _of_creations(state: State, now: Instant) -> Iterator[Problem]:
             yield Problem(WARNING, title, detail, "See these servers' logs.", since=record.created_at)
 
 
+def _of_copies(state: State, now: Instant) -> Iterator[Problem]:
+    degraded = [record for record in state.listed() if record.degraded]
+    pool = state.pool(now) if degraded else None
+    for record in degraded:
+        lost = [segment for segment in record.segments if not segment.backup]
+        copying = sum(bool(segment.copying_to) for segment in lost)
+        full = pool is not None and without_room(record, pool)
+        detail = (
+            f"{len(lost)} of its {len(record.segments)} segments have one copy, {copying} of them are being copied. "
+            f"If a server with one of these is lost, data is lost."
+        )
+        wait = "Wait: smb stat shows how far it is."
+        action = "Start another memory server: no other one has room." if full else wait
+        title = f"{record.title} is degraded"
+        yield Problem(WARNING if full else NOTE, title, detail, action, ("buffer", record.name))
+
+
 def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:
     """Return what the segments belong to at which something is held or waited for."""
     wanted = {wait.segment_id for watch in seen.servers.values() for wait in watch.load.waits}
@@ -209,8 +228,8 @@ def _buffers_on(state: State, servers: set[str]) -> dict[str, list[str]]:
     """Return what lies on each of the servers, by title."""
     found: dict[str, list[str]] = {server: [] for server in servers}
     for record in state.buffers.values() if servers else ():
-        if record.ready:
-            for server in {segment.server for segment in record.segments} & servers:
+        if record.ready:  # of two copies those that have none elsewhere
+            for server in {segment.server for segment in record.segments if not segment.backup} & servers:
                 found[server].append(record.title)
     return {server: sorted(titles) for server, titles in found.items()}
 

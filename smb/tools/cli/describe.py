@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,31 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(str(extent) for extent in shape) or "scalar"
 
 
+def _info(buffer: Buffer | BufferInfo) -> BufferInfo:
+    from smb.buffer_info import BufferInfo
+
+    return buffer if isinstance(buffer, BufferInfo) else buffer.info
+
+
+def copies_state(buffer: Buffer | BufferInfo) -> str:
+    """Return what `smb stat` says of copies: "1", "2", or "2, degraded: ..." with how far new ones are."""
+    info = _info(buffer)
+    if info.replicas == 1:
+        return "1"
+    segments = info.layout.segments
+    lost = [segment for segment in segments if not segment.backup]
+    if not lost:
+        return "2"
+    text = f"2, degraded: {len(lost)} of {len(segments)} segments have one"
+    copying = [segment for segment in lost if segment.copying_to]
+    if not copying:
+        return f"{text}; none is being copied: another server must have room"
+    done = sum(segment.copied * segment.nbytes for segment in copying) / sum(segment.nbytes for segment in copying)
+    left = max(segment.copy_left_s for segment in copying)
+    about = f", about {math.ceil(left)} s left" if left else ""
+    return f"{text}; copying {len(copying)} of them: {done:.0%}{about}"
+
+
 def server_names(buffer: Buffer | BufferInfo) -> list[str]:
     """Return the servers that hold segments, in the layout's order, each once."""
     return list(dict.fromkeys(segment.server for segment in buffer.layout.segments))
@@ -21,9 +47,7 @@ def server_names(buffer: Buffer | BufferInfo) -> list[str]:
 def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
     """Return name, shape, dtype, size and placement as what json.dumps takes."""
     layout = buffer.layout
-    from smb.buffer_info import BufferInfo
-
-    info = buffer if isinstance(buffer, BufferInfo) else buffer.info
+    info = _info(buffer)
     return {
         "name": buffer.name,
         "shape": list(buffer.shape),
@@ -37,6 +61,7 @@ def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
         "segments": [
             {"id": f"{segment.id:016x}", "server": segment.server, "nbytes": segment.nbytes}
             | ({"backup": segment.backup, "epoch": segment.epoch} if segment.epoch else {})
+            | ({"copying_to": segment.copying_to, "copied": segment.copied} if segment.copying_to else {})
             for segment in layout.segments
         ],
     }

@@ -15,6 +15,7 @@ from smb.tools.cli.train import show_workers
 if TYPE_CHECKING:
     from smb import Buffer, Client
     from smb.train import GroupStatus
+    from smb.transport.base import SegmentPlace
 
 _SHOWN_MAX = 200  # characters of one entry of the metadata
 
@@ -91,7 +92,7 @@ def _show_training(training: GroupStatus) -> None:
 
 def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int | None) -> None:
     from smb.config.parse import format_bytes
-    from smb.tools.cli.describe import format_shape
+    from smb.tools.cli.describe import copies_state, format_shape
 
     layout = buffer.layout
     out = console()
@@ -107,7 +108,7 @@ def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int |
         ("chunk", format_bytes(layout.chunk_bytes)),
         ("epoch", str(layout.epoch)),
         ("versions", str(buffer.versions)),
-        ("copies", _copies(buffer)),
+        ("copies", copies_state(buffer)),
     ):
         facts.add_row(key, value)
     if buffer.info.replicas == 1 and (
@@ -126,15 +127,12 @@ def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int |
         address, alive = addresses.get(segment.server, ("unknown", False))
         state = "alive" if alive else "gone"
         rows.add_row(
-            str(index), segment.server, *([segment.backup or "none"] if copied else []), state, address,
+            str(index), segment.server, *([_copy_on(segment)] if copied else []), state, address,
             format_bytes(segment.nbytes), f"{segment.id:016x}",
             style=None if alive else "red",
         )  # fmt: skip
     out.print(rows)
 
 
-def _copies(buffer: Buffer) -> str:
-    lost = sum(not segment.backup for segment in buffer.layout.segments)
-    if buffer.info.replicas == 1:
-        return "1"
-    return f"2, degraded: {lost} of {len(buffer.layout.segments)} segments have one" if lost else "2"
+def _copy_on(segment: SegmentPlace) -> str:
+    return segment.backup or (f"{segment.copying_to}, {segment.copied:.0%}" if segment.copying_to else "none")

@@ -31,6 +31,7 @@ static struct smb_frame request(int opcode)
     case SMB_WATERMARK:
     case SMB_REPLICATE:
     case SMB_REFUSED: frame.dtype = 0, frame.length = 0, frame.offset = 0; break;
+    case SMB_COPY: frame.payload = 8, frame.op = SMB_COPIED_CHUNK; break;
     }
     if (opcode == SMB_APPLY)
         frame.dtype = SMB_FLOAT32, frame.op = SMB_RULE_ADAM, frame.payload = SMB_APPLY_BYTES;
@@ -150,6 +151,11 @@ static void check_promises(const struct smb_frame *frame)
         return;
     }
     CHECK(frame->sequence > 0 || frame->opcode == SMB_READ);
+    if (frame->opcode == SMB_COPY && frame->op != SMB_COPIED_CHUNK) {
+        CHECK_EQ(payload, frame->op == SMB_COPIED_RECORD ? SMB_COPIED_RECORD_BYTES : 0);
+        CHECK(frame->length == 0 && frame->op <= SMB_COPIED_NOTE);
+        return;
+    }
     uint32_t element = smb_dtype_bytes(frame->dtype);
     CHECK(element > 0 && frame->length > 0 && frame->length % element == 0 &&
           frame->offset % element == 0);

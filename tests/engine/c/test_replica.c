@@ -4,9 +4,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/frame.h"
 #include "rig.h"
+#include "server/replica.h"
 
 enum {
     ID = 77,
@@ -24,7 +27,7 @@ struct pair {
 
 static void set_role(struct pair *pair, int server, uint32_t epoch, int role, bool paired)
 {
-    CHECK_EQ(smb_server_set_replica(pair->servers[server], ID, epoch, role, paired), SMB_OK);
+    CHECK_EQ(smb_server_set_replica(pair->servers[server], ID, epoch, role, paired, false), SMB_OK);
 }
 
 /* A connection from the primary to the backup, in place of the one before. */
@@ -48,10 +51,9 @@ static void start(struct pair *pair)
         CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 2, (uint64_t)1 << 30, &pair->servers[i]),
                  SMB_OK);
         CHECK_EQ(smb_server_listen_tcp(pair->servers[i], "127.0.0.1", 0, &pair->ports[i]), SMB_OK);
-        CHECK_EQ(smb_server_create_segment(pair->servers[i], scratch_path(i ? "b" : "a"), ID, 1,
+        CHECK_EQ(smb_server_create_replica(pair->servers[i], scratch_path(i ? "b" : "a"), ID, 1,
                                            SMB_INT64, ELEMENTS * 8, CHUNK),
                  SMB_OK);
-        CHECK_EQ(smb_server_replicate(pair->servers[i], ID), SMB_OK);
         smb_server_serve_until(pair->servers[i], UINT64_MAX);
     }
     set_role(pair, 1, 1, SMB_REPLICA_BACKUP, true);
@@ -199,6 +201,272 @@ static void a_busy_chunk_can_be_read(void)
     stop(&pair);
 }
 
+/* Frames of one lane by hand, so that many are on their way at once. */
+struct raw {
+    int fd;
+    uint64_t session, sequence;
+};
+
+static struct smb_frame raw_receive(struct raw *raw)
+{
+    uint8_t bytes[SMB_FRAME_BYTES];
+    struct smb_frame reply;
+    CHECK_EQ(recv(raw->fd, bytes, sizeof bytes, MSG_WAITALL), sizeof bytes);
+    CHECK_EQ(smb_frame_parse(bytes, &reply), SMB_OK);
+    return reply;
+}
+
+static void raw_send(struct raw *raw, struct smb_frame frame)
+{
+    static const uint8_t zeros[CHUNK];
+    uint8_t bytes[SMB_FRAME_BYTES];
+    frame.session = raw->session;
+    frame.lane = SMB_LANE_OF_SEGMENTS + 1;
+    smb_frame_encode(&frame, bytes);
+    CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
+    if (frame.payload > 0)
+        CHECK_EQ(write(raw->fd, zeros, frame.payload), frame.payload);
+}
+
+static struct raw raw_begin(struct pair *pair, int server, uint64_t session)
+{
+    struct raw raw = {.fd = raw_connect(pair->ports[server]), .session = session};
+    raw_send(&raw, (struct smb_frame){.opcode = SMB_HELLO});
+    CHECK_EQ(raw_receive(&raw).status, SMB_OK);
+    return raw;
+}
+
+/* Clients that follow the segment, as Python's would: where it is, in which epoch. */
+struct place {
+    struct pair *pair;
+    _Atomic uint32_t epoch;
+    _Atomic int server;
+    _Atomic bool over;
+};
+
+struct follower {
+    struct place *place;
+    struct user user;
+};
+
+static void *follow(void *argument)
+{
+    struct follower *follower = argument;
+    struct place *place = follower->place;
+    while (!atomic_load(&place->over)) {
+        uint64_t id, instance;
+        if (smb_client_wait_down(follower->user.client, 20, &id) != SMB_OK)
+            continue;
+        int server = atomic_load(&place->server);
+        smb_link_set_epoch(follower->user.link, atomic_load(&place->epoch));
+        while (!atomic_load(&place->over) &&
+               smb_link_resume_tcp(follower->user.link, "127.0.0.1", place->pair->ports[server],
+                                   1000 + (uint64_t)server, RIG_TIMEOUT_MS, &instance) != SMB_OK)
+            server = atomic_load(&place->server);
+    }
+    return NULL;
+}
+
+struct mover {
+    struct place *place;
+    const int64_t *ones;
+    uint64_t session;
+    _Atomic int done;
+    _Atomic bool stop;
+};
+
+/* Adds, counts and writes where only it does, until it is stopped. */
+static void *move(void *argument)
+{
+    struct mover *mover = argument;
+    struct follower follower = {.place = mover->place};
+    follower.user = use(mover->place->pair, mover->session);
+    pthread_t thread;
+    CHECK_EQ(pthread_create(&thread, NULL, follow, &follower), 0);
+    int64_t last = -1;
+    while (!atomic_load(&mover->stop)) {
+        struct smb_request add = addition(mover->ones);
+        add.timeout_ms = RIG_TIMEOUT_MS;
+        must(follower.user.buffer, add);
+        struct smb_outcome told = must(
+            follower.user.buffer,
+            (struct smb_request){
+                .opcode = SMB_FETCH_ADD, .bytes = 8, .argument = 1, .timeout_ms = RIG_TIMEOUT_MS});
+        CHECK((int64_t)told.result > last); /* no ticket is given twice */
+        last = (int64_t)told.result;
+        atomic_fetch_add(&mover->done, 1);
+    }
+    atomic_store(&mover->place->over, true);
+    pthread_join(thread, NULL);
+    leave(&follower.user);
+    return NULL;
+}
+
+/* That server's copy is gone, and it gets an empty segment. */
+static void lose(struct pair *pair, int lost)
+{
+    CHECK_EQ(smb_server_delete_segment(pair->servers[lost], ID), SMB_OK);
+    CHECK_EQ(smb_server_create_replica(pair->servers[lost], scratch_path(lost ? "b" : "a"), ID, 1,
+                                       SMB_INT64, ELEMENTS * 8, CHUNK),
+             SMB_OK);
+}
+
+static void connect_copy(struct pair *pair, int from, uint32_t epoch)
+{
+    int fd = raw_connect(pair->ports[1 - from]);
+    CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
+    CHECK_EQ(smb_server_feed(pair->servers[from], ID, epoch, fd, 1001 - (uint64_t)from), SMB_OK);
+}
+
+/* As the coordinator and Python do it: epoch, roles, parts, over connections that break, and the
+ * next epoch once the copy has all. */
+static void make_copy(struct pair *pair, int from, uint32_t epoch)
+{
+    uint64_t copied = 0, total = 0;
+    int status = SMB_OK;
+    CHECK_EQ(
+        smb_server_set_replica(pair->servers[1 - from], ID, epoch, SMB_REPLICA_BACKUP, true, false),
+        SMB_OK);
+    CHECK_EQ(
+        smb_server_set_replica(pair->servers[from], ID, epoch, SMB_REPLICA_PRIMARY, true, true),
+        SMB_OK);
+    /* not before all is there */
+    CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch + 1, SMB_REPLICA_PRIMARY, true,
+                                    false),
+             SMB_INVALID);
+    for (int part = 0; status != SMB_EXISTS; part++) {
+        if (part % 3 == 0)
+            connect_copy(pair, from, epoch);
+        status = smb_server_copy(pair->servers[from], ID, epoch, CHUNK, &copied, &total);
+        CHECK(status == SMB_OK || status == SMB_BUSY || status == SMB_EXISTS);
+    }
+    CHECK_EQ(copied, ELEMENTS * 8);
+    CHECK_EQ(total, copied);
+    CHECK_EQ(smb_server_abandon_copy(pair->servers[from], ID, epoch), SMB_STALE_EPOCH);
+    CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch + 1, SMB_REPLICA_PRIMARY, true,
+                                    false),
+             SMB_OK);
+    CHECK_EQ(smb_server_set_replica(pair->servers[1 - from], ID, epoch + 1, SMB_REPLICA_BACKUP,
+                                    true, false),
+             SMB_OK);
+    connect_copy(pair, from, epoch + 1);
+}
+
+/* Round after round a server is lost, the other goes on, and what is lost is copied anew while
+ * clients work. Every call counts once, and the copies are equal at rest. */
+static void a_copy_is_made_under_load(void)
+{
+    enum { LOSSES = 6 };
+    struct pair pair;
+    struct place places[CLIENTS];
+    struct mover movers[CLIENTS];
+    pthread_t threads[CLIENTS];
+    const int64_t *one = ones(); /* before the threads that read it */
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int i = 0; i < CLIENTS; i++) {
+        places[i] = (struct place){.pair = &pair, .epoch = 1};
+        movers[i] = (struct mover){.place = &places[i], .ones = one, .session = 10 + (uint64_t)i};
+        CHECK_EQ(pthread_create(&threads[i], NULL, move, &movers[i]), 0);
+    }
+    int server = 0;
+    uint32_t epoch = 1;
+    for (int loss = 0; loss < LOSSES; loss++) {
+        int before[CLIENTS];
+        for (int i = 0; i < CLIENTS; i++)
+            before[i] = atomic_load(&movers[i].done);
+        for (int i = 0; i < CLIENTS; i++)
+            WAIT_UNTIL(atomic_load(&movers[i].done) >= before[i] + 5);
+        int lost = loss % 2; /* each in turn, a primary or a backup */
+        epoch++;
+        lose(&pair, lost);
+        server = 1 - lost;
+        set_role(&pair, server, epoch, SMB_REPLICA_PRIMARY, false);
+        for (int i = 0; i < CLIENTS; i++) {
+            atomic_store(&places[i].server, server);
+            atomic_store(&places[i].epoch, epoch + 1);
+        }
+        make_copy(&pair, server, epoch + 1);
+        epoch += 2;
+        for (int i = 0; i < CLIENTS; i++)
+            atomic_store(&places[i].epoch, epoch);
+    }
+    for (int i = 0; i < CLIENTS; i++)
+        atomic_store(&movers[i].stop, true);
+    int64_t done = 0;
+    for (int i = 0; i < CLIENTS; i++) {
+        pthread_join(threads[i], NULL);
+        done += atomic_load(&movers[i].done);
+    }
+    CHECK_EQ(status_of(&pair, server).unconfirmed, 0);
+    struct smb_segment *segment;
+    CHECK_EQ(smb_server_hold_segment(pair.servers[server], ID, &segment), SMB_OK);
+    const int64_t *data = smb_segment_data(segment);
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(data[i], done * (i == 0 ? 2 : 1));
+    smb_segment_release(segment);
+    CHECK(copies_are_equal(&pair));
+    stop(&pair);
+}
+
+/* Records travel: what a lane did before the copy began is known at the new backup, results and
+ * refusals too. A copy that is given up leaves the primary alone, and it answers. */
+static void a_copy_has_the_records(void)
+{
+    struct pair pair;
+    start(&pair);
+    lose(&pair, 1);
+    set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false);
+    struct raw raw = raw_begin(&pair, 0, 20);
+    struct smb_frame count = {.opcode = SMB_FETCH_ADD,
+                              .dtype = SMB_INT64,
+                              .epoch = 2,
+                              .segment = ID,
+                              .sequence = 1,
+                              .length = 8,
+                              .argument = 3};
+    raw_send(&raw, count);
+    CHECK_EQ(raw_receive(&raw).argument, 0);
+    struct smb_frame bad = count;
+    bad.sequence = 2;
+    bad.offset = ELEMENTS * 8; /* past the end */
+    raw_send(&raw, bad);
+    CHECK_EQ(raw_receive(&raw).status, SMB_INVALID);
+    count.sequence = 3;
+    raw_send(&raw, count);
+    CHECK_EQ(raw_receive(&raw).argument, 3);
+
+    CHECK_EQ(smb_server_set_replica(pair.servers[0], ID, 3, SMB_REPLICA_PRIMARY, true, true),
+             SMB_OK);
+    CHECK_EQ(smb_server_abandon_copy(pair.servers[0], ID, 2), SMB_STALE_EPOCH);
+    CHECK_EQ(smb_server_abandon_copy(pair.servers[0], ID, 3), SMB_OK);
+    uint64_t copied, total;
+    CHECK_EQ(smb_server_copy(pair.servers[0], ID, 3, CHUNK, &copied, &total), SMB_STALE_EPOCH);
+    count.epoch = 3;
+    count.sequence = 4;
+    raw_send(&raw, count);
+    CHECK_EQ(raw_receive(&raw).argument, 6);
+    make_copy(&pair, 0, 4);
+    close(raw.fd);
+
+    set_role(&pair, 1, 6, SMB_REPLICA_PRIMARY, false);
+    raw = raw_begin(&pair, 1, 20);
+    count.epoch = 6;
+    count.flags = SMB_FLAG_RETRY;
+    raw_send(&raw, count); /* sent again: with its first answer */
+    CHECK_EQ(raw_receive(&raw).argument, 6);
+    raw_send(&raw, (struct smb_frame){.opcode = SMB_WATERMARK, .epoch = 6, .segment = ID});
+    struct smb_frame watermark = raw_receive(&raw);
+    CHECK_EQ(watermark.argument, 4);
+    CHECK_EQ(watermark.offset, 2);
+    count.sequence = 5;
+    count.flags = 0;
+    raw_send(&raw, count);
+    CHECK_EQ(raw_receive(&raw).argument, 9);
+    close(raw.fd);
+    stop(&pair);
+}
+
 /* Without the backup's word nothing is answered, and nobody reads what was changed. */
 static void nothing_is_told_before_the_backup_has_it(void)
 {
@@ -326,6 +594,61 @@ static void what_is_refused(void)
     smb_server_destroy(next);
 }
 
+static void raw_write(struct raw *raw, uint64_t offset)
+{
+    raw_send(raw, (struct smb_frame){.opcode = SMB_WRITE,
+                                     .dtype = SMB_INT64,
+                                     .epoch = 1,
+                                     .segment = ID,
+                                     .sequence = ++raw->sequence,
+                                     .offset = offset,
+                                     .length = CHUNK,
+                                     .payload = CHUNK});
+}
+
+static uint64_t deferred(struct pair *pair, int server)
+{
+    struct smb_server_counters counters;
+    smb_server_counters(pair->servers[server], &counters);
+    return counters.deferred_now;
+}
+
+/* While the backup cannot be reached no more than so much is kept for it, refusals too. Each
+ * refusal waits for its note, so that no watermark of the backup's speaks for it later. */
+static void refusals_have_a_bound(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct raw many = raw_begin(&pair, 0, 20), bad = raw_begin(&pair, 0, 21);
+    int sent = 0;
+    while (status_of(&pair, 0).queued_bytes <= REPLICA_QUEUED_BYTES_MAX) {
+        raw_write(&many, 0);
+        sent++;
+        WAIT_UNTIL(status_of(&pair, 0).unconfirmed == (uint64_t)sent);
+    }
+    uint64_t full = status_of(&pair, 0).queued_bytes;
+    raw_write(&bad, CHUNK / 2); /* over two chunks */
+    raw_write(&bad, 0);
+    WAIT_UNTIL(deferred(&pair, 0) == 1);
+    CHECK_EQ(status_of(&pair, 0).queued_bytes, full);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    CHECK_EQ(raw_receive(&bad).status, SMB_INVALID);
+    CHECK_EQ(raw_receive(&bad).status, SMB_OK);
+    for (int i = 0; i < sent; i++)
+        CHECK_EQ(raw_receive(&many).status, SMB_OK);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 0 && status_of(&pair, 0).queued_bytes == 0);
+    close(many.fd);
+    close(bad.fd);
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+    struct raw later = raw_begin(&pair, 1, 21);
+    raw_send(&later, (struct smb_frame){.opcode = SMB_WATERMARK, .epoch = 2, .segment = ID});
+    struct smb_frame watermark = raw_receive(&later);
+    CHECK_EQ(watermark.argument, 2); /* was made */
+    CHECK_EQ(watermark.offset, 1);   /* was refused */
+    close(later.fd);
+    stop(&pair);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -336,6 +659,9 @@ int main(void)
         TEST(the_backup_takes_over),
         TEST(reads_without_a_lease),
         TEST(what_is_refused),
+        TEST(refusals_have_a_bound),
+        TEST(a_copy_is_made_under_load),
+        TEST(a_copy_has_the_records),
     };
     return RUN_TESTS(tests);
 }

@@ -82,6 +82,10 @@ static uint32_t payload_of(const struct smb_frame *frame)
     case SMB_AUTHORIZE: return checksum + 48;
     case SMB_REPLICATE:
     case SMB_REFUSED: return checksum;
+    case SMB_COPY:
+        return checksum + (frame->op == SMB_COPIED_CHUNK    ? frame->length
+                           : frame->op == SMB_COPIED_RECORD ? 128
+                                                            : 0);
     default: return checksum + (frame->opcode >= SMB_LOCK ? 32 : 0);
     }
 }
@@ -100,7 +104,8 @@ static void check_request(const struct smb_frame *frame)
 {
     bool changes = (frame->opcode >= SMB_WRITE && frame->opcode <= SMB_COMPARE_SWAP) ||
                    frame->opcode == SMB_APPLY;
-    bool ranged = frame->opcode == SMB_READ || changes;
+    bool ranged = frame->opcode == SMB_READ || changes ||
+                  (frame->opcode == SMB_COPY && frame->op == SMB_COPIED_CHUNK);
     uint32_t element = smb_dtype_bytes(frame->dtype);
     bool sparse = (frame->flags >> 4 & 7) == SMB_WIRE_SPARSE;
     MUST(frame->status == 0 && frame->payload >= payload_of(frame));
@@ -111,7 +116,8 @@ static void check_request(const struct smb_frame *frame)
                 : !(frame->flags >> 4 & 7) || frame->dtype == SMB_FLOAT32);
     MUST(!(frame->flags & SMB_FLAG_FENCED) || changes);
     MUST(!(frame->flags & SMB_FLAG_FETCH) || frame->opcode == SMB_ACCUMULATE);
-    MUST(!changes || frame->sequence > 0);
+    MUST((!changes && frame->opcode != SMB_COPY) || frame->sequence > 0);
+    MUST(frame->opcode != SMB_COPY || frame->op <= SMB_COPIED_NOTE);
     MUST(ranged == (frame->length > 0));
     if (!ranged)
         return;

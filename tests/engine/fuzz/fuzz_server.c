@@ -12,12 +12,15 @@
 #include "base/frame.h"
 #include "fuzz.h"
 #include "memory/segment.h"
+#include "server/feed.h"
 
 enum {
     WITNESS = 0x1111,
     SCRATCH = 0x2222,
     FLOATS = 0x3333,
     STEPS = 0x4444 /* three of them */,
+    PRIMARY = 0x6666, /* of two copies; it goes on alone */
+    BACKUP = 0x7773,  /* its primary is a peer, whose session has this number */
     EPOCH = 5,
     BYTES = 65536,
     CHUNK = 16384,
@@ -79,6 +82,13 @@ static void start(void)
         MUST(smb_server_create_segment(server, fuzz_path(name), STEPS + i, EPOCH, SMB_FLOAT32,
                                        BYTES, CHUNK) == SMB_OK);
     }
+    MUST(smb_server_create_replica(server, fuzz_path("primary"), PRIMARY, 1, SMB_INT64, BYTES,
+                                   CHUNK) == SMB_OK);
+    MUST(smb_server_set_replica(server, PRIMARY, EPOCH, SMB_REPLICA_PRIMARY, false, false) ==
+         SMB_OK);
+    MUST(smb_server_create_replica(server, fuzz_path("backup"), BACKUP, 1, SMB_INT64, BYTES,
+                                   CHUNK) == SMB_OK);
+    MUST(smb_server_set_replica(server, BACKUP, EPOCH, SMB_REPLICA_BACKUP, true, false) == SMB_OK);
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     smb_server_guard(server);
     struct smb_key set = {.generation = 1};
@@ -121,6 +131,11 @@ static bool by_reference(const struct peer *peer)
     return peer->session % 8 == 2 || peer->session % 8 >= 6;
 }
 
+static uint16_t lane_of(const struct peer *peer)
+{
+    return peer->session == BACKUP ? REPLICA_LANE : 3;
+}
+
 /* Every fourth session has checksums. */
 static uint16_t flags_of(const struct peer *peer)
 {
@@ -137,7 +152,7 @@ static void store_token(const struct peer *peer, uint64_t segment, uint32_t righ
                               .generation = 1,
                               .expires_ms = UINT64_MAX / 4 / 1000000};
     struct access_connection connection = {
-        .nonce = peer->nonce, .instance = 1, .session = peer->session, .lane = 3};
+        .nonce = peer->nonce, .instance = 1, .session = peer->session, .lane = lane_of(peer)};
     uint8_t text[56] = "smb token 1";
     smb_store64(text + 16, peer->session);
     smb_store64(text + 24, segment);
@@ -151,14 +166,15 @@ static void store_token(const struct peer *peer, uint64_t segment, uint32_t righ
 /* All at once. The witness may be read alone. */
 static void show_tokens(struct peer *peer)
 {
-    static const uint64_t granted[] = {SCRATCH, FLOATS, STEPS, STEPS + 1, STEPS + 2, WITNESS};
+    static const uint64_t granted[] = {SCRATCH,   FLOATS,  STEPS,  STEPS + 1,
+                                       STEPS + 2, PRIMARY, BACKUP, WITNESS};
     enum { COUNT = sizeof granted / sizeof *granted };
     uint8_t bytes[COUNT * SMB_RECORD_BYTES] = {0};
     uint8_t *at = bytes;
     struct smb_frame frame = {.opcode = SMB_AUTHORIZE,
                               .flags = flags_of(peer),
                               .session = peer->session,
-                              .lane = 3,
+                              .lane = lane_of(peer),
                               .epoch = EPOCH};
     frame.payload = SMB_AUTHORIZE_BYTES + smb_frame_checksum_bytes(&frame);
     for (int i = 0; i < COUNT; i++) {
@@ -200,8 +216,10 @@ static void reach_server(struct peer *peer)
 static void peer_connect(struct peer *peer)
 {
     reach_server(peer);
-    struct smb_frame hello = {
-        .opcode = SMB_HELLO, .flags = flags_of(peer), .session = peer->session, .lane = 3};
+    struct smb_frame hello = {.opcode = SMB_HELLO,
+                              .flags = flags_of(peer),
+                              .session = peer->session,
+                              .lane = lane_of(peer)};
     hello.payload = smb_frame_checksum_bytes(&hello);
     uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
     ssize_t count = SMB_FRAME_BYTES + hello.payload;
@@ -270,12 +288,31 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
     static const uint32_t lengths[] = {8, 16, 24, 4096, 4104, 8192, 12288, CHUNK};
     struct smb_frame frame = {
         .opcode = (uint8_t)(SMB_READ + take(input, 1) % (SMB_OPCODE_COUNT - SMB_READ)),
-        .lane = 3,
+        .lane = lane_of(peer),
         .epoch = EPOCH,
         .session = peer->session,
         .sequence = ++peer->sequence,
         .segment = SCRATCH,
         .flags = flags_of(peer)};
+    uint64_t copies = take(input, 1);
+    if (peer->session == BACKUP || copies >= 224)
+        frame.segment = peer->session == BACKUP || copies % 2 ? BACKUP : PRIMARY;
+    if (peer->session == BACKUP && copies < 64)
+        frame.opcode = SMB_REPLICATE; /* nothing goes before the first */
+    if (peer->session == BACKUP && copies >= 64 && copies < 128)
+        frame.opcode = SMB_COPY;
+    if (frame.opcode == SMB_COPY) {
+        frame.op = (uint8_t)(copies % 4);
+        frame.dtype = SMB_INT64;
+        frame.length = frame.op == SMB_COPIED_CHUNK ? CHUNK : 0;
+        frame.offset = frame.op == SMB_COPIED_CHUNK ? copies % 16 / 4 * CHUNK : copies % 2;
+        frame.argument = copies;
+        frame.payload = frame.op == SMB_COPIED_CHUNK    ? CHUNK
+                        : frame.op == SMB_COPIED_RECORD ? SMB_COPIED_RECORD_BYTES
+                                                        : 0;
+        frame.payload += smb_frame_checksum_bytes(&frame);
+        return frame;
+    }
     if (frame.opcode == SMB_WATERMARK || frame.opcode == SMB_AUTHORIZE ||
         frame.opcode == SMB_REPLICATE || frame.opcode == SMB_REFUSED) {
         frame.payload = payload_of(&frame);
@@ -512,7 +549,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     struct input input = {data, data + size};
     struct peer peers[PEERS];
     for (int i = 0; i < PEERS; i++)
-        peers[i] = (struct peer){.fd = -1, .session = ++sessions};
+        peers[i] = (struct peer){.fd = -1, .session = ++sessions % 16 == 3 ? BACKUP : sessions};
     while (input.at < input.end) {
         uint64_t step = take(&input, 1);
         struct peer *peer = &peers[step % PEERS];
@@ -530,7 +567,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     for (int i = 0; i < PEERS; i++) {
         peer_leave(&peers[i]);
-        smb_server_end_session(server, peers[i].session); /* what it still holds is given up */
+        if (peers[i].session != BACKUP)
+            smb_server_end_session(server, peers[i].session); /* what it still holds is given up */
     }
     if (++runs % 16 == 0)
         check_witness();

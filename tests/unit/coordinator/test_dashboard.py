@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from smb.coordinator.dashboard.diagnosis import Problem, problems
 from smb.coordinator.dashboard.history import SPAN_S, STEP_S, Amounts, Bins, Watch
 from smb.coordinator.dashboard.overview import BUFFERS_MAX, View, buffer_detail, overview, server_detail
 from smb.coordinator.events import (
+    BackupsLost,
     BufferDeleted,
     BufferMade,
     BufferWanted,
@@ -58,8 +59,8 @@ class Scene:
         record = ServerRecord(name, instance_id, "10.0.0.1:1", "10.0.0.1:2", "/s", "10.0.0.1:3", 64 * MIB, 0, 0.0)
         self.do(ServerRegistered(record, held))
 
-    def create(self, name: str = "w", elements: int = MIB) -> None:
-        self.do(BufferWanted(Creation(name, (elements,), "float32"), self._id))
+    def create(self, name: str = "w", elements: int = MIB, replicas: int = 1) -> None:
+        self.do(BufferWanted(replace(Creation(name, (elements,), "float32"), replicas=replicas), self._id))
         self.do(BufferMade(name))
 
     def renew(
@@ -277,6 +278,22 @@ def test_who_holds_a_lock_and_for_how_long(scene: Scene) -> None:
     (problem,) = scene.problems()
     assert 'buffer "w": 2 wait for what host:1 has held for 64 s' in problem.title
     assert server_detail(scene.view(), "a", scene.watch.history_of("a", scene.now))["waits"][0]["waiting"] == 2
+
+
+def test_a_buffer_that_lost_copies_is_a_problem(scene: Scene) -> None:
+    """A note while they are made anew, a warning where no server has room for them."""
+    scene.register("b")
+    scene.create("w", replicas=2)
+    scene.do(BackupsLost("a", frozenset(segment.id for segment in scene.state.buffers["w"].segments)))
+    (problem,) = (found for found in scene.problems() if "degraded" in found.title)
+    assert (problem.severity, problem.about) == ("note", ("buffer", "w"))
+    assert "1 of its 2 segments have one copy" in problem.detail
+    for name in ("a", "b"):
+        full = replace(scene.state.servers[name], capacity_bytes=1)
+        scene.state = replace(scene.state, servers={**scene.state.servers, name: full})
+    (problem,) = (found for found in scene.problems() if "degraded" in found.title)
+    assert problem.severity == "warning"
+    assert "Start another" in problem.action
 
 
 def test_lists_are_bounded_and_say_what_they_leave_out(scene: Scene) -> None:

@@ -70,6 +70,34 @@ def test_a_creation_that_comes_after_its_drop_is_refused(tmp_path: Path, leaving
     run.segments.create(replace(FORM, id=2))
 
 
+def test_a_copy_is_made_anew_in_a_later_epoch_alone(tmp_path: Path, leaving: ExitStack) -> None:
+    """What is here of it goes then, as nobody knows how old it is. Late creations and late drops do nothing."""
+    run = Run(tmp_path, leaving)
+    told: list[int] = []
+
+    def make(epoch: int) -> None:
+        run.segments.create(replace(FORM, epoch=epoch), replicate=lambda: told.append(epoch), anew=True)
+
+    make(3)
+    make(3)  # asked for again
+    make(5)
+    assert told == [3, 5]
+    assert run.segments.used_bytes() == (tmp_path / files(tmp_path)[0]).stat().st_size
+    for late in (3, 4):
+        with pytest.raises(errors.NotFoundError):
+            make(late)
+    run.segments.drop(FORM.id, 4)
+    assert run.segments.ids() == [FORM.id]
+    run.segments.drop(FORM.id, 6)
+    with pytest.raises(errors.NotFoundError):
+        make(6)
+    make(7)
+    run.segments.drop(FORM.id)
+    with pytest.raises(errors.NotFoundError):
+        make(8)
+    assert files(tmp_path) == []
+
+
 def test_capacity_is_kept_and_a_refusal_leaves_nothing(tmp_path: Path, leaving: ExitStack) -> None:
     """What does not fit is refused with what is free; the memory of the others is untouched."""
     run = Run(tmp_path, leaving)

@@ -1,0 +1,69 @@
+/* feed.h: what a primary sends to another server: frames, in order, over one connection at a time.
+ * Once a connection breaks, what was not answered is sent again over the next one, and said to be a
+ * repetition. docs/decisions/0025.
+ *
+ * Threads. The replica's lock guards it: every function here is called with that lock.
+ */
+#ifndef SMB_FEED_H
+#define SMB_FEED_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/frame.h"
+
+enum { FEED_GREETING_FRAMES = 2 /* HELLO, REPLICATE */, REPLICA_LANE = 65535 };
+
+/* One frame on its way, or sent and not confirmed. */
+struct forward {
+    struct forward *next;
+    uint64_t order;
+    uint64_t asked_ns; /* of a question whether it is still the backup; 0: it is none */
+    uint32_t bytes;
+    uint32_t room;
+    bool was_sent; /* some of it, over any connection */
+    uint8_t frame[];
+};
+
+struct feed {
+    int fd; /* -1: none */
+    uint64_t instance;
+    uint64_t broken_ns; /* since when there is no connection that works; 0: there is */
+    uint8_t greeting[FEED_GREETING_FRAMES * SMB_FRAME_BYTES];
+    uint32_t greeting_sent, greeting_answered;
+    struct forward *first, *last; /* what is not confirmed, by order */
+    struct forward *unsent;       /* the first of them that is not sent whole */
+    uint32_t unsent_done;         /* bytes of it that are */
+    uint64_t queued_bytes;        /* made and not freed */
+    struct forward *spare;
+    uint32_t spares;
+    uint8_t in[SMB_FRAME_BYTES];
+    uint32_t in_have;
+};
+
+void feed_create(struct feed *feed);
+/* Closes the connection and frees all, what is queued too. */
+void feed_destroy(struct feed *feed);
+
+/* A frame to be filled in; NULL: no memory. */
+struct forward *feed_make(struct feed *feed, uint32_t bytes);
+/* It is confirmed, or not wanted after all. */
+void feed_free(struct feed *feed, struct forward *forward);
+/* Behind all others, in that epoch. */
+void feed_append(struct feed *feed, struct forward *forward, uint64_t order, uint32_t epoch);
+/* A prepared frame gets this header in place of its own, and no payload. */
+void feed_replace(struct feed *feed, struct forward *forward, const struct smb_frame *frame);
+/* Breaks the connection; what is queued goes over the next one in that epoch. */
+void feed_enter_epoch(struct feed *feed, uint32_t epoch);
+
+/* Over this socket from here on. The other end is to be that run of its server. */
+void feed_connect(struct feed *feed, int fd, uint64_t segment, uint32_t epoch, uint64_t instance);
+void feed_disconnect(struct feed *feed);
+/* Nothing of what is queued is to be confirmed any more. */
+void feed_clear(struct feed *feed);
+/* As much as the socket takes. */
+void feed_send(struct feed *feed);
+/* The next one that was confirmed, for the caller to free; NULL: no more have been for now. */
+struct forward *feed_receive(struct feed *feed);
+
+#endif

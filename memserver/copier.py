@@ -1,0 +1,149 @@
+"""Copies segments to new backups (docs/decisions/0025), one part of one segment at a time, at a bounded rate.
+
+The engine sends; here is decided when. One thread, at work only while there is something to copy. A copy that is whole
+or was given up stays in `progress` until the coordinator has given the segment other roles.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from memserver.engine import CopyState, Engine
+from smb.errors import Error
+from smb.rpc import control_pb2 as pb
+
+PART_BYTES = 1 << 20  # less at a low rate: a chunk at least
+PAUSE_S = 0.001  # where the engine says that it is busy; it has waited itself, but for a record or a chunk's lock
+SLACK_S = 0.05  # of the rate: so much is sent at once, also after a pause
+
+_log = logging.getLogger("memserver")
+
+
+@dataclass
+class _Copy:
+    epoch: int
+    begun: float
+    copied: int = 0
+    total: int = 0
+    state: CopyState = CopyState.MORE
+
+
+class Copier:
+    """`close` it. Methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, rate: int, on_news: Callable[[], None]) -> None:
+        """`rate`: bytes per second, 0: no bound. `on_news`: a copy is whole, or was given up."""
+        self._engine = engine
+        self._rate = rate
+        self._part_bytes = max(min(PART_BYTES, int(rate * SLACK_S)), 1) if rate else PART_BYTES
+        self._on_news = on_news
+        self._lock = threading.Condition()
+        self._copies: dict[int, _Copy] = {}
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def want(self, epochs: Mapping[int, int]) -> None:
+        """Take which segments are to be copied, all of them, and in which epoch."""
+        with self._lock:
+            for gone in self._copies.keys() - epochs.keys():
+                del self._copies[gone]
+            for segment_id, epoch in epochs.items():
+                known = self._copies.get(segment_id)
+                if known is None or known.epoch < epoch:
+                    self._copies[segment_id] = _Copy(epoch, time.monotonic())
+            if self._copies and self._thread is None and not self._stopping:
+                self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
+
+    def forget(self, segment_id: int) -> None:
+        """It was dropped."""
+        with self._lock:
+            self._copies.pop(segment_id, None)
+
+    def give_up(self, segment_id: int) -> bool:
+        """Go on without a copy whose server cannot be reached; return whether that can be decided here. Once it was
+        said to be whole only the coordinator can.
+        """
+        with self._lock:
+            copy = self._copies.get(segment_id)
+        if copy is None or not self._engine.abandon_copy(segment_id, copy.epoch):
+            return copy is not None and copy.state is CopyState.GONE
+        _log.warning("segment %016x: its new copy is given up, as its server cannot be reached", segment_id)
+        self._ended(copy, CopyState.GONE)
+        return True
+
+    def progress(self) -> list[pb.CopyProgress]:
+        """Return how far each of them is."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                pb.CopyProgress(
+                    segment_id=segment_id,
+                    epoch=copy.epoch,
+                    copied_bytes=copy.copied,
+                    total_bytes=copy.total,
+                    bytes_per_s=copy.copied / max(now - copy.begun, 1e-3),
+                    whole=copy.state is CopyState.WHOLE,
+                    failed=copy.state is CopyState.GONE,
+                )
+                for segment_id, copy in self._copies.items()
+            ]
+
+    def close(self) -> None:
+        """Copy no more."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _unfinished(self) -> list[tuple[int, _Copy]]:
+        """With the lock."""
+        return [item for item in self._copies.items() if item[1].state in (CopyState.MORE, CopyState.BUSY)]
+
+    def _run(self) -> None:
+        paid_until = 0.0  # the rate allows what was sent up to now
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._stopping or self._unfinished())
+                if self._stopping:
+                    return
+                turns = self._unfinished()
+            for segment_id, copy in turns:
+                sent = self._part(segment_id, copy)
+                if sent and self._rate:
+                    paid_until = max(paid_until, time.monotonic() - SLACK_S) + sent / self._rate
+                    self._sleep(paid_until - time.monotonic())
+                elif not sent and copy.state is CopyState.BUSY:
+                    self._sleep(PAUSE_S)
+
+    def _sleep(self, seconds: float) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._stopping, max(seconds, 0.0))
+
+    def _part(self, segment_id: int, copy: _Copy) -> int:
+        """Send a part; return its bytes."""
+        before = copy.copied
+        try:
+            state, copied, total = self._engine.copy(segment_id, copy.epoch, self._part_bytes)
+        except Error as error:
+            _log.warning("segment %016x: its new copy is given up: %s", segment_id, error)
+            state, copied, total = CopyState.GONE, 0, 0
+        if state is CopyState.GONE:
+            self._engine.abandon_copy(segment_id, copy.epoch)  # it may have failed there
+        if state in (CopyState.WHOLE, CopyState.GONE):
+            self._ended(copy, state)
+        else:
+            copy.state = state
+        if state is not CopyState.GONE:
+            copy.copied, copy.total = copied, total
+        return max(copy.copied - before, 0)
+
+    def _ended(self, copy: _Copy, state: CopyState) -> None:
+        copy.state = state
+        self._on_news()
