@@ -31,6 +31,7 @@ from memserver.metrics import EngineMetrics, Life
 from memserver.rdma_target import Rdma
 from memserver.recovery import recover
 from memserver.registration import Asking, Identity, Registration
+from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
@@ -63,6 +64,7 @@ class Options:
     name: str
     loops: int
     weight: float = 1.0
+    zone: str = ""
     advertise: str = ""
     ready_file: Path | None = None
     verbs: Settings | None = None  # None: no RDMA
@@ -199,6 +201,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
         data_tls=secured,
+        zone=options.zone,
     )
     _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
 
@@ -219,6 +222,8 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
     told = Told()
+    relays = Relays(options.coordinator, options.name)
+    leaving.callback(relays.close)
     health.registration = Registration(
         options.coordinator,
         identity,
@@ -229,6 +234,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         options.credentials,
         take_keys,
         replication,
+        relays,
     )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.

@@ -1,0 +1,128 @@
+"""One version on its way into a mirror: which piece comes from whom, what is there, what went wrong. Thread-safe.
+
+Pieces have a parent each by the plan. Those of a parent that broke, or from which nothing has come for STALL_S, are
+taken from the source: a plan that is out of date, or wrong, makes a version late, never wrong, and never stops it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from smb.relay.arrived import Pieces, bits_of
+
+STALL_S = 3.0
+
+
+class Fill:
+    """One version."""
+
+    def __init__(self, pieces: Pieces, version: int, source: str, parents: Sequence[tuple[float, str]]) -> None:
+        """`parents`: where each range of [0, 1) ends, and the buffer that those pieces come from."""
+        self.pieces = pieces
+        self.version = version
+        self.source = source
+        self.failure: Exception | None = None
+        self.changed = threading.Condition()
+        self._open: dict[str, dict[int, None]] = {}  # not there, by parent, in order
+        self._taken: set[int] = set()
+        self._bits = 0
+        self._moved: dict[str, float] = {}  # when something came last
+        self._broken: set[str] = set()
+        self._ended = False
+        now = time.monotonic()
+        for piece in range(pieces.count):
+            place = pieces.place(piece)
+            parent = next((name for end, name in parents if place < end), source)
+            self._open.setdefault(parent, {})[piece] = None
+            self._moved[parent] = now
+
+    @property
+    def parents(self) -> list[str]:
+        """From whom something is to come."""
+        return list(self._moved)
+
+    @property
+    def bits(self) -> int:
+        """The pieces that are there."""
+        return self._bits
+
+    @property
+    def done(self) -> bool:
+        """Whether all are there."""
+        return not any(self._open.values())
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything left to do."""
+        return not (self._ended or self.failure is not None or self.done)
+
+    def wants(self, parent: str) -> bool:
+        """Whether anything is still to come from there; from the source, as long as anything is at all."""
+        return self.active and (parent == self.source or bool(self._open.get(parent)))
+
+    def take(self, parent: str, has: Callable[[int], bool]) -> int | None:
+        """Return the next piece that is to come from this parent, of those that it has."""
+        with self.changed:
+            if not self.active:
+                return None
+            for piece in self._open.get(parent, ()):
+                if piece not in self._taken and has(piece):
+                    self._taken.add(piece)
+                    return piece
+            return self._abandoned() if parent == self.source else None
+
+    def _abandoned(self) -> int | None:
+        """Return a piece of a parent that does not give it. Whoever has taken it may be hanging."""
+        now = time.monotonic()
+        for parent, pieces in self._open.items():
+            lost = parent in self._broken or now - self._moved[parent] > STALL_S
+            if parent != self.source and pieces and lost:
+                piece = next(iter(pieces))
+                del pieces[piece]  # to the end, for the next of our threads
+                self._open.setdefault(self.source, {})[piece] = None
+                self._taken.add(piece)
+                return piece
+        return None
+
+    def put(self, piece: int, parent: str, write: Callable[[], None]) -> bool:
+        """Have a piece that came written, unless it is there; return whether it was not."""
+        with self.changed:
+            if not self.active or self._bits >> piece & 1:
+                return False
+        write()  # twice the same bytes, perhaps
+        with self.changed:
+            if self._ended:
+                return False
+            self._bits |= bits_of((piece,))
+            for pieces in self._open.values():
+                pieces.pop(piece, None)
+            self._moved[parent] = time.monotonic()
+            self.changed.notify_all()
+        return True
+
+    def give_back(self, piece: int) -> None:
+        """It did not come after all."""
+        with self.changed:
+            self._taken.discard(piece)
+
+    def broke(self, parent: str) -> None:
+        """Nothing comes from there for now."""
+        with self.changed:
+            if parent != self.source:
+                self._broken.add(parent)
+            self._taken -= set(self._open.get(parent, ()))
+            self.changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """It cannot be had any more."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing is written any more after this returns and `put` has."""
+        with self.changed:
+            self._ended = True
+            self.changed.notify_all()
