@@ -6,6 +6,7 @@ standard output, a JSON text in a line each. It ends with its input, so also whe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -87,10 +88,8 @@ class Relays:
         except OSError:  # it ended
             pass
         finally:
-            try:
+            with contextlib.suppress(OSError):
                 process.stdin.close()
-            except OSError:
-                pass
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
@@ -110,6 +109,7 @@ class Relays:
                     pb.MirrorReport(
                         name=told["name"],
                         version=told["version"],
+                        arrived_bytes=told["arrived_bytes"],
                         feeds=[pb.Feed(name=name, bytes_per_s=rate) for name, rate in told["feeds"].items()],
                     )
                     for told in json.loads(line)

@@ -19,7 +19,8 @@ from smb.transport.base import SegmentPlace
 @dataclass(frozen=True, slots=True)
 class Mirror:
     """A mirror of a published buffer: the buffer `name`, on one server. `alive`: its relay was heard of within its
-    server's lease; `version` is what it had then, `feeds` in bytes per second what came to it from which buffer.
+    server's lease. `version` is what it had then, `arrived_bytes` how much of the next. `feeds` says how many bytes per
+    second came to it from which buffer.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Mirror:
     zone: str
     alive: bool
     version: int
+    arrived_bytes: int
     feeds: Mapping[str, float]
 
 
@@ -76,7 +78,15 @@ class BufferInfo:
             buffer.wire or "exact",
             buffer.mirror_of,
             tuple(
-                Mirror(m.name, m.server, m.zone, m.alive, m.version, {feed.name: feed.bytes_per_s for feed in m.feeds})
+                Mirror(
+                    m.name,
+                    m.server,
+                    m.zone,
+                    m.alive,
+                    m.version,
+                    m.arrived_bytes,
+                    {feed.name: feed.bytes_per_s for feed in m.feeds},
+                )
                 for m in buffer.mirrors
             ),
             unpack(buffer.packed_metadata),

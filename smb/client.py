@@ -390,6 +390,20 @@ class Client:
         ]
         return sorted(infos, key=lambda info: info.name)
 
+    def near(self, near: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
+        """Return which memory servers are on this host, and which in the same zone: the zone `near`, else that of
+        those on this host; `near` may also name a server. As far as it can be told without asking them.
+        """
+        self._session.check_open()
+        servers = [server for server in self._coordinator.list_servers(self.timeout) if server.alive]
+        local = frozenset(
+            server.name
+            for server in servers
+            if server.name == near or (server.unix_path and Path(server.unix_path).exists())
+        )
+        zones = {server.zone for server in servers if server.name in local} if near is None else {near}
+        return local, frozenset(server.name for server in servers if server.zone and server.zone in zones)
+
     # ---- locks and barriers
 
     def lock(self, name: str, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:

@@ -60,6 +60,7 @@ class Mirrors:
             )
             if told is not None:
                 message.version = told.report.version
+                message.arrived_bytes = told.report.arrived_bytes
                 message.feeds.extend(told.report.feeds)
             messages.append(message)
         return messages

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
 from typing import Any
 
-import smb
+from smb.client import connect
 from smb.relay.mirror import MirrorRelay
 
 _CALL_S = 20.0  # of one piece over a slow link
@@ -18,9 +17,8 @@ _REPORT_S = 0.5
 
 def main(coordinator: str, server: str) -> None:
     """Fill what the standard input says, until it ends."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     relays: dict[str, MirrorRelay] = {}
-    with smb.connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
+    with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
         threading.Thread(target=_report, args=(relays,), daemon=True).start()
         for line in sys.stdin:
             tasks = {task["name"]: task for task in json.loads(line)}
@@ -39,7 +37,13 @@ def _report(relays: dict[str, MirrorRelay]) -> None:
     while True:
         wait.wait(_REPORT_S)
         told: list[dict[str, Any]] = [
-            {"name": relay.name, "version": relay.version, "feeds": relay.rates()} for relay in list(relays.values())
+            {
+                "name": relay.name,
+                "version": relay.version,
+                "arrived_bytes": relay.arrived_bytes(),
+                "feeds": relay.rates(),
+            }
+            for relay in list(relays.values())
         ]
         try:
             print(json.dumps(told), flush=True)  # noqa: T201 - to the memory server

@@ -37,7 +37,7 @@ _AGAIN_S = 0.5
 _SOURCE_THREADS = 2
 _RATE_PIECES = 3  # fewer of them say nothing about a rate
 
-_log = logging.getLogger("relay")
+_log = logging.getLogger("smb")
 
 
 class MirrorRelay:
@@ -71,12 +71,16 @@ class MirrorRelay:
         """Return in bytes per second what came from each parent while it came."""
         return dict(self._rates)
 
+    def arrived_bytes(self) -> int:
+        """Return how much there is of the version that is under way."""
+        fill = self.fill
+        return min(fill.bits.bit_count() * fill.pieces.piece_bytes, fill.pieces.nbytes) if fill is not None else 0
+
     def _run(self) -> None:
         told = ""
         while not self.stopping.is_set():
             try:
                 self._follow()
-                told = ""
             except NotFoundError as error:  # deleted, or renamed: the coordinator says what is next
                 _log.debug("%s", error)
                 self.stopping.wait(_AGAIN_S)
@@ -85,6 +89,10 @@ class MirrorRelay:
                     told = str(error)
                     _log.warning("mirror %s: %s; trying again", self.name, error)
                 self.stopping.wait(_AGAIN_S)
+            finally:
+                for feeder in (each for feeders in self._feeders.values() for each in feeders):
+                    feeder.stopping.set()
+                self._feeders = {}  # what they have open may be gone
 
     def _follow(self) -> None:
         self.mirror = self._client.open(self.name)
@@ -118,6 +126,7 @@ class MirrorRelay:
                     committed = True
                     self.version = version
                     self._measure()
+                fill.end()
                 teller.join()
             finally:
                 with self.changed:
@@ -188,6 +197,7 @@ class _Feeder:
         self._words: Buffer | None = None
         self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
         self._moved, self._busy_s, self._count = 0, 0.0, 0
+        self.stopping = threading.Event()
         threading.Thread(target=self._run, name=f"feed-{parent}", daemon=True).start()
 
     def rate(self) -> float | None:
@@ -198,7 +208,7 @@ class _Feeder:
 
     def _run(self) -> None:
         relay = self._relay
-        while not relay.stopping.is_set():
+        while not (relay.stopping.is_set() or self.stopping.is_set()):
             with relay.changed:
                 fill, publication = relay.fill, relay.publication
                 if fill is None or publication is None or not fill.wants(self._parent):
