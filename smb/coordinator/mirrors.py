@@ -15,6 +15,9 @@ from smb.coordinator.trees import Node, parents_of, plan
 from smb.rpc import control_pb2 as pb
 
 
+_BEGINS_S = 15.0  # a relay's start, at most: until then readers take it for one that will tell
+
+
 @dataclass(frozen=True, slots=True)
 class _Told:
     at: float  # monotonic
@@ -58,6 +61,8 @@ class Mirrors:
                 zone=server.zone if server is not None else "",
                 alive=self._is_alive(state, record, now),
             )
+            if told is None and now.wall - record.created_at < _BEGINS_S:
+                message.alive = state.alive(message.server, now)
             if told is not None:
                 message.version = told.report.version
                 message.arrived_bytes = told.report.arrived_bytes

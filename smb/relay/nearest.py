@@ -97,8 +97,6 @@ class Nearest:
     def wait(self, generation: int, timeout: float | None) -> int:
         """Wait until that or a later one can be read; return the latest there."""
         end = None if timeout is None else time.monotonic() + timeout
-        if self.buffer() is self._source:
-            return self._source.wait(generation, timeout=timeout)
         published = self._source.wait(generation, timeout=timeout)
         while (mirror := self.buffer()) is not self._source:
             left = None if end is None else max(0.0, end - time.monotonic())
