@@ -213,7 +213,7 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
             if time.monotonic() > deadline:
                 raise SystemExit(f"no relays: {cluster.log('h0')}")
             time.sleep(0.5)
-        time.sleep(2.5)  # the next renewals bring the plan
+        time.sleep(5)  # the next renewals bring the plan
         for number in range(1, generations + 1):
             trainer.stdin.write("\n")
             trainer.stdin.flush()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from smb.relay.arrived import Pieces, bits_of
 
@@ -23,6 +24,9 @@ class Fill:
         self.pieces = pieces
         self.version = version
         self.source = source
+        # In a row from one parent, with one look for all whether they were what they should be; few, as what is in
+        # such a row is not served on before its end.
+        self.at_once = max(1, pieces.count // 256)
         self.failure: Exception | None = None
         self.changed = threading.Condition()
         self._open: dict[str, dict[int, None]] = {}  # not there, by parent, in order
@@ -31,7 +35,8 @@ class Fill:
         self._moved: dict[str, float] = {}  # when something came last
         self._broken: set[str] = set()
         self._ended = False
-        now = time.monotonic()
+        self._came: dict[str, int] = {}  # pieces, by parent
+        self._began = now = time.monotonic()
         for piece in range(pieces.count):
             place = pieces.place(piece)
             parent = next((name for end, name in parents if place < end), source)
@@ -42,6 +47,15 @@ class Fill:
     def parents(self) -> list[str]:
         """From whom something is to come."""
         return list(self._moved)
+
+    def rates(self) -> dict[str, float]:
+        """Return bytes per second by parent, from the beginning until the last piece that came from it. So a parent
+        whose share was small for it looks fast, and its share grows; where all end together nothing changes.
+        """
+        size = self.pieces.piece_bytes
+        return {
+            parent: count * size / max(1e-3, self._moved[parent] - self._began) for parent, count in self._came.items()
+        }
 
     @property
     def bits(self) -> int:
@@ -62,29 +76,29 @@ class Fill:
         """Whether anything is still to come from there; from the source, as long as anything is at all."""
         return self.active and (parent == self.source or bool(self._open.get(parent)))
 
-    def take(self, parent: str, has: Callable[[int], bool]) -> int | None:
-        """Return the next piece that is to come from this parent, of those that it has."""
+    def take(self, parent: str, has: Callable[[int], bool], most: int = 1) -> list[int]:
+        """Return the next pieces that are to come from this parent, of those that it has."""
         with self.changed:
             if not self.active:
-                return None
-            for piece in self._open.get(parent, ()):
-                if piece not in self._taken and has(piece):
-                    self._taken.add(piece)
-                    return piece
-            return self._abandoned() if parent == self.source else None
+                return []
+            here = (p for p in self._open.get(parent, ()) if p not in self._taken and has(p))
+            found = list(islice(here, most))
+            if not found and parent == self.source:
+                found = self._abandoned()
+            self._taken.update(found)
+            return found
 
-    def _abandoned(self) -> int | None:
+    def _abandoned(self) -> list[int]:
         """Return a piece of a parent that does not give it. Whoever has taken it may be hanging."""
         now = time.monotonic()
         for parent, pieces in self._open.items():
             lost = parent in self._broken or now - self._moved[parent] > STALL_S
             if parent != self.source and pieces and lost:
                 piece = next(iter(pieces))
-                del pieces[piece]  # to the end, for the next of our threads
+                del pieces[piece]  # it is the source's from now on
                 self._open.setdefault(self.source, {})[piece] = None
-                self._taken.add(piece)
-                return piece
-        return None
+                return [piece]
+        return []
 
     def put(self, piece: int, parent: str, write: Callable[[], None]) -> bool:
         """Have a piece that came written, unless it is there; return whether it was not."""
@@ -99,13 +113,14 @@ class Fill:
             for pieces in self._open.values():
                 pieces.pop(piece, None)
             self._moved[parent] = time.monotonic()
+            self._came[parent] = self._came.get(parent, 0) + 1
             self.changed.notify_all()
         return True
 
-    def give_back(self, piece: int) -> None:
-        """It did not come after all."""
+    def give_back(self, pieces: Iterable[int]) -> None:
+        """They did not come after all."""
         with self.changed:
-            self._taken.discard(piece)
+            self._taken.difference_update(pieces)
 
     def broke(self, parent: str) -> None:
         """Nothing comes from there for now."""

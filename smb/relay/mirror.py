@@ -1,6 +1,6 @@
 """A mirror's relay: follows the published buffer, and fills the mirror from wherever the plan says.
 
-Threads: one per mirror waits for versions and has the publisher's turn; one or two for each parent move pieces; one
+Threads: one per mirror waits for versions and has the publisher's turn; two for each parent move pieces; one
 says what has arrived. A version shows in the mirror with its publication there, under the source's number.
 """
 
@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,8 +35,7 @@ _LOOK_S = 1.0  # how long one wait for a version takes, so that a stop is notice
 _TURN_S = 3.0  # of the publisher's turn and the pin: how long the next relay waits after a kill
 _RENEW_S = 1.0
 _AGAIN_S = 0.5
-_SOURCE_THREADS = 2
-_RATE_PIECES = 3  # fewer of them say nothing about a rate
+_THREADS = 2  # for each parent: while one looks whether what came is what it was, the other reads
 
 _log = logging.getLogger("smb")
 
@@ -125,7 +125,7 @@ class MirrorRelay:
                     publication.commit(version)
                     committed = True
                     self.version = version
-                    self._measure()
+                    self._measure(fill)
                 fill.end()
                 teller.join()
             finally:
@@ -137,9 +137,8 @@ class MirrorRelay:
 
     def _begin(self, fill: Fill, publication: Publication) -> None:
         for parent in {self.source, *fill.parents}:
-            count = _SOURCE_THREADS if parent == self.source else 1
             if parent not in self._feeders:
-                self._feeders[parent] = [_Feeder(self._client, self, parent) for _ in range(count)]
+                self._feeders[parent] = [_Feeder(self._client, self, parent) for _ in range(_THREADS)]
         with self.changed:
             self.fill, self.publication = fill, publication
             self.changed.notify_all()
@@ -178,12 +177,10 @@ class MirrorRelay:
             if not active and fill.bits == told:
                 return
 
-    def _measure(self) -> None:
-        for parent, feeders in self._feeders.items():
-            rate = sum(filter(None, (feeder.rate() for feeder in feeders)))
-            if rate:
-                before = self._rates.get(parent)
-                self._rates[parent] = rate if before is None else (before + rate) / 2
+    def _measure(self, fill: Fill) -> None:
+        for parent, rate in fill.rates().items():
+            self._rates[parent] = (self._rates.get(parent, rate) + rate) / 2
+        self._rates = {parent: self._rates[parent] for parent in fill.rates()}  # of others nothing is known now
 
 
 class _Feeder:
@@ -196,15 +193,8 @@ class _Feeder:
         self._buffer: Buffer | None = None
         self._words: Buffer | None = None
         self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
-        self._moved, self._busy_s, self._count = 0, 0.0, 0
         self.stopping = threading.Event()
         threading.Thread(target=self._run, name=f"feed-{parent}", daemon=True).start()
-
-    def rate(self) -> float | None:
-        """Return bytes per second since the last time, None where too little came to tell."""
-        moved, busy_s, count = self._moved, self._busy_s, self._count
-        self._moved, self._busy_s, self._count = 0, 0.0, 0
-        return moved / busy_s if count >= _RATE_PIECES and busy_s else None
 
     def _run(self) -> None:
         relay = self._relay
@@ -228,19 +218,19 @@ class _Feeder:
                 relay.stopping.wait(_AGAIN_S)
 
     def _from_source(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
+        copy = buffer._versions.find(fill.version)[1]
         while fill.wants(self._parent):
-            piece = fill.take(self._parent, lambda _: True)
-            if piece is None:
+            pieces = fill.take(self._parent, lambda _: True, fill.at_once)
+            if not pieces:
                 with fill.changed:
                     fill.changed.wait(_AGAIN_S)
                 continue
-            copy = buffer._versions.find(fill.version)[1]
             if copy >= 0:
-                self._read(buffer, copy, fill, piece)
+                self._read(buffer, copy, fill, pieces)
             if copy < 0 or buffer._versions.find(fill.version)[1] != copy:
                 fill.fail(NotFoundError(f"version {fill.version} of {buffer.name!r} was overwritten on its way"))
                 return
-            self._put(fill, publication, piece)
+            self._put(fill, publication, pieces)
 
     def _from_mirror(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
         if self._words is None:
@@ -248,42 +238,45 @@ class _Feeder:
         seen = self._words.version
         has = arrived.look(self._words)
         while fill.wants(self._parent):
-            piece = fill.take(self._parent, has.has) if has.version == fill.version else None
-            if piece is None and has.version > fill.version:  # it has gone on, and may still have this one
+            pieces = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
+            if not pieces and has.version > fill.version:  # it has gone on, and may still have this one
                 copy = buffer._versions.find(fill.version)[1]
                 if copy >= 0:
                     has = Arrived(has.version, copy, 0)
-                    piece = fill.take(self._parent, lambda _: True)
-            if piece is None:
+                    pieces = fill.take(self._parent, lambda _: True, fill.at_once)
+            if not pieces:
                 try:
                     seen = self._words.wait(seen + 1, timeout=_AGAIN_S)
                 except TimeoutError:
                     continue
                 has = arrived.look(self._words)
                 continue
-            self._read(buffer, has.copy, fill, piece)
+            self._read(buffer, has.copy, fill, pieces)
             now = arrived.look(self._words)
             same = (now.version, now.copy) == (fill.version, has.copy)
             if same or buffer._versions.find(fill.version)[1] == has.copy:
-                self._put(fill, publication, piece)
+                self._put(fill, publication, pieces)
             else:
-                fill.give_back(piece)
+                fill.give_back(pieces)
             has = now
 
-    def _read(self, buffer: Buffer, copy: int, fill: Fill, piece: int) -> None:
-        start, nbytes = fill.pieces.range(piece)
-        if self._memory.nbytes < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
+    def _read(self, buffer: Buffer, copy: int, fill: Fill, pieces: Sequence[int]) -> None:
+        """Read them into our memory, one behind the other."""
+        size = fill.pieces.piece_bytes
+        if self._memory.nbytes < size * len(pieces):
+            self._memory = np.empty(size * fill.at_once, np.uint8)
         itemsize = buffer.dtype.itemsize
-        began = time.monotonic()
-        buffer._versions.read_from(copy, start // itemsize, nbytes // itemsize, memory_of(self._memory))
-        self._busy_s += time.monotonic() - began
-        self._moved += nbytes
-        self._count += 1
+        for place, piece in enumerate(pieces):
+            start, nbytes = fill.pieces.range(piece)
+            there = memory_of(self._memory[place * size :])
+            buffer._versions.read_from(copy, start // itemsize, nbytes // itemsize, there)
 
-    def _put(self, fill: Fill, publication: Publication, piece: int) -> None:
-        start, nbytes = fill.pieces.range(piece)
-        try:
-            fill.put(piece, self._parent, lambda: publication.write(start, nbytes, memory_of(self._memory)))
-        except Error as error:  # of our own mirror, not of the parent
-            fill.fail(error)
+    def _put(self, fill: Fill, publication: Publication, pieces: Sequence[int]) -> None:
+        for place, piece in enumerate(pieces):
+            start, nbytes = fill.pieces.range(piece)
+            there = memory_of(self._memory[place * fill.pieces.piece_bytes :])
+            try:
+                fill.put(piece, self._parent, partial(publication.write, start, nbytes, there))
+            except Error as error:  # of our own mirror, not of the parent
+                fill.fail(error)
+                return

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Set
 from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from smb.errors import (
     Error,
@@ -48,7 +49,7 @@ def nearest(mirrors: Iterable[Mirror], source_servers: Set[str], local: Set[str]
 
 
 def _spread(who: str, mirror: Mirror) -> int:
-    return hash((who, mirror.name))
+    return crc32(f"{who} {mirror.name}".encode())
 
 
 class Nearest:

@@ -29,7 +29,7 @@ def test_the_source_where_it_is_nearer_or_nothing_else_lives() -> None:
 
 
 def test_faster_ones_first_and_equal_ones_in_turns() -> None:
-    some = [mirror("a", b=1e9), mirror("b", a=1e6), mirror("c")]
+    some = [mirror("a", b=1e9), mirror("b", a=1e6), mirror("c")]  # b sends to a
     assert nearest(some, {"s"}, NOBODY, NOBODY, "me") == "p.mirror.b"
     equal = [mirror(name) for name in "abcd"]
     taken = [nearest(equal, {"s"}, NOBODY, NOBODY, f"reader {i}") for i in range(400)]
