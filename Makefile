@@ -46,9 +46,11 @@ test:
 	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
-# The plain build's C tests are the sanitized ones' without the checkers: `make c-test` has all three.
-test: BUILDS := asan tsan
-test: lint c-test fuzz-short matrix-short pytest
+# What is installed takes one processor, and the C tests need nothing of it: they are beside each other. The plain build's C tests are
+# the sanitized ones' without the checkers: `make c-test` has all three.
+test:
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target $(VENV)/test-installed c-test BUILDS="asan tsan"
+	@$(MAKE) --no-print-directory lint fuzz-short matrix-short pytest
 endif
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.

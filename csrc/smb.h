@@ -113,7 +113,7 @@ enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
  *             beta1^step)) * (m' / (sqrt(v')*(1/sqrt(1 - beta2^step)) + eps))
  *   adamw     the same with g' = scale*g, after b is multiplied by 1 - lr*weight_decay
  *   elastic   b + alpha*(g - b)
- * What has no element in it (1 - beta1, lr/(1 - beta1^step), ...) is computed in float64 and
+ * Terms without an element (1 - beta1, lr/(1 - beta1^step), ...) are computed in float64 and
  * rounded once. These are torch.optim's rules (dampening 0), Adam of Kingma and Ba 2015, decoupled
  * decay of Loshchilov and Hutter 2019. */
 enum smb_rule {
@@ -274,15 +274,15 @@ struct smb_delta {
     uint64_t changes; /* elements */
     uint64_t sum;     /* what they add to the state's sum, modulo 2^64 */
 };
-/* One part of what makes `fresh` of `old`, count elements of `width` bytes (1, 2, 4, 8), of which
- * the first is element `first` of the state, whole 64-bit words; `old` becomes it. Bits are compared, not values.
- * SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has become it all the same. The format
- * is in csrc/memory/delta.h. */
+/* Encodes one part of the delta from `old` to `fresh`: count elements of `width` bytes (1, 2, 4,
+ * 8), whole 64-bit words. The first of them is element `first` of the state. `old` becomes `fresh`.
+ * Bits are compared, not values. SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has
+ * become it all the same. The format is in csrc/memory/delta.h. */
 int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t count, uint64_t first,
                      void *to, uint64_t room, struct smb_delta *delta);
-/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words. SMB_INVALID: it is none; the
- * state may have changed. Whatever the bytes are, nothing outside of the state is touched. *sum
- * becomes what it is by then. */
+/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words.
+ * SMB_INVALID: it is none; the state may have changed. Any bytes are safe: nothing outside of the
+ * state is touched. *sum becomes what it is by then. */
 int smb_delta_apply(uint32_t width, void *state, uint64_t count, const void *delta, uint64_t bytes,
                     uint64_t *sum);
 /* The sum of a state of so many 64-bit words. */
@@ -520,7 +520,7 @@ void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
  * from here on, also where this fails; and that server's instance. */
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
                     uint64_t instance);
-/* What waits for the backup's word is sent to ask elsewhere. */
+/* Requests that wait for the backup are sent elsewhere. */
 int smb_server_suspend(struct smb_server *server, uint64_t id);
 /* Fills in at most `most`; returns how many there are. */
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from memserver import tls
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
-from memserver.load import Told, load_of
+from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
 from memserver.metrics import EngineMetrics, Life
 from memserver.rdma_target import Rdma
@@ -221,14 +221,14 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     def take_keys(access: pb.AccessKeys) -> None:
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
-    told = Told()
+    last = LastLook()
     relays = Relays(options.coordinator, options.name)
     leaving.callback(relays.close)
     health.registration = Registration(
         options.coordinator,
         identity,
         segments,
-        lambda: load_of(engine, place, told, limit),
+        lambda: load_of(engine, place, last, limit),
         Asking(engine, buffers, clients),
         decided,
         options.credentials,

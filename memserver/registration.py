@@ -274,16 +274,16 @@ class Registration:
 
     def _failed(self, error: grpc.RpcError) -> None:
         code = error.code()
-        told = f"the coordinator {','.join(self._addresses)}"
+        coordinator = f"the coordinator {','.join(self._addresses)}"
         if code == self._complained:
             pass
         elif code == grpc.StatusCode.UNAVAILABLE:
-            _log.warning("%s cannot be reached, or does not lead; serving on and trying again", told)
+            _log.warning("%s cannot be reached, or does not lead; serving on and trying again", coordinator)
         else:
-            _log.error("%s refuses this server: %s", told, error.details())
+            _log.error("%s refuses this server: %s", coordinator, error.details())
         self._connected, self._complained = False, code
         if code in _FATAL:
-            self._decide(_FATAL[code](f"{told} refuses this server: {error.details()}"))
+            self._decide(_FATAL[code](f"{coordinator} refuses this server: {error.details()}"))
 
     def _decide(self, outcome: Error | None) -> None:
         if not self._decided:

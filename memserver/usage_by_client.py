@@ -1,4 +1,4 @@
-"""Whose work this server does: counts by buffer and by client, with a bounded number of names.
+"""This server's work by buffer and by client, counted under a bounded number of names.
 
 The engine counts by segment and by session; the coordinator knows their names, and tells them with its answers to
 renewals. A segment or session is shown once its name is known, with all that was done for it before.

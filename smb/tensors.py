@@ -34,7 +34,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 METADATA_KEY = "smb.tensors"
 ALIGNMENT_BYTES = 64  # a cache line, and what vector instructions, DLPack and memory-mapped readers like best
 
-# What a tensor may be made of: the buffers' element types, and those that only travel as bytes.
+# Element types of a tensor: those of buffers, and those that only travel as bytes.
 ELEMENTS: dict[str, Dtype] = DTYPES | {
     np.dtype(numpy).name: Dtype(np.dtype(numpy).name, 0, np.dtype(numpy))
     for numpy in (

@@ -77,7 +77,7 @@ def readable(array: Any, dtype: Dtype) -> Memory:
 
 
 class _Held:
-    """What numpy makes an array of; the array keeps it, and with it the memory, alive."""
+    """The object that numpy makes an array of. The array keeps this object, and so the memory, alive."""
 
     def __init__(self, memory: Memory, count: int, typestr: str, read_only: bool) -> None:
         self._memory = memory

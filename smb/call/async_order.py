@@ -119,7 +119,7 @@ class AsyncCalls:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Cancel what has not begun, and wait until the rest has ended. Whoever calls has failed the rest."""
+        """Cancel what has not begun, and wait until the rest has ended. The caller has failed the rest."""
         with self._changed:
             self._closed = True
             held = [call for call in self._calls if call.waits_for]

@@ -251,7 +251,7 @@ def _renew(
 ) -> None:
     """Renew the session until it is closed or forgotten. A coordinator that is away disturbs nothing else.
 
-    Whoever trains renews it more often: with each renewal the coordinator hears how far it is.
+    A client in a training renews it more often: each renewal tells the coordinator how far the training is.
     """
     renewed_at = looked_at = time.monotonic()
     while True:

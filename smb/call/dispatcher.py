@@ -25,6 +25,7 @@ from smb.errors import (
     Error,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
@@ -228,7 +229,7 @@ class Dispatcher:
                 self._refresh(deadline)
             try:
                 return attach(deadline)
-            except TransportError:
+            except (TransportError, PermissionDeniedError):
                 self._ask_first = True
                 if asked:
                     raise
@@ -275,7 +276,7 @@ class Dispatcher:
         )
 
     def homes(self) -> tuple[Home, ...]:
-        """What to ask about locks and versions: the home first, then the other segments."""
+        """The segments to ask about locks and versions: the home first, then the others."""
         homes = self._homes
         if self.info.replicas > 1:
             raise InvalidArgumentError(

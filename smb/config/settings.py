@@ -293,7 +293,7 @@ _TABLE = (
 )  # fmt: skip
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _TABLE}
 
-# What `use_file` put into the environment, by variable.
+# The values that `use_file` put into the environment, by variable.
 _put: dict[str, Found] = {}
 
 

@@ -21,7 +21,7 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(slots=True)
 class Shown:
-    """Who serves the pages now."""
+    """The source of the pages: it changes with the leader."""
 
     leading: Leading | None = None
 
@@ -54,7 +54,7 @@ class Contender:
 
     async def _stand_by(self) -> Lead | None:
         """Return the lead once it is ours."""
-        around, told = self._around, ""
+        around, announced = self._around, ""
         while True:
             leader = await leader_of(self._etcd, self._place)
             around.health.ticked()
@@ -67,10 +67,10 @@ class Contender:
             around.health.stand_by(leader.address)
             self._complained = ""
             self.settled.set()
-            if told != leader.address:
-                told = leader.address
-                _log.info("stands by: %s leads", told)
-                notify(f"STATUS=stands by: {told} leads")
+            if announced != leader.address:
+                announced = leader.address
+                _log.info("stands by: %s leads", announced)
+                notify(f"STATUS=stands by: {announced} leads")
             await asyncio.sleep(LOOK_S)
 
     async def _lead(self, lead: Lead | None) -> None:

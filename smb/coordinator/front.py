@@ -1,7 +1,7 @@
-"""What answers the coordinator's port: the service of whoever leads here, or nobody and who leads instead.
+"""Answers the coordinator's port: with the service while this coordinator leads, else with the leader's address.
 
-Of several coordinators one answers. It is asked before a call whether it leads, and before its answer goes out: what
-it knew may be out of date by then.
+Of several coordinators one answers. Leadership is checked before a call and again before its answer goes out: the
+answer may be out of date by then.
 """
 
 # gRPC calls methods by the names of the .proto, always with request and context.
@@ -41,14 +41,14 @@ class _Handlers:
 
 
 class _Nobody(CoordinatorServicer):
-    """What stands there while another leads: `Front.check` comes before each of its methods."""
+    """The service while another coordinator leads: `Front.check` comes before each of its methods."""
 
-    def __init__(self, told: Callable[[], pb.LeaderReply]) -> None:
-        self._told = told
+    def __init__(self, leader: Callable[[], pb.LeaderReply]) -> None:
+        self._leader = leader
 
     async def Leader(self, request: pb.LeaderRequest, context: Any) -> pb.LeaderReply:
         """See control.proto."""
-        return self._told()
+        return self._leader()
 
 
 class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -59,7 +59,7 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self.leader = ""  # the leader's; empty where nobody is known to lead
         self.term = 0  # which grows with each leader
         self._holds: Callable[[], bool] | None = None
-        self._nobody = _Handlers(_Nobody(self._told)).by_method
+        self._nobody = _Handlers(_Nobody(self._leader)).by_method
         self._handlers = self._nobody
 
     def lead(self, service: CoordinatorServicer, holds: Callable[[], bool], term: int) -> None:
@@ -97,5 +97,5 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         """Return what answers a method now."""
         return self._handlers.get(handler_call_details.method)
 
-    def _told(self) -> pb.LeaderReply:
+    def _leader(self) -> pb.LeaderReply:
         return pb.LeaderReply(leads=self.leads, address=self.leader, term=self.term)

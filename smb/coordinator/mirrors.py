@@ -19,7 +19,7 @@ _BEGINS_S = 15.0  # a relay's start, at most: until then readers take it for one
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Report:
     at: float  # monotonic
     report: pb.MirrorReport
 
@@ -28,16 +28,16 @@ class Mirrors:
     """What the relays of all servers told last. In the coordinator's loop alone."""
 
     def __init__(self) -> None:
-        self._told: dict[str, _Told] = {}  # by the mirror's name
+        self._reports: dict[str, _Report] = {}  # by the mirror's name
 
-    def told(self, state: State, server: str, request: pb.RenewServerRequest, now: Instant) -> None:
+    def record(self, state: State, server: str, request: pb.RenewServerRequest, now: Instant) -> None:
         """Take a server's reports of the mirrors that it has."""
         for report in request.mirrors:
             record = state.buffers.get(report.name)
             if record is not None and record.mirror_of and record.segments[0].server == server:
-                self._told[report.name] = _Told(now.monotonic, report)
-        if len(self._told) > 2 * len(state.buffers):
-            self._told = {name: told for name, told in self._told.items() if name in state.buffers}
+                self._reports[report.name] = _Report(now.monotonic, report)
+        if len(self._reports) > 2 * len(state.buffers):
+            self._reports = {name: last for name, last in self._reports.items() if name in state.buffers}
 
     def tasks(self, state: State, server: str, now: Instant) -> list[pb.MirrorTask]:
         """Return what this server's relay is to fill, and from where."""
@@ -54,25 +54,25 @@ class Mirrors:
         messages = []
         for record in state.mirrors(source):
             server = state.servers.get(record.segments[0].server)
-            told = self._told.get(record.name)
+            last = self._reports.get(record.name)
             message = pb.Mirror(
                 name=record.name,
                 server=record.segments[0].server,
                 zone=server.zone if server is not None else "",
                 alive=self._is_alive(state, record, now),
             )
-            if told is None and now.wall - record.created_at < _BEGINS_S:
+            if last is None and now.wall - record.created_at < _BEGINS_S:
                 message.alive = state.alive(message.server, now)
-            if told is not None:
-                message.version = told.report.version
-                message.arrived_bytes = told.report.arrived_bytes
-                message.feeds.extend(told.report.feeds)
+            if last is not None:
+                message.version = last.report.version
+                message.arrived_bytes = last.report.arrived_bytes
+                message.feeds.extend(last.report.feeds)
             messages.append(message)
         return messages
 
     def _is_alive(self, state: State, record: BufferRecord, now: Instant) -> bool:
-        told = self._told.get(record.name)
-        heard = told is not None and now.monotonic - told.at < SERVER_LEASE_S
+        last = self._reports.get(record.name)
+        heard = last is not None and now.monotonic - last.at < SERVER_LEASE_S
         return heard and state.alive(record.segments[0].server, now)
 
     def _task(self, state: State, source: BufferRecord, mirror: BufferRecord, now: Instant) -> pb.MirrorTask:
@@ -93,8 +93,8 @@ class Mirrors:
         """
         measured: dict[str, float] = {}
         for each in buffers:
-            told = self._told.get(each.name)
-            for feed in told.report.feeds if told is not None else ():
+            last = self._reports.get(each.name)
+            for feed in last.report.feeds if last is not None else ():
                 measured[feed.name] = measured.get(feed.name, 0.0) + feed.bytes_per_s
         weights = {each.name: _weight(state, each) for each in buffers}
         known = [name for name in weights if measured.get(name, 0.0) > 0.0]

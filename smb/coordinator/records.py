@@ -1,4 +1,4 @@
-"""What the coordinator remembers: plain immutable records, and their text in the store."""
+"""The coordinator's records, plain and immutable, and their text in the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smb.rpc.metadata import pack
 
 
 class Kind(str, Enum):
-    """What a name stands for. Each kind has a name space of its own."""
+    """The kind of thing a name stands for. Each kind has a name space of its own."""
 
     BUFFER = "buffer"
     LOCK = "lock"
@@ -80,7 +80,7 @@ class BufferRecord:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f'{self.kind.value} "{self.name}"'
 
     @property

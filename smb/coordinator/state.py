@@ -80,7 +80,7 @@ Step = tuple["State", tuple[Effect, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the buffers' records say of one server: bytes of capacity and number of segments."""
+    """One server's use by the buffers' records: bytes of capacity and number of segments."""
 
     nbytes: int = 0
     segments: int = 0

@@ -50,7 +50,7 @@ class Store(Protocol):
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
         """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing.
 
-        What is `urgent` may use the last of the disk's room.
+        An `urgent` change may use the last of the disk's room.
         """
 
     def free_bytes(self) -> int | None:
@@ -63,8 +63,8 @@ class Store(Protocol):
 def open_store(where: str) -> Store:
     """Open the store at `where`: a directory, made if need be, for SQLite. (Whoever leads has the one in etcd.)
 
-    Raises InvalidArgumentError for a kind of store that is not there, UnavailableError where another coordinator has
-    it, StoreError where it cannot be made or was written by another version.
+    Raises InvalidArgumentError for an unknown kind of store, UnavailableError if another coordinator has the store.
+    Raises StoreError if the store cannot be made or was written by another version.
     """
     if "://" in where:
         raise InvalidArgumentError(f"--state {where}: no such kind of store; give a directory, or etcd://...")

@@ -1,8 +1,8 @@
-"""What both daemons share: their log, the ready file, what systemd is told, the check of a listening address, and the
-pages for metrics and health.
+"""Code that both daemons share: their log, the ready file, messages to systemd, the check of a listening address, and
+the pages for metrics and health.
 
-Threads: the pages are served by threads of their own. What they call (`health`, collectors of the registry) must be
-safe there.
+Threads: the pages are served by threads of their own. The functions that pages call (`health`, collectors of the
+registry) must be safe in these threads.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _cannot_listen(address: str, error: OSError) -> Error:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one page is answered with. `tag` is its ETag: who has the same gets 304 and no body."""
+    """One page's reply. `tag` is its ETag: who has the same gets 304 and no body."""
 
     status: str
     kind: str
@@ -164,7 +164,7 @@ class Answer:
 
 # A page beside those that all daemons have: the answer to GET path?query, None where there is no such page.
 Route = Callable[[str, str], Answer | None]
-# Who may see the pages: None lets a request in. The one place where all of them are refused.
+# The check of a request for a page: None lets the request in. The one place where all of them are refused.
 Admission = Callable[["WSGIEnvironment"], Answer | None]
 
 

@@ -43,7 +43,7 @@ class Status(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Status:  # noqa: ARG003 - whichever it is
-        """Whatever else a server may answer: it does not speak our protocol."""
+        """Any other status: the server does not speak our protocol."""
         return cls.PROTOCOL
 
 
@@ -112,8 +112,8 @@ TRANSPORTS: dict[int, str] = {
 
 
 class Lane(IntEnum):
-    """What each link to a server is for. Changes of a lane are made in order; what waits has a lane of its own, so that
-    nothing waits behind it."""
+    """The purpose of each link to a server. Changes of a lane are made in order; what waits has a lane of its own, so
+    that nothing waits behind it."""
 
     TCP_DATA = 0
     TCP_WAITS = 1

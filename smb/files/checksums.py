@@ -41,10 +41,10 @@ class Sums:
         """Read it. Raises InvalidArgumentError."""
         try:
             head, *blocks = text.splitlines()
-            told = json.loads(head)
-            if told["crc32c"] != 1 or told["block"] != BLOCK_BYTES:
+            fields = json.loads(head)
+            if fields["crc32c"] != 1 or fields["block"] != BLOCK_BYTES:
                 raise ValueError("another version")
-            return Sums(told["source"], told["nbytes"], [int(block, 16) for block in blocks])
+            return Sums(fields["source"], fields["nbytes"], [int(block, 16) for block in blocks])
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidArgumentError(f"the checksums can't be read: {error!r}") from None
 

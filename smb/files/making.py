@@ -33,7 +33,7 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a path shows: one form of a buffer."""
+    """The target of a path: one form of a buffer."""
 
     shown: Shown
     info: BufferInfo
@@ -137,8 +137,8 @@ class Maker:
 
     def plan_anew(self, found: Found, target: str, new_path: str) -> Plan | None:
         """Return the buffer that is to be made of a file at its new path; None where the one that it is gets the name
-        `target`. It is made anew where it becomes an array or tensors by its new path, where its name is too long for a
-        rename to say it, and where its own form of another file there would be lost.
+        `target`. The buffer is made anew in three cases: its new path makes it an array or tensors; its name is too
+        long for a rename; another file there would lose its own form.
         """
         is_bytes = found.shown.form is Form.RAW and self._catalogue.forms(found.info) == (Form.RAW,)
         must = is_long(name_of(target)) or not self.is_free(target, new_path)

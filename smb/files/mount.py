@@ -41,7 +41,7 @@ _log = logging.getLogger("smb.mount")
 
 
 class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types are not exported
-    """What FUSE asks, answered by a Tree. `umask` takes rights from 0666 and 0777; everything belongs to this user."""
+    """Answers FUSE's calls by a Tree. `umask` takes rights from 0666 and 0777; everything belongs to this user."""
 
     use_ns = True
     flag_nullpath_ok = True  # a file that was removed has no path while it is open

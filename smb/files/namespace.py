@@ -58,8 +58,8 @@ class Status:
 
 
 class _Hidden:
-    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed. What
-    another process puts there meanwhile has another `buffer_id`.
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed. A
+    buffer that another process puts there meanwhile has another `buffer_id`.
     """
 
     def __init__(self, node: Node | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
@@ -275,8 +275,8 @@ class Tree:
             self._keep_folder(path)
 
     def remove(self, path: str) -> None:
-        """Delete a file, and with it the buffer, whichever form of it the path is. Whoever has it open here goes on
-        until it is closed; other processes get ESTALE. ENOENT, EISDIR, EACCES.
+        """Delete a file, and with it the buffer, whichever form of it the path is. Handles of this process work until
+        they are closed; other processes get ESTALE. ENOENT, EISDIR, EACCES.
         """
         with as_os_errors(), self._lock:
             if self._is_folder(path):
@@ -355,7 +355,7 @@ class Tree:
 
     def rename(self, path: str, new_path: str, *, replace: bool = True) -> None:
         """Give a file or directory another name, in one step for the whole cluster; a file of the new name goes away in
-        it, with replace. Whoever has that one open here goes on reading it. EXDEV from one form to another.
+        it, with replace. Open handles of this process go on reading the old one. EXDEV from one form to another.
         """
         with as_os_errors():
             copied = self._copied(path, new_path)

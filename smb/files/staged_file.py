@@ -1,8 +1,8 @@
 """A file whose size is not known yet, on this host until it becomes a buffer.
 
 Its beginning lies in memory of this process: huge pages are made faster than those of a file, and are given to the
-engine as they are. What has no room there, of this staged file or beside all others, lies in a temporary file
-without a name.
+engine as they are. Bytes beyond the limit of one staged file, or of all together, lie in a temporary file without a
+name.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ OUTCOME = "smb-outcome"
 STANDBY = "smb-standby"
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
-# What a call ends with whose coordinator went away in the middle.
+# Codes of a call whose coordinator went away in the middle.
 _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 _COMES_BACK_S = 2.0
@@ -63,7 +63,7 @@ def _was_not_sent(error: Any) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
 
 
-def _told(error: Any) -> dict[str, str]:
+def _trailers(error: Any) -> dict[str, str]:
     return dict(error.trailing_metadata() or ())
 
 
@@ -202,16 +202,16 @@ class Coordinator:
                 may_repeat = repeatable
             # gRPC's own tracebacks, chained, are 30 lines that say no more.
             except grpc.RpcError as error:
-                told = _told(error)
+                trailers = _trailers(error)
                 failure = self._error(error, timeout, isinstance(request, _CHANGES))
-                if STANDBY in told:
+                if STANDBY in trailers:
                     gives_up = begun + timeout
-                    may_repeat = told.get(OUTCOME) == errors.NOT_APPLIED or repeatable
+                    may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
                 elif _was_not_sent(error):
                     failure, may_repeat = None, True
                 else:
                     may_repeat = (
-                        repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in told
+                        repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in trailers
                     )
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
@@ -243,9 +243,9 @@ class Coordinator:
 
     def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:
         code, details = error.code(), error.details() or ""
-        told = _told(error)
-        ours = ANSWERED in told
-        unknown = changes and (told.get(OUTCOME) == errors.UNKNOWN or not ours)
+        trailers = _trailers(error)
+        ours = ANSWERED in trailers
+        unknown = changes and (trailers.get(OUTCOME) == errors.UNKNOWN or not ours)
         failure = self._class_of(code, details, timeout, ours)
         if unknown and code is not grpc.StatusCode.UNIMPLEMENTED:
             failure.outcome = errors.UNKNOWN

@@ -1,7 +1,7 @@
-"""What is stored with a buffer beside its elements: a JSON object. Pure; clients and coordinator share it.
+"""The JSON object stored with a buffer beside its elements. Pure; clients and coordinator share it.
 
-It travels, and is kept, packed: its text through zlib, as tables of tensors shrink to a tenth. Whoever unpacks it stops
-at the bound of the text, however much would come out.
+It travels, and is kept, packed: its text through zlib, as tables of tensors shrink to a tenth. Unpacking stops at the
+bound of the text, however much would come out.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NESTING_MAX = 64  # whoever opens the buffer must be able to parse it, however d
 def encode(asked: str, metadata: Mapping[str, JSON]) -> bytes:
     """Return, packed, the text that `decode` turns back into an equal dict (tuples into lists); b"" for no entries.
 
-    Raises InvalidArgumentError for what is no JSON (a key that is no str, NaN, an array, ...), naming where it is, and
-    for too much of it. `asked` begins the message.
+    Raises InvalidArgumentError for a value that is no JSON (a key that is no str, NaN, an array, ...), and says where
+    it is. Too much JSON is refused likewise. `asked` begins the message.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(f"{asked}: metadata={type(metadata).__name__} is no mapping of names to JSON values")

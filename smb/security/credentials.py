@@ -1,9 +1,9 @@
-"""What a process proves with who it is: the cluster's certificate authority, its own certificate and key. And the one
-way in which channels and ports of gRPC are made, with credentials and without.
+"""A process's proof of identity: the cluster's certificate authority, its own certificate and key. And the one way in
+which channels and ports of gRPC are made, with credentials and without.
 
 A directory holds them as `ca.pem`, `cert.pem` and `key.pem` (`smb certs` makes such directories). Names, not addresses,
-are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name), so
-that both may move to another host or port, and neither can stand for the other.
+are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name). So
+both may move to another host or port, and neither can stand for the other.
 
 A key is never shown: not by repr, nor in errors or logs.
 """
@@ -110,7 +110,7 @@ class Current:
 
 
 def _stamp(credentials: Credentials) -> tuple[tuple[int, int, int], ...] | None:
-    """What changes with the files; None while one is away."""
+    """A value that changes with the files; None while one is missing."""
     try:
         found = [path.stat() for path in (credentials.ca_path, credentials.certificate_path, credentials.key_path)]
     except OSError:
@@ -159,13 +159,13 @@ def find(directory: Path | str | None = None, variables: Mapping[str, str] | Non
     """
     if directory is not None and str(directory):
         return load_directory(directory)
-    told = variables_of("cluster") if variables is None else variables
-    base = told.get(CREDENTIALS_VARIABLE, "")
+    values = variables_of("cluster") if variables is None else variables
+    base = values.get(CREDENTIALS_VARIABLE, "")
     paths: list[Path] = []
     missing: list[str] = []
     for variable, file in ((CA_VARIABLE, CA_FILE), (CERTIFICATE_VARIABLE, CERTIFICATE_FILE), (KEY_VARIABLE, KEY_FILE)):
-        if told.get(variable):
-            paths.append(Path(told[variable]))
+        if values.get(variable):
+            paths.append(Path(values[variable]))
         elif base:
             paths.append(Path(base) / file)
         else:

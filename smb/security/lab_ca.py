@@ -34,7 +34,7 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who a certificate is for."""
+    """The party that a certificate is for."""
 
     role: Role
     name: str

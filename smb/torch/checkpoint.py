@@ -60,7 +60,7 @@ _OPENINGS_MAX = 10
 
 
 class _OfName:
-    """What torch asks of a writer and of a reader alike: which checkpoint it is about."""
+    """The part that torch asks of writers and readers alike: which checkpoint it is about."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
@@ -127,7 +127,7 @@ class Writer(_OfName, StorageWriter):
         return [replace(plan, storage_data=_Places(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """See torch: this rank's tensors are written. Blocks. What is no tensor goes to the coordinator."""
+        """See torch: this rank's tensors are written. Blocks. Values other than tensors go to the coordinator."""
         places: _Places = plan.storage_data
         results: list[WriteResult] = []
         packer = _Packer(self._client.open(places.data))
@@ -250,7 +250,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Index:
-    """What a checkpoint has. `places`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
+    """A checkpoint's contents. `places`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
 
     metadata: dcp.Metadata
     places: dict[dcp.MetadataIndex, tuple[int, int]]

@@ -4,7 +4,7 @@ Three buffers. NAME holds anchors: whole states, by its versions. NAME.deltas is
 writes one delta after the other. Version g of NAME.generations says what generation g is: the sum of its state, which
 anchor lies before it, and where the deltas from there on are. Its publication is what makes a generation exist.
 
-What a reader relies on. The deltas that version g names stay in the ring while g + 1 and g + 2 are made (_SLACK): they
+The reader's guarantee. The deltas that version g names stay in the ring while g + 1 and g + 2 are made (_SLACK): they
 are whole if, after they were read, g + 2 was not published. The anchor that it names is read by its version. The sum of
 the state decides in the end: a state that is not what was published is never shown, but read anew.
 
@@ -53,7 +53,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Head:
-    """What a generation is."""
+    """The description of a generation."""
 
     generation: int = 0
     total: int = 0  # the sum of its state

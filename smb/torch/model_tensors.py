@@ -1,4 +1,4 @@
-"""What a model consists of, by the names that all processes of a training have for it, whatever wraps it in each.
+"""A model's tensors, by the names that all processes of a training have for them, whatever wraps the model in each.
 
 torch.compile puts `_orig_mod.` into names, DistributedDataParallel and DataParallel `module.`: these are taken off. A
 tensor with several names (tied parameters) is one.
@@ -117,7 +117,8 @@ class Statistics:
 
 
 class Check:
-    """What must hold of a joined model whenever it exchanges. It takes as long as there are tensors, not elements."""
+    """Check what must hold of a joined model whenever it exchanges. It takes as long as there are tensors, not
+    elements."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: tuple[Entry, ...], frozen: Named

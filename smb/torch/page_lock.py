@@ -41,9 +41,9 @@ def mapped(buffer: Buffer) -> Iterator[torch.Tensor]:
     """Yield the buffer's own memory as a tensor of its shape, on this host: `with smb.torch.mapped(buffer) as memory`.
 
     Where CUDA is there, copies between the memory and a GPU go straight (non_blocking=True: beside the GPU's work);
-    they are waited for at the end of the block, and the tensor is not to be used after it. What Buffer.view says holds:
-    what is written so is neither atomic nor ordered against others, and no call acknowledges it. Tell others when the
-    block has ended. Raises TransportError where a segment is on another host.
+    they are waited for at the end of the block, and the tensor is not to be used after it. As Buffer.view says: such
+    writes are neither atomic nor ordered against others, and no call acknowledges them. Tell others when the block has
+    ended. Raises TransportError where a segment is on another host.
     """
     memory = buffer.view()
     with contextlib.ExitStack() as last:

@@ -59,10 +59,10 @@ class Ranks:
 
     def tell(self, what: Any = None) -> Any:
         """Return, to all, what the speaker says. Raises UnavailableError where a rank is gone."""
-        told = [what]
+        message = [what]
         with self._alive():
-            dist.broadcast_object_list(told, src=self._first, group=self._group, device=torch.device("cpu"))
-        return told[0]
+            dist.broadcast_object_list(message, src=self._first, group=self._group, device=torch.device("cpu"))
+        return message[0]
 
     def gather(self, what: Any) -> list[Any]:
         """Return, to all, what each says, by rank. Raises as tell."""

@@ -5,8 +5,7 @@
     NAME/tick      published to wake whoever waits for anything
     NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
 
-Whoever joins first makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else.
-"""
+The first to join makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class Group:
         self.tick = client.open(f"{name}/tick")
         self.member: Member
         self.made = False  # by this worker
-        self.samples_told = False  # step was told how many samples it is of; else steps are no samples
+        self.samples_known = False  # step was told how many samples it is of; else steps are no samples
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
         self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
@@ -121,7 +120,7 @@ class Group:
     def withdraw(self) -> bool:
         """Leave after a join that failed, and take away what it made: all of the group, where nobody else has come.
 
-        Returns whether the group is gone. What fails here is only logged: why the join failed matters more.
+        Returns whether the group is gone. Failures here are only logged: the reason of the failed join matters more.
         """
         if self.nested is not None:
             self.nested.withdraw()
@@ -251,7 +250,7 @@ class Group:
 
     def count_samples(self, samples: int) -> None:
         """Count what a contribution is of, where `step` was told it. No call."""
-        if self.samples_told:
+        if self.samples_known:
             self.member.add(t.SAMPLES, samples)
 
     def count(self, samples: int, nbytes: int, contributions: int = 1) -> None:

@@ -1,12 +1,12 @@
-"""Who takes part: slots in the table, each held by a lock with a lease.
+"""Members: slots in the table, each held by a lock with a lease.
 
-A member holds the lock "GROUP/member/SLOT"; the client library renews it in the background. Whoever wonders about a
-member tries its lock: who gets it knows that the member is dead, or was stopped for longer than its lease, and frees
-the slot. No clocks of different hosts are compared.
+A member holds the lock "GROUP/member/SLOT"; the client library renews it in the background. To check a member, another
+one tries its lock. If it gets the lock, the member is dead or was stopped for longer than its lease, and the slot is
+freed. No clocks of different hosts are compared.
 
-Each joining gets an incarnation, a number never given before, and it is part of every word by which a member changes
-anything for others: one that was stopped, and goes on after its slot was freed, is either still alone in its slot (then
-what it says is true) or changes nothing.
+Each joining gets an incarnation, a number never given before. The incarnation is part of every word by which a member
+changes anything for others. A member may be stopped, and go on after its slot was freed. It is then either still alone
+in its slot, and its words are true, or it changes nothing.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Member:
         )
 
     def leave(self) -> None:
-        """Free the slot. What was marked stays marked. Twice does nothing."""
+        """Free the slot. Marks stay. Twice does nothing."""
         try:
             self._table.swap(self.row, t.INCARNATION, self.incarnation, 0)
         finally:

@@ -1,4 +1,4 @@
-"""What this machine has for verbs: pyverbs, RDMA devices with their ports and GIDs, memory that may be locked.
+"""This machine's means for verbs: pyverbs, RDMA devices with their ports and GIDs, memory that may be locked.
 
 The kernel's own files are read (/sys/class/infiniband), so that what is missing can be said where pyverbs is not there.
 Importing this file imports no pyverbs; `look` tries to.
@@ -61,7 +61,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What was found. Verbs can be used where `missing` is empty."""
+    """The devices found. Verbs can be used where `missing` is empty."""
 
     pyverbs: str | None  # the version of rdma-core that it belongs to, None where it does not import
     ports: tuple[Port, ...]  # active ones that have an address

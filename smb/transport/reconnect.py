@@ -1,8 +1,9 @@
 """The client's links to servers, and the threads that give them a new connection when theirs broke.
 
 A link is a lane of the session to a server (csrc/client/link.h): the calls on it stay in progress while it has no
-connection. One thread waits until some link has calls but no connection; for each such link a thread looks for the
-server, at its last address and where the coordinator says, until it answers or nobody waits for it any more.
+connection. One thread waits until some link has calls but no connection. For each such link a thread looks for the
+server, at its last address and where the coordinator says. It ends when the server answers or nobody waits for the link
+any more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol
 from smb.config.parse import parse_address
 from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
-from smb.errors import Error, NotFoundError, TransportError, UnavailableError
+from smb.errors import Error, NotFoundError, PermissionDeniedError, TransportError, UnavailableError
 from smb.rpc.client_tokens import Tokens
 from smb.security.credentials import server_name
 from smb.transport.base import Deadline, SegmentPlace
@@ -398,6 +399,10 @@ def refused(place: SegmentPlace, error: EngineError) -> Error:
     text = f"memory server {place.server} at {place.address} can't be reached: {error}"
     if error.status is Status.UNTRUSTED:
         text = _UNTRUSTED % (place.server, place.address, error)
+    if error.status is Status.DENIED:  # nobody gets in with the same token later
+        return PermissionDeniedError(
+            f"memory server {place.server} at {place.address} does not let this session in: its right has expired"
+        )
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)
     return UnavailableError(text)

@@ -10,7 +10,7 @@ from smb.security.credentials import Credentials, Current
 
 
 class ClientTls:
-    """What connections to memory servers are made with. Files that change count from the next connection on."""
+    """The credentials of connections to memory servers. Files that change count from the next connection on."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._current = Current(credentials) if credentials is not None else None

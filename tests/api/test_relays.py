@@ -102,9 +102,7 @@ def test_a_relay_killed_in_the_middle_goes_on_and_nothing_is_mixed(
     has(client, "server-1", number)
 
 
-def test_a_mirror_may_leave_versions_out_and_keeps_their_numbers(
-    client: smb.Client, cluster: smb.LocalCluster
-) -> None:
+def test_a_mirror_may_leave_versions_out_and_keeps_their_numbers(client: smb.Client, cluster: smb.LocalCluster) -> None:
     source = published(client)
     client.relay(SOURCE, ["server-1"])
     mirror = has(client, "server-1", 1)

@@ -37,7 +37,7 @@ def _now() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who leads: as it is called, and the revision at which it began to."""
+    """The leader: its name, and the revision at which its term began."""
 
     address: str
     term: int

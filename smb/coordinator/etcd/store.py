@@ -1,7 +1,7 @@
 """A Store in etcd, for the coordinator that leads.
 
-Limits of etcd as it is shipped: 128 operations in a transaction, 1.5 MiB in a request. What does not fit is refused by
-name before anything is stored.
+Limits of etcd as it is shipped: 128 operations in a transaction, 1.5 MiB in a request. A record that does not fit is
+refused by name before anything is stored.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def stat(
     """Show one buffer in detail.
 
     Shape, layout, metadata, the version published last, and where each segment lies; of a training, its scheme, round
-    and workers. What only a server knows that is down is shown as unknown, in JSON as null.
+    and workers. A figure that only a server knows is shown as unknown while the server is down, in JSON as null.
 
     Example: smb stat weights
     """

@@ -1,4 +1,4 @@
-"""What of this machine matters: memory directory, limits, huge pages, network buffers, MTU, RDMA. Changes nothing."""
+"""Checks of this machine: memory directory, limits, huge pages, network buffers, MTU, RDMA. Changes nothing."""
 
 from __future__ import annotations
 

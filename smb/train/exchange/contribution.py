@@ -1,8 +1,8 @@
 """One addition at a time to a buffer, made in a thread of the client's while the caller computes, counted exactly once.
 
-What is sent is in one of two states, and only finish() moves it: a *call* in flight (or failed, and not looked into
-yet), or *left*, ranges of which it is known that they were not applied. A call's future is kept until what became of it
-is known, so that an error, or Ctrl-C while waiting, makes no range count twice or not at all.
+A contribution is in one of two states, and only finish() changes it. The first is a *call* in flight, or failed and not
+resolved yet. The second is *left*: ranges known as not applied. A call's future is kept until its outcome is known. So
+neither an error nor Ctrl-C while waiting makes a range count twice or not at all.
 """
 
 from __future__ import annotations

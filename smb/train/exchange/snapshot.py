@@ -1,7 +1,7 @@
-"""What a worker took over from the group last, and what it did since: one array of the model's size in host memory.
+"""The values that a worker took over last, and its changes since: one array of the model's size in host memory.
 
-Where contributions travel in fewer bits there is a second one: what was done and has not been sent. What rounding
-leaves out of one contribution goes along with the next (error feedback: Seide et al. 2014; Karimireddy et al. 2019).
+If contributions travel in fewer bits, a second array holds the changes not sent yet. The rounding error of one
+contribution is added to the next (error feedback: Seide et al. 2014; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
