@@ -14,7 +14,6 @@ from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.coordinator.trees import Node, parents_of, plan
 from smb.rpc import control_pb2 as pb
 
-
 _BEGINS_S = 15.0  # a relay's start, at most: until then readers take it for one that will tell
 
 
