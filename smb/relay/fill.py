@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 from smb.relay.arrived import Pieces, bits_of
 
 STALL_S = 3.0
+_BUSY_MIN = 0.3
 
 
 class Fill:
@@ -35,7 +37,10 @@ class Fill:
         self._moved: dict[str, float] = {}  # when something came last
         self._broken: set[str] = set()
         self._ended = False
-        self._came: dict[str, int] = {}  # pieces, by parent
+        self._came: dict[str, int] = {}  # pieces, by parent; so below
+        self._reading: dict[str, int] = {}  # calls under way
+        self._since: dict[str, float] = {}  # there is one
+        self._busy_s: dict[str, float] = {}
         self._began = now = time.monotonic()
         for piece in range(pieces.count):
             place = pieces.place(piece)
@@ -49,13 +54,31 @@ class Fill:
         return list(self._moved)
 
     def rates(self) -> dict[str, float]:
-        """Return bytes per second by parent, from the beginning until the last piece that came from it. So a parent
-        whose share was small for it looks fast, and its share grows; where all end together nothing changes.
+        """Return bytes per second by parent, while some were on their way. A parent that had nothing to give in between
+        looks as fast as it could be, within bounds: what little came may have waited in the network's queues.
         """
-        size = self.pieces.piece_bytes
-        return {
-            parent: count * size / max(1e-3, self._moved[parent] - self._began) for parent, count in self._came.items()
-        }
+        size, found = self.pieces.piece_bytes, {}
+        for parent, count in self._came.items():
+            elapsed = self._moved[parent] - self._began
+            found[parent] = count * size / max(1e-3, elapsed * _BUSY_MIN, self._busy_s.get(parent, 0.0))
+        return found
+
+    @contextmanager
+    def reading(self, parent: str) -> Iterator[None]:
+        """Count the time inside as such with bytes on their way from there."""
+        with self.changed:
+            count = self._reading.get(parent, 0)
+            self._reading[parent] = count + 1
+            if count == 0:
+                self._since[parent] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._reading[parent] -= 1
+                if self._reading[parent] == 0:
+                    took = time.monotonic() - self._since[parent]
+                    self._busy_s[parent] = self._busy_s.get(parent, 0.0) + took
 
     @property
     def bits(self) -> int:

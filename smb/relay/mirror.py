@@ -266,10 +266,11 @@ class _Feeder:
         if self._memory.nbytes < size * len(pieces):
             self._memory = np.empty(size * fill.at_once, np.uint8)
         itemsize = buffer.dtype.itemsize
-        for place, piece in enumerate(pieces):
-            start, nbytes = fill.pieces.range(piece)
-            there = memory_of(self._memory[place * size :])
-            buffer._versions.read_from(copy, start // itemsize, nbytes // itemsize, there)
+        with fill.reading(self._parent):
+            for place, piece in enumerate(pieces):
+                start, nbytes = fill.pieces.range(piece)
+                there = memory_of(self._memory[place * size :])
+                buffer._versions.read_from(copy, start // itemsize, nbytes // itemsize, there)
 
     def _put(self, fill: Fill, publication: Publication, pieces: Sequence[int]) -> None:
         for place, piece in enumerate(pieces):
