@@ -27,7 +27,7 @@ from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
-from memserver.metrics import EngineMetrics, Life
+from memserver.metrics import EngineMetrics, Life, RelayMetrics
 from memserver.rdma_target import Rdma
 from memserver.recovery import recover
 from memserver.registration import Asking, Identity, Registration
@@ -180,7 +180,10 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
     address = format_address(reachable, advertised_port or data_port)
 
+    relays = Relays(options.coordinator, options.name)
+    leaving.callback(relays.close)
     registry = CollectorRegistry()
+    registry.register(RelayMetrics(relays))
     health = _Health(options, address, segments, life)
     buffers, clients = Names(), Names()
     registry.register(EngineMetrics(engine, segments, options.capacity_bytes, health.life, buffers, clients))
@@ -222,8 +225,6 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
     last = LastLook()
-    relays = Relays(options.coordinator, options.name)
-    leaving.callback(relays.close)
     health.registration = Registration(
         options.coordinator,
         identity,

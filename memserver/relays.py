@@ -1,7 +1,7 @@
 """Has this server's mirrors filled: by a process of its own, for a daemon knows no client (smb/relay).
 
-It runs while there is a mirror here. What it is to fill goes to its standard input and what it did comes from its
-standard output, a JSON text in a line each. It ends with its input, so also where this daemon is killed.
+It runs while there is a mirror here. It gets its tasks by its standard input and reports by its standard output, one
+JSON text in each line. It ends with its input, so also where this daemon is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("memserver")
 
 
 class Relays:
-    """What the coordinator wants to be filled here, and the process that does it. `close` it."""
+    """The mirrors that the coordinator wants to be filled here, and the process that does it. `close` it."""
 
     def __init__(self, coordinator: str, server: str) -> None:
         self._command = [sys.executable, "-m", "smb.relay", coordinator, server]
@@ -110,6 +110,7 @@ class Relays:
                         name=told["name"],
                         version=told["version"],
                         arrived_bytes=told["arrived_bytes"],
+                        published=told["published"],
                         feeds=[pb.Feed(name=name, bytes_per_s=rate) for name, rate in told["feeds"].items()],
                     )
                     for told in json.loads(line)

@@ -180,7 +180,7 @@ class Cluster:
         """Return the end of a daemon's log."""
         return (self._directory / f"{host}.log").read_text()[-2000:]
 
-    def beside(self, host: str, *command: str) -> subprocess.Popen[Any]:
+    def beside(self, host: str, *command: str) -> subprocess.Popen[str]:
         """Start a part of this program on a host, with its memory server's files."""
         line = [*PYTHON, "perf.relays", *command]
         if host in self.servers:
@@ -193,12 +193,17 @@ class Cluster:
         return list(json.loads(self.lab.run("ctl", line, capture_output=True, text=True).stdout))
 
 
+def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return dict(_line(process))
+
+
 def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[float, str]]:
     """Yield for each generation the time in S/W, and what there is to say."""
     one_copy_s = (mbytes << 23) / (0.956 * case.trainer * parse_rate(rate))
     with Cluster(case, rate, mbytes) as cluster:
         trainer = cluster.beside("trainer", "train", cluster.address, str(mbytes), str(int(case.relays)))
-        trainer.stdout.readline()
+        _line(trainer)
         processes = []
         for i in range(len(case.uploads)):
             left = case.readers
@@ -207,7 +212,7 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
                 processes.append((cluster.beside(f"h{i}", "read", cluster.address, str(part), ""), part))
                 left -= part
         for process, _ in processes:
-            process.stdout.readline()
+            _line(process)
         deadline = time.monotonic() + READY_S
         while case.relays and sum(m["alive"] for m in cluster.mirrors()) < len(case.uploads):
             if time.monotonic() > deadline:
@@ -215,13 +220,14 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
             time.sleep(0.5)
         time.sleep(5)  # the next renewals bring the plan
         for number in range(1, generations + 1):
+            assert trainer.stdin is not None
             trainer.stdin.write("\n")
             trainer.stdin.flush()
-            sent = json.loads(trainer.stdout.readline())
+            sent = _line(trainer)
             last, froms = 0.0, set()
             for process, part in processes:
                 for _ in range(part):
-                    told = json.loads(process.stdout.readline())
+                    told = _line(process)
                     assert (told["generation"], told["sum"]) == (number, sent["sum"]), (told, sent)
                     last = max(last, told["at"])
                     froms.add(told["from"])

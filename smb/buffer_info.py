@@ -19,8 +19,8 @@ from smb.transport.base import SegmentPlace
 @dataclass(frozen=True, slots=True)
 class Mirror:
     """A mirror of a published buffer: the buffer `name`, on one server. `alive`: its relay was heard of within its
-    server's lease. `version` is what it had then, `arrived_bytes` how much of the next. `feeds` says how many bytes per
-    second came to it from which buffer.
+    server's lease. `version` is what it had then, `arrived_bytes` how much of the next, `published` the source's
+    latest. `feeds` says how many bytes per second came to it from which buffer.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Mirror:
     alive: bool
     version: int
     arrived_bytes: int
+    published: int
     feeds: Mapping[str, float]
 
 
@@ -85,6 +86,7 @@ class BufferInfo:
                     m.alive,
                     m.version,
                     m.arrived_bytes,
+                    m.published,
                     {feed.name: feed.bytes_per_s for feed in m.feeds},
                 )
                 for m in buffer.mirrors

@@ -325,8 +325,8 @@ class Client:
         self._coordinator.rename_buffer(request, self.timeout)
 
     def relay(self, name: str, to: Iterable[str] | str = "auto") -> builtins.list[str]:
-        """Have a published buffer mirrored on these memory servers, by name, or with "auto" on every one that is alive
-        and has no part of it; return the servers that have a mirror now.
+        """Have a published buffer mirrored on these memory servers, by name. "auto" takes every one that is alive and
+        has no part of it. Return the servers that have a mirror now.
 
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
@@ -389,20 +389,6 @@ class Client:
             for server in self._coordinator.list_servers(self.timeout)
         ]
         return sorted(infos, key=lambda info: info.name)
-
-    def near(self, near: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """Return which memory servers are on this host, and which in the same zone: the zone `near`, else that of
-        those on this host; `near` may also name a server. As far as it can be told without asking them.
-        """
-        self._session.check_open()
-        servers = [server for server in self._coordinator.list_servers(self.timeout) if server.alive]
-        local = frozenset(
-            server.name
-            for server in servers
-            if server.name == near or (server.unix_path and Path(server.unix_path).exists())
-        )
-        zones = {server.zone for server in servers if server.name in local} if near is None else {near}
-        return local, frozenset(server.name for server in servers if server.zone and server.zone in zones)
 
     # ---- locks and barriers
 

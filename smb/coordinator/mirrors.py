@@ -1,4 +1,4 @@
-"""Who feeds whom now: what relays told, and the trees that follow from it.
+"""The trees of mirrors as they are now: from what relays reported, and who is alive.
 
 Nothing here is stored. A coordinator that was restarted hears all of it with the next renewals; until then each mirror
 takes everything from the source, which is always right.
@@ -24,7 +24,7 @@ class _Report:
 
 
 class Mirrors:
-    """What the relays of all servers told last. In the coordinator's loop alone."""
+    """The last report of each mirror's relay. In the coordinator's loop alone."""
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}  # by the mirror's name
@@ -65,6 +65,7 @@ class Mirrors:
             if last is not None:
                 message.version = last.report.version
                 message.arrived_bytes = last.report.arrived_bytes
+                message.published = last.report.published
                 message.feeds.extend(last.report.feeds)
             messages.append(message)
         return messages

@@ -107,6 +107,7 @@ class CoordinatorService(CoordinatorServicer):
         endings: SessionEndNotifier,
         watch: Watch,
         overview: Overview,
+        mirrors: Mirrors,
         shared: pb.SharedSettings | None = None,
         tokens: Tokens | None = None,
     ) -> None:
@@ -122,7 +123,7 @@ class CoordinatorService(CoordinatorServicer):
         self._creations: set[asyncio.Task[BufferRecord]] = set()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
-        self.mirrors = Mirrors()
+        self._mirrors = mirrors
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -194,7 +195,7 @@ class CoordinatorService(CoordinatorServicer):
         if request.HasField("load"):
             self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
         now = self._commit_log.now()
-        self.mirrors.record(committed.state, request.name, request, now)
+        self._mirrors.record(committed.state, request.name, request, now)
         if request.broken:
             await self._look_after(request.name, request.broken)
         state = self._commit_log.state
@@ -205,7 +206,7 @@ class CoordinatorService(CoordinatorServicer):
             segment_names=committed.state.segment_names(request.unnamed_segments),
             session_names=committed.state.session_names(request.unnamed_sessions),
             replicas=replica_messages(state, state.copies(request.name)),
-            mirrors=self.mirrors.tasks(state, request.name, now),
+            mirrors=self._mirrors.tasks(state, request.name, now),
         )
 
     async def _look_after(self, server: str, broken: Iterable[pb.BrokenPair]) -> None:
@@ -354,7 +355,7 @@ class CoordinatorService(CoordinatorServicer):
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
         message = buffer_message(self._commit_log.state, record)
-        message.mirrors.extend(self.mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
+        message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
             self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
         return message

@@ -1,4 +1,4 @@
-"""Who feeds whom: trees from a published buffer to its mirrors, each for a share of the bytes. Pure.
+"""Trees from a published buffer to its mirrors, each for a share of the bytes: who feeds whom. Pure.
 
 Where the links out of hosts are what limits, N relays can be fed at no more than R = min(B0, (B0 + sum Bi) / N): the
 source (B0) has to send every byte once, and every byte has to be sent N times by somebody. Trees of depth two reach it:

@@ -41,6 +41,7 @@ def _report(relays: dict[str, MirrorRelay]) -> None:
                 "name": relay.name,
                 "version": relay.version,
                 "arrived_bytes": relay.arrived_bytes(),
+                "published": max(relay.version, relay.published),
                 "feeds": relay.rates(),
             }
             for relay in list(relays.values())

@@ -57,7 +57,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What a mirror has: of this version, in this copy, these pieces."""
+    """The pieces that a mirror has, of this version, in this copy."""
 
     version: int
     copy: int

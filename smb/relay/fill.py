@@ -112,7 +112,7 @@ class Fill:
             return found
 
     def _abandoned(self) -> list[int]:
-        """Return a piece of a parent that does not give it. Whoever has taken it may be hanging."""
+        """Return a piece of a parent that does not give it. A thread that has taken it may be hanging."""
         now = time.monotonic()
         for parent, pieces in self._open.items():
             lost = parent in self._broken or now - self._moved[parent] > STALL_S

@@ -47,6 +47,7 @@ class MirrorRelay:
         self.name = name
         self.source = source
         self.version = 0  # that is there, whole
+        self.published = 0  # of the source, as last heard
         self.parents: Sequence[tuple[float, str]] = ((1.0, source),)
         self.stopping = threading.Event()
         self.changed = threading.Condition()  # of `fill`
@@ -104,6 +105,7 @@ class MirrorRelay:
                 latest = source.wait(self.version + 1, timeout=_LOOK_S)
             except TimeoutError:
                 continue
+            self.published = latest
             self._take(source, latest)
 
     def _take(self, source: Buffer, version: int) -> None:
@@ -157,6 +159,7 @@ class MirrorRelay:
                 publication.renew()
                 try:
                     home.ask(f"pin of {source.name!r}", AskOpcode.PIN, 0, (wait_ms(_TURN_S), pin._name))
+                    self.published = source.version
                 except Error as error:  # overtaken, or not reached: each read looks whether it is still there
                     _log.debug("mirror %s: %s", self.name, error)
 

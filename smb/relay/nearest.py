@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Set
 from concurrent.futures import wait
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -52,6 +53,20 @@ def _spread(who: str, mirror: Mirror) -> int:
     return crc32(f"{who} {mirror.name}".encode())
 
 
+def near_servers(client: Client, near: str | None) -> tuple[frozenset[str], frozenset[str]]:
+    """Return which memory servers are on this host, and which in the same zone: the zone `near`, else that of those
+    on this host. `near` may also name a server. A server is on this host if its Unix socket is.
+    """
+    servers = [server for server in client._coordinator.list_servers(client.timeout) if server.alive]
+    local = frozenset(
+        server.name
+        for server in servers
+        if server.name == near or (server.unix_path and Path(server.unix_path).exists())
+    )
+    zones = {server.zone for server in servers if server.name in local} if near is None else {near}
+    return local, frozenset(server.name for server in servers if server.zone and server.zone in zones)
+
+
 class Nearest:
     """One reader's choice, made again when it stops to work. For one thread at a time."""
 
@@ -77,7 +92,7 @@ class Nearest:
                 self._mirror = None
                 return
             kept = [m for m in mirrors if now - self._left.get(m.name, -_LOOK_S) >= _LOOK_S]
-            local, zone = self._client.near(self._near)
+            local, zone = near_servers(self._client, self._near)
             parts = {place.server for place in self._source.layout.segments}
             name = nearest(kept, parts, local, zone, self._client.name)
             if name and (self._mirror is None or self._mirror.name != name):
@@ -88,7 +103,7 @@ class Nearest:
             _log.debug("%s", error)
 
     def leave(self, why: object) -> None:
-        """What it reads from gives nothing: take another."""
+        """Take another, as this one gives nothing."""
         if self._mirror is not None:
             _log.info("%s: no longer from %s: %s", self._source.name, self._mirror.name, why)
             self._left[self._mirror.name] = time.monotonic()

@@ -351,8 +351,8 @@ def follow(client: Client, name: str, *, timeout: float = 0.0, near: str | None 
     """Follow what is published under that name; with timeout > 0 (seconds) wait until a trainer has made it.
 
     Where it has mirrors (`Publisher(relays=)`, `smb relay`) generations come from the nearest: one on this host, else
-    in this host's zone (that of a memory server here, or `near=`, which names a zone or a server), else the fastest. A
-    mirror that dies, or to which nothing comes for 6 s, is left for the next.
+    in this host's zone, else the fastest. The zone is that of a memory server here. `near=` names another, or a server.
+    A mirror that dies, or to which nothing comes for 6 s, is left for the next.
 
     Raises NotFoundError, InvalidArgumentError where the buffer is no published state. There may be no generation yet:
     Follower.wait waits for it.

@@ -9,6 +9,7 @@ import torch
 
 import smb
 import smb.torch
+from smb.relay import nearest as module
 from tests.support.daemons import DEADLINE_S, wait_for
 
 ELEMENTS = 400_000
@@ -30,7 +31,9 @@ def cluster() -> Iterator[smb.LocalCluster]:
         yield cluster
 
 
-def test_a_dead_mirrors_readers_go_to_the_source_and_come_back(cluster: smb.LocalCluster) -> None:
+def test_a_dead_mirrors_readers_go_to_the_source_and_come_back(
+    cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with smb.connect(cluster.address) as trainer, smb.connect(cluster.address, timeout=2) as reader:
         publisher = smb.torch.Publisher(
             trainer, "policy", state(1), relays=["server-1"], versions=3, servers=["server-0"]
@@ -41,7 +44,8 @@ def test_a_dead_mirrors_readers_go_to_the_source_and_come_back(cluster: smb.Loca
         check(follower, 1)
         # Both servers are on this host: `near` decides only where the source is not.
         nearest = follower._nearest
-        nearest._client = _Far(reader)  # from where server-1 alone is here
+        here = frozenset({"server-1"})
+        monkeypatch.setattr(module, "near_servers", lambda *_: (here, frozenset()))
         nearest._looked = 0.0
         assert nearest.buffer().name == "policy.mirror.server-1"
         for number in (2, 3):
@@ -72,19 +76,6 @@ def test_a_dead_mirrors_readers_go_to_the_source_and_come_back(cluster: smb.Loca
         publisher.publish(state(7))
         assert follower.wait(timeout=DEADLINE_S) == 7
         check(follower, 7)
-
-
-class _Far:
-    """A client as if on the host of server-1."""
-
-    def __init__(self, client: smb.Client) -> None:
-        self._client = client
-
-    def near(self, _near: str | None) -> tuple[frozenset[str], frozenset[str]]:
-        return frozenset({"server-1"}), frozenset()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._client, name)
 
 
 def test_relays_and_deltas_do_not_go_together_yet(cluster: smb.LocalCluster) -> None:

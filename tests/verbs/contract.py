@@ -51,6 +51,8 @@ LEFT_OUT = {
     "api/test_examples.py": _TRAINING,
     "api/test_fork.py": "a child of fork may not use its parent's client, over whatever",
     "api/test_futures.py": "futures over the same calls",
+    "api/test_relays.py": "relays are clients like others; perf/relays.py has them over TCP",
+    "train/test_near_readers.py": "readers of mirrors choose before any transport does",
     "api/test_rename.py": _ELSEWHERE,
     "api/test_server_weights.py": _LONG,
     "api/test_second_copy.py": _TWO_COPIES,

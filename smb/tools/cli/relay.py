@@ -55,6 +55,7 @@ def mirrors_json(buffer: Buffer) -> list[dict[str, Any]]:
             "alive": mirror.alive,
             "version": mirror.version,
             "arrived_bytes": mirror.arrived_bytes,
+            "published": mirror.published,
             "feeds": dict(mirror.feeds),
         }
         for mirror in buffer.info.mirrors
@@ -71,12 +72,13 @@ def show_mirrors(buffer: Buffer) -> None:
     short = {mirror.name: mirror.server for mirror in buffer.info.mirrors} | {buffer.name: "the source"}
     rows = table("MIRROR ON", "ZONE", "STATE", "VERSION", "ARRIVING", "FED BY", right=("VERSION", "ARRIVING"))
     for mirror in buffer.info.mirrors:
+        behind = max(0, mirror.published - mirror.version)
         feeds = sorted(mirror.feeds.items(), key=lambda feed: -feed[1])
         rows.add_row(
             mirror.server,
             mirror.zone or "-",
             "alive" if mirror.alive else "gone",
-            str(mirror.version) if mirror.version else "none yet",
+            (str(mirror.version) if mirror.version else "none yet") + (f", {behind} behind" if behind else ""),
             f"{100 * mirror.arrived_bytes // max(1, buffer.nbytes)} %" if mirror.arrived_bytes else "-",
             ", ".join(f"{short.get(name, name)} {format_bytes(int(rate))}/s" for name, rate in feeds) or "-",
             style=None if mirror.alive else "red",

@@ -7,7 +7,9 @@ from smb.relay.nearest import nearest
 
 
 def mirror(server: str, *, alive: bool = True, **feeds: float) -> Mirror:
-    return Mirror(f"p.mirror.{server}", server, "", alive, 1, 0, {f"p.mirror.{name}": r for name, r in feeds.items()})
+    return Mirror(
+        f"p.mirror.{server}", server, "", alive, 1, 0, 1, {f"p.mirror.{name}": r for name, r in feeds.items()}
+    )
 
 
 NOBODY: frozenset[str] = frozenset()
