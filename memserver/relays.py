@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable
 
 from smb.rpc import control_pb2 as pb
+from smb.rpc.bounds import ITEMS_MAX
 
 _AGAIN_S = 1.0  # after its end, before it is started again
 _END_S = 2.0
@@ -51,7 +52,7 @@ class Relays:
     def reports(self) -> list[pb.MirrorReport]:
         """Return what the process told last; nothing while it does not run."""
         with self._lock:
-            return list(self._reports)
+            return self._reports[:ITEMS_MAX]
 
     def close(self) -> None:
         """End the process. Blocks for a few seconds at most."""
@@ -111,7 +112,10 @@ class Relays:
                         version=told["version"],
                         arrived_bytes=told["arrived_bytes"],
                         published=told["published"],
-                        feeds=[pb.Feed(name=name, bytes_per_s=rate) for name, rate in told["feeds"].items()],
+                        feeds=[
+                            pb.Feed(name=name, bytes_per_s=rate)
+                            for name, rate in list(told["feeds"].items())[:ITEMS_MAX]
+                        ],
                     )
                     for told in json.loads(line)
                 ]

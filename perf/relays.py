@@ -68,6 +68,8 @@ def read(address: str, count: int, near: str) -> None:
     """Follow with so many clients; print a line of JSON for each generation that one has read."""
     print(json.dumps({"ready": True}), flush=True)
 
+    telling = threading.Lock()
+
     def follow() -> None:
         with smb.connect(address, timeout=600) as client:
             source = client.open("m", timeout=READY_S)
@@ -78,7 +80,8 @@ def read(address: str, count: int, near: str) -> None:
                 nearest.wait(generation + 1, None)
                 generation = nearest.read(memory, generation)
                 told = {"generation": generation, "at": time.monotonic(), "sum": int(memory.sum(dtype=np.uint64))}
-                print(json.dumps(told | {"from": nearest.buffer().name}), flush=True)
+                with telling:
+                    print(json.dumps(told | {"from": nearest.buffer().name}), flush=True)
 
     threads = [threading.Thread(target=follow, daemon=True) for _ in range(count)]
     for thread in threads:
@@ -195,7 +198,7 @@ class Cluster:
 
 def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
-    return dict(_line(process))
+    return dict(json.loads(process.stdout.readline()))
 
 
 def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[float, str]]:
@@ -224,14 +227,14 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
             trainer.stdin.write("\n")
             trainer.stdin.flush()
             sent = _line(trainer)
-            last, froms = 0.0, set()
+            last, sources = 0.0, set()
             for process, part in processes:
                 for _ in range(part):
                     told = _line(process)
                     assert (told["generation"], told["sum"]) == (number, sent["sum"]), (told, sent)
                     last = max(last, told["at"])
-                    froms.add(told["from"])
-            yield (last - sent["at"]) / one_copy_s, f"read from {len(froms)} buffers, {one_copy_s:.1f} s a copy"
+                    sources.add(told["from"])
+            yield (last - sent["at"]) / one_copy_s, f"read from {len(sources)} buffers, {one_copy_s:.1f} s a copy"
             time.sleep(2.5)  # renewals bring what was measured, and the next plan
 
 

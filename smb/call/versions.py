@@ -214,8 +214,9 @@ class Versions:
         begun = Publication(self._calls, turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS, ttl)
         try:
             raise_fences(homes[1:], PUBLISHER_LOCK, turn.a, asked)
-        except BaseException:
+        except BaseException as error:
             begun.give_up()
+            self._nothing_done(error)
             raise
         return begun
 
@@ -225,12 +226,15 @@ class Versions:
         try:
             begun.write(0, self._calls.info.nbytes, source)
         except BaseException as error:
-            failure: Any = error
             if not self._calls.one_copy:  # only a copy that nobody reads was changed
-                failure.outcome, failure._account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
+                self._nothing_done(error)
             begun.give_up()
             raise
         return begun.commit()
+
+    def _nothing_done(self, error: BaseException) -> None:
+        failure: Any = error
+        failure.outcome, failure._account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
 
     def read_from(self, copy: int, offset: int, count: int, sink: Any) -> None:
         """Read elements of a copy, whatever is in it; exact."""

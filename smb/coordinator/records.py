@@ -144,7 +144,10 @@ class ServerRecord:
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        fields = asdict(self)
+        if not self.zone:  # as coordinators wrote it that know of none
+            del fields["zone"]
+        return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str) -> ServerRecord:

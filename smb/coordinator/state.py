@@ -412,6 +412,8 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
 
 def _buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
     record = replace(state.buffers[event.key], ready=True)
+    if record.mirror_of and state.source(record) is None:
+        raise NotFoundError(f"{record.title}: the buffer that it was to mirror was deleted meanwhile")
     state = replace(state, buffers={**state.buffers, record.key: record})
     servers = ", ".join(segment.server for segment in record.segments)
     copies = f" in {record.replicas} copies" if record.replicas > 1 else ""

@@ -96,9 +96,14 @@ class MirrorRelay:
                 self._feeders = {}  # what they have open may be gone
 
     def _follow(self) -> None:
-        self.mirror = self._client.open(self.name)
         source = self._client.open(self.source)
+        self._client.open(self.name)
         self.words = arrived.make(self._client, self.name, self._server)
+        try:
+            self.mirror = self._client.open(self.name)
+        except NotFoundError:  # deleted at this moment, and its words were not there to be deleted with it
+            self._client.delete(self.words.name, missing_ok=True)
+            raise
         self.version = self.mirror.version
         while not self.stopping.is_set():
             try:
