@@ -117,6 +117,8 @@ class Registration:
         if replication is not None:
             replication.on_broken = self._hurry.set
         self._relays = relays
+        if relays is not None:
+            relays.on_news = self._hurry.set
         self._current = Current(credentials) if credentials is not None else None
         self._used = credentials
         self._connect()

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import ITEMS_MAX
@@ -33,6 +33,7 @@ class Relays:
         self._wanted = ""  # the last line; empty: nothing
         self._reports: list[pb.MirrorReport] = []
         self._changed = threading.Event()
+        self.on_news: Callable[[], None] = lambda: None  # other mirrors are reported: the coordinator plans with them
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -120,4 +121,6 @@ class Relays:
                     for told in json.loads(line)
                 ]
                 with self._lock:
-                    self._reports = reports
+                    before, self._reports = self._reports, reports
+                if {report.name for report in before} != {report.name for report in reports}:
+                    self.on_news()

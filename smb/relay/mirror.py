@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from smb.client import Client
 
 _LOOK_S = 1.0  # how long one wait for a version takes, so that a stop is noticed
-_TURN_S = 3.0  # of the publisher's turn and the pin: how long the next relay waits after a kill
+_TURN_S = 3.0  # of the pin and of a publisher's turn: how long the next relay waits after a kill
 _RENEW_S = 1.0
 _AGAIN_S = 0.5
 _THREADS = 2  # for each parent: while one looks whether what came is what it was, the other reads
@@ -121,7 +121,7 @@ class MirrorRelay:
             committed = False
             try:
                 # Before the first byte: from here on nobody takes what is in this copy for another version.
-                self.words.publish(Arrived(version, publication.copy, 0).to_words())
+                self.words.publish(Arrived(version, publication.copy, 0).to_words(), ttl=_TURN_S)
                 teller = threading.Thread(target=self._tell, args=(fill, publication.copy), daemon=True)
                 self._begin(fill, publication)
                 teller.start()
@@ -178,7 +178,7 @@ class MirrorRelay:
                 bits, active = fill.bits, fill.active
             if bits != told:
                 try:
-                    self.words.publish(Arrived(fill.version, copy, bits).to_words())
+                    self.words.publish(Arrived(fill.version, copy, bits).to_words(), ttl=_TURN_S)
                 except Error as error:
                     fill.fail(error)
                 told = bits
