@@ -34,8 +34,8 @@ process runs. Give Prometheus these addresses in a file of `deploy/prometheus/ta
     echo '[{{"targets": ["127.0.0.1:9480"], "labels": {{"smb_role": "client"}}}}]' \\
         > deploy/prometheus/targets/training.json
 
-**Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, for whoever may
-scrape, of all namespaces. See [operating.md](operating.md#who-sees-the-pages).
+**Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, of all namespaces,
+for everybody who may scrape. See [operating.md](operating.md#who-sees-the-pages).
 
 ## Labels are bounded
 

@@ -30,7 +30,7 @@ from memserver.memory_dir import Place
 from memserver.metrics import EngineMetrics, Life, RelayMetrics
 from memserver.rdma_target import Rdma
 from memserver.recovery import recover
-from memserver.registration import Asking, Identity, Registration
+from memserver.registration import Identity, MissingNames, Registration
 from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import Segments
@@ -135,7 +135,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
-    numeric = _numeric(host)  # a name that is none is told as that
+    numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)
@@ -230,7 +230,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         identity,
         segments,
         lambda: load_of(engine, place, last, limit),
-        Asking(engine, buffers, clients),
+        MissingNames(engine, buffers, clients),
         decided,
         options.credentials,
         take_keys,

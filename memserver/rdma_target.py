@@ -253,7 +253,7 @@ class Rdma:
     def connect(self, session_id: int, client: End) -> tuple[End, list[Place]]:
         """Make the session's connection, ending one that it had.
 
-        Raises UnavailableError where there is no device, or it refuses, InvalidArgumentError, OutOfMemoryError.
+        Raises UnavailableError if there is no device, or it refuses, InvalidArgumentError, OutOfMemoryError.
         """
         if self._device is None:
             raise UnavailableError(f"this memory server has no RDMA: {self.why_not}")

@@ -58,8 +58,8 @@ class Identity:
     zone: str = ""
 
 
-class Asking:
-    """Which names to ask for, and where to put them. They are for metrics: nothing depends on them."""
+class MissingNames:
+    """Names that the coordinator is asked for, and where they go. For metrics: nothing depends on them."""
 
     def __init__(self, engine: Engine, buffers: Names, clients: Names) -> None:
         self._engine = engine
@@ -72,7 +72,7 @@ class Asking:
         request.unnamed_sessions.extend(self._clients.unknown(self._engine.session_shares()))
 
     def learn(self, reply: pb.RenewServerReply) -> None:
-        """Take what was told."""
+        """Take the coordinator's reply."""
         self._buffers.learn(reply.segment_names)
         self._clients.learn(reply.session_names)
 
@@ -86,7 +86,7 @@ class Registration:
         identity: Identity,
         segments: Segments,
         load: Callable[[], pb.ServerLoad],
-        pending: Asking,
+        missing_names: MissingNames,
         on_outcome: Callable[[Error | None], None],
         credentials: Credentials | None = None,
         on_keys: Callable[[pb.AccessKeys], None] | None = None,
@@ -103,7 +103,7 @@ class Registration:
         self._identity = identity
         self._segments = segments
         self._load = load
-        self._pending = pending
+        self._missing_names = missing_names
         self.leases_lost = 0  # times that the coordinator did not know us any more
         self._on_outcome = on_outcome
         self._on_keys = on_keys
@@ -209,7 +209,7 @@ class Registration:
             data_tls=me.data_tls,
             zone=me.zone,
         )
-        failpoint("memserver.register.asking")
+        failpoint("memserver.register.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
         failpoint("memserver.register.answered")
@@ -235,17 +235,17 @@ class Registration:
             sessions_seen=self._sessions_seen,
             load=self._load(),
         )
-        self._pending.ask(request)
+        self._missing_names.ask(request)
         if self._replication is not None:
             request.broken.extend(self._replication.broken())
         if self._relays is not None:
             request.mirrors.extend(self._relays.reports())
-        failpoint("memserver.renew.asking")
+        failpoint("memserver.renew.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
-        self._pending.learn(reply)
+        self._missing_names.learn(reply)
         if self._relays is not None:
             self._relays.take(reply.mirrors)
         self._end(reply.ended_sessions)
@@ -265,7 +265,7 @@ class Registration:
     def _end(self, ended: pb.EndedSessions) -> None:
         self._segments.end_sessions(ended.session_ids)
         self._segments.know_ended(not ended.forgotten)
-        # Not before they have ended here: what we say that we have seen we are not told again.
+        # Not before they have ended here: the coordinator does not repeat what we confirm.
         self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 
     def _succeeded(self) -> None:

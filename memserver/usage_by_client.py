@@ -18,7 +18,7 @@ ASKED_MAX = 256  # names that one renewal asks for
 
 
 class Names:
-    """The names of ids, as far as they were told. Any thread."""
+    """The names of ids, as far as they are known. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

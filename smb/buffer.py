@@ -72,7 +72,7 @@ class Buffer:
 
     Every call may raise UnavailableError (a server was lost; the message says whether the call was applied),
     TimeoutError (outcome unknown), NotFoundError (the buffer was deleted) and InvalidArgumentError (nothing was done).
-    Where the outcome is unknown, settle(error) finds out.
+    If the outcome is unknown, settle(error) finds out.
 
     With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
     LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
@@ -135,7 +135,7 @@ class Buffer:
 
     @property
     def info(self) -> BufferInfo:
-        """All that the coordinator told of it, as last heard."""
+        """The coordinator's description of the buffer, as last heard."""
         return self._dispatcher.info
 
     @property
@@ -156,7 +156,7 @@ class Buffer:
 
     @property
     def table(self) -> TensorTable:
-        """Which elements the named tensors are; empty where there are none. Raises Error where it makes no sense."""
+        """Which elements the named tensors are; empty if there are none. Raises Error if it makes no sense."""
         if self._table is None:
             try:
                 self._table = TensorTable.from_metadata(self.metadata, self.dtype, self.nbytes)
@@ -196,7 +196,7 @@ class Buffer:
         The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` the bytes go
         straight there and `out` is returned: a contiguous, writable array or CPU tensor of the buffer's dtype and of
         `count` elements. Of a buffer with versions it is all of one version: the latest published, or the one given as
-        `version=`; NotFoundError where that is overwritten or not published yet. With `wire` other than "exact" it is
+        `version=`; NotFoundError if that is overwritten or not published yet. With `wire` other than "exact" it is
         what the servers' values are when rounded so.
         """
         number = self._arguments.wire(wire, "read")
@@ -223,8 +223,7 @@ class Buffer:
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
         """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
 
-        Where two writes overlap, the last one wins, element by element.
-        """
+        If two writes overlap, the last one wins, element by element."""
         number = self._arguments.wire(wire, "write")
         place, count, _owner = self._arguments.source(array, "write")
         offset, count = self._arguments.range(offset, count, "write")
@@ -245,7 +244,7 @@ class Buffer:
         Reads and writes through the view are neither atomic nor ordered against other processes. A call on the buffer
         may get a part of its view as its array or as out=. Such a call works on a copy of that part. The stripes of
         several servers are mapped side by side, so the view is contiguous; it stays valid until it is garbage
-        collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on this host,
+        collected; once the buffer is deleted it holds zeros. Raises TransportError if a segment is not on this host,
         or not reached over shm.
         """
         self._check_one_copy(self, "view")
@@ -409,8 +408,8 @@ class Buffer:
         dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
         for elastic.
 
-        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, whoever is
-        killed in the middle. Blocks, and raises, as accumulate_from does.
+        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
+        server is killed in the middle. Blocks, and raises, as accumulate_from does.
         """
         asked = self._arguments.asked("apply")
         known = rule_of(rule, asked)
@@ -466,7 +465,7 @@ class Buffer:
     def pin(self, version: int | None = None, *, ttl: float = 5.0) -> Pin:
         """Hold a version of a buffer with versions, by default the one published last, to read it piece by piece: `with
         buffer.pin() as pin: pin.read(...)`. Publishers wait for it where they have no other copy, `ttl` seconds (at
-        most 30) and no longer. See Pin. Entering raises NotFoundError where that version is not there.
+        most 30) and no longer. See Pin. Entering raises NotFoundError if that version is not there.
         """
         self._check_versions("pin")
         if version is not None:
@@ -531,8 +530,8 @@ class Buffer:
         and the call counts exactly once. Afterwards error.outcome says what was found. Of a call with feedback= they go
         back into the residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks
         up to `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then,
-        and it may be called again. UnavailableError where it can't be known any more, as the server has forgotten this
-        session's record. InvalidArgumentError where the error is of no call of this object, or of one whose arguments
+        and it may be called again. UnavailableError if it can't be known any more, as the server has forgotten this
+        session's record. InvalidArgumentError if the error is of no call of this object, or of one whose arguments
         were refused: there is nothing to be done again then.
         """
         asked = self._arguments.asked("settle")
@@ -689,7 +688,7 @@ _MASK = 2**64 - 1
 
 
 def _elements(array: Any) -> int | None:
-    """Return how many elements an array has, as far as can be told without making one of it; else None."""
+    """Return how many elements an array has, if that is known without converting it; else None."""
     size = getattr(array, "size", None)
     if callable(size):  # torch's
         size = array.numel() if hasattr(array, "numel") else None

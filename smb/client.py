@@ -96,14 +96,13 @@ def connect(
     else 127.0.0.1:7070, where `smb up` listens. `name` is how the page, `smb top` and messages call this client, before
     its host and process id. `transport` is "auto", "shm", "verbs" (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. "auto"
     is shared memory if the segment's server runs on this host, else RDMA if both ends have a device, else TCP.
-    `timeout`, in seconds, bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else what the
-    coordinator was told for all clients) sends a CRC-32C along with every frame, in both directions: what is spoilt on
-    the way breaks its connection and is sent again, and counts once; data in shared memory does not travel and has
-    none. `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default
-    $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster
-    that asks for none lets us in. Where a variable is not set, the file that $SMB_CONFIG names may say it. Raises
-    UnavailableError where no coordinator answers, InvalidArgumentError, PermissionDeniedError where the certificate's
-    role may not join.
+    `timeout`, in seconds, bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else the
+    coordinator's setting for all clients) sends a CRC-32C along with every frame, in both directions. A spoilt frame
+    breaks its connection, is sent again and counts once. Data in shared memory does not travel and has no checksum.
+    `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS,
+    or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none
+    lets us in. If a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError if no
+    coordinator answers, InvalidArgumentError, PermissionDeniedError if the certificate's role may not join.
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
@@ -193,13 +192,13 @@ class Client:
         a buffer has no locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel
         where a call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like=
         takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
-        keeps: whoever opens the buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and
-        a buffer opened by exist_ok=True has the metadata that it was created with.
+        keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
+        opened by exist_ok=True has the metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
-        them, for everybody. Where all have one dtype of the above, the buffer has it too; else it is uint8, and can't
-        be added to.
+        them, for everybody. If all have one dtype of the above, the buffer has it too; else it is uint8, and can't be
+        added to.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -246,7 +245,8 @@ class Client:
         try:
             buffer = Buffer(self._session, BufferInfo.of(self._coordinator.create_buffer(request, self.timeout)))
         except AlreadyExistsError:
-            # Which tensors says more than how many bytes; where it was deleted meanwhile, that is what is told.
+            # An error about tensors says more than one about bytes. If the buffer was deleted meanwhile, the error says
+            # that.
             if table is not None and exist_ok and (existing := self.open(name)).table:
                 _check_tensors(name, table, existing)
             raise
@@ -278,7 +278,7 @@ class Client:
         registered, and moved by the network card without a copy. Elsewhere it has pages of its own, large ones where
         the system has them: up to 13 % faster over TCP than an ordinary array, 3 % over shared memory.
 
-        With transport="verbs" raises TransportError where RDMA can't be used, or so much memory can't be locked.
+        With transport="verbs" raises TransportError if RDMA can't be used, or so much memory can't be locked.
         """
         self._session.check_open()
         extents, element = _extents("empty", shape), dtype_of(dtype)
@@ -292,7 +292,7 @@ class Client:
         return whole_pages(extents, element.numpy)
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
-        """Delete a buffer: its name is free at once, its memory too, and whoever still uses it gets NotFoundError.
+        """Delete a buffer. Its name and its memory are free at once; clients that still use it get NotFoundError.
 
         Raises NotFoundError unless missing_ok.
         """
@@ -301,16 +301,16 @@ class Client:
         self._coordinator.delete_buffer(name, missing_ok, self.timeout)
 
     def rename(self, name: str, new_name: str, *, replace: bool = False) -> None:
-        """Give a buffer another name. Its memory stays where it is, and whoever has it open goes on.
+        """Give a buffer another name. Its memory stays where it is, and clients that have it open go on.
 
-        With replace=True a buffer of the new name is deleted in the same step: whoever opens that name finds the one or
+        With replace=True a buffer of the new name is deleted in the same step: an open of that name finds the one or
         the other, never nothing. Raises NotFoundError, and AlreadyExistsError without it.
         """
         self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace))
 
     def rename_folder(self, folder: str, new_folder: str) -> None:
-        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError where there are none,
-        AlreadyExistsError where there is something at the new place.
+        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError if there are none,
+        AlreadyExistsError if there is something at the new place.
         """
         self._rename(pb.RenameBufferRequest(name=folder, new_name=new_folder, folder=True))
 
@@ -471,7 +471,7 @@ class Client:
         return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
 
     def serve_metrics(self, address: str) -> None:
-        """Serve /metrics at "host:port" until close(). Where it can't be had that is logged, no more."""
+        """Serve /metrics at "host:port" until close(). If the address can't be had, that is logged, no more."""
         from smb.metrics import serve
 
         try:

@@ -150,11 +150,11 @@ class LocalCluster:
     `capacity` is each server's, in bytes or as text. Other options go to the memory servers: loops=2 becomes --loops
     2. `listen` is the coordinator's address; the memory servers listen on the same host, on ports of their own. With
     0.0.0.0 all are reached at this host's address, `address` too; that takes `credentials`, a directory that `smb
-    certs` made, or insecure=True: whoever reaches them may then read and write.
-    `metrics` is the address of the coordinator's page. `session_lease` (seconds) is how long a silent client counts as
-    alive. The daemons end with the block, or with this process, and leave nothing; with `data_dir`, a directory, what
-    they hold is there again for the next cluster of that directory, as long as this machine runs. Raises
-    UnavailableError, with what the daemon said, where one does not start.
+    certs` made, or insecure=True: every process that reaches them may then read and write. `metrics` is the address of
+    the coordinator's page. `session_lease` (seconds) is how long a silent client counts as alive. The daemons end with
+    the block, or with this process, and leave nothing; with `data_dir`, a directory, what they hold is there again for
+    the next cluster of that directory, as long as this machine runs. Raises UnavailableError, with what the daemon
+    said, where one does not start.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class LocalCluster:
         return self
 
     def _keep(self, directory: Path) -> None:
-        """Make the data directory ours while we run. Raises InvalidArgumentError where another cluster has it."""
+        """Make the data directory ours while we run. Raises InvalidArgumentError if another cluster has it."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept = (directory / "lock").open("wb")
         try:

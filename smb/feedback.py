@@ -27,10 +27,10 @@ class ErrorFeedback:
     float32. It adds Q(t) to the buffer and keeps r = t - Q(t). So the sum of the added values and the residual is
     exact, up to the roundings of float32 (Seide et al. 2014; Karimireddy et al. 2019).
 
-    A call that fails with nothing applied leaves the residual as it was: make it again. Where a part was applied, Q(t)
-    of the rest is added to the residual, to be sent by the next call. One that fails with its outcome unknown leaves it
-    as if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, and returns []. Nothing is
-    lost and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
+    A call that fails with nothing applied leaves the residual as it was: make it again. If a part was applied, Q(t) of
+    the rest is added to the residual, to be sent by the next call. One that fails with its outcome unknown leaves it as
+    if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, and returns []. Nothing is lost
+    and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
 
     Thread-safe: calls with one residual take turns.
     """

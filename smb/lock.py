@@ -90,7 +90,7 @@ class Lock:
         return self
 
     def release(self) -> None:
-        """Give it back. Raises LockLostError where it was lost before, InvalidArgumentError where it was not taken."""
+        """Give it back. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken."""
         token = self.token
         self._renewals.remove(self)
         self._token, self._released = 0, True

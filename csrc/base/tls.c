@@ -466,7 +466,7 @@ static int kind_of_failure(struct tls *tls, int result)
     return EPROTO;
 }
 
-/* After a call of OpenSSL that did not succeed: errno, EAGAIN where it is to be called again once
+/* After a call of OpenSSL that did not succeed: errno, EAGAIN if it is to be called again once
  * the socket has more. The thread's queue of errors is left empty: a program's own use of OpenSSL
  * looks at it, too. */
 static int failure(struct tls *tls, int result)

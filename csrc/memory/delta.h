@@ -1,4 +1,4 @@
-/* delta.h: what changed between two states of a model, and sums by which states are told apart.
+/* delta.h: what changed between two states of a model, and sums that distinguish states.
  *
  * A state is memory of whole 64-bit words, seen as elements of 1, 2, 4 or 8 bytes (the width). A
  * delta is a row of parts. A part has a header of 16 bytes (first element: 8; changes: 4; bytes

@@ -44,7 +44,7 @@ bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed);
 /* Whether a client may send this request to a segment with two copies. */
 bool replica_allows(const struct smb_frame *frame);
 
-/* Before a change at the primary: what is to be forwarded, to *forward; NULL where there is no
+/* Before a change at the primary: what is to be forwarded, to *forward; NULL if there is no
  * backup. SMB_BUSY: too much is in flight, defer it. SMB_STALE_EPOCH: no longer the primary. */
 int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *payload,
                     struct forward **forward);

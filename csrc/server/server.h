@@ -42,7 +42,7 @@ struct smb_server {
     pthread_mutex_t ended_lock;
     uint64_t *ended; /* a ring */
     uint64_t ended_count;
-    /* the coordinator has told of all that have, and none of them is forgotten */
+    /* the coordinator has named all that have, and none of them is forgotten */
     _Atomic bool ended_are_known;
     /* waits.c: one thread */
     pthread_mutex_t due_lock;

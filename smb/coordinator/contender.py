@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.lead import Lead, campaign, leader_of
+from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import EtcdStore
-from smb.coordinator.leading import Around, Leading, cancel
+from smb.coordinator.leader import Around, Leading, cancel
 from smb.coordinator.store import DeposedError, StoreError
 from smb.daemon.process import notify
 

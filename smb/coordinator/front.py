@@ -56,7 +56,7 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         self.address = ""  # ours, as others reach it
-        self.leader = ""  # the leader's; empty where nobody is known to lead
+        self.leader = ""  # the leader's; empty if nobody is known to lead
         self.term = 0  # which grows with each leader
         self._holds: Callable[[], bool] | None = None
         self._nobody = _Handlers(_Nobody(self._leader)).by_method
@@ -80,12 +80,12 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return self._holds is not None and self._holds()
 
     def check(self, method: str, outcome: CallOutcome = "not applied") -> None:
-        """Raise DeposedError where another may lead. `outcome`: what became of the call, as far as is known."""
+        """Raise DeposedError if another may lead. `outcome`: what became of the call, as far as is known."""
         if not self.leads and method != ASKED_OF_ALL:
             raise self.refusal(outcome)
 
     def refusal(self, outcome: CallOutcome = UNKNOWN) -> DeposedError:
-        """Return the error for whoever called this one."""
+        """Return the error for the caller of this one."""
         leads = f"{self.leader} does" if self.leader and self.leader != self.address else "another one will, soon"
         return DeposedError(
             f"the coordinator at {self.address} does not lead now, {leads}; give all of them: "

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from smb.coordinator.etcd.connection import SCHEME, Access, Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.lead import LEASE_S, campaign, leader_of
+from smb.coordinator.etcd.election import LEASE_S, campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, TRANSACTION_BYTES_MAX, EtcdStore
-from smb.coordinator.leading import cancelled_at_end
+from smb.coordinator.leader import cancelled_at_end
 from smb.coordinator.store import MIGRATION, Store, StoreError, open_store
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 

@@ -84,7 +84,7 @@ def place(
     Servers of unequal weights get segments in proportion, as far as stripes and room go; where a part by weight has no
     room on its server, the same servers share evenly.
 
-    Raises UnavailableError where servers are missing, OutOfMemoryError where they are full, InvalidArgumentError for
+    Raises UnavailableError if servers are missing, OutOfMemoryError if they are full, InvalidArgumentError for
     names that nobody knows or more servers than a buffer can have.
     """
     _check_servers(pool, count, names)
@@ -128,7 +128,7 @@ def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
     """Return the server of each share's second copy: another one, on another host if one there has room. Among those it
     is the server with least of this buffer, then the one with most free bytes.
 
-    Raises UnavailableError where there is one server alone, OutOfMemoryError where there is no room.
+    Raises UnavailableError if there is one server alone, OutOfMemoryError if there is no room.
     """
     if len(pool.free_bytes) < 2:
         raise UnavailableError(

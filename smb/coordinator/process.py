@@ -18,7 +18,7 @@ from smb.coordinator.contender import Contender, Shown
 from smb.coordinator.etcd.connection import SCHEME, Access, Place
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
-from smb.coordinator.leading import Around, Leading, cancel
+from smb.coordinator.leader import Around, Leading, cancel
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
 from smb.coordinator.options import Options
 from smb.coordinator.rpc_interceptor import Answers

@@ -85,7 +85,7 @@ class BufferRecord:
 
     @property
     def copy_stride_bytes(self) -> int:
-        """From the start of one copy to the start of the next; 0 where there is one copy."""
+        """From the start of one copy to the start of the next; 0 if there is one copy."""
         return copy_stride_bytes(self.nbytes, self.stripe_bytes, len(self.segments)) if self.versions > 1 else 0
 
     @property
@@ -158,7 +158,7 @@ class ServerRecord:
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
     """A client's session. `ended` is its number among those that have ended, 0 while it lives; of those no more
-    is kept. `owner` is the key of the certificate that it was opened with, empty where there is none.
+    is kept. `owner` is the key of the certificate that it was opened with, empty if there is none.
     """
 
     id: int

@@ -45,7 +45,7 @@ def copies_on(record: BufferRecord, server: str) -> list[Copy]:
 
 
 def fail_over(record: BufferRecord, alive: Alive) -> BufferRecord:
-    """Return the record without the copies on servers that are gone. Where both are gone all stays as it is."""
+    """Return the record without the copies on servers that are gone. If both are gone, all stays as it is."""
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
         if not segment.backup or alive(segment.server) == alive(segment.backup):

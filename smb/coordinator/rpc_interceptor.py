@@ -46,7 +46,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps every unary call of the service."""
 
     def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None], front: Front) -> None:
-        """`answered` is told of each: method, code, seconds. `front` knows whether we may answer at all."""
+        """`answered` is called after each: method, code, seconds. `front` knows whether we may answer at all."""
         self._answered = answered
         self._front = front
 

@@ -1,7 +1,7 @@
 """The gRPC service: each call becomes an event, and what follows from it is done here.
 
 Runs in one event loop. A creation is a task of its own: once begun it ends with a whole buffer or with nothing, also
-where the client that asked for it goes away in the middle.
+if the client that asked for it goes away in the middle.
 """
 
 # gRPC calls methods by the names of the .proto, always with request and context.
@@ -469,6 +469,6 @@ class CoordinatorService(CoordinatorServicer):
 
     def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
         self._creations.discard(creation)
-        # Where nobody waits for the answer any more, its failure is still ours to take note of.
+        # If nobody waits for the answer any more, we still take note of its failure.
         if not creation.cancelled() and isinstance(creation.exception(), StoreError):
             _log.error("%s", creation.exception())

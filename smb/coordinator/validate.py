@@ -52,7 +52,7 @@ class Creation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, 0 where the dtype is left to `like`. No elements have the place of one: its locks and
+        """Bytes of the data, 0 if the dtype is left to `like`. No elements have the place of one: its locks and
         versions live there.
         """
         return max(math.prod(self.shape), 1) * DTYPES[self.dtype].itemsize if self.dtype else 0

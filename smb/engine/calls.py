@@ -70,7 +70,7 @@ def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Ou
 
 def memory_of(array: Any) -> Any:
     """Return where the bytes of a contiguous array lie, for a Request; keeps the array alive. TypeError, ValueError or
-    BufferError where it has no buffer protocol."""
+    BufferError if it has no buffer protocol."""
     return ffi.from_buffer(array)
 
 

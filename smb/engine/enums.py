@@ -161,7 +161,7 @@ _WORDS = {
     Status.LINK_LOST: "the connection broke",
     Status.PROTOCOL: "it answers, but not as a memory server does",
     Status.VERSION: "it speaks another version of the protocol",
-    Status.UNTRUSTED: "whoever answers there could not prove that it is that server",
+    Status.UNTRUSTED: "the peer there could not prove that it is that server",
     Status.NAMESPACE: "this process is in another PID namespace than the server, where its locks do not hold",
     Status.SESSION_ENDED: "this client's session has ended there",
 }

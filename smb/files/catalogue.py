@@ -160,7 +160,7 @@ class Catalogue:
         return forms_of(info.dtype, info.shape, table or None)
 
     def view(self, info: BufferInfo, form: Form) -> View | None:
-        """Return a buffer's bytes in a form; None where it has none. Raises NotFoundError."""
+        """Return a buffer's bytes in a form; None if it has none. Raises NotFoundError."""
         if form is not Form.SAFETENSORS and not may_be_empty(info.dtype, info.shape):
             return view_of(form, info.dtype, info.shape, None, {})
         buffer = self.known(info)

@@ -49,7 +49,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
     """Write a buffer into a file, as .npy, .safetensors or bytes by the file's name; return its version, 0 without.
 
     Of a buffer with versions=2 it is the version published last, whole; publishers may have to wait for it, up to 30 s,
-    and Error where it takes longer and is overwritten. Of any other it is a copy made by the servers while all others
+    and Error if it takes longer and is overwritten. Of any other it is a copy made by the servers while all others
     go on: each chunk is whole, and all are as they were at some time while that copy was made, at the memory's speed;
     with `lock`, under the buffer's lock, it is one moment for those who change it under that lock. The copy needs as
     much memory as the buffer. FILE appears whole at the end. Called again after it was interrupted it goes on where it

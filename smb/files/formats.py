@@ -1,8 +1,8 @@
 """The bytes of a file: some of a buffer's own, and generated headers. Pure.
 
-A view is exact, or there is none: whoever writes a .npy or .safetensors file reads back those bytes, to the last one.
-So such a file becomes a buffer of its dtype and shape only if its header equals the generated one. Files of numpy and
-of the safetensors library have that header; any other file is kept as bytes.
+A view is exact, or there is none: a .npy or .safetensors file reads back as it was written, to the last byte. So such a
+file becomes a buffer of its dtype and shape only if its header equals the generated one. Files of numpy and of the
+safetensors library have that header; any other file is kept as bytes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def forms_of(dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | 
 def view_of(
     form: Form, dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | None, metadata: Mapping[str, Any]
 ) -> View | None:
-    """Return the view of such a buffer in that form; None where it has none."""
+    """Return the view of such a buffer in that form; None if it has none."""
     nbytes = math.prod(shape) * dtype.itemsize
     if form is Form.RAW and may_be_empty(dtype, shape) and _of_file(metadata).items() >= EMPTY.items():
         return View((), 0)
@@ -103,7 +103,7 @@ def view_of(
 
 
 def path_in(metadata: Mapping[str, Any]) -> str | None:
-    """Return the path of a buffer whose name is a digest, as its metadata says it; None where it says none."""
+    """Return the path of a buffer whose name is a digest, as its metadata says it; None if it says none."""
     name = _of_file(metadata).get("name")
     return path_of(name) if isinstance(name, str) else None
 

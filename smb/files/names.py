@@ -129,7 +129,7 @@ def _quoted(part: str) -> str:
 
 
 def _unescaped_part(part: str) -> str | None:
-    """Return what _escaped_part turns into this; None where it leaves it as it is."""
+    """Return what _escaped_part turns into this; None if it leaves it as it is."""
     if not part.startswith(_ESCAPED):
         return None
     data = _QUOTED.sub(lambda match: chr(int(match[1], 16)), part[len(_ESCAPED) :]).encode("latin-1")

@@ -154,7 +154,7 @@ class Tree:
     # ---- opening
 
     def open(self, path: str, flags: int) -> OpenFile:
-        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE where the path
+        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE if the path
         led to a file that was hidden since: what is there instead is found by looking anew.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
@@ -643,7 +643,7 @@ class Tree:
             node.removed = True
 
     def _keep_folder(self, path: str) -> None:
-        """A directory does not go away with the last file in it: whoever removes a tree removes it next."""
+        """A directory does not go away with the last file in it: removing a tree removes the directory next."""
         folders = self._catalogue.listing().folders
         while path := parent_of(path):
             if path not in folders:

@@ -118,11 +118,11 @@ class MirrorRelay:
         with source.pin(version, ttl=_TURN_S) as pin:
             publication = self.mirror._versions.begin(_TURN_S, _TURN_S, 30.0)
             fill = Fill(Pieces.of(source), version, source.name, self.parents)
+            teller = threading.Thread(target=self._tell, args=(fill, publication.copy), daemon=True)
             committed = False
             try:
                 # Before the first byte: from here on nobody takes what is in this copy for another version.
                 self.words.publish(Arrived(version, publication.copy, 0).to_words(), ttl=_TURN_S)
-                teller = threading.Thread(target=self._tell, args=(fill, publication.copy), daemon=True)
                 self._begin(fill, publication)
                 teller.start()
                 self._await(source, fill, publication, pin)
@@ -133,12 +133,12 @@ class MirrorRelay:
                     committed = True
                     self.version = version
                     self._measure(fill)
-                fill.end()
-                teller.join()
             finally:
                 with self.changed:
                     self.fill = None
                 fill.end()
+                if teller.ident is not None:
+                    teller.join()  # its last words must not come after those of the next version
                 if not committed:
                     publication.give_up()
 

@@ -1,7 +1,7 @@
 """The client's side of the control plane: the coordinator that leads, gRPC status codes turned into smb errors.
 
-Where several addresses are given, a call goes on to the next one until its timeout: where it was not sent, where who
-answers stands by, and, if it changes nothing, where its answer was lost.
+With several addresses a call goes on to the next one until its timeout in three cases: it was not sent; the coordinator
+that answers stands by; its answer was lost, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _AGAIN_S = 0.05
 _LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
-_LOOKS_PER_LIFE = 4  # at what is due, whoever opened a buffer meanwhile
+_LOOKS_PER_LIFE = 4  # at what is due, even if a thread opened a buffer meanwhile
 _NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
 _UNSECURED = " Or it wants credentials: set SMB_CREDENTIALS=DIR"
 _SECURED = " Or it does not know our certificate, or has no credentials itself"
@@ -114,7 +114,7 @@ class Coordinator:
         self, session_id: int, client_name: str, timeout: float, reports: Sequence[pb.TrainingReport] = ()
     ) -> float:
         """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
-        where there is nothing left to renew.
+        if there is nothing left to renew.
         """
         self._peers.take_new_certificate()
         request = pb.RenewSessionRequest(
@@ -140,7 +140,7 @@ class Coordinator:
         return self._opened("OpenBuffer", request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
-        """Return where the lock or barrier of that name lies; whoever asks first gives it its place."""
+        """Return where the lock or barrier of that name lies; the first request gives it its place."""
         return self.create_buffer(pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True), timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:

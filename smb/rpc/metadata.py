@@ -20,7 +20,7 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 TEXT_BYTES_MAX = 4 << 20  # of one buffer's: the coordinator parses it once
 PACKED_BYTES_MAX = 1 << 20  # of one buffer's: each open carries it
 PARTS_MAX = 1 << 18  # brackets and commas in its text: to parse more takes the coordinator long
-NESTING_MAX = 64  # whoever opens the buffer must be able to parse it, however deep its own stack is
+NESTING_MAX = 64  # every client that opens the buffer must be able to parse it, however deep its own stack is
 
 
 def encode(asked: str, metadata: Mapping[str, JSON]) -> bytes:

@@ -70,7 +70,7 @@ class Credentials:
     key_path: Path
 
     def check(self) -> None:
-        """Raise ssl.SSLError or OSError where the files do not belong together."""
+        """Raise ssl.SSLError or OSError if the files do not belong together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(self.ca_path)
         context.load_cert_chain(self.certificate_path, self.key_path, password="")  # nobody is asked
@@ -119,7 +119,7 @@ def _stamp(credentials: Credentials) -> tuple[tuple[int, int, int], ...] | None:
 
 
 def load(ca: Path, certificate: Path, key: Path) -> Credentials:
-    """Read the three files. Raises InvalidArgumentError where one is missing, or others may read the key."""
+    """Read the three files. Raises InvalidArgumentError if one is missing, or others may read the key."""
     parts: list[bytes] = []
     for path in (ca, certificate, key):
         try:
@@ -151,9 +151,9 @@ def load_directory(directory: Path | str) -> Credentials:
 
 
 def find(directory: Path | str | None = None, variables: Mapping[str, str] | None = None) -> Credentials | None:
-    """Return the credentials that a process was given, None where nothing is said: those in `directory`; else in
+    """Return the credentials that a process was given, None if nothing is said: those in `directory`; else in
     $SMB_CREDENTIALS, a directory, of which $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY may replace a file each, or
-    stand alone. Where a variable is not set, the configuration file may say it.
+    stand alone. If a variable is not set, the configuration file may say it.
 
     Raises InvalidArgumentError for what is incomplete or cannot be read.
     """
@@ -214,7 +214,7 @@ def _server_configuration(credentials: Credentials) -> grpc.ServerCertificateCon
 
 
 def add_port(server: grpc.Server | grpc.aio.Server, address: str, credentials: Credentials | None) -> int:
-    """Have the server listen; return the port, 0 where it can't. With credentials, only for who shows a certificate of
+    """Have the server listen; return the port, 0 if it can't. With credentials, only for who shows a certificate of
     the same authority; files that change count from the next connection on.
     """
     try:
@@ -253,7 +253,7 @@ def check_exposure(what: str, host: str, credentials: Credentials | None, insecu
     if credentials is not None or insecure or is_loopback(host):
         return
     raise InvalidArgumentError(
-        f"{what} at {host}, without credentials: whoever reaches it could read, change and delete. Give it some "
+        f"{what} at {host}, without credentials: everybody who reaches it could read, change and delete. Give it some "
         f"(--credentials DIR or {CREDENTIALS_VARIABLE}; `smb certs DIR` makes a set), listen on 127.0.0.1, or say "
         f"--insecure where the network is trusted"
     )

@@ -4,8 +4,8 @@ A caller is what its certificate says, in URIs among its alternative names: `smb
 `smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. An RPC without a rule is
 refused to everybody. So is a certificate with no role, or with one that this version does not know.
 
-Without credentials there is no interceptor, and whoever reaches the port may call everything (smb.security.credentials
-.check_exposure keeps such ports on loopback unless told otherwise).
+Without credentials there is no interceptor, and every process that reaches the port may call everything.
+smb.security.credentials.check_exposure keeps such ports on loopback, unless the daemon is `--insecure`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of an RPC. `namespaces` is None where it is not limited to some; `name` may be empty but of a
+    """The caller of an RPC. `namespaces` is None if it is not limited to some; `name` may be empty but of a
     server."""
 
     role: Role | None
@@ -64,7 +64,7 @@ class Caller:
         return self.namespaces is None or namespace_of(buffer) in self.namespaces
 
 
-# Where there are no credentials.
+# The caller if there are no credentials.
 ANYBODY = Caller(Role.OPERATOR, "anybody")
 
 

@@ -87,7 +87,7 @@ class _Head:
         )  # fmt: skip
 
     def since(self, generation: int) -> tuple[_Entry, ...] | None:
-        """The deltas from a generation to this one; None where some are not there any more."""
+        """The deltas from a generation to this one; None if some are not there any more."""
         chain = tuple(entry for entry in self.entries if entry.generation > generation)
         whole = [entry.generation for entry in chain] == list(range(generation + 1, self.generation + 1))
         return chain if whole else None
@@ -230,7 +230,7 @@ class DeltaWriter:
         return self._finish(asked, _Head(generation, total, version, generation, total, latest.end), timeout)
 
     def _with_delta(self, head: _Head, delta: bytes) -> _Head | None:
-        """Write the delta; None where readers could not come from the anchor to it."""
+        """Write the delta; None if readers could not come from the anchor to it."""
         ring, start = self._ring, head.end
         if start % ring.size + len(delta) > ring.size:
             start += ring.size - start % ring.size
@@ -294,7 +294,7 @@ class DeltaReader:
         return self._ring.heads.wait(generation, timeout=timeout)
 
     def read(self, asked: str) -> int:
-        """Make the state the latest generation and return that; 0 before the first. Raises UnavailableError where
+        """Make the state the latest generation and return that; 0 before the first. Raises UnavailableError if
         publications overtake every attempt.
         """
         self.received_bytes = 0

@@ -21,8 +21,8 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Joins when training begins, and leaves with the shared model when it ends.
 
     name, scheme and options are smb.torch.join's. The learning-rate schedule goes on where the group is, unless
-    schedule=False. `on_exchange` is called after each exchange (Shared.on_exchange). `shared` is what join returned.
-    Where train() ends by an exception the Trainer tells nobody: call close(). The Trainer's processes (DDP, FSDP2) are
+    schedule=False. `on_exchange` is called after each exchange (Shared.on_exchange). `shared` is what join returned. If
+    train() ends by an exception, the Trainer calls no callback: call close(). The Trainer's processes (DDP, FSDP2) are
     one member, as with mesh=.
     """
 

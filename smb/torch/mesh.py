@@ -120,7 +120,8 @@ class MeshParameters(Together):
 
     def statistics(self) -> Values:
         """Return the running statistics, their mean over all ranks."""
-        return np.mean(self.all("statistics"), axis=0, dtype=np.float32)  # type: ignore[no-any-return]
+        mean: Values = np.mean(self.all("statistics"), axis=0, dtype=np.float32)
+        return mean
 
     def _answer(self, command: str, arguments: list[Any]) -> list[Any]:
         failure: Error | None = None
@@ -259,7 +260,7 @@ class _MeshSnapshot(Snapshot):
 
 
 class _MeshDeltas(Deltas):
-    """Deltas whose parts lie in all ranks. Where one rank's call fails, no rank takes over what came back."""
+    """Deltas whose parts lie in all ranks. If one rank's call fails, no rank takes over what came back."""
 
     def __init__(self, mesh: MeshParameters, weights: Buffer, sent_bytes: int) -> None:
         self._mesh = mesh
@@ -449,8 +450,8 @@ class MeshShared(Shared):
         """As Shared.batches, with all ranks: a batch of `size` rows is the member's, and is divided over its ranks.
 
         `dims` names the dimensions of the mesh over which it is divided (None: all of them): those of data parallelism;
-        ranks that differ in others only, of tensor parallelism, get the same rows. Where a batch can't be divided
-        evenly some of its rows come twice, so that each rank has as many.
+        ranks that differ in others only, of tensor parallelism, get the same rows. If a batch can't be divided evenly,
+        some of its rows come twice, so that each rank has as many.
         """
         self._check_open()
         share, shares = self._share(dims)

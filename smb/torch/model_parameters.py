@@ -358,7 +358,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def check(name: str, parameter: torch.Tensor) -> None:
-    """Raise InvalidArgumentError where a trained parameter can't be shared."""
+    """Raise InvalidArgumentError if a trained parameter can't be shared."""
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
         raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the model once before smb.torch.join")
     if parameter.device.type == "meta":
@@ -384,7 +384,7 @@ def check(name: str, parameter: torch.Tensor) -> None:
 
 
 def check_apart(parameters: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Raise InvalidArgumentError where two share memory: tied by one Parameter they are one entry, but tied by memory
+    """Raise InvalidArgumentError if two share memory: tied by one Parameter they are one entry, but tied by memory
     alone what is done to one would count twice.
     """
     taken: dict[int, list[tuple[int, int, str]]] = {}

@@ -55,8 +55,8 @@ class Publisher:
 
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
-    publication. Thread-safe. Raises AlreadyExistsError where the name has another state's tensors, and says which;
-    InvalidArgumentError where it was made with other deltas, ties or names.
+    publication. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and says which;
+    InvalidArgumentError if it was made with other deltas, ties or names.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Publisher:
         latest pinned (with versions=2 one, with more as many on different generations): for a second less than
         `timeout` (seconds), at least 30, and then it goes on. So with the default readers can delay a trainer, but not
         fail or stop it. With a shorter one TimeoutError is raised then: nothing was published, and the call may be made
-        again, or left out. Raises InvalidArgumentError where names, shapes or dtypes are not those of the first time.
+        again, or left out. Raises InvalidArgumentError if names, shapes or dtypes are not those of the first time.
         """
         with self._turn:
             self._take(state)
@@ -354,7 +354,7 @@ def follow(client: Client, name: str, *, timeout: float = 0.0, near: str | None 
     in this host's zone, else the fastest. The zone is that of a memory server here. `near=` names another, or a server.
     A mirror that dies, or to which nothing comes for 6 s, is left for the next.
 
-    Raises NotFoundError, InvalidArgumentError where the buffer is no published state. There may be no generation yet:
+    Raises NotFoundError, InvalidArgumentError if the buffer is no published state. There may be no generation yet:
     Follower.wait waits for it.
     """
     return Follower(client, client.open(name, timeout=timeout), timeout, near)

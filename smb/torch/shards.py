@@ -153,7 +153,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _piece_of(name: str, tensor: torch.Tensor, count: int) -> _Piece:
-    """Return which part of a whole tensor this process has; None where it has no element."""
+    """Return which part of a whole tensor this process has; None if it has no element."""
     if not count:
         return None
     if not isinstance(tensor, DTensor):

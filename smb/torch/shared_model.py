@@ -93,10 +93,10 @@ def join(
     The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
     DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
     InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
-    tensors than its model's; NotFoundError where there is no group and no scheme is given; AlreadyExistsError with
+    tensors than its model's; NotFoundError if there is no group and no scheme is given; AlreadyExistsError with
     fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then,
     and nothing of this join stays. optimizer.step() raises smb.train.RefusedContributionError where a guard refuses
-    (NaN, for one): the model is the shared one again, the optimizer's state as it was; and NotFoundError where the
+    (NaN, for one): the model is the shared one again, the optimizer's state as it was; and NotFoundError if the
     training was deleted, after which close() succeeds.
     """
     if client is not None and coordinator is not None:

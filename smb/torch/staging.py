@@ -1,6 +1,6 @@
 """Pieces of tensors on their way between a device and host memory: two rooms of a fixed size that take turns.
 
-Where the device has streams, copies go by a stream of their own, from and to pinned memory: one piece is copied while
+If the device has streams, copies go by a stream of their own, from and to pinned memory: one piece is copied while
 another one is computed with. An event says when a room's copies are done; the device's own work waits for the stream
 before it uses what was copied to it.
 """

@@ -1,6 +1,6 @@
 """Guards keep a faulty worker from spoiling the shared model: every contribution is checked before it is sent.
 
-The guards are the group's: whoever joins has the same ones. A contribution that is refused is counted, nothing of it is
+The guards are the group's: every member has the same ones. A contribution that is refused is counted, nothing of it is
 sent, and the worker's values become the shared model again.
 """
 

@@ -217,7 +217,7 @@ class HostExchange(Exchange):
         self._inner.restart()
 
     def _tell_host(self, due: int) -> None:
-        """Make the base the host's model, and wake the others. Raises MembershipLostError where it is another's."""
+        """Make the base the host's model, and wake the others. Raises MembershipLostError if it is another's."""
         host = self._host
         try:
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
@@ -233,7 +233,7 @@ class HostExchange(Exchange):
         host.wake()
 
     def _revive(self) -> None:
-        """A host in which nobody is left starts from the shared model, not from where it was: the oldest of those who
+        """A host in which nobody is left starts from the shared model, not from its own. The oldest of the workers that
         come back, maybe all at once, sees to it.
         """
         host = self._host
@@ -263,7 +263,8 @@ def _root(rows: t.Rows, live: list[int], due: int) -> int:
 
 
 def _placement(client: Client, name: str) -> dict[str, list[str]]:
-    """Where the host's group goes: on the servers of this host. Empty where it is there already, or no server is."""
+    """Return the placement of the host's group: the servers of this host. Empty if it is there already, or no server
+    is."""
     try:
         client.open(name)
         return {}

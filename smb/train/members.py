@@ -79,7 +79,7 @@ class Member:
         return t.clock_of(self.mark)
 
     def check(self) -> None:
-        """Raise MembershipLostError where the slot was lost. Asks the server only where the lease looks run out."""
+        """Raise MembershipLostError if the slot was lost. Asks the server only if the lease looks run out."""
         if self._lock.held:
             return
         try:
@@ -135,7 +135,7 @@ def live(rows: t.Rows) -> Iterator[int]:
 def admit(client: Client, group: str, table: t.Table, lease: float, first_clock: Callable[[t.Rows], int]) -> Member:
     """Take a slot, whose mark begins at `first_clock` of the table. Blocks nobody.
 
-    Raises OutOfMemoryError where all slots are taken.
+    Raises OutOfMemoryError if all slots are taken.
     """
     seen = table.read().copy()
     now = int(seen[0, t.ROUND]) >> t.ROUND_SHIFT
@@ -217,7 +217,7 @@ def _host() -> NDArray[np.int64]:
 
 def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Callable[[t.Rows], int]) -> Member | None:
     """Return the member that has taken a slot whose lock it holds, and whose holder (0: none), whom nobody missed, is
-    gone from here on. None where we were stopped for so long that the slot is another's by now: we change nothing of
+    gone from here on. None if we were stopped for so long that the slot is another's by now: we change nothing of
     it.
     """
     row = 1 + slot

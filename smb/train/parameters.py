@@ -90,7 +90,7 @@ class Parameters(ABC):
     # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
 
     def store(self, weights: Buffer) -> None:
-        """Write the present values, exact. Raises InvalidArgumentError where they are not finite."""
+        """Write the present values, exact. Raises InvalidArgumentError if they are not finite."""
         for begin, piece in self.pieces():
             if not np.isfinite(piece).all():
                 raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")

@@ -121,7 +121,7 @@ class RoundRobin(Exchange):
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None where the scheme has no batch_size."""
+        """How many samples the next local step is to be made of; None if the scheme has no batch_size."""
         return self._batch_size
 
     @property
@@ -213,7 +213,7 @@ class RoundRobin(Exchange):
                 group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
             except TimeoutError:
                 if time.monotonic() - since >= group.lease / 4 and group.reap([turn.slot]):
-                    # Where one died others may have; their waiters count on a wake for each.
+                    # If one died, others may have; their waiters count on a wake for each.
                     for _ in group.reap(member.slot for member in live):
                         group.wake()
 

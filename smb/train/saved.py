@@ -53,7 +53,7 @@ class _Source:
 def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
     """Write a training into a file while it goes on; return its round (0 in schemes without rounds).
 
-    All is of one round, and exact, whatever wire= says. Where rounds are closed faster than the model can be read, the
+    All is of one round, and exact, whatever wire= says. If rounds are closed faster than the model can be read, the
     next one waits for the file. The file appears whole at the end, in place of one that was there. Takes memory of a
     fixed size. The workers' own (inner optimizers, the models of hosts in HSGD, work units) is not in it. Raises
     NotFoundError, InvalidArgumentError (no group), OSError.
@@ -79,7 +79,7 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
     """Make a training of a file, in any cluster, under any name; return its round. Workers that join go on from there.
 
-    `placement` is servers=, stripe= and wire= of Client.create. Raises AlreadyExistsError where there is a training of
+    `placement` is servers=, stripe= and wire= of Client.create. Raises AlreadyExistsError if there is a training of
     that name (smb.train.delete), InvalidArgumentError for a file that is not whole or no training, OSError.
     """
     with Path(path).open("rb") as file:

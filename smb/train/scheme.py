@@ -42,7 +42,7 @@ class Exchange(ABC):
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None where the scheme has no say in that."""
+        """How many samples the next local step is to be made of; None if the scheme has no say in that."""
         return None
 
     @property
@@ -54,12 +54,11 @@ class Exchange(ABC):
     def step(self, samples: int) -> None:
         """Take note of one local step over so many samples; exchange where the scheme says so.
 
-        Where nothing is due it takes no time that grows with the model.
-        """
+        If nothing is due, it takes no time that grows with the model."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Make the parameters the shared model, and forget what was local. Where it raises they are as they were."""
+        """Make the parameters the shared model, and forget what was local. If it raises, they are unchanged."""
 
     def flush(self) -> None:
         """Finish what is under way in the background; afterwards nothing of this worker is outstanding."""
@@ -114,8 +113,8 @@ class Scheme(ABC):
         return cls(**settings)
 
     def interval(self) -> int:
-        """Return after how many local steps a worker may have something to exchange; of the steps between it is enough
-        to be told then, all at once.
+        """Return after how many local steps a worker may have something to exchange. Steps between may be reported
+        then, all at once.
         """
         return 1
 

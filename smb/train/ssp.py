@@ -61,13 +61,13 @@ def clocks_of(rows: t.Rows) -> dict[int, int]:
 
 
 def lag(clock: int, others: Mapping[int, int]) -> int:
-    """Return how many clocks the slowest of the others is behind; 0 where nobody is."""
+    """Return how many clocks the slowest of the others is behind; 0 if nobody is."""
     return max(0, clock - min(others.values(), default=clock))
 
 
 def must_wake(clock: int, others: Mapping[int, int], bound: int) -> bool:
-    """Whether somebody may wait for the step to `clock` that a member has just told of: it was the last one below, and
-    another is so far ahead that it waited for that.
+    """Whether somebody may wait for a member's step to `clock`, just written: it was the last one below, and another is
+    so far ahead that it waited.
     """
     return min(others.values(), default=0) >= clock and max(others.values(), default=0) - (clock - 1) > bound
 
@@ -122,7 +122,7 @@ class StaleSynchronous(Exchange):
         self._deltas.restart()
 
     def flush(self) -> None:
-        """Send what a failed call left unsent, and tell the clock that was not told."""
+        """Send what a failed call left unsent, and the clock that was not written."""
         if self._deltas.finish():
             self._count()
             self._clock += 1

@@ -1,4 +1,4 @@
-"""One process's part in a training: `join` gives a Worker, which is told after every local step."""
+"""One process's part in a training: `join` gives a Worker, whose `step` is called after every local step."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Worker:
         group.client._session.reports[id(self)] = self._report
 
     def begin(self) -> None:
-        """Make the parameters the shared model: the last part of joining. Where it fails they are as they were; then
+        """Make the parameters the shared model: the last part of joining. If it fails, they are unchanged; then
         withdraw().
         """
         self._exchange.restart()
@@ -120,7 +120,7 @@ class Worker:
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None where the scheme leaves that to you."""
+        """How many samples the next local step is to be made of; None if the scheme leaves that to you."""
         return self._exchange.batch_size
 
     @property
@@ -166,13 +166,13 @@ class Worker:
     def step(self, samples: int | None = None) -> None:
         """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
 
-        Where samples are not told, none are counted, and a step weighs as one.
+        Without samples= none are counted, and a step weighs as one.
 
         Changes the values in place. Blocks as the scheme says (its docstring), otherwise as long as its calls take. May
         raise UnavailableError and TimeoutError: a server was away for longer than the client's timeout; call it again
         later, and nothing counts twice. Raises RefusedContributionError: nothing was sent, the values are the shared
         model's. A worker that was stopped for longer than its lease joins again by itself: its values are the shared
-        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError where the training
+        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError if the training
         was deleted; close() succeeds then.
         """
         self._check_open()

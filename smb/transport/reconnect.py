@@ -112,8 +112,8 @@ class Links:
         tls: ClientTls,
         locate_copies: Callable[[SegmentPlace], SegmentPlace | None] = lambda place: place,
     ) -> None:
-        """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it.
-        `locate_copies` asks where the primary of a segment is now; NotFoundError where it is gone.
+        """`locate` asks the coordinator for a server by name: None if it does not answer, or does not know it.
+        `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone.
         """
         self._locate_copies = locate_copies
         self._copies: dict[int, _Copies] = {}  # by segment
@@ -135,7 +135,7 @@ class Links:
         return self._outages
 
     def why_untrusted(self, server: str) -> str:
-        """Return why whoever answers at the server's address is not taken for it, empty where that is not so."""
+        """Return why the peer at the server's address is not trusted to be that server, empty if it is trusted."""
         return self._untrusted.get(server, "")
 
     def dial(self, lane: Lane, dialer: Dialer) -> None:
@@ -145,8 +145,8 @@ class Links:
     def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
         """Return the link of this lane to the segment's server, connecting it if there is none.
 
-        It may be used for that segment. Raises EngineError where nobody answers or we are refused, UnavailableError
-        where it is another server, or another run of it.
+        It may be used for that segment. Raises EngineError if nobody answers or we are refused, UnavailableError
+        if it is another server, or another run of it.
         """
         where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
         with self._lock:
@@ -251,7 +251,7 @@ class Links:
         begun = time.monotonic()
         with self._lock:
             self._outages = replace(self._outages, begun=self._outages.begun + 1)
-        # A server that is not told of its role yet lets us in, and then sends us away.
+        # A server that does not know its role yet lets us in, and then sends us away.
         pause = _PAUSE_FIRST_S if begun - entry.resumed_at > _SENT_AWAY_S else _SENT_AWAY_S / 2
         if pause > _PAUSE_FIRST_S and self._closing.wait(pause):
             return

@@ -18,7 +18,7 @@ class ClientTls:
         self._made: tuple[Credentials, Tls] | None = None
 
     def now(self, server: str) -> Tls:
-        """Return it, for a connection to that server. Raises UnavailableError where there are no credentials."""
+        """Return it, for a connection to that server. Raises UnavailableError if there are no credentials."""
         if self._current is None:
             raise UnavailableError(f"memory server {server} speaks TLS, and this client has no credentials")
         credentials = self._current.now()

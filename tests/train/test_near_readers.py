@@ -25,7 +25,7 @@ def check(follower: smb.torch.Follower, number: int) -> None:
     assert all(found[name].equal(tensor) for name, tensor in state(number).items())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[smb.LocalCluster]:
     with smb.LocalCluster(servers=2, capacity="64MiB") as cluster:
         yield cluster

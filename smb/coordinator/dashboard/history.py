@@ -31,7 +31,7 @@ from smb.rpc import control_pb2 as pb
 
 STEP_S = 2.0  # a server renews every 2 s: finer steps would show nothing more
 SPAN_S = 300.0
-LAG_S = 2.5  # what happened later than this ago some server may not have told yet
+LAG_S = 2.5  # some server may not have reported its last seconds yet
 RECENT_S = 60.0  # over which errors are counted
 LOST_CLIENTS_S = 300.0
 EVENTS_MAX = 200

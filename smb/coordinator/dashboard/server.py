@@ -42,7 +42,7 @@ class Dashboard:
                 )
 
     def __call__(self, path: str, query: str) -> Answer | None:
-        """Return the answer to GET path?query, None where there is no such page."""
+        """Return the answer to GET path?query, None if there is no such page."""
         if path in self._files:
             return self._files[path]
         try:

@@ -162,7 +162,7 @@ class Etcd:
         await self._call(pb.LeaseRevokeRequest(ID=lease_id), pb.LeaseRevokeResponse, timeout_s)
 
     async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
-        """Renew a lease; return its seconds, 0 where it is gone. Raises SilentError, RefusedError."""
+        """Renew a lease; return its seconds, 0 if it is gone. Raises SilentError, RefusedError."""
         reply = await self._call(pb.LeaseKeepAliveRequest(ID=lease_id), pb.LeaseKeepAliveResponse, timeout_s)
         return int(reply.TTL)
 

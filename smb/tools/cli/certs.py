@@ -60,7 +60,7 @@ def limits_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _may(holder: Holder) -> str:
-    """Return what people are told of a certificate."""
+    """Return a certificate's description for people."""
     does = _DOES[holder.role.value]
     if holder.role.value == "server":
         return does.format(holder.name)

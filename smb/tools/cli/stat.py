@@ -61,7 +61,7 @@ def stat(
 
 
 def _version(buffer: Buffer) -> int | None:
-    """Return the version published last, None where its server does not say."""
+    """Return the version published last, None if its server does not say."""
     from smb.errors import Error
 
     try:

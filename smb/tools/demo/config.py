@@ -33,7 +33,7 @@ class DemoConfig:
     after which one worker is killed and another one joins. One process alone then trains the same number of samples,
     unless `compare` is False. `plot` None: none.
 
-    Raises InvalidArgumentError where a value can't be meant, and names what can.
+    Raises InvalidArgumentError if a value can't be meant, and names what can.
     """
 
     scheme: str = "seasgd"

@@ -27,7 +27,7 @@ class Deltas:
         self._parameters = parameters
         self._sent_bytes = sent_bytes
         self._moved_bytes = 0
-        self._base = np.zeros(parameters.size, np.float32)
+        self._base: Values = np.zeros(parameters.size, np.float32)
         self._delta = np.empty(parameters.size, np.float32)
         self.landing: Values | None = None  # what was read, or came back, and is not taken over yet
         self._unsent: Values | None = None if weights.wire == "exact" else np.zeros(parameters.size, np.float32)
@@ -107,7 +107,7 @@ class Deltas:
             self.landing = np.empty_like(self._base)
 
     def add_missing(self) -> bool:
-        """Add what an addition that failed has left; False where none did."""
+        """Add what an addition that failed has left; False if none did."""
         if self._failure is None:
             return False
         run, error = self._failure

@@ -3,8 +3,8 @@
     d = alpha * (W_local - W_global);  W_local -= d;  W_global += d        (Zhang, Choromanska, LeCun 2015)
 
 They differ in when W_local takes its half, and in what is hidden behind computing. W_global takes exactly what W_local
-gives: the sum over the workers and the shared model changes by local steps alone. Where the group was made with wire=
-in fewer bits, both take d as it arrives, rounded; W_global is read exact.
+gives: the sum over the workers and the shared model changes by local steps alone. If the group was made with wire= in
+fewer bits, both take d as it arrives, rounded; W_global is read exact.
 """
 
 from __future__ import annotations
@@ -166,13 +166,13 @@ class Elastic:
         self._difference.pay()
 
     def restart(self) -> None:
-        """Make the parameters the shared model; nothing is under way. Where it raises they are as they were."""
+        """Make the parameters the shared model; nothing is under way. If it raises, they are unchanged."""
         self._difference.fetch()
         self._difference.adopt()
 
     def _workers(self) -> int:
-        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we look after
-        those who have told nothing since the last time.
+        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we check the
+        members that have reported nothing since the last time.
         """
         group, rows = self._group, self._group.table.read()
         live = group.live(rows)

@@ -35,7 +35,7 @@ class Turn:
 
     updates: int = 0
     slot: int = 0
-    incarnation: int = 0  # its lowest 15 bits: whoever had the slot before has no part in the turn
+    incarnation: int = 0  # its lowest 15 bits: an earlier owner of the slot has no part in the turn
     taken: bool = False
 
     def word(self) -> int:

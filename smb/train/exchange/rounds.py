@@ -5,7 +5,7 @@ never counts. The round is complete when all live members have marked, or once a
 seconds have passed since. The first member to see that it is complete closes it, usually the last to arrive:
 
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
-    decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by whoever closes r
+    decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by every closer of r
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
              optimizer: sum = - the same, state of round r + 1 = state of round r, next = weights, apply the rule
     built    ROUND: -> (r, attempt + 1, built)
@@ -89,7 +89,7 @@ class RoundScheme(Scheme):
         return 1
 
     def outer(self) -> Outer | None:
-        """Return the optimizer on the servers, None where the mean is just added."""
+        """Return the optimizer on the servers, None if the mean is just added."""
         return None
 
     def copies(self) -> Copies:
@@ -319,7 +319,7 @@ class RoundExchange(Exchange):
         if self._sum is not None:
             written.append(self._sum)
         fences: dict[str, Lock] = {}
-        with contextlib.ExitStack() as held:  # gives every lock back, also where giving one back fails
+        with contextlib.ExitStack() as held:  # gives every lock back, also if giving one back fails
             try:
                 for buffer in written:
                     try:
@@ -357,7 +357,8 @@ class RoundExchange(Exchange):
         self._group.replace(self._next, claim, fences[self._group.weights.name])
 
     def _decide(self, number: int) -> list[tuple[Buffer, float]]:
-        """Return inboxes and weights, by slot, of those who count in a round: whoever closes it finds the same set."""
+        """Return inboxes and weights, by slot, of the contributions that count in a round: every closer finds the same
+        set."""
         group, table, column = self._group, self._group.table, _decided(number)
         rows = table.read()
         word = int(rows[0, column])
@@ -419,7 +420,7 @@ def _tag(number: int) -> int:
 
 
 def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
-    """Return slot: weight of those who have marked something for a round, whether they are still there or not."""
+    """Return slot: weight of the members that have marked for a round, present or not."""
     found = {}
     for slot in np.flatnonzero(rows[1:, t.MARK] & t.CLOCK_MASK == number + 1).tolist():
         mark, word = int(rows[1 + slot, t.MARK]), int(rows[1 + slot, t.WEIGHT])

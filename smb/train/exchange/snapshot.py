@@ -45,7 +45,7 @@ class Snapshot:
 
     def send(self, inbox: Buffer) -> Norm:
         """Write what was done since the parameters were filled into an inbox, by pieces: one travels while the next is
-        made. Blocks until all is there. Where it raises, call it again: nothing is lost.
+        made. Blocks until all is there. If it raises, call it again: nothing is lost.
         """
         found = Norm()
         sent: list[tuple[Values, int]] = []  # what is this process's to write, and where

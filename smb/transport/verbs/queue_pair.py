@@ -208,7 +208,7 @@ class Users:
             self.leave()
 
     def end(self, timeout: float) -> bool:
-        """Let nobody in any more, and wait until all have left; False where somebody has not in time."""
+        """Let nobody in any more, and wait until all have left; False if somebody has not in time."""
         with self._changed:
             self._ending = True
             return self._changed.wait_for(lambda: self._count == 0, timeout)
@@ -270,7 +270,7 @@ class Pool:
         return len(self._free)
 
     def take(self) -> int:
-        """Return the address of a free block. Raises IndexError where there is none."""
+        """Return the address of a free block. Raises IndexError if there is none."""
         return self.address + self._free.popleft() * self.block_bytes
 
     def give(self, address: int) -> None:
@@ -498,7 +498,7 @@ class Queue:
             self._cq.req_notify()
 
     def take_event(self) -> None:
-        """Once `fd` is readable. Waits for nothing, also where it is not: another one may have had this descriptor."""
+        """Once `fd` is readable. Waits for nothing, also if it is not: another one may have had this descriptor."""
         if self._rings is None:
             return  # closed: there is nothing behind the objects any more
         try:

@@ -153,7 +153,7 @@ class Verbs:
     # ---- for the client
 
     def memory(self) -> ClientMemory:
-        """Return the client's registered memory. Raises NoPathError where RDMA can't be used."""
+        """Return the client's registered memory. Raises NoPathError if RDMA can't be used."""
         device = self._open_device()
         with self._lock:
             if self._parts.closed:
