@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ class Case:
     relays: bool = True
     formula: float = 1.0
     limit: float = 0.0
+    kill: bool = False  # in the middle of each generation but the first, one host's relay
 
 
 CASES = {
@@ -55,6 +57,7 @@ CASES = {
     "unequal": Case("uplinks 1:2:4, the trainer's 4", 4, [1, 2, 4], formula=4 / (11 / 3), limit=1.2),
     "one": Case("1 reader on one host", 1, [1]),
     "four": Case("4 readers on one host", 1, [1], readers=4, limit=1.05),
+    "killed": Case("4 hosts with equal links, a relay killed in the middle", 1, [1] * 4, kill=True),
     "many": Case("64 readers on 4 hosts", 1, [1] * 4, readers=16),
 }
 
@@ -190,6 +193,12 @@ class Cluster:
             line = ["nsenter", f"--mount=/proc/{self.servers[host].pid}/ns/mnt", "--wd=.", *line]
         return self.lab.popen(host, line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
+    def kill_relay(self, host: str) -> None:
+        """End the process that fills a host's mirrors."""
+        for path in Path(f"/proc/{self.servers[host].pid}/task").glob("*/children"):
+            for pid in path.read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+
     def mirrors(self) -> list[Any]:
         """Return what there is, as `smb relay --json` says."""
         line = [*PYTHON, "smb.tools.cli.main", "relay", "m", "--coordinator", self.address, "--json"]
@@ -227,6 +236,9 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
             trainer.stdin.write("\n")
             trainer.stdin.flush()
             sent = _line(trainer)
+            if case.kill and number > 1:
+                time.sleep(0.4 * one_copy_s)
+                cluster.kill_relay(f"h{number % len(case.uploads)}")
             last, sources = 0.0, set()
             for process, part in processes:
                 for _ in range(part):
