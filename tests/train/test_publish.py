@@ -15,6 +15,7 @@ import torch
 import smb
 import smb.torch
 from tests.conftest import Connect
+from tests.fault.long import LONG
 from tests.support.clients import in_process, run_together
 from tests.support.daemons import stop, wait_for
 from tests.support.states import (
@@ -142,7 +143,7 @@ def test_readers_never_see_a_mix(cluster: smb.LocalCluster, connect: Connect) ->
     """One trainer at full rate, four readers over both transports that were there before it: every generation that
     anybody saw is whole, its number is right, and the numbers grow.
     """
-    last = 30
+    last = 60 if LONG else 12
     readers = [(follow_until, cluster.address, transport, last) for transport in ("shm", FAR) * 2]
     *seen, published = run_together(*readers, (publish_up_to, cluster.address, last))
     assert published == [last + 1]
