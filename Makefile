@@ -34,7 +34,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 metrics-page track-record perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -61,7 +61,7 @@ pytest: $(VENV)/test-installed
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 C_FILES := $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] perf/*.[ch])
-# Text for people, and Python. Decisions keep the words of their day (pyproject.toml).
+# Text for people, and Python. Decisions and the record of bugs keep the words of their day (pyproject.toml).
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
@@ -187,6 +187,10 @@ etcd-server:
 prometheus:
 	@command -v promtool >/dev/null || tests/support/install-without-service.sh prometheus >/dev/null 2>&1 || \
 		echo "prometheus is not here and could not be installed: what needs it is not run"
+
+# docs/track-record.md, from docs/track-record.toml: bugs found, how, and their mends.
+track-record: $(VENV)/installed
+	$(BIN)/python -m tests.support.track_record
 
 # docs/metrics.md and the dashboards, from smb/daemon/metric_names.py and deploy/grafana/make_dashboards.py.
 metrics-page: $(VENV)/installed
