@@ -27,10 +27,11 @@ from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
-from memserver.metrics import EngineMetrics, Life
+from memserver.metrics import EngineMetrics, Life, RelayMetrics
 from memserver.rdma_target import Rdma
 from memserver.recovery import recover
 from memserver.registration import Identity, MissingNames, Registration
+from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
@@ -63,6 +64,7 @@ class Options:
     name: str
     loops: int
     weight: float = 1.0
+    zone: str = ""
     advertise: str = ""
     ready_file: Path | None = None
     verbs: Settings | None = None  # None: no RDMA
@@ -179,7 +181,10 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
     address = format_address(reachable, advertised_port or data_port)
 
+    relays = Relays(options.coordinator, options.name)
+    leaving.callback(relays.close)
     registry = CollectorRegistry()
+    registry.register(RelayMetrics(relays))
     health = _Health(options, address, segments, life)
     buffers, clients = Names(), Names()
     registry.register(EngineMetrics(engine, segments, options.capacity_bytes, health.life, buffers, clients))
@@ -200,6 +205,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
         data_tls=secured,
+        zone=options.zone,
     )
     _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
 
@@ -230,6 +236,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         options.credentials,
         take_keys,
         replication,
+        relays,
     )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from memserver.engine import Engine
+from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import FOR_GOOD, Segments
 from memserver.usage_by_client import Names
@@ -54,6 +55,7 @@ class Identity:
     capacity_bytes: int
     weight: float = 1.0
     data_tls: bool = False
+    zone: str = ""
 
 
 class MissingNames:
@@ -89,6 +91,7 @@ class Registration:
         credentials: Credentials | None = None,
         on_keys: Callable[[pb.AccessKeys], None] | None = None,
         replication: Replication | None = None,
+        relays: Relays | None = None,
     ) -> None:
         """Begin. `load` is asked at each renewal. `on_outcome` is called once, from the thread here: with None once
         registered, or with why that can never be; `on_keys`, with credentials, each time that the coordinator has
@@ -113,6 +116,9 @@ class Registration:
         self._replication = replication
         if replication is not None:
             replication.on_news = self._hurry.set
+        self._relays = relays
+        if relays is not None:
+            relays.on_news = self._hurry.set
         self._current = Current(credentials) if credentials is not None else None
         self._used = credentials
         self._connect()
@@ -201,6 +207,7 @@ class Registration:
             sessions_seen=self._sessions_seen,
             weight=me.weight,
             data_tls=me.data_tls,
+            zone=me.zone,
         )
         failpoint("memserver.register.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -233,12 +240,16 @@ class Registration:
         if self._replication is not None:
             request.broken.extend(self._replication.broken())
             request.copies.extend(self._replication.copies())
+        if self._relays is not None:
+            request.mirrors.extend(self._relays.reports())
         failpoint("memserver.renew.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
         self._missing_names.learn(reply)
+        if self._relays is not None:
+            self._relays.take(reply.mirrors)
         self._end(reply.ended_sessions)
         self._take_roles(reply, asked_s)
         return int(reply.lease_ms)

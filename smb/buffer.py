@@ -510,6 +510,8 @@ class Buffer:
             )
         if not 0.001 <= ttl <= _PUBLISH_WAIT_MAX_S:
             raise InvalidArgumentError(f"{asked}: ttl={ttl!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s")
+        if self.info.mirror_of:
+            raise InvalidArgumentError(f"{asked}: it is a mirror; publish to {self.info.mirror_of!r}")
         return self._versions.publish(memory.place, timeout, ttl, readers)
 
     def wait(self, version: int, *, timeout: float | None = None) -> int:

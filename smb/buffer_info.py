@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,23 @@ from smb.layout import Layout
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import unpack
 from smb.transport.base import SegmentPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """A mirror of a published buffer: the buffer `name`, on one server. `alive`: its relay was heard of within its
+    server's lease. `version` is what it had then, `arrived_bytes` how much of the next, `published` the source's
+    latest. `feeds` says how many bytes per second came to it from which buffer.
+    """
+
+    name: str
+    server: str
+    zone: str
+    alive: bool
+    version: int
+    arrived_bytes: int
+    published: int
+    feeds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +48,8 @@ class BufferInfo:
     copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
     replicas: int = 1  # copies on different servers; which segments have lost one: SegmentPlace.backup
     wire: str = "exact"  # how its elements travel unless a call says
+    mirror_of: str = ""  # of a mirror: the published buffer
+    mirrors: tuple[Mirror, ...] = ()  # of a published buffer; of one that was listed, ()
     metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; of one that was listed, ""
 
     @classmethod
@@ -57,6 +77,20 @@ class BufferInfo:
             buffer.copy_stride_bytes,
             buffer.replicas or 1,
             buffer.wire or "exact",
+            buffer.mirror_of,
+            tuple(
+                Mirror(
+                    m.name,
+                    m.server,
+                    m.zone,
+                    m.alive,
+                    m.version,
+                    m.arrived_bytes,
+                    m.published,
+                    {feed.name: feed.bytes_per_s for feed in m.feeds},
+                )
+                for m in buffer.mirrors
+            ),
             unpack(buffer.packed_metadata),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import logging
 import numbers
 import operator
@@ -31,7 +32,7 @@ from smb.config.parse import parse_addresses, parse_bytes
 from smb.config.settings import DEFAULT_COORDINATOR, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
 from smb.engine import AskOpcode
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, TransportError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, TransportError
 from smb.lock import Lock
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import JSON, encode
@@ -59,7 +60,7 @@ class ServerInfo:
     """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
 
     `used` counts whole segment files, a little more than their data. `alive`: its lease runs. `weight`: how much of a
-    new buffer's traffic it takes, beside the other servers.
+    new buffer's traffic it takes, beside the other servers. `zone`: where it is, as it was told.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ServerInfo:
     last_seen: float
     metrics: str
     weight: float = 1.0
+    zone: str = ""
 
     @property
     def free(self) -> int:
@@ -322,6 +324,52 @@ class Client:
             _check_name("rename", name)
         self._coordinator.rename_buffer(request, self.timeout)
 
+    def relay(self, name: str, to: Iterable[str] | str = "auto") -> builtins.list[str]:
+        """Have a published buffer mirrored on these memory servers, by name. "auto" takes every one that is alive and
+        has no part of it. Return the servers that have a mirror now.
+
+        Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
+        readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
+        one already keep it. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or
+        more), or with deltas, and OutOfMemoryError where a server has no room: then none was added.
+        """
+        asked = f"relay {name!r}"
+        source = self.open(name)
+        about = source.metadata.get("smb.publish")
+        if isinstance(about, dict) and about.get("deltas"):
+            raise InvalidArgumentError(f"{asked}: it is published with deltas=, which relays do not forward yet")
+        has = {mirror.server for mirror in source.info.mirrors}
+        if to == "auto":
+            parts = {place.server for place in source.layout.segments}
+            servers = [server.name for server in self.servers() if server.alive and server.name not in parts]
+        else:
+            servers = builtins.list(_server_names(name, to))
+        made: builtins.list[str] = []
+        try:
+            for server in dict.fromkeys(servers):
+                if server not in has:
+                    mirror = f"{name}.mirror.{server}"
+                    request = pb.CreateBufferRequest(name=mirror, mirror_of=name, server_names=[server])
+                    self._coordinator.create_buffer(request, self.timeout)
+                    made.append(mirror)
+        except BaseException:
+            for mirror in made:
+                with contextlib.suppress(Error):  # the first error says more
+                    self.delete(mirror, missing_ok=True)
+            raise
+        return sorted(mirror.server for mirror in self.open(name).info.mirrors)
+
+    def stop_relays(self, name: str, to: Iterable[str] | None = None) -> builtins.list[str]:
+        """Delete a buffer's mirrors on these servers, or all; return the servers. Readers go to what is left."""
+        mirrors = {mirror.server: mirror.name for mirror in self.open(name).info.mirrors}
+        servers = sorted(mirrors) if to is None else builtins.list(_server_names(name, to))
+        for server in servers:
+            if server not in mirrors:
+                raise NotFoundError(f"stop relays of {name!r}: it has no mirror on {server!r}")
+        for server in servers:
+            self.delete(mirrors[server], missing_ok=True)
+        return servers
+
     def servers(self) -> builtins.list[ServerInfo]:
         """Return all memory servers the coordinator knows, dead ones too, sorted by name."""
         self._session.check_open()
@@ -336,6 +384,7 @@ class Client:
                 last_seen=server.last_seen_at,
                 metrics=server.metrics_address,
                 weight=server.weight or 1.0,  # an older coordinator tells none
+                zone=server.zone,
             )
             for server in self._coordinator.list_servers(self.timeout)
         ]

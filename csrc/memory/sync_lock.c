@@ -64,7 +64,7 @@ static struct sync_answer granted(const struct sync *sync, const struct sync_req
     int which = (int)request->argument;
     uint64_t version = which == SYNC_PUBLISHER ? word_get(&sync->words->version) + 1 : 0;
     if (request->copies)
-        version |= (uint64_t)sync_find_copy(sync->words, SYNC_BEGUN | version) << 56;
+        version |= (uint64_t)sync_find_copy(sync->words, SYNC_BEGUN | version) << SYNC_VERSION_BITS;
     return (struct sync_answer){SMB_OK, word_get(&sync->words->locks[which].token), version};
 }
 

@@ -84,8 +84,11 @@ int version_ask_publish(struct sync *sync, const struct sync_request *request, u
 {
     struct sync_lock_words *lock = &sync->words->locks[SYNC_PUBLISHER];
     uint64_t token = request->words[0], version = request->words[1],
-             published = word_get(&sync->words->version);
+             published = word_get(&sync->words->version), begun = version;
     bool holds = lock_is_holder(lock, token, now_ns);
+    if (request
+            ->words[2]) /* a mirror's versions have its source's numbers, and may leave some out */
+        version = request->words[2];
     reply->a = version;
     if (!holds)
         return published >= version && version > 0 &&
@@ -95,12 +98,14 @@ int version_ask_publish(struct sync *sync, const struct sync_request *request, u
                            now_ns, news) == SMB_OK
                    ? SMB_OK
                    : SMB_LOCK_LOST;
-    if (version == 0 || version != published + 1) /* 0: after garbage the count may wrap */
+    /* 0: after garbage the count may wrap */
+    if (begun == 0 || begun != published + 1 || version < begun || version >> SYNC_VERSION_BITS)
         return SMB_INVALID;
-    int copy = sync_find_copy(sync->words, SYNC_BEGUN | version);
+    int copy = sync_find_copy(sync->words, SYNC_BEGUN | begun);
     if (copy >= 0) /* else it was killed after this, and asks again; or all is garbage */
         word_put(&sync->words->copies[copy], version);
     FAILPOINT("sync.placed");
+    word_put(&sync->words->writing, version);
     word_put(&sync->words->version, version);
     FAILPOINT("sync.published");
     word_put(&lock->released, word_get(&lock->released) | lock_released_bit(token));

@@ -11,6 +11,7 @@ enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 };
 
 enum { SYNC_COPIES_MAX = 16 };
 enum { SYNC_LOCK_BITS = 8 }; /* of a LOCK's argument: which one; above them the buffer's copies */
+enum { SYNC_VERSION_BITS = 56 }; /* of a version; a granted turn has the copy above them */
 static const uint64_t SYNC_BEGUN = (uint64_t)1 << 63;
 
 /* In the segment's header page. Zeroes: nothing was ever locked, published or awaited. Everything

@@ -27,6 +27,38 @@ _VERSION_BITS = 56  # of a publisher's turn; above them the copy
 _VERSION_MASK = 2**_VERSION_BITS - 1
 
 
+class Publication:
+    """A version that is being written: a publisher's turn, which ends with `ttl` seconds unless it is renewed. Nobody
+    sees it before `commit`.
+    """
+
+    def __init__(self, calls: Dispatcher, token: int, version: int, copy: int, ttl: float) -> None:
+        self._calls = calls
+        self._asked = calls.arguments.asked("publish")
+        self._token = token
+        self._version = version
+        self._ttl_ms = round(1000 * ttl)
+        self.copy = copy
+
+    def write(self, start: int, nbytes: int, source: Any) -> None:
+        """Write bytes of it, through the servers: refused once the turn is another's."""
+        base = self.copy * self._calls.info.copy_stride_bytes
+        self._calls.call(Request(Opcode.WRITE, base + start, nbytes, source, token=self._token))
+
+    def renew(self) -> None:
+        """Keep the turn for another ttl. Raises LockLostError."""
+        self._calls.homes()[0].ask(self._asked, AskOpcode.RENEW, PUBLISHER_LOCK, (self._token, self._ttl_ms))
+
+    def commit(self, number: int = 0) -> int:
+        """Publish it, as the next version or with a higher number, and return that."""
+        return self._calls.homes()[0].ask(self._asked, AskOpcode.PUBLISH, 0, (self._token, self._version, number)).a
+
+    def give_up(self) -> None:
+        """Let the next publisher have its turn."""
+        with contextlib.suppress(Error):  # the turn ends with its ttl, too
+            self._calls.homes()[0].ask(self._asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (self._token,))
+
+
 class Versions:
     """The versions of one buffer. With several copies, only publication changes it, and its home knows which version
     lies in which copy; a buffer with one copy just counts them.
@@ -164,8 +196,8 @@ class Versions:
             f"the last {copies} can be read (versions={copies})"
         )
 
-    def publish(self, source: Any, timeout: float, ttl: float, readers: float) -> int:
-        """Replace all elements and return the new version; see Buffer.publish."""
+    def begin(self, timeout: float, ttl: float, readers: float) -> Publication:
+        """Take the publisher's turn; see Buffer.publish for what bounds it."""
         asked, homes = self._arguments.asked("publish"), self._calls.homes()
         try:
             turn = homes[0].ask(
@@ -179,19 +211,34 @@ class Versions:
             raise TimeoutError(
                 f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"
             ) from error
-        token, version, copy = turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS
+        begun = Publication(self._calls, turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS, ttl)
         try:
-            raise_fences(homes[1:], PUBLISHER_LOCK, token, asked)
-            start = self._copy_base(copy) * self._arguments.itemsize
-            self._calls.call(Request(Opcode.WRITE, start, self._calls.info.nbytes, source, token=token))
+            raise_fences(homes[1:], PUBLISHER_LOCK, turn.a, asked)
         except BaseException as error:
-            failure: Any = error
-            if not self._calls.one_copy:  # only a copy that nobody reads was changed
-                failure.outcome, failure._account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
-            with contextlib.suppress(Error):  # the turn ends with its ttl, too, and the first error says more
-                homes[0].ask(asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (token,))
+            begun.give_up()
+            self._nothing_done(error)
             raise
-        return homes[0].ask(asked, AskOpcode.PUBLISH, 0, (token, version)).a
+        return begun
+
+    def publish(self, source: Any, timeout: float, ttl: float, readers: float) -> int:
+        """Replace all elements and return the new version; see Buffer.publish."""
+        begun = self.begin(timeout, ttl, readers)
+        try:
+            begun.write(0, self._calls.info.nbytes, source)
+        except BaseException as error:
+            if not self._calls.one_copy:  # only a copy that nobody reads was changed
+                self._nothing_done(error)
+            begun.give_up()
+            raise
+        return begun.commit()
+
+    def _nothing_done(self, error: BaseException) -> None:
+        failure: Any = error
+        failure.outcome, failure._account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
+
+    def read_from(self, copy: int, offset: int, count: int, sink: Any) -> None:
+        """Read elements of a copy, whatever is in it; exact."""
+        self._read(self._copy_base(copy) + offset, count, sink, 0)
 
     def _copy_base(self, copy: int) -> int:
         """First element of a copy."""

@@ -267,6 +267,11 @@ _TABLE = (
         parse_bytes, "BYTES",
     ),
     Setting(
+        "memserver", "zone", str, "",
+        "Where this server is: its rack or site. Readers and relays take what is in their zone first.",
+        metavar="NAME",
+    ),
+    Setting(
         "memserver", "advertise", str, "",
         "Host name or address by which clients reach this server. Default: --listen's host, or this host's address "
         "towards the coordinator where that is 0.0.0.0.",

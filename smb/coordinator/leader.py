@@ -22,6 +22,7 @@ from smb.coordinator.health import Health
 from smb.coordinator.idle_names import IdleNames
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
+from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.options import Options
 from smb.coordinator.service import CoordinatorService, new_id
@@ -92,9 +93,10 @@ class Leading:
             watch.saw(event, before, committed, now)
 
         commit_log.on_commit = saw
-        overview = Overview(lambda: (commit_log.state, commit_log.now()), watch, around.front.address)
+        mirrors = Mirrors()
+        overview = Overview(lambda: (commit_log.state, commit_log.now()), watch, around.front.address, mirrors)
         shared = pb.SharedSettings(checksum=options.checksum)
-        service = CoordinatorService(commit_log, servers, endings, watch, overview, shared, tokens)
+        service = CoordinatorService(commit_log, servers, endings, watch, overview, mirrors, shared, tokens)
         leaving.push_async_callback(service.finish)
         around.health.lead(commit_log, store, holds)
         around.front.lead(service, holds, term)

@@ -43,6 +43,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         wire=request.wire,
         metadata=request.packed_metadata,
         attempt_id=request.attempt_id,
+        mirror_of=request.mirror_of,
     )
     return check_creation(creation, replicas=request.replicas)
 
@@ -70,6 +71,7 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
         last_seen_at=0.0,
         weight=request.weight or 1.0,
         data_tls=request.data_tls,
+        zone=request.zone,
     )
     return ServerRegistered(server, frozenset(request.segment_ids))
 
@@ -96,6 +98,7 @@ def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) 
         copy_stride_bytes=record.copy_stride_bytes,
         packed_metadata=b"" if listed else record.metadata,
         replicas=record.replicas,
+        mirror_of=source.name if (source := state.source(record)) is not None else "",
     )
 
 
@@ -115,6 +118,7 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         metrics_address=server.metrics_address,
         weight=server.weight,
         data_tls=server.data_tls,
+        zone=server.zone,
     )
 
 

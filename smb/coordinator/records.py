@@ -72,6 +72,7 @@ class BufferRecord:
     metadata: bytes = b""  # a JSON object, checked, and packed; empty: {}
     attempt_id: int = 0  # of the creation, where it may be asked for again
     replicas: int = 1
+    mirror_of: int = 0  # the id of the published buffer; 0: it is no mirror
 
     @property
     def key(self) -> str:
@@ -116,6 +117,8 @@ class BufferRecord:
             del fields["replicas"]
             for segment in fields["segments"]:
                 del segment["backup"], segment["epoch"]
+        if not self.mirror_of:
+            del fields["mirror_of"]
         fields["metadata"] = b64encode(self.metadata).decode()
         return json.dumps(fields, ensure_ascii=False)
 
@@ -146,10 +149,14 @@ class ServerRecord:
     last_seen_at: float  # seconds since 1970
     weight: float = 1.0  # how much of the traffic it should take, beside others'; records of before have none
     data_tls: bool = False  # its data address speaks TLS
+    zone: str = ""
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        fields = asdict(self)
+        if not self.zone:  # as coordinators wrote it that know of none
+            del fields["zone"]
+        return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str) -> ServerRecord:

@@ -56,6 +56,7 @@ from smb.coordinator.messages import (
     server_message,
     without_session,
 )
+from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
 from smb.coordinator.replicas import CopyRole, copies_on
 from smb.coordinator.session_end_notifier import SessionEndNotifier
@@ -108,6 +109,7 @@ class CoordinatorService(CoordinatorServicer):
         endings: SessionEndNotifier,
         watch: Watch,
         overview: Overview,
+        mirrors: Mirrors,
         shared: pb.SharedSettings | None = None,
         tokens: Tokens | None = None,
     ) -> None:
@@ -123,6 +125,7 @@ class CoordinatorService(CoordinatorServicer):
         self._creations: set[asyncio.Task[BufferRecord]] = set()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
+        self._mirrors = mirrors
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -200,6 +203,8 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):
             self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
+        now = self._commit_log.now()
+        self._mirrors.record(committed.state, request.name, request, now)
         if request.broken:
             await self._look_after(request.name, request.broken)
         for whole in (True, False):
@@ -214,6 +219,7 @@ class CoordinatorService(CoordinatorServicer):
             segment_names=committed.state.segment_names(request.unnamed_segments),
             session_names=committed.state.session_names(request.unnamed_sessions),
             replicas=replica_messages(state, state.copies(request.name)),
+            mirrors=self._mirrors.tasks(state, request.name, now),
         )
 
     async def _look_after(self, server: str, broken: Iterable[pb.BrokenPair]) -> None:
@@ -310,6 +316,11 @@ class CoordinatorService(CoordinatorServicer):
                 f'create of "{request.name}" with replicas={request.replicas}: servers of a cluster with credentials '
                 f"do not forward changes to each other yet; use replicas=1"
             )
+        if request.mirror_of and self._tokens is not None:
+            raise InvalidArgumentError(
+                f'create of "{request.name}" as a mirror of "{request.mirror_of}": relays have no certificate of their '
+                f"own yet, so there are none in a cluster with credentials"
+            )
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
         record = await asyncio.shield(self._begun(await self._checked(request)))
         return self._opened(request, record)
@@ -381,6 +392,7 @@ class CoordinatorService(CoordinatorServicer):
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
         message = buffer_message(self._commit_log.state, record)
+        message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
             self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
         return message

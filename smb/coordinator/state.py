@@ -60,7 +60,7 @@ from smb.coordinator.placement import Placement, Pool, place, place_backups, pla
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
 from smb.coordinator.replicas import Copy, begin_copy, come_back, copies_on, end_copies, fail_over, lose_backups
-from smb.coordinator.validate import Creation, check_address, check_name, check_server_name, check_wire
+from smb.coordinator.validate import Creation, check_address, check_name, check_server_name, check_wire, check_zone
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 from smb.rpc.coordinator_client import SessionEndedError
 from smb.security.roles import namespace_of
@@ -74,6 +74,7 @@ SESSIONS_MAX = 65_536
 SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that the holder of one leaves places for others
 METADATA_BYTES_MAX = 16 << 20  # of all buffers, packed: it is held in memory, and read whole at every start
 FIRST_EPOCH = 1
+ARRIVED = ".arrived"  # after a mirror's name: the buffer that says which bytes are there (smb/relay/arrived.py)
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -129,6 +130,18 @@ class State:
     def find_id(self, buffer_id: int) -> BufferRecord | None:
         """Return the ready buffer of that id, whatever its name is now."""
         return next((record for record in self.listed() if record.id == buffer_id), None)
+
+    def source(self, record: BufferRecord) -> BufferRecord | None:
+        """Return what it is a mirror of."""
+        found = (each for each in self.buffers.values() if record.mirror_of and each.id == record.mirror_of)
+        return next(found, None)
+
+    def mirrors(self, record: BufferRecord) -> list[BufferRecord]:
+        """Return the mirrors of a published buffer, those that are ready, by name."""
+        if record.versions < 2 or record.mirror_of:
+            return []
+        found = [each for each in self.buffers.values() if each.mirror_of == record.id and each.ready]
+        return sorted(found, key=lambda each: each.name)
 
     def listed(self) -> tuple[BufferRecord, ...]:
         """Return the buffers, by name, that are shown to everybody."""
@@ -406,6 +419,8 @@ def _server_suspected(state: State, event: ServerSuspected, _: Instant) -> Step:
 
 def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     creation = event.creation
+    if creation.mirror_of:
+        creation = _mirroring(state, creation)
     existing = state.buffers.get(creation.key)
     if existing is not None:
         _check_same(state, existing, creation)
@@ -423,12 +438,16 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, backups, event.new_id, now)
+    if creation.mirror_of:
+        record = replace(record, mirror_of=_find_ready(state, creation.mirror_of).id)
     _check_quota(state, state.buffers.values(), record, creation.asked)
     return _add(state, record), (SaveBuffer(record), MakeSegments(record))
 
 
 def _buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
     record = replace(state.buffers[event.key], ready=True)
+    if record.mirror_of and state.source(record) is None:
+        raise NotFoundError(f"{record.title}: the buffer that it was to mirror was deleted meanwhile")
     state = replace(state, buffers={**state.buffers, record.key: record})
     servers = ", ".join(segment.server for segment in record.segments)
     copies = f" in {record.replicas} copies" if record.replicas > 1 else ""
@@ -448,8 +467,14 @@ def _buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
         if event.missing_ok:
             return state, ()
         raise NotFoundError(f'no buffer "{event.name}" to delete')
-    report = Report(logging.INFO, f"deleted {record.title}")
-    return _remove(state, record), (EraseBuffer(record.key), DropSegments(record.copies), report)
+    effects: list[Effect] = []
+    for each in (record, *state.mirrors(record)):
+        beside = state.buffers.get(each.name + ARRIVED) if each.mirror_of else None
+        for gone in (each, *([beside] if beside is not None and beside.ready else [])):
+            state = _remove(state, gone)
+            effects += [EraseBuffer(gone.key), DropSegments(gone.copies)]
+            effects.append(Report(logging.INFO, f"deleted {gone.title}"))
+    return state, tuple(effects)
 
 
 def _buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
@@ -464,6 +489,8 @@ def _buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
         return state, ()
     effects: tuple[Effect, ...] = ()
     there = state.buffers.get(event.new_name)
+    for each in (record, *([there] if there is not None else [])):
+        _check_without_mirrors(state, each, asked)
     if there is not None and event.displaced_name and event.replace and there.ready:
         check_name(Kind.BUFFER, event.displaced_name)
         if event.displaced_name in state.buffers:
@@ -491,6 +518,7 @@ def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
             raise AlreadyExistsError(f'{asked}: a buffer "{record.name}" exists')
     effects: list[Effect] = []
     for record in records:
+        _check_without_mirrors(state, record, asked)
         new_name = new_folder + record.name[len(folder) :]
         check_name(Kind.BUFFER, new_name)
         state, renamed = _called(state, record, new_name, asked)
@@ -510,6 +538,12 @@ def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
     buffers = {**others, named.key: named}
     # In this order: where one record takes the name that another one leaves, its save is the later change of that key.
     return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
+
+
+def _check_without_mirrors(state: State, record: BufferRecord, asked: str) -> None:
+    if record.mirror_of or state.mirrors(record):
+        what = "is a mirror" if record.mirror_of else "has mirrors"
+        raise InvalidArgumentError(f'{asked}: "{record.name}" {what}; stop its relays first: smb relay NAME --stop')
 
 
 def _names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
@@ -605,6 +639,7 @@ def _check_registration(server: ServerRecord) -> None:
     if server.instance_id == 0 or server.capacity_bytes == 0:
         raise InvalidArgumentError(f'memory server "{server.name}": instance_id and capacity_bytes must not be 0')
     check_weight(f'memory server "{server.name}": weight', server.weight)
+    check_zone(server.zone)
 
 
 def _forgettable(state: State, name: str, now: Instant) -> bool:
@@ -618,6 +653,29 @@ def _find_ready(state: State, name: str) -> BufferRecord:
     if record is None:
         raise NotFoundError(f'no buffer "{name}"')
     return record
+
+
+def _mirroring(state: State, creation: Creation) -> Creation:
+    """Return the creation of a mirror with the form of what it is one of, which has to be published."""
+    source = _find_ready(state, creation.mirror_of)
+    (server,) = creation.server_names
+    if source.mirror_of:
+        raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
+    if source.versions < 2:
+        raise InvalidArgumentError(
+            f'{creation.asked}: "{source.name}" is not published: it has one copy; only what was created with '
+            f"versions=2 or more, as a Publisher does, can have mirrors"
+        )
+    if {segment.server for segment in source.segments} == {server}:
+        raise InvalidArgumentError(f'{creation.asked}: "{source.name}" itself lies on "{server}"')
+    return replace(
+        creation,
+        shape=source.shape,
+        dtype=source.dtype,
+        versions=source.versions,
+        metadata=source.metadata,
+        wire=source.wire,
+    )
 
 
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
@@ -643,6 +701,8 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         or _difference("dtype", existing.dtype, creation.dtype)
         or _difference("versions", existing.versions, creation.versions)
         or _difference("replicas", existing.replicas, creation.replicas)
+        or ("it is a mirror" if existing.mirror_of and not creation.mirror_of else "")
+        or ("it is no mirror" if creation.mirror_of and not existing.mirror_of else "")
         or (_difference("wire", existing.wire, wire) if wire else "")
         or differs
     )

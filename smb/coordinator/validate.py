@@ -37,6 +37,7 @@ class Creation:
     metadata: bytes = b""  # packed
     attempt_id: int = 0
     replicas: int = 1
+    mirror_of: str = ""
 
     @property
     def key(self) -> str:
@@ -104,6 +105,12 @@ def check_server_name(name: str) -> None:
         raise InvalidArgumentError(f'"{name}" cannot name a memory server: use 1 to 64 characters of A-Z a-z 0-9 . _ -')
 
 
+def check_zone(name: str) -> None:
+    """Raise InvalidArgumentError for what cannot name a zone."""
+    if name and not _SERVER_NAME.fullmatch(name):
+        raise InvalidArgumentError(f'"{name}" cannot name a zone: use 1 to 64 characters of A-Z a-z 0-9 . _ -')
+
+
 def check_address(what: str, address: str) -> None:
     """Raise InvalidArgumentError for what is no host:port with a port one can connect to."""
     _, port = parse_address(address)
@@ -129,7 +136,7 @@ def _check_array(creation: Creation, asked: str) -> None:
         raise InvalidArgumentError(f"{asked}: a shape has at most {DIMENSIONS_MAX} extents, got {len(creation.shape)}")
     if any(extent < 0 for extent in creation.shape):
         raise InvalidArgumentError(f"{asked}: shape {creation.shape} has a negative extent; every extent is at least 0")
-    if creation.dtype not in DTYPES and not (creation.like and not creation.dtype):
+    if creation.dtype not in DTYPES and not ((creation.like or creation.mirror_of) and not creation.dtype):
         raise InvalidArgumentError(f'{asked}: no dtype "{creation.dtype}"; there are {", ".join(DTYPES)}')
 
 
@@ -143,5 +150,15 @@ def _check_wishes(creation: Creation, asked: str) -> None:
         raise InvalidArgumentError(f"{asked}: servers {', '.join(names)}: each may be named once")
     if names and creation.server_count not in (0, len(names)):
         raise InvalidArgumentError(f"{asked}: {creation.server_count} servers asked, but {len(names)} named")
+    if creation.mirror_of and (
+        len(names) != 1
+        or creation.shape
+        or creation.dtype
+        or creation.like
+        or creation.stripe_bytes
+        or creation.metadata
+        or creation.wire
+    ):
+        raise InvalidArgumentError(f'{asked} as a mirror of "{creation.mirror_of}": give one server, and nothing else')
     if creation.like and (names or creation.server_count or creation.stripe_bytes):
         raise InvalidArgumentError(f'{asked} like "{creation.like}": that fixes servers and stripe; leave both out')

@@ -141,6 +141,14 @@ SERVER: tuple[Description, ...] = (
     _gauge("smb_server_recovered_segments", "Segments that this run took over."),
     _gauge("smb_server_recovered_changes", "Changes that an earlier run was making, and this one finished."),
     _gauge("smb_server_torn_chunks", "Chunks that an earlier run was changing, and whose journal is gone."),
+    _gauge("smb_server_mirror_version", "Version that a mirror here has, whole.", "buffer"),
+    _gauge("smb_server_mirror_lag_versions", "Versions that its source is ahead of it.", "buffer"),
+    _gauge(
+        "smb_server_mirror_feed_bytes_per_second",
+        "Rate at which bytes come to a mirror here from its source or another mirror.",
+        "buffer",
+        "source",
+    ),
     _gauge("smb_server_coordinator_connected", "1 while the coordinator answers this server's renewals."),
     _counter(
         "smb_server_leases_lost_total",

@@ -19,6 +19,7 @@ import torch
 
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX
+from smb.relay.nearest import Nearest
 from smb.tensors import TensorTable
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, StateBytes, create
 from smb.torch.model_tensors import plain_name, plain_state
@@ -49,6 +50,9 @@ class Publisher:
     stays exact. It takes one further buffer of one and a half times the state's size, and two names beside this one
     (`.deltas`, `.generations`).
 
+    `relays` has the state mirrored on memory servers near its readers: their names, or "auto" for all that are there
+    now (Client.relay).
+
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
     publication. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and says which;
@@ -65,6 +69,7 @@ class Publisher:
         dtype: torch.dtype | None = None,
         deltas: int = 0,
         versions: int = 2,
+        relays: Iterable[str] | str | None = None,
         **options: Any,
     ) -> None:
         asked = f"publish {name!r}"
@@ -74,6 +79,8 @@ class Publisher:
             raise InvalidArgumentError(f"{asked}: deltas={deltas!r} is not 0 or between 2 and {DELTAS_MAX}")
         if not isinstance(versions, int) or versions < 2:
             raise InvalidArgumentError(f"{asked}: versions={versions!r}: a published state takes 2 to 16 copies")
+        if relays is not None and deltas:
+            raise InvalidArgumentError(f"{asked}: relays do not forward deltas yet; leave relays= or deltas= out")
         self._source = state
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
@@ -97,6 +104,8 @@ class Publisher:
                 )
             self._memory = _Memory(self.buffer)
             self._writer = DeltaWriter(client, self.buffer, self._memory, deltas, placement, made) if deltas else None
+            if relays is not None:
+                client.relay(name, relays)
         except BaseException:
             for each in reversed(made):
                 with suppress(Error):  # the first error says more
@@ -183,7 +192,7 @@ class Follower:
     It keeps one copy of the state in this process. `generation` is the one that was read last, 0 before the first.
     """
 
-    def __init__(self, client: Client, buffer: Buffer, timeout: float = 0.0) -> None:
+    def __init__(self, client: Client, buffer: Buffer, timeout: float = 0.0, near: str | None = None) -> None:
         if METADATA in buffer.metadata:
             raise InvalidArgumentError(
                 f"follow {buffer.name!r}: it is a group of smb.train, which publishes nothing: read what it has by "
@@ -195,6 +204,7 @@ class Follower:
             )
         self.buffer = buffer
         self.generation = 0
+        self._nearest = Nearest(client, buffer, near)
         self._memory = _Memory(buffer)
         self._about = _about(buffer)
         deltas = self._about["deltas"]
@@ -217,7 +227,7 @@ class Follower:
         """
         if self._reader is not None:
             return self._reader.wait(self.generation + 1, timeout)
-        return self.buffer.wait(self.generation + 1, timeout=timeout)
+        return self._nearest.wait(self.generation + 1, timeout)
 
     def load(self, model: torch.nn.Module) -> int:
         """Read the latest generation into a model, on any device, and return its number.
@@ -270,7 +280,10 @@ class Follower:
             self._read(f"pin of {self.buffer.name!r}")
             yield Generation(self.generation, self.buffer.table, self._about["tied"], self._piece)
             return
-        with self.buffer.pin(ttl=ttl) as pin:
+        near = self._nearest.buffer()
+        if near is not self.buffer and near.version < max(self.generation, 1):
+            near = self.buffer
+        with near.pin(ttl=ttl) as pin:
             if pin.version == 0:
                 raise _nothing_yet(f"pin of {self.buffer.name!r}")
             itemsize = self.buffer.table.dtype.itemsize
@@ -288,7 +301,7 @@ class Follower:
         if self._reader is not None:
             generation = self._reader.read(asked)
         else:
-            generation = self.buffer.read_version(self._memory.elements)
+            generation = self._nearest.read(self._memory.elements, self.generation)
         if generation == 0:
             raise _nothing_yet(asked)
         self.generation = generation
@@ -334,13 +347,17 @@ def publish(client: Client, name: str, state: State, **options: Any) -> int:
     return Publisher(client, name, state, **options).publish()
 
 
-def follow(client: Client, name: str, *, timeout: float = 0.0) -> Follower:
+def follow(client: Client, name: str, *, timeout: float = 0.0, near: str | None = None) -> Follower:
     """Follow what is published under that name; with timeout > 0 (seconds) wait until a trainer has made it.
+
+    Where it has mirrors (`Publisher(relays=)`, `smb relay`) generations come from the nearest: one on this host, else
+    in this host's zone, else the fastest. The zone is that of a memory server here. `near=` names another, or a server.
+    A mirror that dies, or to which nothing comes for 6 s, is left for the next.
 
     Raises NotFoundError, InvalidArgumentError if the buffer is no published state. There may be no generation yet:
     Follower.wait waits for it.
     """
-    return Follower(client, client.open(name, timeout=timeout), timeout)
+    return Follower(client, client.open(name, timeout=timeout), timeout, near)
 
 
 class _Memory(StateBytes):

@@ -130,6 +130,31 @@ def test_stat_shows_what_was_published(cluster: smb.LocalCluster, capsys: pytest
         client.delete("cli/plain")
 
 
+def test_mirrors_are_made_shown_and_stopped(cluster: smb.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    def relay(*arguments: str) -> tuple[int, str, str]:
+        return run_here(capsys, "relay", "cli/published", *arguments, "-c", cluster.address)
+
+    with smb.connect(cluster.address) as client:
+        client.create("cli/published", 1000, "uint8", versions=2, servers=["server-0"]).publish(np.ones(1000, np.uint8))
+        assert "has no mirrors" in relay()[1]
+        assert relay("--auto")[0] == 0
+        client.open("cli/published.mirror.server-1").wait(1, timeout=DEADLINE_SECONDS)
+        code, out, _ = relay("--json")
+        assert code == 0
+        (mirror,) = json.loads(out)
+        assert mirror["server"] == "server-1"
+        assert mirror["name"] == "cli/published.mirror.server-1"
+        assert "MIRROR ON" in stat_here(capsys, cluster, "cli/published")
+        assert json.loads(stat_here(capsys, cluster, "cli/published", "--json"))["mirrors"][0]["server"] == "server-1"
+        code, _, err = relay("--to", "server-7")
+        assert code == 1
+        assert 'no memory server "server-7"' in err
+        assert relay("--auto", "--stop")[0] == 1
+        assert "has no mirrors" in relay("--stop")[1]
+        client.delete("cli/published")
+        assert not [info.name for info in client.list() if info.name.startswith("cli/published")]
+
+
 def test_stat_shows_a_training(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a group its scheme, round and workers, those that left too; lines end where their text does.
 

@@ -271,6 +271,15 @@ def refused_to_data(open_buffer: Any) -> Any:
     return ask
 
 
+def test_mirrors_are_refused_with_a_reason(connect_as: ConnectAs) -> None:
+    client = connect_as("client")
+    client.create("lab/published", 8, versions=2)
+    with pytest.raises(smb.InvalidArgumentError, match="relays have no certificate of their own yet"):
+        client.relay("lab/published")
+    assert [info.name for info in client.list() if "mirror" in info.name] == []
+    client.delete("lab/published")
+
+
 def test_a_buffer_that_leaves_the_namespace_is_lost(connect_as: ConnectAs) -> None:
     """Who is limited to a namespace gets no token for what was moved out of it, though it knows its id; what stays in
     it is renamed under its hands.

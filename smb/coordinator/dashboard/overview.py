@@ -22,6 +22,7 @@ from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, owners_of, proble
 from smb.coordinator.dashboard.history import Amounts, Busy, History, Seen, ServerWatch, Watch
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
+from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.errors import NotFoundError
@@ -219,8 +220,9 @@ def training_detail(view: View, name: str, past: Rounds) -> Json:
 class Overview:
     """The JSON texts, for any thread."""
 
-    def __init__(self, look: Look, watch: Watch, address: str) -> None:
+    def __init__(self, look: Look, watch: Watch, address: str, mirrors: Mirrors) -> None:
         self._look = look
+        self._mirrors = mirrors
         self._watch = watch
         self._address = address
         self._salt = secrets.token_bytes(16)
@@ -247,7 +249,11 @@ class Overview:
 
     def buffer(self, name: str) -> bytes:
         """Return the JSON of all of one buffer. Raises NotFoundError."""
-        return _text(buffer_detail(self._view(), name))
+        view = self._view()
+        detail = buffer_detail(view, name)
+        record = view.state.find(Kind.BUFFER, name)
+        found = self._mirrors.messages(view.state, record, view.now) if record is not None else []
+        return _text(detail | {"mirrors": [_mirror(each, detail["size"]) for each in found]})
 
     def training(self, name: str) -> bytes:
         """Return the JSON of all of one training. Raises NotFoundError."""
@@ -257,6 +263,19 @@ class Overview:
     def _view(self) -> View:
         state, now = self._look()
         return View(state, self._watch.seen(now), now, self._salt)
+
+
+def _mirror(mirror: pb.Mirror, nbytes: int) -> Json:
+    return {
+        "name": mirror.name,
+        "server": mirror.server,
+        "zone": mirror.zone,
+        "state": "alive" if mirror.alive else "away",
+        "version": mirror.version,
+        "behind": max(0, mirror.published - mirror.version),
+        "arrived": min(1.0, mirror.arrived_bytes / max(1, nbytes)),
+        "feeds": {feed.name: feed.bytes_per_s for feed in mirror.feeds},
+    }
 
 
 def _text(value: Json) -> bytes:

@@ -10,6 +10,7 @@ import typer
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, print_json, table
+from smb.tools.cli.relay import mirrors_json, show_mirrors
 from smb.tools.cli.train import show_workers
 
 if TYPE_CHECKING:
@@ -44,11 +45,16 @@ def stat(
         is_training, training = _training(client, buffer, version is not None)
     if as_json:
         described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
+        if buffer.info.mirrors:
+            described["mirrors"] = mirrors_json(buffer)
         if is_training:
             described["training"] = dataclasses.asdict(training) if training is not None else None
         print_json({**described, "metadata": buffer.metadata})
         return
     _show(buffer, addresses, version)
+    if buffer.info.mirrors:
+        console().print()
+        show_mirrors(buffer)
     if training is not None:
         _show_training(training)
     elif is_training:

@@ -437,6 +437,49 @@ static void many_copies(void)
     }
 }
 
+static int publish_as(struct place *place, uint64_t token, uint64_t begun, uint64_t number)
+{
+    struct asked asked;
+    return ask(place, &asked, SMB_PUBLISH, 1, 1, 0, token, begun, number);
+}
+
+/* A mirror publishes with its source's numbers, of which it may leave some out. */
+static void numbers_of_a_mirror(void)
+{
+    static const uint64_t all[] = {2, 3, 16};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        struct place place;
+        struct asked turn, waiting;
+        uint64_t last = 0, number = 3, sequence = 1;
+        place_make(&place);
+        for (; sequence <= 40; sequence++) {
+            CHECK_EQ(
+                ask(&place, &turn, SMB_LOCK, 1, sequence, SYNC_PUBLISHER | all[i] << 8, 1000, 0, 0),
+                SMB_OK);
+            CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_VERSION, 9, sequence, 0, last + 1, FOREVER, 0),
+                     SMB_DEFERRED);
+            uint64_t copy = turn.answer.b >> 56, token = turn.answer.a;
+            if (last) /* 0: none is given */
+                CHECK_EQ(publish_as(&place, token, last + 1, last), SMB_INVALID);
+            CHECK_EQ(publish_as(&place, token, last + 1, (uint64_t)1 << 56), SMB_INVALID);
+            CHECK_EQ(publish_as(&place, token, number, number),
+                     number == last + 1 ? SMB_OK : SMB_INVALID);
+            CHECK_EQ(publish_as(&place, token, last + 1, number), SMB_OK);
+            CHECK_EQ(publish_as(&place, token, last + 1, number), SMB_OK); /* again */
+            CHECK(waiting.answers == 1 && waiting.answer.a == number);
+            CHECK_EQ(quick(&place, SMB_AWAIT_VERSION, 0, number + 1, 0), SMB_TIMEOUT);
+            CHECK(copy_of(&place, number) == 1 + copy && copy_of(&place, last) != 0);
+            if (sequence % 5 == 0) { /* nothing is lost by that, the older one included */
+                place_restart(&place), pass(&place, SECOND);
+                CHECK(copy_of(&place, number) == 1 + copy && copy_of(&place, last) != 0);
+            }
+            last = number;
+            number += 1 + sequence % 4;
+        }
+        place_end(&place);
+    }
+}
+
 /* Copies that are none, and of a lock that has none; segments from before there was a table. */
 static void copies_of_others(void)
 {
@@ -818,6 +861,7 @@ int main(void)
         TEST(presence),
         TEST(old_rounds),
         TEST(versions),
+        TEST(numbers_of_a_mirror),
         TEST(many_copies),
         TEST(copies_of_others),
         TEST(pins),

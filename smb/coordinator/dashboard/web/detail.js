@@ -134,9 +134,23 @@ function buffer(found) {
     el("p", { class: "quiet" }, `${f.plural(stripes, "stripe")} of ${f.bytes(found.stripe)}, in turn on ${f.plural(found.segment_list.length, "segment")} of ${f.plural(servers.length, "server")}.${stripes > shown ? ` The first ${shown}:` : ""}`),
     map,
     ...table("", ["Server", "Holds", "Share", "State"], parts),
+    ...mirrors(found),
     ...waits(found.waits),
     ...table("Tensors in it", ["Name", "Shape", "Type"], found.tensors.map((t) => [t.name, f.shape(t.shape), t.dtype]), found.tensors_left_out),
   );
+}
+
+// Who feeds whom: each mirror, what it has, and what came to it from where.
+function mirrors(found) {
+  const servers = new Map(found.mirrors.map((mirror) => [mirror.name, mirror.server]));
+  const rows = found.mirrors.map((mirror) => [
+    opener("server", mirror.server),
+    mirror.zone,
+    badge(mirror.state),
+    `${mirror.version}${mirror.behind ? `, ${mirror.behind} behind` : ""}`,
+    Object.entries(mirror.feeds).sort((a, b) => b[1] - a[1]).map(([name, rate]) => `${servers.get(name) || "the source"} ${f.rate(rate)}`).join(", "),
+  ]);
+  return table("Mirrors", ["On", "Zone", "State", "Version", "Fed by"], rows);
 }
 
 // The text of a training's state: its memory first, then whether anybody trains it.

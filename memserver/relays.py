@@ -1,0 +1,126 @@
+"""Has this server's mirrors filled: by a process of its own, for a daemon knows no client (smb/relay).
+
+It runs while there is a mirror here. It gets its tasks by its standard input and reports by its standard output, one
+JSON text in each line. It ends with its input, so also where this daemon is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+
+from smb.rpc import control_pb2 as pb
+from smb.rpc.bounds import ITEMS_MAX
+
+_AGAIN_S = 1.0  # after its end, before it is started again
+_END_S = 2.0
+
+_log = logging.getLogger("memserver")
+
+
+class Relays:
+    """The mirrors that the coordinator wants to be filled here, and the process that does it. `close` it."""
+
+    def __init__(self, coordinator: str, server: str) -> None:
+        self._command = [sys.executable, "-m", "smb.relay", coordinator, server]
+        self._lock = threading.Lock()
+        self._wanted = ""  # the last line; empty: nothing
+        self._reports: list[pb.MirrorReport] = []
+        self._changed = threading.Event()
+        self.on_news: Callable[[], None] = lambda: None  # other mirrors are reported: the coordinator plans with them
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, tasks: Iterable[pb.MirrorTask]) -> None:
+        """Fill these, and no others. Does not wait."""
+        told = [
+            {"name": task.name, "source": task.source, "parents": [[p.end, p.name] for p in task.parents]}
+            for task in tasks
+        ]
+        with self._lock:
+            self._wanted = json.dumps(told) + "\n" if told else ""
+            if self._thread is None and told:
+                self._thread = threading.Thread(target=self._run, name="relays", daemon=True)
+                self._thread.start()
+        self._changed.set()
+
+    def reports(self) -> list[pb.MirrorReport]:
+        """Return what the process told last; nothing while it does not run."""
+        with self._lock:
+            return self._reports[:ITEMS_MAX]
+
+    def close(self) -> None:
+        """End the process. Blocks for a few seconds at most."""
+        self._stop.set()
+        self._changed.set()
+        if self._thread is not None:
+            self._thread.join(3 * _END_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._changed.wait()
+            self._changed.clear()
+            if self._wanted and not self._stop.is_set():
+                self._changed.set()
+                self._serve()
+                self._stop.wait(_AGAIN_S)
+
+    def _serve(self) -> None:
+        """Run the process, from its start to its end."""
+        environment = os.environ | {"PYTHONSAFEPATH": "1"}
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        _log.info("relay started, process %d", process.pid)
+        reader = threading.Thread(target=self._read, args=(process,), name="relays-read", daemon=True)
+        reader.start()
+        assert process.stdin is not None
+        try:
+            while not self._stop.is_set() and process.poll() is None and self._wanted:
+                if self._changed.wait(_AGAIN_S / 4):
+                    self._changed.clear()
+                    process.stdin.write(self._wanted)
+                    process.stdin.flush()
+        except OSError:  # it ended
+            pass
+        finally:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            reader.join()
+            with self._lock:
+                self._reports = []
+            if process.returncode and not self._stop.is_set():
+                _log.error("the relay ended with status %d; it is started again", process.returncode)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                reports = [
+                    pb.MirrorReport(
+                        name=told["name"],
+                        version=told["version"],
+                        arrived_bytes=told["arrived_bytes"],
+                        published=told["published"],
+                        feeds=[
+                            pb.Feed(name=name, bytes_per_s=rate)
+                            for name, rate in list(told["feeds"].items())[:ITEMS_MAX]
+                        ],
+                    )
+                    for told in json.loads(line)
+                ]
+                with self._lock:
+                    before, self._reports = self._reports, reports
+                if {report.name for report in before} != {report.name for report in reports}:
+                    self.on_news()

@@ -1,0 +1,112 @@
+"""The trees of mirrors as they are now: from what relays reported, and who is alive.
+
+Nothing here is stored. A coordinator that was restarted hears all of it with the next renewals; until then each mirror
+takes everything from the source, which is always right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smb.coordinator.events import Instant
+from smb.coordinator.records import BufferRecord
+from smb.coordinator.state import SERVER_LEASE_S, State
+from smb.coordinator.trees import Node, parents_of, plan
+from smb.rpc import control_pb2 as pb
+
+_BEGINS_S = 15.0  # a relay's start, at most: until then readers take it for one that will tell
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    at: float  # monotonic
+    report: pb.MirrorReport
+
+
+class Mirrors:
+    """The last report of each mirror's relay. In the coordinator's loop alone."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, _Report] = {}  # by the mirror's name
+
+    def record(self, state: State, server: str, request: pb.RenewServerRequest, now: Instant) -> None:
+        """Take a server's reports of the mirrors that it has."""
+        for report in request.mirrors:
+            record = state.buffers.get(report.name)
+            if record is not None and record.mirror_of and record.segments[0].server == server:
+                self._reports[report.name] = _Report(now.monotonic, report)
+        if len(self._reports) > 2 * len(state.buffers):
+            self._reports = {name: last for name, last in self._reports.items() if name in state.buffers}
+
+    def tasks(self, state: State, server: str, now: Instant) -> list[pb.MirrorTask]:
+        """Return what this server's relay is to fill, and from where."""
+        tasks = []
+        for record in state.buffers.values():
+            if record.mirror_of and record.ready and record.segments[0].server == server:
+                source = state.source(record)
+                if source is not None:
+                    tasks.append(self._task(state, source, record, now))
+        return tasks
+
+    def messages(self, state: State, source: BufferRecord, now: Instant) -> list[pb.Mirror]:
+        """Return a published buffer's mirrors, for readers and for people."""
+        messages = []
+        for record in state.mirrors(source):
+            server = state.servers.get(record.segments[0].server)
+            last = self._reports.get(record.name)
+            message = pb.Mirror(
+                name=record.name,
+                server=record.segments[0].server,
+                zone=server.zone if server is not None else "",
+                alive=self._is_alive(state, record, now),
+            )
+            if last is None and now.wall - record.created_at < _BEGINS_S:
+                message.alive = state.alive(message.server, now)
+            if last is not None:
+                message.version = last.report.version
+                message.arrived_bytes = last.report.arrived_bytes
+                message.published = last.report.published
+                message.feeds.extend(last.report.feeds)
+            messages.append(message)
+        return messages
+
+    def _is_alive(self, state: State, record: BufferRecord, now: Instant) -> bool:
+        last = self._reports.get(record.name)
+        heard = last is not None and now.monotonic - last.at < SERVER_LEASE_S
+        return heard and state.alive(record.segments[0].server, now)
+
+    def _task(self, state: State, source: BufferRecord, mirror: BufferRecord, now: Instant) -> pb.MirrorTask:
+        task = pb.MirrorTask(name=mirror.name, source=source.name)
+        relays = [each for each in state.mirrors(source) if self._is_alive(state, each, now)]
+        if mirror not in relays:
+            task.parents.add(end=1.0, name=source.name)
+            return task
+        rates = self._rates(state, [source, *relays])
+        nodes = [_node(state, each, rates[each.name]) for each in (source, *relays)]
+        for end, name in parents_of(plan(nodes[0], nodes[1:]), mirror.name):
+            task.parents.add(end=end, name=name)
+        return task
+
+    def _rates(self, state: State, buffers: list[BufferRecord]) -> dict[str, float]:
+        """Return how fast each sends: what all that take from it measured, together. Where nobody does its server's
+        weight counts, beside the others'.
+        """
+        measured: dict[str, float] = {}
+        for each in buffers:
+            last = self._reports.get(each.name)
+            for feed in last.report.feeds if last is not None else ():
+                measured[feed.name] = measured.get(feed.name, 0.0) + feed.bytes_per_s
+        weights = {each.name: _weight(state, each) for each in buffers}
+        known = [name for name in weights if measured.get(name, 0.0) > 0.0]
+        unit = sum(measured[name] for name in known) / sum(weights[name] for name in known) if known else 1.0
+        return {name: measured[name] if name in known else unit * weight for name, weight in weights.items()}
+
+
+def _node(state: State, record: BufferRecord, rate: float) -> Node:
+    server = state.servers.get(record.segments[0].server)
+    return Node(record.name, rate, server.zone if server is not None else "")
+
+
+def _weight(state: State, record: BufferRecord) -> float:
+    servers = {segment.server for segment in record.segments}
+    return sum(state.servers[name].weight for name in servers if name in state.servers) or 1.0

@@ -1,0 +1,56 @@
+"""`python -m smb.relay COORDINATOR SERVER`: see memserver/relays.py for what comes in and goes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from smb.client import connect
+from smb.relay.mirror import MirrorRelay
+
+_CALL_S = 20.0  # of one piece over a slow link
+_REPORT_S = 0.5
+
+
+def main(coordinator: str, server: str) -> None:
+    """Fill what the standard input says, until it ends."""
+    relays: dict[str, MirrorRelay] = {}
+    with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
+        threading.Thread(target=_report, args=(relays,), daemon=True).start()
+        for line in sys.stdin:
+            tasks = {task["name"]: task for task in json.loads(line)}
+            for name in relays.keys() - tasks.keys():
+                relays.pop(name).stop()
+            for name, task in tasks.items():
+                relay = relays.get(name)
+                if relay is None:
+                    relay = relays[name] = MirrorRelay(client, server, name, task["source"])
+                relay.parents = [(end, parent) for end, parent in task["parents"]]
+        os._exit(0)  # its threads may be in the middle of calls; the session ends with its lease, the turn with its ttl
+
+
+def _report(relays: dict[str, MirrorRelay]) -> None:
+    wait = threading.Event()
+    while True:
+        wait.wait(_REPORT_S)
+        told: list[dict[str, Any]] = [
+            {
+                "name": relay.name,
+                "version": relay.version,
+                "arrived_bytes": relay.arrived_bytes(),
+                "published": max(relay.version, relay.published),
+                "feeds": relay.rates(),
+            }
+            for relay in list(relays.values())
+        ]
+        try:
+            print(json.dumps(told), flush=True)  # noqa: T201 - to the memory server
+        except OSError:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,174 @@
+"""From where a reader of a published buffer takes versions: the nearest of the buffer and its mirrors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Set
+from concurrent.futures import wait
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from smb.errors import (
+    Error,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+)
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.buffer_info import BufferInfo, Mirror
+    from smb.client import Client
+
+_LEASE_S = 6.0  # smb/coordinator/state.py: SERVER_LEASE_S. A mirror that gives nothing for so long is left
+_LOOK_S = 10.0  # how often to look for a nearer one
+_TURN_S = 1.0
+
+_log = logging.getLogger("smb")
+
+
+def nearest(mirrors: Iterable[Mirror], source_servers: Set[str], local: Set[str], zone: Set[str], who: str) -> str:
+    """Return the name of the mirror to read from, empty for the source itself: by host, then zone, then by how fast it
+    was measured to send; readers for whom all of that is the same spread. Pure.
+    """
+    alive = [mirror for mirror in mirrors if mirror.alive]
+    sends = {mirror.name: sum(other.feeds.get(mirror.name, 0.0) for other in alive) for mirror in alive}
+
+    def rank(mirror: Mirror) -> tuple[bool, bool, float, int]:
+        # Rates are measured: half as fast is slower, a tenth less says nothing.
+        rate = sends[mirror.name]
+        return mirror.server not in local, mirror.server not in zone, -(int(rate).bit_length()), _spread(who, mirror)
+
+    best = min(alive, key=rank, default=None)
+    if best is None or local & source_servers:
+        return ""
+    if best.server not in local and best.server not in zone and zone & source_servers:
+        return ""
+    return best.name
+
+
+def _spread(who: str, mirror: Mirror) -> int:
+    return crc32(f"{who} {mirror.name}".encode())
+
+
+def near_servers(client: Client, near: str | None) -> tuple[frozenset[str], frozenset[str]]:
+    """Return which memory servers are on this host, and which in the same zone: the zone `near`, else that of those
+    on this host. `near` may also name a server. A server is on this host if its Unix socket is.
+    """
+    servers = [server for server in client._coordinator.list_servers(client.timeout) if server.alive]
+    local = frozenset(
+        server.name
+        for server in servers
+        if server.name == near or (server.unix_path and Path(server.unix_path).exists())
+    )
+    zones = {server.zone for server in servers if server.name in local} if near is None else {near}
+    return local, frozenset(server.name for server in servers if server.zone and server.zone in zones)
+
+
+class Nearest:
+    """One reader's choice, made again when it stops to work. For one thread at a time."""
+
+    def __init__(self, client: Client, source: Buffer, near: str | None) -> None:
+        self._client = client
+        self._source = source
+        self._near = near
+        self._left: dict[str, float] = {}  # mirrors that gave nothing, and when they were left
+        self._mirror: Buffer | None = None
+        self._looked = 0.0
+
+    def buffer(self) -> Buffer:
+        """Return what to read from now."""
+        if time.monotonic() - self._looked > _LOOK_S or not self._looked:
+            self._choose(self._source.info if not self._looked else None)
+        return self._mirror or self._source
+
+    def _choose(self, info: BufferInfo | None = None) -> None:
+        self._looked = now = time.monotonic()
+        try:
+            mirrors = (info or self._client.open(self._source.name).info).mirrors
+            if not mirrors:
+                self._mirror = None
+                return
+            kept = [m for m in mirrors if now - self._left.get(m.name, -_LOOK_S) >= _LOOK_S]
+            local, zone = near_servers(self._client, self._near)
+            parts = {place.server for place in self._source.layout.segments}
+            name = nearest(kept, parts, local, zone, self._client.name)
+            if name and (self._mirror is None or self._mirror.name != name):
+                self._mirror = self._client.open(name)
+            elif not name:
+                self._mirror = None
+        except Error as error:  # the coordinator is away: as before
+            _log.debug("%s", error)
+
+    def leave(self, why: object) -> None:
+        """Take another, as this one gives nothing."""
+        if self._mirror is not None:
+            _log.info("%s: no longer from %s: %s", self._source.name, self._mirror.name, why)
+            self._left[self._mirror.name] = time.monotonic()
+            self._mirror = None
+            self._choose()
+
+    def wait(self, generation: int, timeout: float | None) -> int:
+        """Wait until that or a later one can be read; return the latest there."""
+        end = None if timeout is None else time.monotonic() + timeout
+        published = self._source.wait(generation, timeout=timeout)
+        while (mirror := self.buffer()) is not self._source:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            found = self._await(mirror, generation, left)
+            if found:
+                return found
+            if left == 0.0:
+                raise TimeoutError(
+                    f"buffer {mirror.name!r}: generation {generation} of {self._source.name!r} has not arrived there"
+                )
+        return published
+
+    def _await(self, mirror: Buffer, generation: int, timeout: float | None) -> int:
+        """Return what a mirror has, 0 where it was left, or the time is over. In another thread, for a server that is
+        gone keeps a caller for as long as the client's timeout.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        moved, before = time.monotonic(), (-1, -1)
+        while True:
+            left = _LEASE_S if end is None else min(_LEASE_S, max(0.0, end - time.monotonic()))
+            asked = self._client.submit(partial(mirror.wait, generation, timeout=left))
+            while not wait([asked], _TURN_S).done:
+                now = self._progress(mirror)
+                if now != before:
+                    moved, before = time.monotonic(), now
+                elif time.monotonic() - moved > _LEASE_S:
+                    self.leave(f"nothing arrives there for {_LEASE_S:g} s")
+                    return 0
+            try:
+                return asked.result()
+            except TimeoutError:
+                if end is not None and time.monotonic() >= end:
+                    return 0
+            except Error as error:
+                self.leave(error)
+                return 0
+
+    def _progress(self, mirror: Buffer) -> tuple[int, int]:
+        """Return something that changes while a mirror is filled."""
+        try:
+            info = self._client.open(self._source.name).info
+        except NotFoundError:
+            raise
+        except Error:
+            return -1, -1
+        return next(((m.version, m.arrived_bytes) for m in info.mirrors if m.name == mirror.name and m.alive), (-1, -1))
+
+    def read(self, elements: Any, generation: int) -> int:
+        """Read the latest, not an older one than `generation`, and return its number."""
+        while (buffer := self.buffer()) is not self._source:
+            try:
+                if buffer.version == 0 and self._source.version > 0:  # it is being filled for the first time
+                    self._await(buffer, 1, _LEASE_S)
+                if buffer.version >= max(generation, 1):
+                    return buffer.read_version(elements)
+                break
+            except Error as error:
+                self.leave(error)
+        return self._source.read_version(elements)

@@ -1,0 +1,86 @@
+"""`smb relay NAME`: mirrors of a published buffer on further memory servers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smb.errors import InvalidArgumentError
+from smb.tools.cli.connection import connect
+from smb.tools.cli.options import Coordinator, Json
+from smb.tools.cli.output import console, print_json, table
+
+if TYPE_CHECKING:
+    from smb import Buffer
+
+
+def relay(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The published buffer's name.")],
+    to: Annotated[
+        list[str] | None, typer.Option("--to", metavar="SERVER", help="A memory server; may be given several times.")
+    ] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="All memory servers that have no part of it.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Delete its mirrors: those of --to, or all.")] = False,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Mirror a published buffer on memory servers near its readers.
+
+    Each byte crosses a link once; readers that follow it take what is nearest. Without options it lists the mirrors.
+
+    Example: smb relay policy --to rack-7 --to rack-8
+    """
+    if auto and (to or stop):
+        raise InvalidArgumentError("smb relay: --auto goes with neither --to nor --stop")
+    with connect(coordinator) as client:
+        if stop:
+            client.stop_relays(name, to)
+        elif to or auto:
+            client.relay(name, "auto" if auto else to or ())
+        buffer = client.open(name)
+        if as_json:
+            print_json(mirrors_json(buffer))
+        else:
+            show_mirrors(buffer)
+
+
+def mirrors_json(buffer: Buffer) -> list[dict[str, Any]]:
+    """Return its mirrors for --json."""
+    return [
+        {
+            "name": mirror.name,
+            "server": mirror.server,
+            "zone": mirror.zone,
+            "alive": mirror.alive,
+            "version": mirror.version,
+            "arrived_bytes": mirror.arrived_bytes,
+            "published": mirror.published,
+            "feeds": dict(mirror.feeds),
+        }
+        for mirror in buffer.info.mirrors
+    ]
+
+
+def show_mirrors(buffer: Buffer) -> None:
+    """Print its mirrors, and who feeds whom how fast."""
+    from smb.config.parse import format_bytes
+
+    if not buffer.info.mirrors:
+        console().print(f"{buffer.name} has no mirrors")
+        return
+    short = {mirror.name: mirror.server for mirror in buffer.info.mirrors} | {buffer.name: "the source"}
+    rows = table("MIRROR ON", "ZONE", "STATE", "VERSION", "ARRIVING", "FED BY", right=("VERSION", "ARRIVING"))
+    for mirror in buffer.info.mirrors:
+        behind = max(0, mirror.published - mirror.version)
+        feeds = sorted(mirror.feeds.items(), key=lambda feed: -feed[1])
+        rows.add_row(
+            mirror.server,
+            mirror.zone or "-",
+            "alive" if mirror.alive else "gone",
+            (str(mirror.version) if mirror.version else "none yet") + (f", {behind} behind" if behind else ""),
+            f"{100 * mirror.arrived_bytes // max(1, buffer.nbytes)} %" if mirror.arrived_bytes else "-",
+            ", ".join(f"{short.get(name, name)} {format_bytes(int(rate))}/s" for name, rate in feeds) or "-",
+            style=None if mirror.alive else "red",
+        )
+    console().print(rows)

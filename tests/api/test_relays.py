@@ -1,0 +1,169 @@
+"""Mirrors of a published buffer: every generation in them is one of the source's, to the bit, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import smb
+from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
+from tests.support.daemons import DEADLINE_S, wait_for
+
+BYTES = 3 << 20
+SOURCE = "policy"
+
+
+def generation(number: int) -> np.ndarray:
+    """What is published as that version: no byte is as in another near it."""
+    return ((np.arange(BYTES, dtype=np.uint32) * 2654435761 >> 7) + 17 * number).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
+    with smb.LocalCluster(servers=4, capacity="64MiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
+    with smb.connect(cluster.address, timeout=DEADLINE_S) as client:
+        yield client
+        for info in client.list():
+            client.delete(info.name, missing_ok=True)
+
+
+def published(client: smb.Client, versions: int = 3) -> smb.Buffer:
+    source = client.create(SOURCE, BYTES, "uint8", versions=versions, servers=["server-0"], stripe="64KiB")
+    source.publish(generation(1))
+    return source
+
+
+def has(client: smb.Client, server: str, version: int) -> smb.Buffer:
+    mirror = client.open(f"{SOURCE}.mirror.{server}")
+    assert mirror.wait(version, timeout=DEADLINE_S) == version
+    np.testing.assert_array_equal(mirror.read(version=version), generation(version))
+    return mirror
+
+
+def relay_of(server: smb.cluster.Daemon) -> int:
+    """The process that fills the mirrors of a memory server."""
+    children = Path(f"/proc/{server.pid}/task").glob("*/children")
+    (pid,) = [pid for each in children for pid in each.read_text().split()]
+    return int(pid)
+
+
+def fed_by(client: smb.Client) -> dict[str, set[str]]:
+    return {mirror.server: set(mirror.feeds) for mirror in client.open(SOURCE).info.mirrors}
+
+
+def test_every_mirror_gets_every_byte_and_from_each_other(client: smb.Client) -> None:
+    source = published(client)
+    assert client.relay(SOURCE) == ["server-1", "server-2", "server-3"]
+    for server in ("server-1", "server-2", "server-3"):
+        mirror = has(client, server, 1)
+        with pytest.raises(smb.InvalidArgumentError, match="publish to 'policy'"):
+            mirror.publish(generation(9))
+    number = 1
+
+    def planned() -> bool:
+        nonlocal number
+        number = source.publish(generation(number + 1))
+        for server in ("server-1", "server-2", "server-3"):
+            has(client, server, number)
+        return all(len(parents) > 1 for parents in fed_by(client).values())
+
+    wait_for(planned, "mirrors that feed each other")
+    assert all(mirror.alive for mirror in client.open(SOURCE).info.mirrors)
+    source.publish(generation(number + 1))
+    assert client.stop_relays(SOURCE, ["server-2"]) == ["server-2"]
+    for server in ("server-1", "server-3"):
+        has(client, server, number + 1)
+    client.delete(SOURCE)
+    assert client.list() == []
+
+
+def test_a_relay_killed_in_the_middle_goes_on_and_nothing_is_mixed(
+    client: smb.Client, cluster: smb.LocalCluster
+) -> None:
+    source = published(client)
+    client.relay(SOURCE, ["server-1", "server-2"])
+    for server in ("server-1", "server-2"):
+        has(client, server, 1)
+    words = client.open(f"{SOURCE}.mirror.server-1.arrived")
+    begun = words.version + 1
+    source.publish(generation(2))
+    words.wait(begun, timeout=DEADLINE_S)  # the first bytes of it are on their way
+    os.kill(relay_of(cluster.servers[1]), signal.SIGKILL)
+    has(client, "server-2", 2)
+    has(client, "server-1", 2)
+    source.publish(generation(3))
+    has(client, "server-1", 3)
+    has(client, "server-2", 3)
+
+
+def test_a_mirror_may_leave_versions_out_and_keeps_their_numbers(client: smb.Client, cluster: smb.LocalCluster) -> None:
+    source = published(client)
+    client.relay(SOURCE, ["server-1"])
+    mirror = has(client, "server-1", 1)
+    relay = relay_of(cluster.servers[1])
+    os.kill(relay, signal.SIGSTOP)
+    for number in range(2, 8):
+        source.publish(generation(number), timeout=DEADLINE_S, readers=0.5)
+    os.kill(relay, signal.SIGCONT)
+    has(client, "server-1", 7)
+    missing = [number for number in range(2, 7) if not holds(mirror, number)]
+    assert missing  # three copies cannot have six
+    with pytest.raises(smb.NotFoundError, match="overwritten"):
+        mirror.read(version=missing[0])
+
+
+def holds(mirror: smb.Buffer, number: int) -> bool:
+    try:
+        np.testing.assert_array_equal(mirror.read(version=number), generation(number))
+    except smb.NotFoundError:
+        return False
+    return True
+
+
+def test_what_can_have_no_mirror_is_told_and_nothing_is_left(client: smb.Client) -> None:
+    client.create("plain", 8, "uint8")
+    with pytest.raises(smb.InvalidArgumentError, match="not published"):
+        client.relay("plain")
+    with pytest.raises(smb.NotFoundError, match="no buffer"):
+        client.relay("nothing")
+    source = published(client)
+    with pytest.raises(smb.Error, match="server-9"):
+        client.relay(SOURCE, ["server-1", "server-9"])
+    with pytest.raises(smb.InvalidArgumentError, match="itself lies"):
+        client.relay(SOURCE, ["server-0"])
+    big = client.create("big", 20 << 20, "uint8", servers=["server-0"], versions=2)
+    big.publish(np.ones(20 << 20, np.uint8))
+    client.create("full", 40 << 20, "uint8", servers=["server-2"])
+    with pytest.raises(smb.OutOfMemoryError, match="server-2"):
+        client.relay("big", ["server-1", "server-2"])
+    assert [info.name for info in client.list()] == ["big", "full", "plain", SOURCE]
+    with pytest.raises(smb.NotFoundError, match="no mirror"):
+        client.stop_relays(SOURCE, ["server-1"])
+    client.relay(SOURCE, ["server-1"])
+    with pytest.raises(smb.InvalidArgumentError, match="a mirror itself"):
+        client.relay(f"{SOURCE}.mirror.server-1", ["server-2"])
+    with pytest.raises(smb.InvalidArgumentError, match="stop its relays"):
+        client.rename(SOURCE, "other")
+    assert source.version == 1
+
+
+def test_words_of_what_arrived_are_read_as_written() -> None:
+    for bits in (0, 1, bits_of((0, 63, 64, PIECES_MAX - 1)), 2**PIECES_MAX - 1):
+        assert Arrived.of(Arrived(7, 2, bits).to_words()) == Arrived(7, 2, bits)
+    for nbytes in (1, 4096, 5 << 20, (1 << 32) + 12):
+        pieces = Pieces(nbytes, max(1, -(-nbytes // PIECES_MAX // 4096)) * 4096)
+        assert pieces.count <= PIECES_MAX
+        assert sum(pieces.range(piece)[1] for piece in range(pieces.count)) == nbytes
+        places = sorted(pieces.place(piece) for piece in range(pieces.count))
+        gaps = np.diff([0.0, *places, 1.0])
+        assert gaps.max() < 3 / pieces.count + 1e-9 or pieces.count < 3  # evenly

@@ -1,0 +1,152 @@
+"""What the coordinator makes of mirrors: their records, and who feeds whom by what relays reported."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from smb import errors
+from smb.coordinator.events import (
+    BufferDeleted,
+    BufferMade,
+    BufferRenamed,
+    BufferWanted,
+    EraseBuffer,
+    Instant,
+    ServerRegistered,
+    ServerRenewed,
+)
+from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.records import BufferRecord, ServerRecord
+from smb.coordinator.state import SERVER_LEASE_S, State, step
+from smb.coordinator.validate import Creation
+from smb.rpc import control_pb2 as pb
+
+NOW = Instant(1000.0, 1.7e9)
+SERVERS = ("s0", "s1", "s2", "s3")
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self.state = State()
+        self.ids = itertools.count(1)
+        for name in SERVERS:
+            record = ServerRecord(name, 1, "10.0.0.1:1", "10.0.0.1:2", "/s", "", 1 << 26, 0, 0.0, zone=f"zone-{name}")
+            self.do(ServerRegistered(record, frozenset()))
+        self.make(Creation("p", (1 << 20,), "uint8", server_names=("s0",), versions=3, wire="exact"))
+
+    def do(self, event: object) -> tuple[object, ...]:
+        self.state, effects = step(self.state, event, NOW)  # type: ignore[arg-type]
+        return effects
+
+    def make(self, creation: Creation, *, ready: bool = True) -> BufferRecord:
+        self.do(BufferWanted(creation, lambda: next(self.ids)))
+        if ready:
+            self.do(BufferMade(creation.name))
+        return self.state.buffers[creation.name]
+
+    def mirror(self, server: str, of: str = "p", *, ready: bool = True) -> BufferRecord:
+        creation = Creation(f"{of}.mirror.{server}", (), "", server_names=(server,), mirror_of=of)
+        return self.make(creation, ready=ready)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def report(mirrors: Mirrors, cluster: Cluster, server: str, at: Instant = NOW, **feeds: float) -> None:
+    names = {"source": "p"} | {each: f"p.mirror.{each}" for each in SERVERS}
+    told = pb.MirrorReport(name=f"p.mirror.{server}", version=4, published=6)
+    told.feeds.extend(pb.Feed(name=names[name], bytes_per_s=rate) for name, rate in feeds.items())
+    mirrors.record(cluster.state, server, pb.RenewServerRequest(name=server, mirrors=[told]), at)
+
+
+def shares(mirrors: Mirrors, cluster: Cluster, server: str, now: Instant = NOW) -> dict[str, float]:
+    (task,) = mirrors.tasks(cluster.state, server, now)
+    assert (task.name, task.source) == (f"p.mirror.{server}", "p")
+    found: dict[str, float] = {}
+    before = 0.0
+    for parent in task.parents:
+        name = parent.name.removeprefix("p.mirror.")
+        found[name] = found.get(name, 0.0) + parent.end - before
+        before = parent.end
+    assert before == pytest.approx(1.0)
+    return found
+
+
+def test_a_mirror_has_its_sources_form_and_goes_with_it(cluster: Cluster) -> None:
+    mirror = cluster.mirror("s1")
+    source = cluster.state.buffers["p"]
+    assert (mirror.shape, mirror.dtype, mirror.versions) == (source.shape, source.dtype, source.versions)
+    assert mirror.mirror_of == source.id
+    assert BufferRecord.from_json(mirror.to_json()) == mirror
+    assert "mirror_of" not in source.to_json()
+    cluster.make(Creation("p.mirror.s1.arrived", (18,), "int64", server_names=("s1",)))
+    pending = cluster.mirror("s2", ready=False)
+    for event in (BufferRenamed("p", "q"), BufferRenamed(mirror.name, "q")):
+        with pytest.raises(errors.InvalidArgumentError, match="stop its relays"):
+            cluster.do(event)
+    effects = cluster.do(BufferDeleted("p", missing_ok=False))
+    gone = {effect.key for effect in effects if isinstance(effect, EraseBuffer)}
+    assert gone == {"p", "p.mirror.s1", "p.mirror.s1.arrived"}
+    with pytest.raises(errors.NotFoundError, match="deleted meanwhile"):
+        cluster.do(BufferMade(pending.key))
+
+
+def test_what_can_have_no_mirror(cluster: Cluster) -> None:
+    cluster.make(Creation("plain", (8,), "uint8", server_names=("s0",)))
+    mirror = cluster.mirror("s1")
+    for of, server, why in (("plain", "s1", "not published"), (mirror.name, "s2", "itself"), ("p", "s0", "itself")):
+        with pytest.raises(errors.InvalidArgumentError, match=why):
+            cluster.mirror(server, of)
+    with pytest.raises(errors.NotFoundError):
+        cluster.mirror("s1", "nothing")
+    with pytest.raises(errors.AlreadyExistsError):
+        cluster.mirror("s1")
+
+
+def test_until_relays_report_all_comes_from_the_source(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2", "s3"):
+        cluster.mirror(server)
+    assert shares(mirrors, cluster, "s1") == {"p": 1.0}
+    assert mirrors.tasks(cluster.state, "s0", NOW) == []
+    told = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
+    assert all(each.alive for each in told)  # they have just begun
+    late = replace(NOW, wall=NOW.wall + 60)
+    assert not any(each.alive for each in mirrors.messages(cluster.state, cluster.state.buffers["p"], late))
+
+
+def test_those_that_report_feed_each_other_and_a_silent_one_feeds_nobody(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2", "s3"):
+        cluster.mirror(server)
+        report(mirrors, cluster, server)
+    assert shares(mirrors, cluster, "s1") == pytest.approx({"p": 1 / 3, "s2": 1 / 3, "s3": 1 / 3})
+    later = replace(NOW, monotonic=NOW.monotonic + SERVER_LEASE_S - 1)
+    for server in ("s1", "s2"):
+        report(mirrors, cluster, server, later, source=100.0)
+    after = replace(NOW, monotonic=NOW.monotonic + SERVER_LEASE_S + 1)
+    cluster.state, _ = step(cluster.state, ServerRenewed("s1", 1, 0), later)
+    cluster.state, _ = step(cluster.state, ServerRenewed("s2", 1, 0), later)
+    assert shares(mirrors, cluster, "s1", after).keys() == {"p", "s2"}
+    assert shares(mirrors, cluster, "s3", after) == {"p": 1.0}
+
+
+def test_measured_rates_are_shares(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2", "s3"):
+        cluster.mirror(server)
+    report(mirrors, cluster, "s1", source=50.0, s2=100.0, s3=200.0)
+    report(mirrors, cluster, "s2", source=50.0, s1=50.0, s3=200.0)
+    report(mirrors, cluster, "s3", source=50.0, s1=50.0, s2=100.0)
+    # Sent: the source 150, s1 100, s2 200, s3 400. Each of these zones has one way in: as one relay.
+    assert shares(mirrors, cluster, "s1") == pytest.approx({"p": 1 / 7, "s2": 2 / 7, "s3": 4 / 7})
+    (message, *_) = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
+    assert (message.version, message.published, message.zone) == (4, 6, "zone-s1")
+    stranger = pb.RenewServerRequest(name="s2", mirrors=[pb.MirrorReport(name="p.mirror.s1", version=9)])
+    mirrors.record(cluster.state, "s2", stranger, NOW)  # it is not there
+    assert mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)[0].version == 4

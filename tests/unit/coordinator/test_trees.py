@@ -1,0 +1,117 @@
+"""Who feeds whom: the planned trees are trees, and no others could feed faster."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from smb.coordinator.trees import Node, Tree, bound, parents_of, plan, rate_of
+
+SOURCE = "source"
+
+
+def spanning(names: tuple[str, ...]) -> list[dict[str, str]]:
+    """Every tree from the source to those names."""
+    found = []
+    for chosen in itertools.product((SOURCE, *names), repeat=len(names)):
+        parents = dict(zip(names, chosen, strict=True))
+        if all(is_fed(parents, name) for name in names):
+            found.append(parents)
+    return found
+
+
+def is_fed(parents: dict[str, str], name: str) -> bool:
+    for _ in parents:
+        if name == SOURCE:
+            return True
+        name = parents[name]
+    return name == SOURCE
+
+
+def drawn(seed: int, count: int, zones: int = 1) -> tuple[Node, list[Node]]:
+    numbers = random.Random(seed)
+    zone = "z0" if zones > 1 else ""
+    source = Node(SOURCE, numbers.choice((0.5, 1.0, 4.0, numbers.uniform(0.1, 10))), zone)
+    relays = [
+        Node(f"r{i}", numbers.choice((1.0, numbers.uniform(0.05, 10))), f"z{numbers.randrange(zones)}" if zone else "")
+        for i in range(count)
+    ]
+    return source, relays
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_plan_in_one_zone_reaches_the_bound_that_no_trees_exceed(seed: int) -> None:
+    source, relays = drawn(seed, 1 + seed % 12)
+    trees = plan(source, relays)
+    assert sum(tree.share for tree in trees) == pytest.approx(1.0)
+    for tree in trees:
+        assert all(is_fed(dict(tree.parents), relay.name) for relay in relays)
+    assert rate_of(trees, source, relays) == pytest.approx(bound(source, relays))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_bound_holds_for_every_tree_there_is(count: int) -> None:
+    """By duality: weights on the links under which every spanning tree costs 1 at least bound every packing."""
+    names = tuple(f"r{i}" for i in range(count))
+    every = spanning(names)
+    assert len(every) == (count + 1) ** (count - 1)  # Cayley's formula: none is left out
+    for parents in every:
+        sent = list(parents.values())
+        assert sent.count(SOURCE) >= 1  # weight 1 on the source's link: no more than B0
+        assert len(sent) / count == 1  # weight 1/N on all links: no more than (B0 + sum Bi) / N
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_mix_of_few_trees_is_faster(seed: int) -> None:
+    """Brute force: every mix of trees with shares in eighths."""
+    source, relays = drawn(seed, 2 if seed % 2 else 3)
+    every = spanning(tuple(relay.name for relay in relays))
+    parts = 8 if len(relays) == 2 else 3
+    best = max(
+        rate_of([Tree(1 / parts, parents) for parents in mix], source, relays)
+        for mix in itertools.combinations_with_replacement(every, parts)
+    )
+    assert rate_of(plan(source, relays), source, relays) >= best - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_byte_comes_into_a_zone_once(seed: int) -> None:
+    source, relays = drawn(seed, 2 + seed % 14, zones=1 + seed % 5)
+    zones = {relay.name: relay.zone for relay in relays} | {SOURCE: source.zone}
+    trees = plan(source, relays)
+    assert sum(tree.share for tree in trees) == pytest.approx(1.0)
+    for tree in trees:
+        assert tree.parents.keys() == {relay.name for relay in relays}
+        assert all(is_fed(dict(tree.parents), relay.name) for relay in relays)
+        for zone in {relay.zone for relay in relays} - {source.zone}:
+            ways_in = [name for name, parent in tree.parents.items() if zones[name] == zone != zones[parent]]
+            assert len(ways_in) == 1
+
+
+def test_equal_zones_leave_the_sources_zone_once() -> None:
+    relays = [Node(f"r{i}", 1.0, f"z{1 + i % 2}") for i in range(8)]
+    trees = plan(Node(SOURCE, 1.0, "z0"), relays)
+    assert all(list(tree.parents.values()).count(SOURCE) == 1 for tree in trees)
+
+
+def test_uplinks_of_one_two_and_four_bring_in_as_much_each() -> None:
+    relays = [Node("r0", 1.0), Node("r1", 2.0), Node("r2", 4.0)]
+    source = Node(SOURCE, 2.0)
+    shares = {next(n for n, p in tree.parents.items() if p == SOURCE): tree.share for tree in plan(source, relays)}
+    assert shares == pytest.approx({"r0": 1 / 7, "r1": 2 / 7, "r2": 4 / 7})
+    assert rate_of(plan(source, relays), source, relays) == pytest.approx(2.0)
+
+
+def test_what_a_relay_is_told_is_what_was_planned() -> None:
+    source, relays = drawn(7, 9, zones=3)
+    trees = plan(source, relays)
+    for relay in relays:
+        told = parents_of(trees, relay.name)
+        assert told[-1][0] == pytest.approx(1.0)
+        assert [end for end, _ in told] == sorted(end for end, _ in told)
+        for parent in {parent for _, parent in told}:
+            planned = sum(tree.share for tree in trees if tree.parents[relay.name] == parent)
+            heard = sum(end - before for (before, _), (end, p) in itertools.pairwise(((0.0, ""), *told)) if p == parent)
+            assert heard == pytest.approx(planned)
