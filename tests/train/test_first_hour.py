@@ -71,6 +71,36 @@ def test_a_script_that_ends_without_close_is_not_lost(connect: Connect, cluster:
     assert not [problem for problem in overview(watcher)["problems"] if "lost" in problem["title"]]
 
 
+def test_who_finished_and_who_was_lost(
+    connect: Connect, cluster: smb.LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that was killed counts as lost when its lease is over, though nobody waits for it; one that closed has
+    finished; and looking frees no slot.
+    """
+    watcher = connect()
+    script = SCRIPT.replace("every=1)", "every=1), lease=1.0")
+    command_line = [sys.executable, "-c", script, cluster.address]
+    killed = subprocess.Popen(
+        command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with killed:
+        assert killed.stdout is not None
+        assert "training 'run'" in killed.stdout.readline()
+        with smb.train.join(connect(), "run", values()):
+            assert [(worker.alive, worker.finished) for worker in smb.train.status(watcher, "run").workers] == [
+                (True, False),
+                (True, False),
+            ]
+        killed.kill()
+    wait_for(lambda: not smb.train.status(watcher, "run").workers[0].alive, "the end of its lease")
+    lost, finished = smb.train.status(watcher, "run").workers
+    assert (lost.finished, finished.alive, finished.finished) == (False, False, True)
+    assert finished.pid == os.getpid()
+    _, said, _ = command(capsys, cluster, "train", "stat", "run")
+    assert [line.split()[1] for line in said.splitlines()[-2:]] == ["lost", "finished"]
+    assert watcher.open("run/members").read()[1, 0] == lost.incarnation
+
+
 @pytest.mark.parametrize("level", ["warning", "debug"])
 def test_smb_log_sets_the_level(cluster: smb.LocalCluster, connect: Connect, level: str) -> None:
     """Warnings alone leave the line out; with debug there is more than that."""

@@ -36,7 +36,7 @@ def show_workers(found: GroupStatus) -> None:
     for worker in found.workers:
         rows.add_row(
             str(worker.slot),
-            "alive" if worker.alive else "gone",
+            "alive" if worker.alive else "finished" if worker.finished else "lost",
             worker.host,
             str(worker.pid),
             format_ago(worker.joined),
