@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -262,6 +263,11 @@ def test_trainings_from_the_command_line(
     assert out.rstrip().endswith("-")  # no samples: nobody told
     found = json.loads(command(capsys, cluster, "train", "stat", "team/run", "--json")[1])
     assert found["workers"][0]["alive"]
+    out = command(capsys, cluster, "ls")[1]
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["other", "team/run"]
+    assert re.search(r"and \d+ buffers of trainings", out)
+    assert "team/run/tick" not in out
+    assert "team/run/tick" in command(capsys, cluster, "ls", "--all")[1]
     for name in ("team/run", "team/run/tick"):
         code, _, err = command(capsys, cluster, "rm", name)
         assert code == 1

@@ -152,7 +152,9 @@ def test_by_keyboard_alone(open_page: Open, cluster: smb.LocalCluster, client: s
 
 
 def test_an_address_opens_a_server_and_leads_on(open_page: Open, cluster: smb.LocalCluster, client: smb.Client) -> None:
-    """A name in an event is a link; what is after # survives a reload, a link inside leads to the next thing, a name that is gone is said to be."""
+    """A name in an event is a link; what is after # survives a reload, a link inside leads to the next thing, a name
+    that is gone is said to be.
+    """
     watched = open_page(cluster.coordinator.metrics)
     page = watched.page
     page.locator("#event-list").get_by_role("link", name="server-1", exact=True).click()
