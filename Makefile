@@ -34,7 +34,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray metrics-page perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
