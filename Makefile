@@ -181,6 +181,11 @@ etcd-server:
 	@command -v etcd >/dev/null || tests/support/install-without-service.sh etcd-server etcd-client >/dev/null 2>&1 || \
 		echo "etcd is not here and could not be installed: what needs it is not run"
 
+# smb.ray on a real Ray of two nodes on this machine, and its example with Ray Train. Without Ray (80 MB) its tests are skipped.
+ray: $(VENV)/test-installed
+	@$(call step,$(call pip-install,--editable ".[ray]" "ray[train]"), Ray. The same call again goes on from there)
+	$(BIN)/pytest -s tests/ops/test_ray.py
+
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:
 	@command -v promtool >/dev/null || tests/support/install-without-service.sh prometheus >/dev/null 2>&1 || \

@@ -22,7 +22,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-helm = pytest.importorskip("helm_python", reason="not run: it needs helm-python-sdk, Helm as a library, which is there for x86_64")
+helm = pytest.importorskip(
+    "helm_python", reason="not run: it needs helm-python-sdk, Helm as a library, which is there for x86_64"
+)
 
 CHART = Path(__file__).parents[3] / "deploy/helm"
 OF_OPERATORS = {"Certificate", "ServiceMonitor", "PrometheusRule"}  # no part of the API: without a schema here
