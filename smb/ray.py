@@ -43,7 +43,7 @@ _JANITOR = 'exec 3<&0; (read -r _ <&3; sleep 1; rm -rf "$@") >/dev/null 2>&1 &'
 
 
 class _Supervised:
-    """The actor: one daemon, started again where it dies. Its methods run one at a time, beside the thread that looks."""
+    """The actor: one daemon, started again where it dies. One method at a time, beside the thread that looks."""
 
     def __init__(self, module: str, name: str, options: dict[str, str]) -> None:
         host = ray.util.get_node_ip_address()
